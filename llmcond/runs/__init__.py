@@ -4,7 +4,7 @@ from llmcond.runs.create import RunExistsError, complete_run, create_run, where_
 from llmcond.runs.open import open_any_run, open_run, run_exists
 from llmcond.runs.run import AnyRun, head_record
 from llmcond.runs.saved import Saved, SavedEmbeddingHead, SavedHead, dev_score, head_name
-from llmcond.runs.task_runs import Run, as_rated
+from llmcond.runs.task_runs import Run
 
 __all__ = [
     "AnyRun",
@@ -13,7 +13,6 @@ __all__ = [
     "Saved",
     "SavedEmbeddingHead",
     "SavedHead",
-    "as_rated",
     "complete_run",
     "create_run",
     "dev_score",

@@ -7,23 +7,29 @@ queries against candidates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
-from llmcond.evaluation.results import Scored
+from llmcond.errors import UserError
+from llmcond.evaluation.results import Result, Scored
 from llmcond.features.view import View
 from llmcond.heads import Recipe
 from llmcond.heads.base import Fitted
 from llmcond.heads.pairs import OnEpoch
-from llmcond.metrics import metric_of
+from llmcond.metrics import Metric, metric_of
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
+
+if TYPE_CHECKING:
+    from llmcond.runs.with_dev import WithDev
+
+R = TypeVar("R", bound=Result)
 
 
 class Examples(ABC):
@@ -77,6 +83,33 @@ class Examples(ABC):
     @abstractmethod
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """Return what metrics take of each example, (n,): its similarity, or its answer's rank."""
+
+    def on_new_sentences(
+        self,
+        results: Sequence[R],
+        similarity: Sequence[NDArray[np.floating]],
+        split: str,
+        metrics: Sequence[Metric],
+    ) -> Sequence[R]:
+        """Return results that also have the score on examples that share no sentence with train.
+
+        ``similarity`` are for each result the (seeds, n) predictions of a split. Where examples
+        are not pairs of sentences, results are as they were.
+        """
+        return results
+
+    def with_dev(
+        self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
+    ) -> WithDev:
+        """Return how a head is fitted on train and dev; arguments as those of :class:`WithDev`.
+
+        Raises:
+            UserError: examples have no ratings, or as :class:`WithDev`.
+        """
+        raise UserError(
+            f"--with dev is for rated pairs, whose dev rows are rated by people, and "
+            f"{self.run.folder} is a run of the task {self.run.task.name}. Leave it out."
+        )
 
 
 def examples_of(run: AnyRun) -> Examples:

@@ -17,7 +17,7 @@ from llmcond.plugins import is_plugin
 from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import kind_of, read_manifest
 from llmcond.runs.run import AnyRun
-from llmcond.runs.task_runs import Run, as_rated
+from llmcond.runs.task_runs import Run
 
 
 def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
@@ -46,15 +46,14 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
         UserError: as :func:`open_any_run`, or a run of queries against candidates.
     """
     run = open_any_run(folder, cross=cross)
-    pairs = as_rated(run)
-    if pairs is None:
+    if not isinstance(run, Run):
         taken = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
         taken += [run.own_command] if run.own_command else []
         raise UserError(
             f"{folder} is a run of the task {run.manifest['task']}, which has no rated pairs; this "
             f"is for rated pairs of sentences. It takes {', '.join(taken[:-1])} and {taken[-1]}."
         )
-    return pairs
+    return run
 
 
 def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:

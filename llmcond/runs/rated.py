@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -15,11 +15,13 @@ from llmcond.features.view import View
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
-from llmcond.metrics import metric_of
-from llmcond.runs.examples import Examples
+from llmcond.metrics import Metric, metric_of
+from llmcond.runs.examples import Examples, R
 from llmcond.runs.features import RowFeatures
+from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.task_runs import Run
+from llmcond.runs.with_dev import WithDev
 
 
 class RatedExamples(Examples):
@@ -90,6 +92,23 @@ class RatedExamples(Examples):
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """See :class:`Examples`: the similarity of all rows, unrated ones included."""
         return predict(predictor, self.pairs(predictor.view, split))
+
+    def on_new_sentences(
+        self,
+        results: Sequence[R],
+        similarity: Sequence[NDArray[np.floating]],
+        split: str,
+        metrics: Sequence[Metric],
+    ) -> Sequence[R]:
+        """See :class:`Examples`."""
+        known = trained_sentences(self.run, (), split)
+        return with_new_sentences(results, similarity, self.run.rows(split), known, metrics)
+
+    def with_dev(
+        self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
+    ) -> WithDev:
+        """See :class:`Examples`."""
+        return WithDev(self.run, recipe, view, seed, device, weight, on_epoch)
 
 
 def log_rows(dataset: Dataset) -> None:

@@ -203,6 +203,11 @@ class AnyRun(ABC):
         recorded = self.manifest["data"]
         return DataOptions(**{name: recorded[name] for name in options if name in recorded})
 
+    @property
+    def rating_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest rating; 0 and 1 where examples are not rated."""
+        return 0.0, 1.0
+
     @abstractmethod
     def default_split(self) -> str:
         """Return the split that is scored where none is named."""

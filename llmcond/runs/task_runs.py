@@ -27,9 +27,10 @@ class Run(AnyRun):
         return list(self.manifest["data"]["rows"])
 
     @property
-    def scale(self) -> RatingScale:
-        """Return the rating scale that the data was read by."""
-        return RatingScale(**self.manifest["data"]["scale"])
+    def rating_range(self) -> tuple[float, float]:
+        """Return the lowest and the highest rating, by which the data was read."""
+        scale = RatingScale(**self.manifest["data"]["scale"])
+        return scale.low, scale.high
 
     @property
     def read_by(self) -> DataOptions:
@@ -63,11 +64,6 @@ class Run(AnyRun):
         if "dev" in self.trained_on:
             return "test"
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
-
-
-def as_rated(run: AnyRun) -> Run | None:
-    """Return a run of rated pairs as what it is; None for every other kind of task."""
-    return run if isinstance(run, Run) else None
 
 
 class UnratedRun(AnyRun):

@@ -27,10 +27,9 @@ from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, fields_of, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
 from llmcond.report.page import Page, check_page, page_of, write_page
-from llmcond.runs import AnyRun, as_rated, open_any_run, run_exists
+from llmcond.runs import AnyRun, open_any_run, run_exists
 from llmcond.runs.examples import examples_of
 from llmcond.runs.kind import find_kind, inputs_of
-from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
 from llmcond.runs.predictors import unscored, zeroshots
 from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
 from llmcond.system import provenance
@@ -95,7 +94,8 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     run = open_any_run(folder)
     metrics = choose_metrics(run.task.metrics, asked.metric)
     split = run.scored_split(asked.split)
-    rows = examples_of(run).scored(split)
+    examples = examples_of(run)
+    rows = examples.scored(split)
     counts = Counts.of(rows)
     if counts.n_pairs < FEW_PAIRS:
         log.warning(
@@ -107,16 +107,13 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     systems = _zeroshot_systems(run, stored, split)
     fitted, failures, done = _fitted_systems(run, stored, recipes, split, asked)
     systems += fitted
-    pairs = as_rated(run)
-    if pairs is not None:
-        results = with_new_sentences(
-            [system.result for system in systems],
-            [system.similarity for system in systems],
-            pairs.rows(split),
-            trained_sentences(pairs, (), split),
-            metrics,
-        )
-        systems = [replace(own, result=one) for own, one in zip(systems, results, strict=True)]
+    results = examples.on_new_sentences(
+        [system.result for system in systems],
+        [system.similarity for system in systems],
+        split,
+        metrics,
+    )
+    systems = [replace(own, result=one) for own, one in zip(systems, results, strict=True)]
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
         failures=failures,
@@ -127,7 +124,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
         seconds = round(time.monotonic() - began, 1)
         made = {**asdict(asked), "task": options.task, "seconds": seconds}
-        shown = examples_of(run).rows(split)
+        shown = examples.rows(split)
         write_page(_page(run, shown, comparison, similarity, made), Path(options.report))
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)

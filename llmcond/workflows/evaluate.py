@@ -25,7 +25,7 @@ from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, extreme
 from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import AnyRun, Run, SavedHead, as_rated, open_any_run
+from llmcond.runs import AnyRun, Run, SavedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.extraction import extract_others
 from llmcond.runs.features import RowFeatures
@@ -145,14 +145,11 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
 def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
     """Raise a UserError for options of another kind of task than the run's."""
     data = asked.data_options()
-    if data.columns or data.scale:
-        if as_rated(run) is None:
-            raise UserError(
-                f"--columns, --rating-range and --unrated are of rated pairs, and {run.folder} is "
-                f"a run of the task {run.task.name}, which has no rated pairs. Leave them out."
-            )
-        if data.source is None:
-            raise UserError("columns and rating range belong to --data, which was not given.")
+    if data.source is None and (data.columns or data.scale):
+        raise UserError(
+            "--columns, --rating-range and --unrated say how rows of rated pairs are read from "
+            "--data, which was not given. Leave them out, or add --data."
+        )
     options = RankingOptions, DialogueOptions
     own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}
     for one in options:

@@ -18,7 +18,7 @@ from llmcond.log import log
 from llmcond.metrics import Estimate, finite, metric_of
 from llmcond.progress import FitBar
 from llmcond.report.format import folds_text
-from llmcond.runs import AnyRun, as_rated, head_name, head_record, open_any_run
+from llmcond.runs import AnyRun, head_name, head_record, open_any_run
 from llmcond.runs.examples import examples_of
 from llmcond.runs.trials import Outcome, Trial, sized
 from llmcond.runs.with_dev import WithDev
@@ -68,11 +68,6 @@ def fit_head(asked: FitHeadOptions) -> FittedResult:
     """Fit a head on a run's training features and save it in the run."""
     run, name = open_any_run(Path(asked.run)), asked.name
     dev = asked if asked.with_split else None
-    if dev is not None and as_rated(run) is None:
-        raise UserError(
-            f"--with dev is for rated pairs, whose dev rows are rated by people, and {run.folder} "
-            f"is a run of the task {run.task.name}. Leave it out."
-        )
     recipe = load_recipe(asked.head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(asked.set or {}), "--set"), "--set")
     subtract = run.subtracts if asked.subtract is None else asked.subtract
@@ -94,15 +89,15 @@ def fit_and_save(
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
     examples, metric = examples_of(run), metric_of(run.dev_metric)
-    counts, unit, rated = examples.counts(), examples.unit, as_rated(run)
+    counts, unit = examples.counts(), examples.unit
     view, seed = trial.view, trial.seed
     recipe = sized(trial.recipe, trial.dim, examples.dim(view))
     began = time.monotonic()
     with FitBar(score=examples.epoch_score, show=metric.show) as bar:
-        if dev is None or rated is None:
+        if dev is None:
             fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
         else:
-            both = WithDev(rated, recipe, view, seed, device, dev.weight, bar.on_epoch)
+            both = examples.with_dev(recipe, view, seed, device, dev.weight, bar.on_epoch)
             fitted = _fit_with_dev(both, dev.folds)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:

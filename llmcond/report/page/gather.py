@@ -20,7 +20,7 @@ from llmcond.evaluation.ranked import QueryResult
 from llmcond.evaluation.ranking import Part
 from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
-from llmcond.runs import AnyRun, as_rated
+from llmcond.runs import AnyRun
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import zeroshots
 from llmcond.system import provenance
@@ -122,7 +122,7 @@ def page_of(
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
-    manifest, rated = run.manifest, as_rated(run)
+    manifest = run.manifest
     ranked = [one for one in results if isinstance(one, QueryResult)]
     variants = [result.variant[1] for result in ranked]
     return Page(
@@ -132,7 +132,7 @@ def page_of(
             one if isinstance(one, ComparedResult) else ComparedResult.of(one) for one in results
         ],
         rows=rows,
-        scale=(0.0, 1.0) if rated is None else (rated.scale.low, rated.scale.high),
+        scale=run.rating_range,
         similarity=similarity,
         isotropy=_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
         made={
