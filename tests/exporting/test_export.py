@@ -168,7 +168,7 @@ def test_a_decoder_with_an_instruction(tmp_path, write_rows, small_rows):
     assert "config_sentence_transformers.json must be given" in " ".join(made.notes)
 
 
-def test_any_condition(fitted, tmp_path):
+def test_any_condition(one_thread, fitted, tmp_path):
     made = export(fitted, tmp_path / "any", "towers")
     assert (made.chosen_by, made.difference) == ("any", 0)
     moved = shutil.move(tmp_path / "any", tmp_path / "elsewhere")
