@@ -132,6 +132,13 @@ def test_a_head_without_ratings_is_refused(run, capsys):
     assert "the head pca learns nothing from ratings" in said
 
 
+def test_a_run_without_ratings_is_refused(dialogue_run, capsys):
+    given = ("--head", "rank", "--name", "both", "--with", "dev")
+    said = refused(capsys, "fit-head", "--run", dialogue_run, *given)
+    assert "--with dev is for rated pairs" in said
+    assert not (dialogue_run / "heads" / "both").exists()
+
+
 @pytest.mark.parametrize(
     "metric", [METRICS["spearman"], METRICS["accuracy"]], ids=["spearman", "accuracy"]
 )
