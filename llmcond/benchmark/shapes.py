@@ -10,6 +10,7 @@ import csv
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,9 +87,17 @@ def _config(architecture: Mapping[str, Any], small: bool) -> dict[str, Any]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Train a tokenizer on the bundled sample: texts have about as many tokens as by real ones."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    """Save a tokenizer of the bundled sample: texts have about as many tokens as by real ones."""
     from transformers import PreTrainedTokenizerFast
+
+    named = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **named).save_pretrained(folder)
+
+
+@cache
+def _tokenizer() -> Any:
+    """Train a tokenizer on the bundled sample, once for all shapes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))  # noqa: S106 - no password
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -100,13 +109,13 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
     )
-    named = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
+    return tokenizer
 
 
 # -- texts -----------------------------------------------------------------------------------------
 
 
+@cache
 def _sample() -> list[dict[str, str]]:
     with _SAMPLE.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
