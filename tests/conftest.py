@@ -23,7 +23,7 @@ from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino.library import import_openvino, is_installed
 from llmcond.log import log_to_terminal
 
-#: Bytes of a network of the tests; those of real models take as long to compare as to compile.
+#: Networks of more bytes are compiled each time, as comparing their weights takes as long.
 _SMALL = 2**20
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
@@ -100,7 +100,8 @@ def pytest_collection_finish() -> None:
     """Start the server that forks all processes of tests: the product would have it import less."""
     if "helpers.processes" in sys.modules:
         forkserver.ensure_running()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs many tests needs all of them
+    # Nearly every worker needs these libraries. Imported now, they are frozen with the others.
+    if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("hypothesis", "lance", "peft", "sklearn", "transformers.trainer"):
             import_module(name)
         if is_installed():
@@ -136,34 +137,35 @@ def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def networks_compiled_once(
     request: pytest.FixtureRequest, _compiled: dict[bytes, Any]
 ) -> Iterator[None]:
-    """Let OpenVINO compile each small network once in a process, but in the tests of compiling.
+    """Let OpenVINO compile each small network once in a process.
 
-    Commands load an encoder anew, and to compile the tiny ones again took a twentieth of all.
+    Every command loads its encoder again, and compiling the tiny networks of the tests each time
+    took a twentieth of the processor time of all tests. The tests of OpenVINO itself are left out.
     """
     from llmcond.encoders.openvino import engine
 
     compile_network = engine.compile_network
 
-    def once(tensors: Mapping[str, Any], *made_of: Mapping[str, Any]) -> Any:
+    def compile_once(tensors: Mapping[str, Any], *settings: Mapping[str, Any]) -> Any:
         if sum(tensor.nbytes for tensor in tensors.values()) > _SMALL:
-            return compile_network(tensors, *made_of)
-        digest = hashlib.sha256(json.dumps(made_of).encode())
+            return compile_network(tensors, *settings)
+        digest = hashlib.sha256(json.dumps(settings).encode())
         for name, tensor in sorted(tensors.items()):
             digest.update(f"{name}{tensor.shape}{tensor.dtype}".encode() + tensor.tobytes())
         key = digest.digest()
         if key not in _compiled:
-            _compiled[key] = compile_network(tensors, *made_of)
+            _compiled[key] = compile_network(tensors, *settings)
         return _compiled[key]
 
     with pytest.MonkeyPatch.context() as patch:
         if "openvino" not in request.path.parts:
-            patch.setattr(engine, "compile_network", once)
+            patch.setattr(engine, "compile_network", compile_once)
         yield
 
 
 @pytest.fixture(scope="session")
 def _compiled() -> dict[bytes, Any]:
-    """Networks by a digest of what they were made of."""
+    """Compiled networks by a digest of their weights and settings."""
     return {}
 
 

@@ -564,7 +564,7 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["evaluate", "--rating-range", "0", "10"], "read from --data, which was not given"),
+        (["evaluate", "--rating-range", "0", "10"], "and --data was not given"),
         (["evaluate", "--head", "mpl"], "Did you mean 'mlp'"),
         (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),

@@ -87,13 +87,22 @@ def test_commands_compute_without_torch(tmp_path):
 def test_an_actor_encodes_without_torch(tmp_path):
     pytest.importorskip("openvino")
     code = f"""
+import os
+os.environ["OMP_NUM_THREADS"] = "2"
+from pathlib import Path
 from llmcond.encoders import EncoderOptions, resolve
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.extract import Part
 from llmcond.scale.extraction import EncoderOf, FragmentWriter
 from llmcond.system import cpu_threads
+assert cpu_threads() == 2
 options = EncoderOptions(device="cpu")
 fingerprint = resolve("minilm", options).identity.fingerprint
-FragmentWriter(EncoderOf("minilm", options, fingerprint, {str(tmp_path)!r}, "float16"))
+folder = Path({str(tmp_path)!r})
+writer = FragmentWriter(EncoderOf("minilm", options, fingerprint, folder, "float16"))
 assert cpu_threads() == 1
+written = writer.work([Part([EncoderInput("", "a man"), EncoderInput("", "a dog")], {{}})])
+assert len(written.fragment.keys) == 32  # of two inputs, 16 bytes each
 """
     assert {"torch", "transformers", "peft"}.isdisjoint(loaded(code, LARGE))
 

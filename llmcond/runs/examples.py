@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,20 +16,19 @@ from numpy.typing import NDArray
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.results import Result, Scored
+from llmcond.evaluation.results import Scored
 from llmcond.features.view import View
 from llmcond.heads import Recipe
 from llmcond.heads.base import Fitted
 from llmcond.heads.pairs import OnEpoch
 from llmcond.metrics import Metric, metric_of
 from llmcond.runs.kind import find_kind
+from llmcond.runs.new_sentences import R
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
 
 if TYPE_CHECKING:
     from llmcond.runs.with_dev import WithDev
-
-R = TypeVar("R", bound=Result)
 
 
 class Examples(ABC):

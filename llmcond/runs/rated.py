@@ -16,9 +16,9 @@ from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
 from llmcond.metrics import Metric, metric_of
-from llmcond.runs.examples import Examples, R
+from llmcond.runs.examples import Examples
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
+from llmcond.runs.new_sentences import R, trained_sentences, with_new_sentences
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.task_runs import Run
 from llmcond.runs.with_dev import WithDev

@@ -98,13 +98,17 @@ class AnyTask(ABC, Generic[D]):
                 f"--drop-leaks is of dialogues, and {self.name} is another task. Leave it out."
             )
 
-    def refuse_rated_options(self, data: DataOptions, has: str) -> None:
-        """Raise a UserError for options of rated rows; ``has`` is what a template may name."""
+    def refuse_column_options(self, data: DataOptions) -> None:
+        """Raise a UserError for names of columns and a range of ratings; rated pairs take them."""
         if data.columns or data.scale:
             raise UserError(
                 "--columns, --rating-range and --unrated are of rated rows, and the task "
                 f"{self.name} has none. Leave them out."
             )
+
+    def refuse_rated_options(self, data: DataOptions, has: str) -> None:
+        """Raise a UserError for options of rated rows; ``has`` is what a template may name."""
+        self.refuse_column_options(data)
         if data.extra:
             raise UserError(
                 f"the template names the column {data.extra[0]!r}, and the task {self.name} has "

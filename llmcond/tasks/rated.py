@@ -34,6 +34,9 @@ class Task(AnyTask[Dataset]):
         self.refuse_leaks_option(data)
         return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
+    def refuse_column_options(self, data: DataOptions) -> None:
+        """Accept names of columns and a range of ratings; see :class:`AnyTask`."""
+
     def read(self, data: DataOptions) -> Dataset:
         """Return all splits of a data set; see :func:`llmcond.data.datasets.read_dataset`."""
         dataset = self.options(data).read()

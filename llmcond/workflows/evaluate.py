@@ -145,10 +145,11 @@ def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
 def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
     """Raise a UserError for options of another kind of task than the run's."""
     data = asked.data_options()
+    run.task.refuse_column_options(data)
     if data.source is None and (data.columns or data.scale):
         raise UserError(
-            "--columns, --rating-range and --unrated say how rows of rated pairs are read from "
-            "--data, which was not given. Leave them out, or add --data."
+            "--columns, --rating-range and --unrated say how the file of --data is read, and "
+            "--data was not given. Leave them out, or add --data."
         )
     options = RankingOptions, DialogueOptions
     own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}

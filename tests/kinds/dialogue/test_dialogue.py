@@ -183,7 +183,7 @@ def test_pools_ties_and_histories_are_chosen(capsys, dialogue_run, tmp_path):
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
         (("--exclude-head",), "--exclude-head is of knowledge graphs"),
         (("--generate", "x", "--data", "DATA"), "--generate keeps what it makes"),
-        (("--rating-range", "1", "5"), "of rated pairs"),
+        (("--rating-range", "1", "5"), "of rated rows, and the task dialogue has none"),
         (("--data", "DATA/train.jsonl", "--history", "9"), "a history of 9 turns"),
         (("--split", "train2"), "Legal: train, dev, test"),
         (("--head", "c3l-released"), "no fitted head 'c3l-released'"),

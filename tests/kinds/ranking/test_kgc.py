@@ -246,8 +246,11 @@ def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, t
         (("--head", "mlp"), "no fitted head 'mlp'"),
         (("--predictions", "x.txt"), "ends in .txt"),
         (("--report", "x.csv"), "name an .html or .htm file"),
-        (("--rating-range", "1", "5"), "of rated pairs"),
-        (("--data", "GRAPH", "--rating-range", "1", "5"), "the task kgc has none"),
+        (("--rating-range", "1", "5"), "of rated rows, and the task kgc has none"),
+        (
+            ("--data", "GRAPH", "--rating-range", "1", "5"),
+            "of rated rows, and the task kgc has none",
+        ),
         (("--data", "GRAPH/entities.tsv"), "2 columns; expected head, relation and tail"),
         (("--data", "GRAPH", "--drop-leaks"), "there is no --drop-leaks"),
     ],
