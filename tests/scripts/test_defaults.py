@@ -78,7 +78,7 @@ SCRIPTS = {
 NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 #: What has tests of its own, or is imported by scripts.
 OTHERS = {
-    *("fuzz", "house", "bench_inputs", "bench_process", "reproduce"),
+    *("fuzz", "house", "prose", "bench_inputs", "bench_process", "reproduce"),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),

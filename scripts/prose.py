@@ -1,0 +1,244 @@
+"""Count wording that is hard to read, in code and documentation, and fail where there is too much.
+
+    python scripts/prose.py                       # print every count beside its limit
+    python scripts/prose.py --list words          # print every place that a count includes
+    python scripts/prose.py --against 100d9ab     # compare with a git revision, as a Markdown table
+    python scripts/prose.py --check               # exit with 1 if a count exceeds its limit
+
+`scripts/test` runs the check. The limits only ever go down: lower them when you improve the text.
+An existing prose linter would be preferable, but Vale's package downloads a program when it first
+runs, and proselint cannot read Python or take a vocabulary of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+#: A place in a file, and what is there.
+Finding = tuple[str, str]
+
+#: The largest number that `--check` accepts, by count.
+LIMITS: Final = {
+    "words": 0,
+    "names": 0,
+    "test names": 0,
+    "help": 0,
+    "roles": 0,
+    "see": 0,
+    "classes": 0,
+    "sentences": 0,
+    "paragraphs": 0,
+}
+MEANING: Final = {
+    "words": "listed words in docstrings, comments, messages and documentation",
+    "names": "identifiers of llmcond/ and scripts/ that contain a listed word",
+    "test names": "identifiers of tests/ that contain a listed word",
+    "help": "help texts that begin with a preposition",
+    "roles": "Sphinx roles, which the documentation generator does not read",
+    "see": 'docstrings of the form "See X." where `@override` is meant',
+    "classes": "classes of llmcond/ that share their name with another one",
+    "sentences": "sentences of more than 35 words in the documentation",
+    "paragraphs": "paragraphs of more than 5 sentences, and list items of more than 2",
+}
+
+#: Words of prose that usually replace a clearer one.
+WORDS: Final = re.compile(
+    r"\b(told|tell|tells|whence|whoever|kept|made|asked|usual|apart|drawn|beside|own|as a rule"
+    r"|what it brings|have a say|dies|is let|are let|so many|of before|by itself|by themselves"
+    r"|at the same|all else|or else|nothing else|there(?= (?:as|too|already|alone)\b)|here)\b",
+    re.IGNORECASE,
+)
+#: Participles and pronouns that say nothing about the value they name.
+NAMES: Final = frozenset(
+    "own found given told tell asked kept made chosen usual whence drawn apart beside place places"
+    " said wanted".split()
+)
+PREPOSITIONS: Final = frozenset(
+    "of by as at in on from with without to for where beside instead than before after until"
+    " within into over under among between per".split()
+)
+ROLE: Final = re.compile(r":(?:class|func|meth|mod|data|attr|exc|obj):`")
+SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_`]*[A-Z0-9])")
+
+
+class Counts:
+    """The findings of every count in one checkout.
+
+    Args:
+        root: folder that contains `llmcond`, `scripts`, `tests`, `docs` and `README.md`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.findings: dict[str, list[Finding]] = {name: [] for name in LIMITS}
+        classes: dict[str, list[str]] = {}
+        for folder in ("llmcond", "scripts", "tests"):
+            for path in sorted((root / folder).rglob("*.py")):
+                text = path.read_text(encoding="utf-8")
+                self._read_code(path, text, classes, tests=folder == "tests")
+        for name, places in classes.items():
+            if len(places) > 1:
+                self.findings["classes"] += [(place, name) for place in places]
+        pages = ["README.md", "CHANGELOG.md", "models/*/README.md", "models/README.md"]
+        for pattern in [*pages, "docs/**/*.md"]:
+            for path in sorted(root.glob(pattern)):
+                self._read_page(path)
+
+    def _add(self, count: str, path: Path, line: int, text: str) -> None:
+        self.findings[count].append((f"{path.relative_to(self.root)}:{line}", text))
+
+    def _read_code(self, path: Path, text: str, classes: dict[str, list[str]], tests: bool) -> None:
+        tree = ast.parse(text)
+        for name, line in bindings(tree):
+            if NAMES & set(name.lower().split("_")):
+                self._add("test names" if tests else "names", path, line, name)
+        if tests or path == Path(__file__):
+            return
+        for line, prose in prose_of(text, tree):
+            for match in WORDS.finditer(prose):
+                self._add("words", path, line, match.group())
+            for match in ROLE.finditer(prose):
+                self._add("roles", path, line, match.group())
+            if re.match(r"See [:`]", prose):
+                self._add("see", path, line, prose.partition("\n")[0])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "help":
+                first = re.sub(r"^(with|without) --[\w-]+( \S+)?: ", "", literal(node.value))
+                if first.partition(" ")[0].strip(":,").lower() in PREPOSITIONS:
+                    self._add("help", path, node.value.lineno, first)
+            elif isinstance(node, ast.ClassDef) and self.root / "llmcond" in path.parents:
+                classes.setdefault(node.name, []).append(
+                    f"{path.relative_to(self.root)}:{node.lineno}"
+                )
+
+    def _read_page(self, path: Path) -> None:
+        for line, block in blocks(path.read_text(encoding="utf-8")):
+            for match in WORDS.finditer(block):
+                self._add("words", path, line, match.group())
+            if path.name == "CHANGELOG.md" or block.startswith(("|", "#")):
+                continue
+            sentences = SENTENCE_END.split(block)
+            if len(sentences) > (2 if block.startswith(("- ", "* ")) else 5):
+                self._add("paragraphs", path, line, f"{len(sentences)} sentences: {block[:60]}")
+            for sentence in sentences:
+                if len(sentence.split()) > 35:
+                    self._add("sentences", path, line, sentence)
+
+
+def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the name and the line of every definition, parameter and assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+
+
+def prose_of(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every comment, and of every string that has a space."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def literal(node: ast.expr) -> str:
+    """Return the text of a string; what an f-string inserts becomes `{}`."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(literal(part) for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"
+
+
+def blocks(page: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every paragraph, list item, heading and table row."""
+    page = re.sub(r"<!--.*?-->", lambda match: "\n" * match.group().count("\n"), page, flags=re.S)
+    block: list[str] = []
+    start, in_code = 1, False
+    for number, line in enumerate([*page.splitlines(), ""], 1):
+        fence = line.lstrip().startswith("```")
+        starts_block = re.match(r"\s*([-*] |\d+\. |\||#)", line)
+        if block and (fence or starts_block or not line.strip()):
+            yield start, " ".join(block)
+            block = []
+        if fence:
+            in_code = not in_code
+        elif line.strip() and not in_code:
+            if not block:
+                start = number
+            block.append(line.strip())
+
+
+def measure(root: Path) -> dict[str, list[Finding]]:
+    """Return the findings of every count in a checkout."""
+    return Counts(root).findings
+
+
+def at_revision(revision: str, call: Callable[[Path], dict[str, list[Finding]]]) -> dict[str, int]:
+    """Return the counts at a git revision.
+
+    Raises:
+        SystemExit: git does not know the revision.
+    """
+    command = [shutil.which("git") or "git", "-C", str(ROOT), "archive", "--format=tar", revision]
+    result = subprocess.run(command, capture_output=True, check=False)
+    if result.returncode:
+        raise SystemExit(f"prose: {result.stderr.decode().strip()}")
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        return {name: len(findings) for name, findings in call(Path(folder)).items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the counts; return 1 if `--check` finds one above its limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to read")
+    parser.add_argument("--list", choices=LIMITS, help="count whose findings are printed")
+    parser.add_argument("--against", metavar="REV", help="git revision to compare with")
+    parser.add_argument("--check", action="store_true", help="fail if a count exceeds its limit")
+    options = parser.parse_args(arguments)
+    findings = measure(options.root.resolve())
+    if options.list:
+        for place, text in findings[options.list]:
+            print(f"{place}: {text}")
+        summary = Counter(text.lower() for _, text in findings[options.list]).most_common(30)
+        print(", ".join(f"{text} {n}" for text, n in summary if n > 1), file=sys.stderr)
+        return 0
+    if options.against:
+        before = at_revision(options.against, measure)
+        print(f"| | {options.against} | now |\n|---|---|---|")
+        for name, meaning in MEANING.items():
+            print(f"| {meaning} | {before[name]:,} | {len(findings[name]):,} |")
+        return 0
+    too_many = False
+    for name, meaning in MEANING.items():
+        count, limit = len(findings[name]), LIMITS[name]
+        exceeded = options.check and count > limit
+        too_many |= exceeded
+        if exceeded or not options.check:
+            print(f"{name}: {count:,}, limit {limit:,} ({meaning})")
+            if exceeded:
+                print(f"  Run `python scripts/prose.py --list {name}`, and rewrite the new ones.")
+    return int(too_many)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
