@@ -30,6 +30,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: A place in a file, and what is there.
 Finding = tuple[str, str]
+Reader = Callable[[str], Iterator[tuple[str, int, str]]]
+PAGES: Final = ("README.md", "CHANGELOG.md", "docs/**/*.md", "models/**/README.md")
 
 #: The largest number that `--check` accepts, by count.
 LIMITS: Final = {
@@ -71,72 +73,71 @@ PREPOSITIONS: Final = frozenset(
     "of by as at in on from with without to for where beside instead than before after until"
     " within into over under among between per".split()
 )
-ROLE: Final = re.compile(r":(?:class|func|meth|mod|data|attr|exc|obj):`")
+#: What is counted in the prose of code.
+PATTERNS: Final = {
+    "words": WORDS,
+    "roles": re.compile(r":(?:class|func|meth|mod|data|attr|exc|obj):`"),
+    "see": re.compile(r"\ASee [:`].*"),
+}
 SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_`]*[A-Z0-9])")
 
 
-class Counts:
-    """The findings of every count in one checkout.
+def in_code(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the count, the line and the text of each finding in a Python file."""
+    tree = ast.parse(text)
+    for name, line in bindings(tree):
+        if NAMES & set(name.lower().split("_")):
+            yield "names", line, name
+    for line, prose in prose_of(text, tree):
+        for count, pattern in PATTERNS.items():
+            yield from ((count, line, match.group()) for match in pattern.finditer(prose))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            help_text = re.sub(r"^(with|without) --[\w-]+( \S+)?: ", "", literal(node.value))
+            if help_text.partition(" ")[0].strip(":,").lower() in PREPOSITIONS:
+                yield "help", node.value.lineno, help_text
+        elif isinstance(node, ast.ClassDef):
+            yield "classes", node.lineno, node.name
+
+
+def in_page(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the count, the line and the text of each finding in a Markdown page."""
+    for line, block in blocks(text):
+        yield from (("words", line, match.group()) for match in WORDS.finditer(block))
+        if block.startswith(("|", "#")):
+            continue
+        sentences = SENTENCE_END.split(block)
+        if len(sentences) > (2 if block.startswith(("- ", "* ")) else 5):
+            yield "paragraphs", line, f"{len(sentences)} sentences: {block[:60]}"
+        yield from (("sentences", line, s) for s in sentences if len(s.split()) > 35)
+
+
+def measure(root: Path) -> dict[str, list[Finding]]:
+    """Return the findings of every count in a checkout.
 
     Args:
         root: folder that contains `llmcond`, `scripts`, `tests`, `docs` and `README.md`.
     """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.findings: dict[str, list[Finding]] = {name: [] for name in LIMITS}
-        classes: dict[str, list[str]] = {}
-        for folder in ("llmcond", "scripts", "tests"):
-            for path in sorted((root / folder).rglob("*.py")):
-                text = path.read_text(encoding="utf-8")
-                self._read_code(path, text, classes, tests=folder == "tests")
-        for name, places in classes.items():
-            if len(places) > 1:
-                self.findings["classes"] += [(place, name) for place in places]
-        pages = ["README.md", "CHANGELOG.md", "models/*/README.md", "models/README.md"]
-        for pattern in [*pages, "docs/**/*.md"]:
-            for path in sorted(root.glob(pattern)):
-                self._read_page(path)
-
-    def _add(self, count: str, path: Path, line: int, text: str) -> None:
-        self.findings[count].append((f"{path.relative_to(self.root)}:{line}", text))
-
-    def _read_code(self, path: Path, text: str, classes: dict[str, list[str]], tests: bool) -> None:
-        tree = ast.parse(text)
-        for name, line in bindings(tree):
-            if NAMES & set(name.lower().split("_")):
-                self._add("test names" if tests else "names", path, line, name)
-        if tests or path == Path(__file__):
-            return
-        for line, prose in prose_of(text, tree):
-            for match in WORDS.finditer(prose):
-                self._add("words", path, line, match.group())
-            for match in ROLE.finditer(prose):
-                self._add("roles", path, line, match.group())
-            if re.match(r"See [:`]", prose):
-                self._add("see", path, line, prose.partition("\n")[0])
-        for node in ast.walk(tree):
-            if isinstance(node, ast.keyword) and node.arg == "help":
-                first = re.sub(r"^(with|without) --[\w-]+( \S+)?: ", "", literal(node.value))
-                if first.partition(" ")[0].strip(":,").lower() in PREPOSITIONS:
-                    self._add("help", path, node.value.lineno, first)
-            elif isinstance(node, ast.ClassDef) and self.root / "llmcond" in path.parents:
-                classes.setdefault(node.name, []).append(
-                    f"{path.relative_to(self.root)}:{node.lineno}"
-                )
-
-    def _read_page(self, path: Path) -> None:
-        for line, block in blocks(path.read_text(encoding="utf-8")):
-            for match in WORDS.finditer(block):
-                self._add("words", path, line, match.group())
-            if path.name == "CHANGELOG.md" or block.startswith(("|", "#")):
+    findings: dict[str, list[Finding]] = {name: [] for name in LIMITS}
+    # What is counted in each kind of file, and under which name.
+    code = {name: name for name in ("words", "names", "help", "roles", "see")}
+    sources: list[tuple[str, Reader, dict[str, str]]] = [
+        ("llmcond/**/*.py", in_code, {**code, "classes": "classes"}),
+        ("scripts/**/*.py", in_code, code),
+        ("tests/**/*.py", in_code, {"names": "test names"}),
+        *((page, in_page, {name: name for name in LIMITS}) for page in PAGES),
+    ]
+    for pattern, read, counts in sources:
+        for path in sorted(root.glob(pattern)):
+            if path.name == Path(__file__).name:  # it contains the lists
                 continue
-            sentences = SENTENCE_END.split(block)
-            if len(sentences) > (2 if block.startswith(("- ", "* ")) else 5):
-                self._add("paragraphs", path, line, f"{len(sentences)} sentences: {block[:60]}")
-            for sentence in sentences:
-                if len(sentence.split()) > 35:
-                    self._add("sentences", path, line, sentence)
+            for count, line, text in read(path.read_text(encoding="utf-8")):
+                if count in counts:
+                    place = f"{path.relative_to(root)}:{line}"
+                    findings[counts[count]].append((place, text))
+    uses = Counter(name for _, name in findings["classes"])
+    findings["classes"] = [finding for finding in findings["classes"] if uses[finding[1]] > 1]
+    return findings
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -186,12 +187,7 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
             block.append(line.strip())
 
 
-def measure(root: Path) -> dict[str, list[Finding]]:
-    """Return the findings of every count in a checkout."""
-    return Counts(root).findings
-
-
-def at_revision(revision: str, call: Callable[[Path], dict[str, list[Finding]]]) -> dict[str, int]:
+def measure_revision(revision: str) -> dict[str, int]:
     """Return the counts at a git revision.
 
     Raises:
@@ -204,7 +200,7 @@ def at_revision(revision: str, call: Callable[[Path], dict[str, list[Finding]]])
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
             archive.extractall(folder, filter="data")
-        return {name: len(findings) for name, findings in call(Path(folder)).items()}
+        return {name: len(findings) for name, findings in measure(Path(folder)).items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -223,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(", ".join(f"{text} {n}" for text, n in summary if n > 1), file=sys.stderr)
         return 0
     if options.against:
-        before = at_revision(options.against, measure)
+        before = measure_revision(options.against)
         print(f"| | {options.against} | now |\n|---|---|---|")
         for name, meaning in MEANING.items():
             print(f"| {meaning} | {before[name]:,} | {len(findings[name]):,} |")
