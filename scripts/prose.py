@@ -59,7 +59,7 @@ MEANING: Final = {
 
 #: Words of prose that usually replace a clearer one.
 WORDS: Final = re.compile(
-    r"\b(told|tell|tells|whence|whoever|kept|made|asked|usual|apart|drawn|beside|own|as a rule"
+    r"\b(told|tell|tells|whence|whoever|kept|made|asked|usual|apart|drawn|beside|(?<!your )(?<!its )(?<!their )own|as a rule"
     r"|what it brings|have a say|dies|is let|are let|so many|of before|by itself|by themselves"
     r"|at the same|all else|or else|nothing else|there(?= (?:as|too|already|alone)\b)|here)\b",
     re.IGNORECASE,
@@ -79,7 +79,7 @@ PATTERNS: Final = {
     "roles": re.compile(r":(?:class|func|meth|mod|data|attr|exc|obj):`"),
     "see": re.compile(r"\ASee [:`].*"),
 }
-SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_`]*[A-Z0-9])")
+SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"')\]*_]*\s+(?=[\"'(\[*_]*[A-Z0-9`])")
 
 
 def in_code(text: str) -> Iterator[tuple[str, int, str]]:
