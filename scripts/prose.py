@@ -106,6 +106,7 @@ def in_page(text: str) -> Iterator[tuple[str, int, str]]:
         yield from (("words", line, match.group()) for match in WORDS.finditer(block))
         if block.startswith(("|", "#")):
             continue
+        block = re.sub(r"^([-*] )\*\*[^*]+\.\*\*:? ", r"\1", block)  # a title, not a sentence
         sentences = SENTENCE_END.split(block)
         if len(sentences) > (2 if block.startswith(("- ", "* ")) else 5):
             yield "paragraphs", line, f"{len(sentences)} sentences: {block[:60]}"
