@@ -1,4 +1,4 @@
-"""The kinds of task, each found by its name; no module outside imports them.
+"""The bundled kinds of task, which ``llmcond.runs.kind`` finds by name.
 
-See :mod:`llmcond.runs.kind`.
+The rest of the package does not import them directly.
 """

@@ -1,8 +1,10 @@
-"""Rated pairs as a kind of task; what it does is the core of the package."""
+"""Rated sentence pairs as a kind of task; the core of the package implements it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.prompts import Prompt
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Rated(Kind):
-    """See :class:`Kind`."""
+    """Tasks of rated sentence pairs."""
 
     name, run = "rated", Run
     card = CardText(
@@ -33,30 +35,31 @@ class Rated(Kind):
         tags=("conditional-semantic-textual-similarity", "sentence-similarity"),
     )
 
+    @override
     def inputs(self, task: Task, data: Dataset, prompt: Prompt) -> SplitInputs:
-        """See :class:`Kind`."""
         return SplitInputs(data.splits.values(), prompt)
 
+    @override
     def examples(self, run: Run) -> RatedExamples:
-        """See :class:`Kind`."""
         from llmcond.runs.rated import RatedExamples
 
         return RatedExamples(run)
 
+    @override
     def evaluate(self, run: Run, asked: EvaluateOptions) -> Results[Any]:
-        """See :class:`Kind`."""
         from llmcond.workflows.evaluate import evaluate_pairs
 
         return evaluate_pairs(run, asked)
 
+    @override
     def train(self, asked: TrainLoraOptions, task: Task) -> TrainingResult:
-        """See :class:`Kind`."""
         from llmcond.workflows.finetune import train_pairs
 
         return train_pairs(asked, task)
 
+    @override
     def log_data(self, data: Dataset) -> None:
-        """See :class:`Kind`: unrated rows, and what dev and test share with train."""
         from llmcond.runs.rated import log_rows
 
+        # Reports unrated rows, and the rows that dev and test share with train.
         log_rows(data)

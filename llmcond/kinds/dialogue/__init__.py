@@ -1,8 +1,10 @@
-"""Dialogues as a kind of task: which turn comes next (Triple-Encoders, section 4)."""
+"""Dialogues as a kind of task: rank candidates for the next turn (Triple-Encoders, section 4)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from llmcond.kinds.dialogue.inputs import UtteranceInputs, obstacle_to
 from llmcond.kinds.dialogue.run import DialogueRun
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class DialogueKind(Kind):
-    """See :class:`Kind`; utterances have no conditions."""
+    """Tasks that rank the next turns of dialogues; utterances have no conditions."""
 
     name, run = "dialogue", DialogueRun
     has_conditions = False
     card = CardText(
         subject="dialogue",
-        purpose="A dialogue is answered by the candidate that ranks first as its next turn.",
+        purpose="The candidate that ranks first is the reply to a dialogue.",
         loader="load_dialogue",
         usage="""\
 pool = loaded.candidates(["Yes, at noon.", "It is red."])
@@ -36,31 +38,31 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
         tags=("dialogue", "response-selection"),
     )
 
+    @override
     def inputs(self, task: Dialogue, data: Dialogues, prompt: Prompt) -> UtteranceInputs:
-        """See :class:`Kind`."""
         return UtteranceInputs(data.texts, prompt)
 
+    @override
     def examples(self, run: DialogueRun) -> DialogueExamples:
-        """See :class:`Kind`."""
         from llmcond.kinds.dialogue.examples import DialogueExamples
 
         return DialogueExamples(run)
 
+    @override
     def evaluate(self, run: DialogueRun, asked: EvaluateOptions) -> Results[Any]:
-        """See :class:`Kind`: ranks next turns, or plans for a later one."""
         from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import DialogueOptions
 
-        work = evaluate_plans if asked.plans else evaluate_dialogues
-        return write_ranks(work(run, asked), run, asked, DialogueOptions)
+        evaluation = evaluate_plans if asked.plans else evaluate_dialogues
+        return write_ranks(evaluation(run, asked), run, asked, DialogueOptions)
 
+    @override
     def train(self, asked: TrainLoraOptions, task: Dialogue) -> TrainingResult:
-        """See :class:`Kind`."""
         from llmcond.kinds.dialogue.train import train_dialogues
 
         return train_dialogues(asked, task)
 
+    @override
     def obstacle(self, prompt: Prompt) -> str:
-        """See :class:`Kind`."""
         return obstacle_to(prompt)

@@ -1,4 +1,4 @@
-"""Dialogues: utterances in turns, as positions into their distinct texts, in splits."""
+"""Datasets of dialogues, whose turns are positions in a list of distinct utterances."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ from llmcond.tasks.base import OTHERS
 
 Positions = NDArray[np.int64]
 
-#: What parts the turns of a line in DailyDialog's .txt files.
+#: Separator of the turns of a line in DailyDialog's .txt files.
 END_OF_UTTERANCE = "__eou__"
 _TEXT_SUFFIX = ".txt"
 _EXPECTED = (
-    f"Expected lines of turns separated by {END_OF_UTTERANCE} (.txt), a column utterances with a "
-    "list of texts a dialogue, or columns dialogue, text and maybe turn with a row an utterance."
+    f"Expected lines of turns separated by {END_OF_UTTERANCE} (.txt), a row per dialogue with a "
+    "column utterances (a list of texts), or a row per utterance with columns dialogue, text and "
+    "optionally turn."
 )
-#: A dialogue leaks if more than this share of its long utterances, of more letters than these,
-#: occurs in a split that it must not know: short ones ("Yes, please.") are anybody's.
+#: A dialogue leaks if more than this share of its long utterances occurs in a split that must not
+#: be known. An utterance is long if it has more than this number of letters: short ones ("Yes,
+#: please.") occur in many dialogues.
 LEAK_SHARE, LONG_UTTERANCE = 0.3, 25
 
 
@@ -52,9 +54,9 @@ class Turns:
     """The dialogues of a split.
 
     Attributes:
-        utterances: (t,) int64 positions of texts, dialogue after dialogue.
-        starts: (m + 1,) int64 where each dialogue begins, and where the last one ends.
-        ids: what the file calls each dialogue, or else the number of its row, from 1.
+        utterances: position of the text of each turn, dialogue by dialogue, (t,) int64.
+        starts: first turn of each dialogue, and the number of turns, (m + 1,) int64.
+        ids: id of each dialogue in the file, or the number of its row, from 1.
     """
 
     utterances: Positions
@@ -63,34 +65,35 @@ class Turns:
 
     @classmethod
     def of_lists(cls, dialogues: Sequence[Sequence[int]], ids: Sequence[str] = ()) -> Turns:
-        """Return turns of dialogues that are lists of positions."""
+        """Create the turns of dialogues that are lists of positions."""
         starts = np.cumsum([0, *map(len, dialogues)], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(dialogues), dtype=np.int64, count=int(starts[-1]))
         return cls(flat, starts, tuple(ids))
 
     def __len__(self) -> int:
-        """Return how many dialogues there are."""
+        """Return the number of dialogues."""
         return len(self.starts) - 1
 
     @property
     def lengths(self) -> Positions:
-        """Return (m,) how many utterances each dialogue has."""
+        """The number of utterances of each dialogue, (m,)."""
         return np.diff(self.starts)
 
     @cached_property
     def dialogue(self) -> Positions:
-        """Return (t,) which dialogue each utterance is of."""
+        """The dialogue of each utterance, (t,)."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     def of(self, i: int) -> Positions:
-        """Return the utterances of a dialogue."""
+        """Return the utterances of dialogue ``i``."""
         return self.utterances[self.starts[i] : self.starts[i + 1]]
 
     def context(self, h: int) -> tuple[Positions, Positions, Positions]:
-        """Return what is known and asked for after h turns, of all dialogues longer than that.
+        """Return the contexts of h turns, and the next turns, of all dialogues longer than that.
 
         Returns:
-            (n,) the dialogues, (n, h) their first h utterances, (n,) the ones that follow.
+            The dialogues (n,), their first h utterances (n, h), and the utterances that follow
+            (n,).
         """
         rows = np.flatnonzero(self.lengths > h)
         first = self.starts[rows]
@@ -100,14 +103,15 @@ class Turns:
 
 @dataclass(frozen=True)
 class Dialogues:
-    """A data set of dialogues.
+    """A dataset of dialogues.
 
     Attributes:
-        source: what the user named, or ``sample``.
+        source: path that the user gave, or ``sample``.
         texts: all distinct utterances, in the order of their first appearance.
-        splits: turns by ``train``, ``dev`` and ``test``; ``test`` may be missing.
-        notes: what was decided on the way, or is odd, in sentences for the user.
-        split_seed, drop_leaks: how it was read, see :func:`read_dialogues`.
+        splits: turns of ``train``, ``dev`` and ``test``; ``test`` may be missing.
+        notes: remarks on the data and on how it was read, for the user, each a sentence.
+        split_seed: option with which it was read; see ``read_dialogues``.
+        drop_leaks: option with which it was read; see ``read_dialogues``.
     """
 
     source: str
@@ -119,23 +123,27 @@ class Dialogues:
 
     @cached_property
     def digest(self) -> str:
-        """Identify texts, dialogues and splits, whatever files they came from."""
+        """A digest of texts, dialogues and splits, independent of the format of the files."""
         splits = [
-            f"{name}:{digest_bytes(own.astype('<i8').tobytes(), size=16).hex()}"
+            f"{name}:{digest_bytes(values.astype('<i8').tobytes(), size=16).hex()}"
             for name, turns in self.splits.items()
-            for own in (turns.utterances, turns.starts)
+            for values in (turns.utterances, turns.starts)
         ]
         return digest_text(json.dumps(list(self.texts)), *splits)
 
     def of(self, split: str) -> Turns:
-        """Return the dialogues of a split; a UserError if there is none of that name."""
+        """Return the dialogues of a split.
+
+        Raises:
+            UserError: The dataset has no such split.
+        """
         if split not in self.splits:
-            has = ", ".join(self.splits)
-            raise UserError(f"{self.source} has no {split} dialogues; it has {has}.")
+            split_names = ", ".join(self.splits)
+            raise UserError(f"{self.source} has no {split} dialogues; it has {split_names}.")
         return self.splits[split]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that manifests keep: source, digest and counts."""
+        """Return the entry of a run's manifest: source, digest and counts."""
         return {
             "source": self.source,
             "digest": self.digest,
@@ -148,12 +156,12 @@ class Dialogues:
         }
 
     def save(self, folder: Path) -> None:
-        """Write ``dialogues.parquet``, complete or absent: a row an utterance."""
+        """Write ``dialogues.parquet`` atomically, with a row for each utterance."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        kept = ("source", "digest", "split_seed", "drop_leaks", "notes")
-        about = {key: self.to_json()[key] for key in kept}
+        keys = ("source", "digest", "split_seed", "drop_leaks", "notes")
+        about = {key: self.to_json()[key] for key in keys}
         splits = self.splits.values()
         names = np.repeat(list(self.splits), [len(turns.utterances) for turns in splits])
         flat = np.concatenate([turns.utterances for turns in splits])
@@ -166,15 +174,16 @@ class Dialogues:
             }
         ).replace_schema_metadata({"llmcond": json.dumps(about)})
         with replacing(folder / "dialogues.parquet") as path:
-            # Absolute: in a relative one with a colon Arrow sees the name of a file system.
+            # The path is absolute because Arrow reads a colon in a relative path as the end of a
+            # URI scheme.
             pq.write_table(table, path.absolute())
 
     @classmethod
     def load(cls, folder: Path) -> Dialogues:
-        """Return the data set that :meth:`save` wrote.
+        """Read a dataset that ``save`` wrote.
 
         Raises:
-            UserError: the file is missing or damaged.
+            UserError: The file is missing or damaged.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -183,18 +192,18 @@ class Dialogues:
         try:
             table = pq.read_table(path.absolute())
             about = json.loads(table.schema.metadata[b"llmcond"])
-            splits: dict[str, list[_Read]] = {}
+            splits: dict[str, list[_Dialogue]] = {}
             last = None
             columns = (table[name].to_pylist() for name in ("split", "dialogue", "id", "text"))
             for split, dialogue, key, text in zip(*columns, strict=True):
-                own = splits.setdefault(split, [])
+                dialogues = splits.setdefault(split, [])
                 if (split, dialogue) != last:
-                    own.append(_Read(key, []))
+                    dialogues.append(_Dialogue(key, []))
                     last = split, dialogue
-                own[-1].texts.append(text)
-            how = {key: about[key] for key in ("split_seed", "drop_leaks")}
-            found = replace(_numbered(about["source"], splits, about["notes"]), **how)
-            intact = found.digest == about["digest"]
+                dialogues[-1].texts.append(text)
+            options = {key: about[key] for key in ("split_seed", "drop_leaks")}
+            data = replace(_build_dialogues(about["source"], splits, about["notes"]), **options)
+            intact = data.digest == about["digest"]
         except (OSError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
             raise UserError(
                 f"the dialogues in {path} cannot be read: {first_line(error)}. Extract into a new "
@@ -202,194 +211,216 @@ class Dialogues:
             ) from error
         if not intact:
             raise UserError(
-                f"{path} is not as it was written: its digest is another one. Extract into a new "
+                f"{path} has changed since it was written: its digest differs. Extract into a new "
                 "--run."
             )
-        return found
+        return data
 
 
 # -- reading -----------------------------------------------------------------------------------
 
 
 def sample_folder() -> Path:
-    """Return the folder of the bundled sample, dialogues of our own making."""
+    """Return the folder of the bundled sample dialogues, which were written for llmcond."""
     return Path(__file__).resolve().parents[2] / "data" / "sample_dialogues"
 
 
 def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int = 0) -> Dialogues:
-    """Read a file or a folder of splits; None is the bundled sample.
+    """Read dialogues from a file or a folder of splits; None reads the bundled sample.
 
-    A ``.txt`` file has a dialogue a line, whose turns ``__eou__`` parts, as DailyDialog has it. A
-    table (CSV, TSV, JSON, JSONL, Parquet, Excel, or one in memory) has a dialogue a row, in a
-    column ``utterances`` of lists of texts, with an ``id`` if it likes; or an utterance a row, in
-    columns ``dialogue``, ``text`` and maybe ``turn``, by which they are then ordered. White space
-    around an utterance is no part of it, and who speaks is not used.
+    A ``.txt`` file has a dialogue per line, with turns separated by ``__eou__``, like DailyDialog.
+    A table (CSV, TSV, JSON, JSONL, Parquet, Excel, or in memory) has either a row per dialogue or a
+    row per utterance. A row per dialogue has a column ``utterances`` with a list of texts and,
+    optionally, an ``id``. A row per utterance has the columns ``dialogue``, ``text`` and,
+    optionally, ``turn``, by which the utterances are ordered. White space around utterances is
+    removed. Speakers are not used.
 
     A single file is split by dialogue (70 % train, 15 % dev, 15 % test), by a hash of the seed and
-    its texts; dialogues of the same words stay together. In a folder without a dev file, 10 % of
-    the training dialogues become dev. Dialogues of a single utterance are left out, and told of.
+    the texts; dialogues with the same words are in the same split. In a folder without a dev file,
+    10 % of the training dialogues become dev. Dialogues of a single utterance are left out, and a
+    note gives their number.
 
-    What dev and test share with earlier splits is counted in ``notes``: the same dialogues, word by
-    word, and those of whose utterances of more than ``LONG_UTTERANCE`` letters more than
-    ``LEAK_SHARE`` occur there; case, white space and signs do not count.
+    Notes also count what dev and test share with earlier splits. They count dialogues that are the
+    same word by word, and dialogues of which more than ``LEAK_SHARE`` of the utterances with more
+    than ``LONG_UTTERANCE`` letters occur in the other split. Case, white space and punctuation are
+    ignored.
 
     Args:
-        source: a file; a folder with train, dev (or validation) and test files; either as
+        source: file; folder with train, dev (or validation) and test files; either of these as
             ``hf://datasets/...``; or rows in memory.
-        drop_leaks: whether dialogues of train that are in dev or test, and dialogues of dev that
-            are in test, are left out.
-        split_seed: decides how a single file is split.
+        drop_leaks: whether to leave out dialogues of train that leak from dev or test, and
+            dialogues of dev that leak from test.
+        split_seed: seed with which a single file is split.
 
     Raises:
-        UserError: nothing there, an empty file, a missing column, an utterance that is empty or no
-            text, no dialogue of two utterances in a split, or nothing left of one.
+        UserError: The source does not exist, a file is empty, a column is missing, an utterance is
+            empty or not a text, a split has no dialogue of two utterances, or ``drop_leaks`` leaves
+            no dialogue in a split.
     """
     opened = open_source(
         str(sample_folder()) if source is None else source, (_TEXT_SUFFIX, *SUFFIXES)
     )
     notes: list[str] = []
     if opened.splits is None:
-        read = _read(opened, opened.files, "", notes)
-        splits = _divided(read, FRACTIONS, split_seed, opened.name)
+        dialogues = _read_files(opened, opened.files, "", notes)
+        splits = _split_dialogues(dialogues, FRACTIONS, split_seed, opened.name)
         notes.append(f"one file, split by dialogue with seed {split_seed}")
     else:
-        splits = {name: _read(opened, own, name, notes) for name, own in opened.splits.items()}
+        splits = {
+            name: _read_files(opened, files, name, notes) for name, files in opened.splits.items()
+        }
         if "train" not in splits:
             raise UserError(f"{opened.name} has no train file; it has {', '.join(splits)}.")
         if "dev" not in splits:
             shares = {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
-            splits |= _divided(splits["train"], shares, split_seed, opened.name)
+            splits |= _split_dialogues(splits["train"], shares, split_seed, opened.name)
             share = f"{DEV_FRACTION:.0%} of the training dialogues"
             notes.append(f"no dev file: {share} are dev, chosen with seed {split_seed}")
-    notes += _repeated(splits)
+    notes += _count_repeated(splits)
     if drop_leaks:
-        splits = _without_leaks(splits, notes)
+        splits = _remove_leaks(splits, notes)
     else:
-        notes += _leaks(splits)
-    found = _numbered(source_name(source, opened.name), splits, notes)
-    return replace(found, split_seed=split_seed, drop_leaks=drop_leaks)
+        notes += _count_leaks(splits)
+    data = _build_dialogues(source_name(source, opened.name), splits, notes)
+    return replace(data, split_seed=split_seed, drop_leaks=drop_leaks)
 
 
 def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple[Dialogues, str]:
-    """Return a data set with a further split, :data:`OTHERS`, of dialogues from elsewhere.
+    """Return a dataset with an additional split, ``OTHERS``, of dialogues from another source.
 
-    Their utterances that the data set lacks come after its own texts. Those that are in train, or
-    share much with it, are told of; see :func:`read_dialogues`.
+    New utterances are appended to the texts of the dataset. A warning gives the number of dialogues
+    that leak from the dataset's train split; see ``read_dialogues``.
 
     Args:
-        data: it.
-        source: a file, of which all dialogues count, a folder, or rows in memory.
-        split: of a folder; None: test, or dev where it has none.
+        data: the dataset.
+        source: file of which all dialogues are read, folder, or rows in memory.
+        split: split of a folder; by default test, or dev if there is no test file.
 
     Returns:
-        It, and what results call the split: the one asked for, or of a file test.
+        The dataset, and the split's name in results: the split that was read, or test for a file.
 
     Raises:
-        UserError: as :func:`read_dialogues`, or a folder without that split.
+        UserError: As for ``read_dialogues``, or the folder has no such split.
     """
     opened = open_source(source, (_TEXT_SUFFIX, *SUFFIXES))
     files = opened.files
     if opened.splits is not None:
         split = split or ("test" if "test" in opened.splits else "dev")
         if split not in opened.splits:
-            has = ", ".join(opened.splits)
-            raise UserError(f"{opened.name} has no {split} file; it has {has}.")
+            split_names = ", ".join(opened.splits)
+            raise UserError(f"{opened.name} has no {split} file; it has {split_names}.")
         files = opened.splits[split]
     notes: list[str] = []
-    read = _read(opened, files, "", notes)
+    dialogues = _read_files(opened, files, "", notes)
     for note in notes:
         log.info(f"{opened.name}: {note}")
     train = data.of("train")
     texts = ([data.texts[k] for k in train.of(i)] for i in range(len(train)))
-    held = _Held(_Read("", own) for own in texts)
-    leaked = sum(held.leak(one) for one in read)
-    if leaked:
+    train_dialogues = _KnownDialogues(_Dialogue("", utterances) for utterances in texts)
+    n_leaked = sum(train_dialogues.overlap_with(dialogue) for dialogue in dialogues)
+    if n_leaked:
         log.warning(
-            f"{leaked:,} of {len(read):,} dialogues of {opened.name} are in the run's train, or "
-            f"share more than {LEAK_SHARE:.0%} of their long utterances with it"
+            f"{n_leaked:,} of {len(dialogues):,} dialogues of {opened.name} are in the run's train "
+            f"split, or share more than {LEAK_SHARE:.0%} of their long utterances with it"
         )
-    number = {text: i for i, text in enumerate(data.texts)}
-    turns = _numbered_turns(read, number)
+    index_of_text = {text: i for i, text in enumerate(data.texts)}
+    turns = _index_turns(dialogues, index_of_text)
     split = split or "test"
     log.info(f"scoring all {len(turns):,} dialogues of {opened.name}, as {split}")
-    return replace(data, texts=tuple(number), splits={**data.splits, OTHERS: turns}), split
+    return replace(data, texts=tuple(index_of_text), splits={**data.splits, OTHERS: turns}), split
 
 
 @dataclass(frozen=True)
-class _Read:
-    """A dialogue as it was read."""
+class _Dialogue:
+    """A dialogue before its utterances are replaced by positions."""
 
     id: str
     texts: list[str]
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Return its utterances as they are compared: letters and digits, in lower case."""
+        """The utterances in the form that is compared: letters and digits, in lower case."""
         return tuple(re.sub(r"\W+", "", text.lower()) for text in self.texts)
 
 
-def _numbered(
-    source: str, splits: Mapping[str, Sequence[_Read]], notes: Iterable[str]
+def _build_dialogues(
+    source: str, splits: Mapping[str, Sequence[_Dialogue]], notes: Iterable[str]
 ) -> Dialogues:
-    """Return the data set of dialogues as they were read."""
-    number: dict[str, int] = {}
-    turns = {name: _numbered_turns(splits[name], number) for name in SPLITS if name in splits}
-    return Dialogues(source, tuple(number), turns, tuple(notes))
+    """Create a dataset of the dialogues of each split."""
+    index_of_text: dict[str, int] = {}
+    turns = {name: _index_turns(splits[name], index_of_text) for name in SPLITS if name in splits}
+    return Dialogues(source, tuple(index_of_text), turns, tuple(notes))
 
 
-def _numbered_turns(read: Sequence[_Read], number: dict[str, int]) -> Turns:
-    """Return dialogues as positions of texts; those that ``number`` lacks are added to it."""
+def _index_turns(dialogues: Sequence[_Dialogue], index_of_text: dict[str, int]) -> Turns:
+    """Replace utterances by their positions; ``index_of_text`` is extended by new ones."""
     return Turns.of_lists(
-        [[number.setdefault(text, len(number)) for text in one.texts] for one in read],
-        [one.id for one in read],
+        [
+            [index_of_text.setdefault(text, len(index_of_text)) for text in dialogue.texts]
+            for dialogue in dialogues
+        ],
+        [dialogue.id for dialogue in dialogues],
     )
 
 
-def _divided(
-    read: Sequence[_Read], fractions: Mapping[str, float], seed: int, source: str
-) -> dict[str, list[_Read]]:
-    """Divide dialogues by their words, so that those of the same words are in one split."""
-    words = [one.words for one in read]
+def _split_dialogues(
+    dialogues: Sequence[_Dialogue], fractions: Mapping[str, float], seed: int, source: str
+) -> dict[str, list[_Dialogue]]:
+    """Split dialogues by their words, so that dialogues with the same words are in one split."""
+    words = [dialogue.words for dialogue in dialogues]
     keys = list(dict.fromkeys(words))
     if len(keys) < len(fractions):
         raise UserError(
-            f"{source} has {len(keys)} distinct dialogues; {len(fractions)} at least are needed to "
-            f"make {', '.join(fractions)}."
+            f"{source} has {len(keys)} distinct dialogues, but at least {len(fractions)} are "
+            f"needed for the splits {', '.join(fractions)}."
         )
     split_of = dict(zip(keys, split_keys(keys, fractions, seed).tolist(), strict=True))
     return {
-        name: [one for one, own in zip(read, words, strict=True) if split_of[own] == index]
+        name: [
+            dialogue
+            for dialogue, dialogue_words in zip(dialogues, words, strict=True)
+            if split_of[dialogue_words] == index
+        ]
         for index, name in enumerate(fractions)
     }
 
 
-def _read(source: Source, files: Sequence[str], split: str, notes: list[str]) -> list[_Read]:
-    """Return the dialogues of a split's files, those of a single utterance left out."""
-    found: list[_Read] = []
+def _read_files(
+    source: Source, files: Sequence[str], split: str, notes: list[str]
+) -> list[_Dialogue]:
+    """Read the dialogues of a split's files, except those of a single utterance."""
+    dialogues: list[_Dialogue] = []
     for file in files:
         problems = Problems(PurePosixPath(file).name)
-        read = _read_text if suffix_of(file) == _TEXT_SUFFIX else _read_table
+        read_file = _read_text if suffix_of(file) == _TEXT_SUFFIX else _read_table
         with ReadBar(problems.file) as bar:
-            found += read(source, file, len(found), problems, bar.count, notes)
+            dialogues += read_file(source, file, len(dialogues), problems, bar.count, notes)
         problems.raise_if_any()
-    kept = [one for one in found if len(one.texts) > 1]
+    long_enough = [dialogue for dialogue in dialogues if len(dialogue.texts) > 1]
     name = f"{split} dialogues" if split else "dialogues"
-    if not kept:
+    if not long_enough:
         raise UserError(
             f"{PurePosixPath(files[0]).name} has no dialogue of two utterances or more. {_EXPECTED}"
         )
-    if len(kept) < len(found):
-        notes.append(f"{name} of a single utterance, left out: {len(found) - len(kept):,}")
-    return kept
+    if len(long_enough) < len(dialogues):
+        notes.append(
+            f"{name} of a single utterance, left out: {len(dialogues) - len(long_enough):,}"
+        )
+    return long_enough
 
 
-_Count = Callable[[Iterable[Any]], Iterable[Any]]
+_ProgressWrapper = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 def _read_text(
-    source: Source, file: str, before: int, problems: Problems, count: _Count, notes: list[str]
-) -> list[_Read]:
-    found = []
+    source: Source,
+    file: str,
+    offset: int,
+    problems: Problems,
+    count: _ProgressWrapper,
+    notes: list[str],
+) -> list[_Dialogue]:
+    dialogues = []
     for number, line in enumerate(count(read_lines(source, file)), 1):
         if not line.strip():
             continue
@@ -397,20 +428,27 @@ def _read_text(
         if not turns:
             problems.add(number, f"no {END_OF_UTTERANCE}, which ends every turn of a dialogue")
         turns += [rest] if rest.strip() else []
-        found.append(_Read(str(before + number), _texts(problems, number, turns)))
-    return found
+        dialogues.append(
+            _Dialogue(str(offset + number), _check_utterances(problems, number, turns))
+        )
+    return dialogues
 
 
-def _texts(problems: Problems, number: int, turns: Iterable[Any]) -> list[str]:
-    """Return the utterances of a dialogue in one row, noting those that are none."""
+def _check_utterances(problems: Problems, number: int, turns: Iterable[Any]) -> list[str]:
+    """Return the utterances of a dialogue in a row, and add invalid ones to ``problems``."""
     return [
         problems.text(number, f"turn {turn}", text).strip() for turn, text in enumerate(turns, 1)
     ]
 
 
 def _read_table(
-    source: Source, file: str, before: int, problems: Problems, count: _Count, notes: list[str]
-) -> list[_Read]:
+    source: Source,
+    file: str,
+    offset: int,
+    problems: Problems,
+    count: _ProgressWrapper,
+    notes: list[str],
+) -> list[_Dialogue]:
     for columns in (
         ["utterances", "id"],
         ["utterances"],
@@ -421,119 +459,133 @@ def _read_table(
         try:
             first = next(records)
         except MissingColumnError as error:
-            lacking = error
+            missing = error
             continue
         if "speakers" in first or "speaker" in first:
-            note = "speakers are not used: roles are by how long ago something was said"
+            note = "speakers are not used: roles depend on how long ago something was said"
             notes += [] if note in notes else [note]
-        read = _read_lists if "utterances" in columns else _read_long
-        return read(count(chain([first], records)), before, problems)
-    raise UserError(f"{lacking.found} {_EXPECTED}")
+        read_rows = _read_dialogue_rows if "utterances" in columns else _read_utterance_rows
+        return read_rows(count(chain([first], records)), offset, problems)
+    raise UserError(f"{missing.found} {_EXPECTED}")
 
 
-def _read_lists(records: Iterable[dict[str, Any]], before: int, problems: Problems) -> list[_Read]:
-    found = []
+def _read_dialogue_rows(
+    records: Iterable[dict[str, Any]], offset: int, problems: Problems
+) -> list[_Dialogue]:
+    dialogues = []
     for number, record in enumerate(records, 1):
         turns, key = record["utterances"], record.get("id")
         if not isinstance(turns, list | tuple):
             problems.add(number, f"utterances is {brief(turns)}, not a list of texts")
             turns = []
-        name = str(before + number) if key is None else str(key)
-        found.append(_Read(name, _texts(problems, number, turns)))
-    return found
+        name = str(offset + number) if key is None else str(key)
+        dialogues.append(_Dialogue(name, _check_utterances(problems, number, turns)))
+    return dialogues
 
 
-def _read_long(records: Iterable[dict[str, Any]], before: int, problems: Problems) -> list[_Read]:
-    """Return the dialogues of a table that has an utterance a row, in the order of their turns."""
-    found: dict[str, dict[float, str]] = {}
+def _read_utterance_rows(
+    records: Iterable[dict[str, Any]], offset: int, problems: Problems
+) -> list[_Dialogue]:
+    """Return the dialogues of a table with a row per utterance, in the order of their turns."""
+    turns_by_dialogue: dict[str, dict[float, str]] = {}
     for number, record in enumerate(records, 1):
         key = "" if record["dialogue"] is None else str(record["dialogue"]).strip()
         if not key:
             problems.add(number, "dialogue is empty")
-        own = found.setdefault(key, {})
-        turn = _turn(record["turn"]) if "turn" in record else float(len(own))
+        turns = turns_by_dialogue.setdefault(key, {})
+        turn = _parse_turn(record["turn"]) if "turn" in record else float(len(turns))
         if turn is None:
             problems.add(number, f"turn is {brief(record['turn'])}, not a number")
-        elif turn in own:
-            problems.add(number, f"turn {turn:g} of dialogue {brief(key)} is there before")
+        elif turn in turns:
+            problems.add(number, f"turn {turn:g} of dialogue {brief(key)} occurs twice")
         else:
-            own[turn] = problems.text(number, "text", record["text"]).strip()
-    return [_Read(key, [own[turn] for turn in sorted(own)]) for key, own in found.items()]
+            turns[turn] = problems.text(number, "text", record["text"]).strip()
+    return [
+        _Dialogue(key, [turns[turn] for turn in sorted(turns)])
+        for key, turns in turns_by_dialogue.items()
+    ]
 
 
-def _turn(value: Any) -> float | None:
-    """Return the number of a turn; None if it is none."""
+def _parse_turn(value: Any) -> float | None:
+    """Return the number of a turn; None if the value is not a finite number."""
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
-# -- what splits share -------------------------------------------------------------------------
+# -- overlaps of splits ------------------------------------------------------------------------
 
 
-def _repeated(splits: Mapping[str, Sequence[_Read]]) -> Iterator[str]:
-    """Yield how many dialogues of each split are there before, which stay."""
-    for name, own in splits.items():
-        again = len(own) - len({one.words for one in own})
-        if again:
-            yield f"{name} dialogues that are there before, word by word: {again:,}"
+def _count_repeated(splits: Mapping[str, Sequence[_Dialogue]]) -> Iterator[str]:
+    """Yield the number of repeated dialogues of each split, which are kept."""
+    for name, dialogues in splits.items():
+        n_repeated = len(dialogues) - len({dialogue.words for dialogue in dialogues})
+        if n_repeated:
+            yield f"repeated {name} dialogues, the same word by word: {n_repeated:,}"
 
 
-class _Held:
-    """What is known of dialogues that others must not share: their words."""
+class _KnownDialogues:
+    """The words of dialogues that must not occur in another split."""
 
-    def __init__(self, read: Iterable[_Read]) -> None:
-        self._dialogues = {one.words for one in read}
+    def __init__(self, dialogues: Iterable[_Dialogue]) -> None:
+        self._dialogues = {dialogue.words for dialogue in dialogues}
         self._utterances = set(chain.from_iterable(self._dialogues))
 
-    def leak(self, one: _Read) -> bool:
-        """Return whether a dialogue is one of them, or shares too much with them."""
-        long = [words for words in one.words if len(words) > LONG_UTTERANCE]
-        shared = sum(words in self._utterances for words in long)
-        return one.words in self._dialogues or shared > LEAK_SHARE * len(long)
+    def overlap_with(self, dialogue: _Dialogue) -> bool:
+        """Return whether a dialogue is one of them, or shares too many utterances with them."""
+        long_utterances = [words for words in dialogue.words if len(words) > LONG_UTTERANCE]
+        n_shared = sum(words in self._utterances for words in long_utterances)
+        return dialogue.words in self._dialogues or n_shared > LEAK_SHARE * len(long_utterances)
 
 
-def _leaks(splits: Mapping[str, Sequence[_Read]]) -> Iterator[str]:
-    """Yield how many dialogues of each split later ones share, wholly and for a good part."""
-    for name, later in _later(splits):
-        own = {one.words for one in splits[name]}
+def _count_leaks(splits: Mapping[str, Sequence[_Dialogue]]) -> Iterator[str]:
+    """Yield how many dialogues of each split are, wholly or largely, in later splits."""
+    for name, later in _later_splits(splits):
+        dialogue_words = {dialogue.words for dialogue in splits[name]}
         for other in later:
-            many = sum(one.words in own for one in splits[other])
-            if many:
-                yield f"{other} dialogues that are in {name} too, word by word: {many:,}"
-        held = _Held(one for other in later for one in splits[other])
-        many = sum(held.leak(one) for one in splits[name])
-        if many:
+            n_dialogues = sum(dialogue.words in dialogue_words for dialogue in splits[other])
+            if n_dialogues:
+                yield f"{other} dialogues that are in {name} too, word by word: {n_dialogues:,}"
+        known = _KnownDialogues(dialogue for other in later for dialogue in splits[other])
+        n_dialogues = sum(known.overlap_with(dialogue) for dialogue in splits[name])
+        if n_dialogues:
             yield (
                 f"{name} dialogues that are in {' or '.join(later)}, or share more than "
-                f"{LEAK_SHARE:.0%} of their long utterances with them: {many:,} (--drop-leaks "
-                "leaves them out)"
+                f"{LEAK_SHARE:.0%} of their long utterances with them: {n_dialogues:,} "
+                "(--drop-leaks leaves them out)"
             )
 
 
-def _without_leaks(splits: Mapping[str, list[_Read]], notes: list[str]) -> dict[str, list[_Read]]:
-    """Return splits without what later ones share; the last ones first, so that train knows."""
-    kept = dict(splits)
-    for name, later in reversed(list(_later(splits))):
-        held = _Held(one for other in later for one in kept[other])
-        own = [one for one in kept[name] if not held.leak(one)]
-        if not own:
+def _remove_leaks(
+    splits: Mapping[str, list[_Dialogue]], notes: list[str]
+) -> dict[str, list[_Dialogue]]:
+    """Return splits without dialogues that later splits share.
+
+    The last splits come first, so that train is compared with what remains of dev.
+    """
+    remaining = dict(splits)
+    for name, later in reversed(list(_later_splits(splits))):
+        known = _KnownDialogues(dialogue for other in later for dialogue in remaining[other])
+        dialogues = [dialogue for dialogue in remaining[name] if not known.overlap_with(dialogue)]
+        if not dialogues:
             raise UserError(
-                f"every one of the {len(kept[name]):,} {name} dialogues is in {' or '.join(later)} "
-                "too; --drop-leaks leaves none. Name other splits."
+                f"all {len(remaining[name]):,} {name} dialogues overlap with {' or '.join(later)}, "
+                "so --drop-leaks leaves none. Choose other splits."
             )
-        if len(own) < len(kept[name]):
-            many, others = len(kept[name]) - len(own), " or ".join(later)
-            notes.append(f"{name} dialogues left out for what they share with {others}: {many:,}")
-        kept[name] = own
-    return kept
+        if len(dialogues) < len(remaining[name]):
+            n_removed, later_names = len(remaining[name]) - len(dialogues), " or ".join(later)
+            notes.append(
+                f"{name} dialogues left out, because they overlap with {later_names}: {n_removed:,}"
+            )
+        remaining[name] = dialogues
+    return remaining
 
 
-def _later(splits: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """Yield train and dev with the splits that must not be known in them."""
-    for place, name in enumerate(SPLITS):
-        later = [other for other in SPLITS[place + 1 :] if other in splits]
+def _later_splits(splits: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """Yield train and dev, each with the later splits, which it must not contain."""
+    for position, name in enumerate(SPLITS):
+        later = [other for other in SPLITS[position + 1 :] if other in splits]
         if name in splits and later:
             yield name, later

@@ -1,4 +1,4 @@
-"""Score how predictors rank what follows in dialogues: fitted heads, and zero-shot."""
+"""Scoring of dialogue runs: fitted heads and zero-shot rank next turns, or plan for a goal."""
 
 from __future__ import annotations
 
@@ -50,202 +50,232 @@ from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.workflows.evaluate import ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
-#: What zero-shot is scored by where no score is named, besides its own.
-_ZERO_SHOT = ("average", "bi", "maxsim")
-#: Pools that the data itself gives, of next turns and of planning.
-_RANKED, _PLANNED = ("same-depth", "all"), ("retrieved", "same-depth", "random")
+#: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
+_ZERO_SHOT_SCORES = ("average", "bi", "maxsim")
+#: Names of the candidate pools that come from the data, for next turns and for planning.
+_RANKING_POOLS, _PLANNING_POOLS = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
 
-def evaluate_dialogues(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[DialogueResult]:
+def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResults[DialogueResult]:
     """Rank the next turns of a split's dialogues by a run's heads, and by zero-shot.
 
-    See :meth:`llmcond.runs.kind.Kind.evaluate`.
+    Options and errors are those of ``Kind.evaluate``.
     """
     for name in ("distance", "samples"):
-        if getattr(asked, name) is not None:
-            raise UserError(f"--{name} is of planning. Name a pool, --plan retrieved, or leave it.")
-    asked_scores = tuple(str(Score.parse(score)) for score in asked.score)
-    histories = numbers(asked.history, "--history")
-    computed = choose_metrics(run.task.metrics, asked.metric)
-    scored = _Scored(run, asked)
-    pool = asked.candidates or "same-depth"
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} is for planning. Add --plan POOL, or leave it out.")
+    score_names = tuple(str(Score.parse(score)) for score in options.score)
+    histories = _parse_numbers(options.history, "--history")
+    computed = choose_metrics(run.task.metrics, options.metric)
+    setup = _EvaluationSetup(run, options)
+    pool = options.candidates or "same-depth"
     candidates: Any = pool
-    further: Sequence[str] = ()
-    if pool not in _RANKED:
-        _check_pool("--candidates", pool, _RANKED, "a file of texts, one a line")
-        candidates, further = own_candidates(scored.data, read_candidates(Path(pool)))
-    queries = next_queries(scored.data, scored.place, histories, candidates)
-    examples, ties = scored.examples(further), scored.ties
-    used = np.unique(np.concatenate([_flat(q.contexts, q.candidates) for q in queries]))
-    n = sum(len(one.dialogue) for one in queries)
-    repeated = sum(int(one.repeated.sum()) for one in queries)
-    log.info(f"ranking {n:,} next turns of {scored.split} (candidates: {pool})")
-    if repeated:
-        log.info(f"{repeated:,} right answers have the text of another candidate: ties, {ties}")
+    extra_texts: Sequence[str] = ()
+    if pool not in _RANKING_POOLS:
+        _check_pool("--candidates", pool, _RANKING_POOLS, "a file of texts, one per line")
+        candidates, extra_texts = own_candidates(setup.data, read_candidates(Path(pool)))
+    queries = next_queries(setup.data, setup.split_key, histories, candidates)
+    examples, ties = setup.examples(extra_texts), setup.ties
+    used_texts = np.unique(
+        np.concatenate([_concatenate_flat(q.contexts, q.candidates) for q in queries])
+    )
+    n = sum(len(subset.dialogue) for subset in queries)
+    n_repeated = sum(int(subset.repeated.sum()) for subset in queries)
+    log.info(f"ranking {n:,} next turns of {setup.split} (candidates: {pool})")
+    if n_repeated:
+        log.info(f"{n_repeated:,} correct answers have the text of another candidate; ties: {ties}")
     if histories and 1 in histories:
-        log.info("one turn has no pairs: after it every score is that of bi, or its weights")
+        log.info(
+            "a single turn has no pairs: after it, every score equals bi, or the learned weights"
+        )
     results, ranks = [], []
-    for one in scored.predictors:
-        roles = examples.roles(one, used)
-        usual = str(roles.head.score)
-        scores = asked_scores or (usual, *(() if one.is_fitted else _ZERO_SHOT))
+    for predictor in setup.predictors:
+        roles = examples.roles(predictor, used_texts)
+        default_score = str(roles.head.score)
+        scores = score_names or (
+            default_score,
+            *(() if predictor.is_fitted else _ZERO_SHOT_SCORES),
+        )
         for score in dict.fromkeys(scores):
             if score == "weighted" and roles.head.weights is None:
-                log.info(f"{one.name} has learned no weights: it is not scored by them")
+                log.info(f"{predictor.name} has no learned weights: the score weighted is left out")
                 continue
-            own = rank_next(queries, roles.scored_by(score).scores).of(ties)
-            ranks.append(own)
-            about = {"score": score, "candidates": pool, "median_rank": float(np.median(own))}
-            suffix = "" if score == usual else f" {score}"
-            results.append(scored.described(DialogueResult, one, suffix, **about))
+            predictor_ranks = rank_next(queries, roles.scored_by(score).scores).of(ties)
+            ranks.append(predictor_ranks)
+            about = {
+                "score": score,
+                "candidates": pool,
+                "median_rank": float(np.median(predictor_ranks)),
+            }
+            suffix = "" if score == default_score else f" {score}"
+            results.append(setup.create_result(DialogueResult, predictor, suffix, **about))
     if not results:
         raise UserError(
-            "nothing is left to score: the score weighted takes a head that learned weights. Fit "
-            f"one: llmcond fit-head --head weighted --run {run.folder}"
+            "no head can be scored: the score weighted needs a head with learned weights. Fit one: "
+            f"llmcond fit-head --head weighted --run {run.folder}"
         )
-    return _with_figures(results, ranks, queries, scored, computed, "by_history")
+    return _add_figures(results, ranks, queries, setup, computed, "by_history")
 
 
-def evaluate_plans(run: DialogueRun, asked: EvaluateOptions) -> RankedResults[PlanResult]:
-    """Rank turns by how well they lead to a later one, with and without that goal.
+def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[PlanResult]:
+    """Rank turns by how well they lead to a later turn, with and without knowledge of that goal.
 
-    See :meth:`llmcond.runs.kind.Kind.evaluate`.
+    Options and errors are those of ``Kind.evaluate``.
     """
-    _check_planning(asked)
-    histories = numbers(asked.history, "--history") or PLAN_HISTORIES
-    distances = numbers(asked.distance, "--distance") or PLAN_DISTANCES
-    scored = _Scored(run, asked)
-    place, examples = scored.place, None
+    _check_planning(options)
+    histories = _parse_numbers(options.history, "--history") or PLAN_HISTORIES
+    distances = _parse_numbers(options.distance, "--distance") or PLAN_DISTANCES
+    setup = _EvaluationSetup(run, options)
+    split_key, examples = setup.split_key, None
     pool: Pool
-    if asked.generate is not None or asked.plan not in _PLANNED:
-        source = Path(str(asked.plan))
-        if asked.generate is None:
-            _check_pool("--plan", str(asked.plan), _PLANNED, "a file of samples (.jsonl)")
+    if options.generate is not None or options.plan not in _PLANNING_POOLS:
+        source = Path(str(options.plan))
+        if options.generate is None:
+            _check_pool("--plan", str(options.plan), _PLANNING_POOLS, "a file of samples (.jsonl)")
         else:
-            samples = 100 if asked.samples is None else asked.samples
-            turns = histories_of(scored.data, place, histories)
-            source = generate(run, asked.generate, place, turns, samples, asked.device)
-        pool = read_samples(str(source), scored.data, place)
-        examples = scored.examples(pool.further)
-    elif asked.plan == "retrieved":
-        examples = scored.examples()
-        # By the encoder alone, so that all heads rank the same.
-        pool = Retrieved(examples.features(run.zero_shot_views(scored.prompts[0])[0]))
+            samples = 100 if options.samples is None else options.samples
+            turns = histories_of(setup.data, split_key, histories)
+            source = generate(run, options.generate, split_key, turns, samples, options.device)
+        pool = read_samples(str(source), setup.data, split_key)
+        examples = setup.examples(pool.further)
+    elif options.plan == "retrieved":
+        examples = setup.examples()
+        # Candidates are retrieved by the features alone, so that all heads rank the same ones.
+        pool = Retrieved(examples.features(run.zero_shot_views(setup.prompts[0])[0]))
     else:
-        pool = Drawn(same_depth=asked.plan == "same-depth")
-    examples = examples or scored.examples()
-    queries = plan_queries(scored.data, place, pool, histories, distances)
-    used = np.unique(np.concatenate([_flat(q.contexts, q.candidates, q.goals) for q in queries]))
-    named, n = asked.generate or str(asked.plan), sum(len(one.dialogue) for one in queries)
-    log.info(f"planning {n:,} turns of {scored.split} (candidates: {named})")
+        pool = Drawn(same_depth=options.plan == "same-depth")
+    examples = examples or setup.examples()
+    queries = plan_queries(setup.data, split_key, pool, histories, distances)
+    used_texts = np.unique(
+        np.concatenate([_concatenate_flat(q.contexts, q.candidates, q.goals) for q in queries])
+    )
+    pool_name, n = (
+        options.generate or str(options.plan),
+        sum(len(subset.dialogue) for subset in queries),
+    )
+    log.info(f"planning {n:,} turns of {setup.split} (candidates: {pool_name})")
     results, ranks = [], []
-    for one in scored.predictors:
-        roles = examples.roles(one, used)
+    for predictor in setup.predictors:
+        roles = examples.roles(predictor, used_texts)
         for goal, scorer in ((False, roles.nexts), (True, roles.plans)):
-            ranks.append(rank_plans(queries, scorer).of(scored.ties))
+            ranks.append(rank_plans(queries, scorer).of(setup.ties))
             score, suffix = ("plan", "") if goal else (str(roles.head.score), " no goal")
-            about = {"score": score, "plan": named, "goal": goal}
-            results.append(scored.described(PlanResult, one, suffix, **about))
-    return _with_figures(results, ranks, queries, scored, PLAN_METRICS, "cells")
+            about = {"score": score, "plan": pool_name, "goal": goal}
+            results.append(setup.create_result(PlanResult, predictor, suffix, **about))
+    return _add_figures(results, ranks, queries, setup, PLAN_METRICS, "cells")
 
 
 Q = TypeVar("Q", DialogueResult, PlanResult)
 
 
-class _Scored:
-    """What is scored, and by what.
+class _EvaluationSetup:
+    """The data, the predictors and the options of an evaluation.
 
     Attributes:
-        data: whose dialogues are asked.
-        place: their split in it.
-        split: what results call them.
-        ties: how an answer ranks among candidates of its score.
-        prompts: those of which zero-shot is.
-        predictors: zero-shot under each prompt, and then heads.
+        data: dataset with the dialogues that are scored.
+        split_key: key of their split in ``data``.
+        split: name of the split in results.
+        ties: rank of an answer among candidates with the same score.
+        prompts: prompts of zero-shot.
+        predictors: zero-shot with each prompt, followed by heads.
     """
 
     data: Dialogues
 
-    def __init__(self, run: DialogueRun, asked: EvaluateOptions) -> None:
-        """Find what options ask for; a UserError for heads or dialogues that are not there."""
-        self._run, self._device = run, asked.device
-        fitted, self.prompts = asked_for(run, asked.head)
-        plain = [one for prompt in self.prompts for one in zeroshots(run, prompt)]
-        self.predictors: list[AnyPredictor] = [*plain, *fitted]
-        self.ties: Ties = asked.ties or "realistic"
-        self.data, self.place, self.split = ranked_data(run, asked)
+    def __init__(self, run: DialogueRun, options: EvaluateOptions) -> None:
+        """Resolve the options; raise a UserError if heads or dialogues do not exist."""
+        self._run, self._device = run, options.device
+        fitted, self.prompts = asked_for(run, options.head)
+        zero_shot = [zero for prompt in self.prompts for zero in zeroshots(run, prompt)]
+        self.predictors: list[AnyPredictor] = [*zero_shot, *fitted]
+        self.ties: Ties = options.ties or "realistic"
+        self.data, self.split_key, self.split = ranked_data(run, options)
 
-    def examples(self, further: Sequence[str] = ()) -> DialogueExamples:
-        """Return examples with ``further`` texts; features that the run lacks are extracted."""
-        texts, store = [*self.data.texts[len(self._run.data.texts) :], *further], None
+    def examples(self, extra_texts: Sequence[str] = ()) -> DialogueExamples:
+        """Return examples with additional texts; features that the run lacks are extracted."""
+        texts, store = [*self.data.texts[len(self._run.data.texts) :], *extra_texts], None
         if texts:
             inputs = partial(UtteranceInputs, texts)
             store = extract_others(self._run, self.prompts, inputs, self._device)
-        return DialogueExamples(self._run, self.data, further, store)
+        return DialogueExamples(self._run, self.data, extra_texts, store)
 
-    def described(self, kind: type[Q], one: AnyPredictor, suffix: str, **about: Any) -> Q:
-        """Return the result of a predictor, without figures; ``suffix`` is added to its name."""
-        result = unscored(kind, one, self.split, self._run.task.name, ties=self.ties, **about)
+    def create_result(self, kind: type[Q], predictor: AnyPredictor, suffix: str, **about: Any) -> Q:
+        """Create a predictor's result without metrics; ``suffix`` is appended to its name."""
+        result = unscored(kind, predictor, self.split, self._run.task.name, ties=self.ties, **about)
         return replace(result, name=f"{result.name}{suffix}")
 
 
-def _with_figures(
+def _add_figures(
     results: Sequence[Q],
     ranks: Sequence[Floats],
     queries: Sequence[NextQueries] | Sequence[PlanQueries],
-    scored: _Scored,
+    setup: _EvaluationSetup,
     metrics: Sequence[Metric],
     parts: str,
 ) -> RankedResults[Q]:
-    """Return results with their figures, and those of each part in the field ``parts``."""
+    """Return results with their metrics, and with those of each subset in the field ``parts``."""
     counts = Counts.of(queries_of(queries))
-    overall, found = figures(queries, [own[None] for own in ranks], metrics)
-    told = []
+    overall, figures_by_query = figures(
+        queries, [predictor_ranks[None] for predictor_ranks in ranks], metrics
+    )
+    complete_results = []
     for i, result in enumerate(results):
-        own: dict[str, Any] = {parts: {name: part[i] for name, part in found.items()}}
-        told.append(replace(result, counts=counts, metrics=overall[i].metrics, **own))
-    return RankedResults(tuple(told), ranks, query_rows(scored.data, scored.place, queries))
-
-
-def _check_pool(flag: str, pool: str, named: Sequence[str], file: str) -> None:
-    """Raise a UserError for what is neither a pool's name nor a file."""
-    if not Path(pool).expanduser().is_file():
-        raise UserError(f"{flag} is {pool!r}; expected {', '.join(named)}, or {file}.")
-
-
-def _check_planning(asked: EvaluateOptions) -> None:
-    """Raise a UserError for options that planning does not take, or that contradict each other."""
-    if asked.plan is not None and asked.generate is not None:
-        raise UserError("--plan names a pool, and --generate makes one. Leave one of them out.")
-    if asked.generate is not None and asked.data is not None:
-        raise UserError(
-            "--generate keeps what it makes for a run's own dialogues. Leave out --data, or name a "
-            "file of samples: --plan FILE.jsonl."
+        subset_figures: dict[str, Any] = {
+            parts: {name: part_figures[i] for name, part_figures in figures_by_query.items()}
+        }
+        complete_results.append(
+            replace(result, counts=counts, metrics=overall[i].metrics, **subset_figures)
         )
-    if asked.samples is not None and asked.generate is None:
-        raise UserError("--samples is of --generate MODEL. Leave it out, or name a model.")
-    given = {"--score": asked.score, "--candidates": asked.candidates, "--metric": asked.metric}
-    for flag, value in given.items():
+    return RankedResults(
+        tuple(complete_results), ranks, query_rows(setup.data, setup.split_key, queries)
+    )
+
+
+def _check_pool(flag: str, pool: str, pool_names: Sequence[str], file: str) -> None:
+    """Raise a UserError for a pool that is neither a name nor an existing file."""
+    if not Path(pool).expanduser().is_file():
+        raise UserError(f"{flag} is {pool!r}; expected {', '.join(pool_names)}, or {file}.")
+
+
+def _check_planning(options: EvaluateOptions) -> None:
+    """Raise a UserError for options that planning does not have, or that exclude each other."""
+    if options.plan is not None and options.generate is not None:
+        raise UserError(
+            "--plan names a pool of candidates, and --generate creates one. Leave one of them out."
+        )
+    if options.generate is not None and options.data is not None:
+        raise UserError(
+            "--generate saves candidates for the dialogues of the run and cannot use --data. Leave "
+            "out --data, or give a file of samples: --plan FILE.jsonl."
+        )
+    if options.samples is not None and options.generate is None:
+        raise UserError("--samples needs --generate MODEL. Leave it out, or name a model.")
+    ranking_options = {
+        "--score": options.score,
+        "--candidates": options.candidates,
+        "--metric": options.metric,
+    }
+    for flag, value in ranking_options.items():
         if value:
             raise UserError(
-                f"{flag} is of ranking next turns; planning has a score, pools (--plan) and "
-                "metrics of its own. Leave it out."
+                f"{flag} is for ranking next turns. Planning has its own score, metrics and pools "
+                "of candidates (--plan). Leave it out."
             )
 
 
-def _flat(*positions: Positions) -> Positions:
-    return np.concatenate([own.reshape(-1) for own in positions])
+def _concatenate_flat(*positions: Positions) -> Positions:
+    return np.concatenate([array.reshape(-1) for array in positions])
 
 
-def numbers(text: str | None, flag: str) -> list[int] | None:
-    """Return what ``2-10`` or ``2,5`` stands for, rising; None for None.
+def _parse_numbers(text: str | None, flag: str) -> list[int] | None:
+    """Parse ranges and numbers such as ``2-10`` or ``2,5`` into ascending numbers; None for None.
 
     Raises:
-        UserError: text of another form, a range that falls, or a number below 1.
+        UserError: The text is invalid, a range is descending, or a number is below 1.
     """
     if text is None:
         return None
-    found: set[int] = set()
+    values: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if match is None:
@@ -253,7 +283,8 @@ def numbers(text: str | None, flag: str) -> list[int] | None:
         low, high = int(match[1]), int(match[2] or match[1])
         if low < 1 or high < low:
             raise UserError(
-                f"{flag} is {text!r}; {part.strip()} is no range of numbers that rises from 1 up."
+                f"{flag} is {text!r}; {part.strip()} is not an ascending range that starts at 1 or "
+                "above."
             )
-        found.update(range(low, high + 1))
-    return sorted(found)
+        values.update(range(low, high + 1))
+    return sorted(values)

@@ -1,4 +1,4 @@
-"""Dialogues as examples: heads map utterances to their roles, and rank what comes next."""
+"""The examples of a dialogue run: heads map utterances to roles and rank next turns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import Array, Concatenated, Matrix, MatrixLike, Positions, as_matrix
 from llmcond.data.queries import QueryRows
@@ -36,7 +37,7 @@ from llmcond.runs.predictors import AnyPredictor
 
 
 def head_of(predictor: AnyPredictor, dim: int) -> FittedRoles:
-    """Return a predictor's head; that of zero-shot has features (n, dim) in every role."""
+    """Return a predictor's head; for zero-shot, a head with the features (n, dim) in all roles."""
     if predictor.is_fitted:
         head: FittedRoles = predictor.head
         return head
@@ -46,50 +47,58 @@ def head_of(predictor: AnyPredictor, dim: int) -> FittedRoles:
 
 
 class Roles:
-    """Utterances of some splits in their roles, and scores by positions among all texts.
+    """Some utterances in their roles, with scores of contexts and candidates.
+
+    Contexts, candidates and goals are given by their positions among all texts.
 
     Attributes:
-        head: that maps them; its ``score`` compares them.
+        head: head that maps the utterances; its ``score`` compares them.
     """
 
-    def __init__(self, head: FittedRoles, features: MatrixLike, used: Positions) -> None:
-        """Map the utterances ``used``, (u,) distinct positions, of all features (n, d)."""
+    def __init__(self, head: FittedRoles, features: MatrixLike, indices: Positions) -> None:
+        """Map utterances to their roles.
+
+        Args:
+            head: head that maps them.
+            features: features of all texts, (n, d).
+            indices: distinct positions of the utterances, (u,).
+        """
         self.head = head
-        own = as_matrix(features).take(used)
-        self._b1, self._b2 = head.before(own)
-        self._after = head.after(own)
-        self._place = np.full(len(features), -1)
-        self._place[used] = np.arange(len(used))
+        used_features = as_matrix(features).take(indices)
+        self._b1, self._b2 = head.before(used_features)
+        self._after = head.after(used_features)
+        self._row_of = np.full(len(features), -1)
+        self._row_of[indices] = np.arange(len(indices))
 
     def scored_by(self, score: str) -> Roles:
-        """Return the same vectors, compared by another score."""
-        found = copy.copy(self)
-        found.head = self.head.scoring(score)
-        return found
+        """Return a copy that compares the same vectors by another score."""
+        roles = copy.copy(self)
+        roles.head = self.head.scoring(score)
+        return roles
 
     def scores(self, contexts: Positions, candidates: Positions) -> Array:
         """Return the scores (n, c) of candidates (c,) as the next turns of contexts (n, h)."""
-        at, after = self._place[contexts], self._after[self._place[candidates]]
+        rows, after = self._row_of[contexts], self._after[self._row_of[candidates]]
         head = self.head
-        return turn_scores(self._b1[at], self._b2[at], after, head.score, head.weights)
+        return turn_scores(self._b1[rows], self._b2[rows], after, head.score, head.weights)
 
     def nexts(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
-        """Return the scores (n, c) of candidates (n, c) as next turns; goals do not count."""
-        every = np.unique(candidates)
-        scores = self.scores(contexts, every)
-        return np.take_along_axis(scores, np.searchsorted(every, candidates), axis=1)
+        """Return the scores (n, c) of candidates (n, c) as next turns; goals are ignored."""
+        distinct = np.unique(candidates)
+        scores = self.scores(contexts, distinct)
+        return np.take_along_axis(scores, np.searchsorted(distinct, candidates), axis=1)
 
     def plans(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
-        """Return how likely candidates (n, c) lead from contexts (n, h) to goals (n,): (n, c)."""
-        at, goal = self._place[contexts], self._after[self._place[goals]]
-        return plan_scores(self._b1[at], self._b2[self._place[candidates]], goal)
+        """Score how likely candidates (n, c) are to lead from contexts (n, h) to goals (n,)."""
+        rows, goal = self._row_of[contexts], self._after[self._row_of[goals]]
+        return plan_scores(self._b1[rows], self._b2[self._row_of[candidates]], goal)
 
 
 class DialogueExamples(Examples):
-    """See :class:`Examples`.
+    """The dialogues of a run, with the features of their utterances.
 
     Attributes:
-        texts: the distinct utterances, and further texts that are ranked.
+        texts: the distinct utterances of the data, followed by additional texts.
     """
 
     run: DialogueRun
@@ -99,41 +108,48 @@ class DialogueExamples(Examples):
         self,
         run: DialogueRun,
         data: Dialogues | None = None,
-        further: Sequence[str] = (),
+        extra_texts: Sequence[str] = (),
         store: FeatureStore | None = None,
     ) -> None:
-        """Prepare a run, or other ``data``, and ``further`` texts; ``store`` has their features."""
+        """Prepare the examples; features are read when they are needed.
+
+        Args:
+            run: run with the dialogues.
+            data: other dialogues; by default the run's.
+            extra_texts: additional texts that are ranked.
+            store: store with the features of ``data`` and ``extra_texts``; by default the run's.
+        """
         self.run, self.data, self.unit = run, data or run.data, run.task.unit
-        self.texts = [*self.data.texts, *further]
+        self.texts = [*self.data.texts, *extra_texts]
         self._store = store or run.store()
-        self._read: dict[tuple[str, ...], Matrix] = {}
-        self._asked: dict[str, Sequence[NextQueries]] = {}
+        self._feature_cache: dict[tuple[str, ...], Matrix] = {}
+        self._query_cache: dict[str, Sequence[NextQueries]] = {}
 
     def features(self, view: View) -> Matrix:
         """Return the features of all texts, (n, d)."""
         key = tuple(prompt.digest for prompt in view.prompts)
-        if key not in self._read:
+        if key not in self._feature_cache:
             columns = [
                 self._store.lookup(UtteranceInputs(self.texts, prompt)) for prompt in view.prompts
             ]
-            self._read[key] = columns[0] if len(columns) == 1 else Concatenated(columns)
-        return self._read[key]
+            self._feature_cache[key] = columns[0] if len(columns) == 1 else Concatenated(columns)
+        return self._feature_cache[key]
 
-    def roles(self, predictor: AnyPredictor, used: Positions) -> Roles:
-        """Return utterances ``used``, distinct positions, in the roles a predictor gives them."""
+    def roles(self, predictor: AnyPredictor, indices: Positions) -> Roles:
+        """Return utterances, by distinct positions, in the roles to which a predictor maps them."""
         features = self.features(predictor.view)
-        return Roles(head_of(predictor, int(features.shape[1])), features, used)
+        return Roles(head_of(predictor, int(features.shape[1])), features, indices)
 
-    # -- what every kind of examples has -------------------------------------------------------
+    # -- the interface of Examples -------------------------------------------------------------
 
+    @override
     def dim(self, view: View) -> int:
-        """See :class:`Examples`."""
         return int(self.features(view).shape[1])
 
+    @override
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedRoles:
-        """See :class:`Examples`."""
         train = self.data.of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
         dev: DevScore[FittedRoles] | None = None
@@ -141,32 +157,33 @@ class DialogueExamples(Examples):
             dev = DevScore(metric_of(self.run.dev_metric), lambda head: self.on_dev(head, view))
         return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
 
+    @override
     def on_dev(self, head: FittedRoles, view: View) -> float:
-        """See :class:`Examples`."""
         if "dev" not in self.data.splits:
             return math.nan
-        roles = Roles(head, self.features(view), self._used("dev"))
+        roles = Roles(head, self.features(view), self._distinct_utterances("dev"))
         rank = rank_next(self._queries("dev"), roles.scores).of()
-        rows = self.scored("dev")
-        return metric_of(self.run.dev_metric)(rank, rows.rating, rows.pair)
+        queries = self.scored("dev")
+        return metric_of(self.run.dev_metric)(rank, queries.rating, queries.pair)
 
+    @override
     def scored(self, split: str) -> Queries:
-        """See :class:`Examples`: the next turns of a split, by the dialogues they are of."""
         return queries_of(self._queries(split))
 
+    @override
     def rows(self, split: str) -> QueryRows:
-        """See :class:`Examples`."""
         return query_rows(self.data, split, self._queries(split))
 
+    @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""
-        roles = self.roles(predictor, self._used(split))
+        roles = self.roles(predictor, self._distinct_utterances(split))
+        # The rank of each query's answer; ties get their mean rank.
         return rank_next(self._queries(split), roles.scores).of().astype(np.float32)
 
     def _queries(self, split: str) -> Sequence[NextQueries]:
-        if split not in self._asked:
-            self._asked[split] = next_queries(self.data, split)
-        return self._asked[split]
+        if split not in self._query_cache:
+            self._query_cache[split] = next_queries(self.data, split)
+        return self._query_cache[split]
 
-    def _used(self, split: str) -> Positions:
+    def _distinct_utterances(self, split: str) -> Positions:
         return np.unique(self.data.of(split).utterances)

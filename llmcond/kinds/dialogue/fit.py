@@ -1,4 +1,4 @@
-"""Fitting a head that maps utterances to roles on cached features of dialogues."""
+"""Fitting of heads that map utterances to roles, on cached features of dialogues."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from llmcond.system import choose_device
 
 @dataclass(frozen=True, slots=True)
 class TurnArrays:
-    """The dialogues of a split, as heads take them.
+    """The dialogues of a split, in the form on which heads are fitted.
 
     Attributes:
-        utterances: (n, d) the features of distinct utterances, in any float type.
-        turns: (t,) int64 which of them each turn has, dialogue by dialogue.
-        starts: (m + 1,) int64 the first turn of each dialogue, and t.
+        utterances: features of distinct utterances, (n, d), in any float type.
+        turns: position of the utterance of each turn, dialogue by dialogue, (t,) int64.
+        starts: first turn of each dialogue, followed by t, (m + 1,) int64.
     """
 
     utterances: MatrixLike
@@ -44,34 +44,38 @@ def fit_turns(
     on_epoch: OnEpoch,
     device: str = "auto",
 ) -> FittedRoles:
-    """Fit a head on the windows of dialogues; ``dev`` chooses the epoch.
+    """Fit a head on the windows of dialogues.
 
-    Without it the last epoch is kept. The same seed gives the same head on the same machine, to
-    the last bit on one thread.
+    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The same seed
+    gives the same head on the same machine, bit for bit on one thread.
 
     Raises:
-        UserError: a recipe of another task, no dialogue with turns enough, parameters that do not
-            fit into memory, or a loss that diverges.
+        UserError: The recipe is for another task, no dialogue has enough turns, the parameters do
+            not fit into memory, or the loss diverges.
     """
     family = check_turns(recipe)
-    dims, where = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
-    fitting = partial(_TurnFitting, recipe, dims, arrays, dev, where)
+    dims, torch_device = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
+    fitting = partial(_TurnFitting, recipe, dims, arrays, dev, torch_device)
     module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch)
     return FittedRoles(recipe.kind, family, module, seed, fit)
 
 
 def check_turns(recipe: Recipe) -> type[Roles]:
-    """Return the family of a recipe's head; a UserError unless it maps utterances to roles."""
+    """Return the family of a recipe's head.
+
+    Raises:
+        UserError: The family does not map utterances to roles.
+    """
     if not issubclass(recipe.family, Roles):
         raise UserError(
-            f"the head {recipe.name} maps no utterances to roles. `llmcond heads` lists those of "
-            "dialogues."
+            f"the head {recipe.name} does not map utterances to roles. `llmcond heads` lists the "
+            "heads for dialogues."
         )
     return recipe.family
 
 
 class _TurnFitting(Fitting[Roles, FittedRoles]):
-    """A head that is fitted on the windows of dialogues."""
+    """Fits one head on the windows of dialogues."""
 
     data: TurnArrays
 
@@ -81,16 +85,16 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
         return module
 
     def prepare(self) -> None:
-        self._draws = np.random.Generator(np.random.SFC64(self.seed))
+        self._rng = np.random.Generator(np.random.SFC64(self.seed))
         least = self.settings.least
-        places = windows(self.data.starts, self.settings.window, least)
-        if not len(places):
+        window_turns = windows(self.data.starts, self.settings.window, least)
+        if not len(window_turns):
             raise UserError(
                 f"no dialogue of the training split has more than {least} "
-                f"utterance{'s' * (least > 1)}, so there is nothing to fit."
+                f"utterance{'s' * (least > 1)}, so a head cannot be fitted."
             )
-        turns = np.append(self.data.turns, -1)  # of position -1
-        self._windows: Positions = turns[places]
+        turns = np.append(self.data.turns, -1)  # position -1: no utterance
+        self._windows: Positions = turns[window_turns]
         self._features = UnitRows(self.data.utterances)
         self.n_rows = len(self._windows)
 
@@ -98,9 +102,9 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
         return scheduled(step, steps, self.settings.warmup, self.settings.schedule)
 
     def loss(self, batch: Positions) -> Tensor:
-        used, rows = distinct(self._windows[batch])
-        features = self._features.read(used).to(self.device)
-        return self.module.loss(features, torch.from_numpy(rows).to(self.device), self._draws)
+        utterances, rows = distinct(self._windows[batch])
+        features = self._features.read(utterances).to(self.device)
+        return self.module.loss(features, torch.from_numpy(rows).to(self.device), self._rng)
 
     def record(self) -> dict[str, Any]:
         return {"n_windows": self.n_rows}
@@ -111,24 +115,28 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
 
 
 def windows(starts: Positions, size: int, least: int) -> Positions:
-    """Return each window of dialogues, (m, size) positions among all turns; its target is last.
+    """Return the windows of dialogues as positions of turns, (m, size), with the target last.
 
-    Every turn is a target that has ``least`` others before it, the last one of a dialogue too.
-    Where fewer than ``size`` - 1 stand before it, those that are missing are -1, on the left.
+    Every turn with at least ``least`` turns before it is a target, including the last turn of a
+    dialogue. Windows with fewer than ``size`` - 1 turns before the target are padded with -1 on the
+    left.
 
     Args:
-        starts: (dialogues + 1,) the first turn of each dialogue, and the number of all turns.
-        size: turns of a window, the target included.
-        least: turns before a target.
+        starts: first turn of each dialogue, followed by the number of turns, (dialogues + 1,).
+        size: turns of a window, including the target.
+        least: minimum number of turns before a target.
     """
-    before = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-    targets = np.flatnonzero(before >= least)
-    back = np.arange(size - 1, -1, -1)
-    return np.where(before[targets, None] >= back, targets[:, None] - back, -1)
+    n_before = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    targets = np.flatnonzero(n_before >= least)
+    offsets = np.arange(size - 1, -1, -1)
+    return np.where(n_before[targets, None] >= offsets, targets[:, None] - offsets, -1)
 
 
 def distinct(utterances: Positions) -> tuple[Positions, Positions]:
-    """Return the distinct utterances of windows, (u,), and windows (m, w) among those; -1: none."""
-    used, places = np.unique(utterances, return_inverse=True)
-    absent = int(len(used) > 0 and used[0] < 0)
-    return used[absent:], places.reshape(utterances.shape) - absent
+    """Return the distinct utterances of windows, (u,), and the windows' indices of them, (m, w).
+
+    Padding is -1 in both the given windows and the result.
+    """
+    distinct_utterances, indices = np.unique(utterances, return_inverse=True)
+    n_missing = int(len(distinct_utterances) > 0 and distinct_utterances[0] < 0)
+    return distinct_utterances[n_missing:], indices.reshape(utterances.shape) - n_missing

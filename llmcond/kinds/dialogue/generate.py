@@ -1,4 +1,4 @@
-"""Candidates for the next turn of dialogues from a causal language model, kept in the run."""
+"""Generation of candidates for next turns by a causal language model, saved in the run."""
 
 from __future__ import annotations
 
@@ -17,114 +17,127 @@ from llmcond.log import log
 from llmcond.progress import CountBar
 from llmcond.system import choose_device
 
-#: As Triple-Encoders (ACL 2024) sampled from DialoGPT, but for the length: released code's.
+#: Sampling parameters of Triple-Encoders (ACL 2024) for DialoGPT; the length is that of the
+#: released code.
 _SAMPLING: Mapping[str, Any] = {
     "top_p": 0.8,
     "temperature": 0.8,
     "min_new_tokens": 1,
     "max_new_tokens": 40,
 }
-#: What is drawn depends on it, the dialogue and the number of turns only.
+#: Candidates depend only on this seed and the turns before them.
 _SEED = 0
 
 
 def generate(
     run: DialogueRun, model: str, split: str, history: Sequence[int], samples: int, device: str
 ) -> Path:
-    """Return the file of what a language model says after the first h turns of dialogues.
+    """Generate candidates after the first h turns of dialogues, and return their file.
 
-    It holds a JSON object a line: ``dialogue``, its id; ``history``, h; ``candidates``, texts. It
-    lies in the run, under a name of all that decides it: the same call finds it there. One that was
-    stopped goes on where it was.
+    The file has a JSON object per line: ``dialogue``, an id; ``history``, h; ``candidates``, a list
+    of texts. It is saved in the run, under a name that depends on everything that determines its
+    content, so that the same call finds it again. An interrupted call is resumed.
 
     Args:
-        run: whose dialogues are used.
-        model: a hub name or a folder, with weights in safetensors.
-        split: of the run.
+        run: run with the dialogues.
+        model: hub name or folder of a causal language model with weights in safetensors.
+        split: split of the run.
         history: numbers of turns, h.
-        samples: how many texts for each dialogue and h.
+        samples: number of texts for each dialogue and h.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
+    Returns:
+        The path of the file.
+
     Raises:
-        UserError: a model that cannot be loaded, or with which nothing can be said.
+        UserError: The model cannot be loaded, it generates only empty texts, or dialogues have the
+            same id.
     """
     turns, texts = run.data.of(split), run.data.texts
     if len(set(turns.ids)) < len(turns.ids):
         raise UserError(
-            f"several {split} dialogues of {run.folder} have the same id, by which candidates are "
-            "kept. Give them ids of their own, and extract into a new --run."
+            f"several {split} dialogues of {run.folder} have the same id, but candidates are saved "
+            "by id. Make the ids unique, and extract into a new --run."
         )
-    asked = [
+    histories = [
         (turns.ids[row], h, [texts[i] for i in context])
         for h in history
-        for row, context in zip(*(own.tolist() for own in turns.context(h)[:2]), strict=True)
+        for row, context in zip(*(column.tolist() for column in turns.context(h)[:2]), strict=True)
     ]
-    made_of = [run.manifest["data"]["digest"], split, _weights(model), str(_SAMPLING), samples]
-    path = run.folder / "generated" / f"{digest_text(json.dumps([*made_of, _SEED]))}.jsonl"
+    identity = [
+        run.manifest["data"]["digest"],
+        split,
+        _identify_model(model),
+        str(_SAMPLING),
+        samples,
+    ]
+    path = run.folder / "generated" / f"{digest_text(json.dumps([*identity, _SEED]))}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        _complete(path, asked, model, samples, device)
+        _add_missing(path, histories, model, samples, device)
     return path
 
 
-def _complete(
+def _add_missing(
     path: Path,
-    asked: Sequence[tuple[str, int, Sequence[str]]],
+    histories: Sequence[tuple[str, int, Sequence[str]]],
     model: str,
     samples: int,
     device: str,
 ) -> None:
-    """Add to a file what it lacks of what is asked for: dialogue, history and turns of each."""
-    done = _read(path)
-    missing = [one for one in asked if (one[0], one[1]) not in done]
+    """Add the missing candidates of histories (dialogue, number of turns, turns) to a file."""
+    done = _read_rows(path)
+    missing = [item for item in histories if (item[0], item[1]) not in done]
     if not missing:
-        log.info(f"candidates of {model} are there: {path}")
+        log.info(f"all candidates of {model} exist already: {path}")
         return
     log.info(f"{samples:,} candidates of {model} for {len(missing):,} histories -> {path}")
-    speaker = _Speaker(model, choose_device(device))
-    # What was being written when another call was stopped is left out.
-    kept = "".join(f"{json.dumps(own, ensure_ascii=False)}\n" for own in done.values())
-    path.write_text(kept, encoding="utf-8")
+    generator = _Generator(model, choose_device(device))
+    # The file is rewritten without an incomplete last line, which an interrupted call leaves.
+    complete_lines = "".join(
+        f"{json.dumps(done_row, ensure_ascii=False)}\n" for done_row in done.values()
+    )
+    path.write_text(complete_lines, encoding="utf-8")
     with path.open("a", encoding="utf-8") as stream, CountBar("generating") as bar:
         for number, (dialogue, h, context) in enumerate(missing, 1):
-            own_seed = int(digest_text(str(_SEED), *context, size=4), 16)
-            found = speaker.say(context, samples, own_seed)
-            row = {"dialogue": dialogue, "history": h, "candidates": found}
+            seed = int(digest_text(str(_SEED), *context, size=4), 16)
+            candidates = generator.sample(context, samples, seed)
+            row = {"dialogue": dialogue, "history": h, "candidates": candidates}
             stream.write(f"{json.dumps(row, ensure_ascii=False)}\n")
             stream.flush()
             bar.on_item(number, len(missing))
 
 
-def _read(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+def _read_rows(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the complete rows of a file by dialogue and history."""
-    found = {}
+    rows = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-    for line in lines[:-1]:  # the last one has no end
+    for line in lines[:-1]:  # The last line is empty or incomplete.
         row = json.loads(line)
-        found[row["dialogue"], row["history"]] = row
-    return found
+        rows[row["dialogue"], row["history"]] = row
+    return rows
 
 
-def _weights(model: str) -> str:
-    """Return what identifies a model: its files' digest, or its name and commit on the hub."""
+def _identify_model(model: str) -> str:
+    """Return an identifier of a model: the digest of its files, or its hub name and commit."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".json")]
         return digest_files(folder, files)
     from transformers import AutoConfig
 
-    with _loading(model):
+    with _report_loading_errors(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     return f"{model}@{config._commit_hash}"
 
 
-class _Speaker:
-    """A causal language model that says what may come next."""
+class _Generator:
+    """A causal language model that generates next turns."""
 
     def __init__(self, model: str, device: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with _loading(model):
+        with _report_loading_errors(model):
             self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
             loaded = AutoModelForCausalLM.from_pretrained(
                 model, trust_remote_code=False, use_safetensors=True
@@ -132,22 +145,26 @@ class _Speaker:
         self._name, self._model = model, loaded.eval().to(device)
         end = self._tokenizer.eos_token
         self._end = "\n" if end is None else end
-        room = getattr(loaded.config, "max_position_embeddings", None) or 1_024
-        self._room = max(1, min(room, 1_024) - _SAMPLING["max_new_tokens"])
+        max_length = getattr(loaded.config, "max_position_embeddings", None) or 1_024
+        self._max_context = max(1, min(max_length, 1_024) - _SAMPLING["max_new_tokens"])
 
-    def say(self, context: Sequence[str], samples: int, seed: int) -> list[str]:
-        """Return texts that may follow some turns, those that are empty left out."""
+    def sample(self, context: Sequence[str], samples: int, seed: int) -> list[str]:
+        """Sample texts that may follow some turns, without empty ones.
+
+        Raises:
+            UserError: All samples are empty.
+        """
         import torch
 
         tokens = self._tokenizer(
             "".join(f"{turn}{self._end}" for turn in context),
             add_special_tokens=False,
             return_tensors="pt",
-        ).input_ids[:, -self._room :]
+        ).input_ids[:, -self._max_context :]
         tokens = tokens.to(self._model.device)
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
-            said = self._model.generate(
+            outputs = self._model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 do_sample=True,
@@ -156,19 +173,21 @@ class _Speaker:
                 pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id or 0,
                 **_SAMPLING,
             )
-        texts = self._tokenizer.batch_decode(said[:, tokens.shape[1] :], skip_special_tokens=True)
-        found = [" ".join(text.split()) for text in texts]
-        found = [text for text in found if text]
-        if not found:
+        texts = self._tokenizer.batch_decode(
+            outputs[:, tokens.shape[1] :], skip_special_tokens=True
+        )
+        candidates = [" ".join(text.split()) for text in texts]
+        candidates = [text for text in candidates if text]
+        if not candidates:
             raise UserError(
-                f"{self._name} says nothing after {context[-1][:80]!r}, in {samples:,} samples. "
-                "Name a model of dialogues, or more --samples."
+                f"{self._name} generates only empty texts after {context[-1][:80]!r}, in "
+                f"{samples:,} samples. Choose a model for dialogues, or more --samples."
             )
-        return found
+        return candidates
 
 
 @contextmanager
-def _loading(model: str) -> Iterator[None]:
+def _report_loading_errors(model: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""From utterances and a prompt to the inputs of an encoder."""
+"""The encoder inputs of utterances under a prompt."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from llmcond.prompts.template import Prompt
 
 
 class UtteranceInputs(list[EncoderInput]):
-    """The :class:`llmcond.prompts.inputs.PromptInputs` of distinct texts, each by itself: e(u)."""
+    """The ``PromptInputs`` of distinct texts, each encoded without a condition: e(u)."""
 
     def __init__(self, texts: Sequence[str], prompt: Prompt) -> None:
         """Render distinct texts.
 
         Raises:
-            UserError: the template is not for texts without a condition.
+            UserError: The template cannot be used for texts without a condition.
         """
         obstacle, part = obstacle_to(prompt), prompt.alone
         if obstacle or part is None:
             raise UserError(
-                f"the prompt {prompt.name} is not for dialogues: {obstacle}. Name another "
-                "--prompt, such as separate."
+                f"the prompt {prompt.name} cannot be used for dialogues: {obstacle}. Choose "
+                "another --prompt, such as separate."
             )
         super().__init__(part.render(text, "") for text in texts)
         self._texts = texts
 
     def where(self, item: EncoderInput) -> str | None:
-        """Return what needs an input: ``the utterance 'Hi!'``."""
+        """Return a description of the text that needs an input, such as ``the utterance 'Hi!'``."""
         return f"the utterance {self._texts[self.index(item)]!r}" if item in self else None
 
     def check_differ(self) -> None:
-        """Do nothing: there are no conditions that could be taken for each other."""
+        """Do nothing, because utterances have no conditions that inputs must distinguish."""
 
 
 def obstacle_to(prompt: Prompt) -> str:

@@ -1,7 +1,8 @@
-"""An encoder of utterances and a head that maps them to roles, trained together on dialogues.
+"""The joint model of an encoder of utterances and a head that maps them to roles.
 
-Objectives are those of fitting heads (Triple-Encoders, ACL 2024, section 3). A step takes all
-windows of some dialogues, so that each utterance is encoded once for all the windows it is in.
+The objectives are those with which heads are fitted (Triple-Encoders, ACL 2024, section 3). A
+training step uses all windows of some dialogues, so that each utterance is encoded once for all the
+windows that contain it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
@@ -32,8 +34,8 @@ from llmcond.kinds.dialogue.roles import FittedRoles, Roles, RoleSettings
 from llmcond.kinds.dialogue.turns import turn_scores
 from llmcond.metrics import METRICS, Metric
 
-#: What dev is scored on, always the same: so many dialogues, after so many turns of each.
-SCORED, HISTORIES = 1_000, range(2, 11)
+#: The fixed sample of dev that is scored: the number of dialogues, and the history lengths.
+_DEV_DIALOGUES, _DEV_HISTORIES = 1_000, range(2, 11)
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class DialogueInputs:
     """The windows of a split's dialogues, with all utterances, each tokenised once.
 
     Attributes:
-        turns: of the split.
-        tokens: of all distinct utterances, by the positions that turns have.
-        settings: of the head, which say what a window is.
+        turns: turns of the split.
+        tokens: tokens of all distinct utterances, by the positions in ``turns``.
+        settings: settings of the head, which define the windows.
     """
 
     turns: Turns
@@ -51,29 +53,32 @@ class DialogueInputs:
     settings: RoleSettings
 
     @cached_property
-    def places(self) -> Positions:
-        """Return the turns of each window, (m, w); see :func:`.fit.windows`."""
+    def window_turns(self) -> Positions:
+        """The turns of each window, (m, w); see ``fit.windows``."""
         return windows(self.turns.starts, self.settings.window, self.settings.least)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.window_turns)
 
     def windows(self, rows: Positions) -> Positions:
-        """Return the utterances of some windows, (k, w); -1: none."""
-        return np.append(self.turns.utterances, -1)[self.places[rows]]
+        """Return the utterances of k windows, (k, w), padded with -1."""
+        return np.append(self.turns.utterances, -1)[self.window_turns[rows]]
 
     @cached_property
     def scored(self) -> list[tuple[Positions, Positions]]:
-        """Return what stands for a split: contexts (n, h) and what follows, (n,), for each h."""
-        chosen = np.sort(np.random.default_rng(0).permutation(len(self.turns))[:SCORED])
-        found = [self.turns.context(h) for h in HISTORIES]
-        kept = [np.isin(dialogues, chosen) for dialogues, _, _ in found]
-        asked = [(own[1][k], own[2][k]) for own, k in zip(found, kept, strict=True)]
-        return [(contexts, answers) for contexts, answers in asked if len(answers) > 1]
+        """The sample of the split that is scored: contexts (n, h) and answers (n,) for each h."""
+        sample = np.sort(np.random.default_rng(0).permutation(len(self.turns))[:_DEV_DIALOGUES])
+        contexts_by_length = [self.turns.context(h) for h in _DEV_HISTORIES]
+        in_sample = [np.isin(dialogues, sample) for dialogues, _, _ in contexts_by_length]
+        queries = [
+            (context[1][mask], context[2][mask])
+            for context, mask in zip(contexts_by_length, in_sample, strict=True)
+        ]
+        return [(contexts, answers) for contexts, answers in queries if len(answers) > 1]
 
 
 class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
-    """From windows of dialogues to the objective of a head that maps utterances to roles."""
+    """Computes the objective of a head that maps utterances to roles, on windows of dialogues."""
 
     on_dev = SCORE
     head: Roles
@@ -86,10 +91,11 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
         start: FittedRoles | None = None,
         metric: Metric = METRICS["average_rank"],
     ) -> None:
-        """Put a head behind an engine, as ``start`` was fitted or as it is drawn by the seed.
+        """Add a head to an engine, with the weights of ``start`` or initialised with the seed.
 
         Raises:
-            UserError: a recipe of another task, or a head for features of another size.
+            UserError: The recipe is for another task, or ``start`` was fitted on features of
+                another size.
         """
         check_turns(recipe)
         family: Any = recipe.family
@@ -98,8 +104,8 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
         if start is not None:
             if start.dim_in != engine.dim:
                 raise UserError(
-                    f"the encoder gives {engine.dim} dimensions; this {start.kind} head was fitted "
-                    f"on {start.dim_in}."
+                    f"the encoder has {engine.dim} dimensions, but this {start.kind} head was "
+                    f"fitted on {start.dim_in}."
                 )
             head.load_state_dict(start.module.state_dict())
         super().__init__(engine, head, recipe.kind, seed, metric)
@@ -107,44 +113,54 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
     def forward(self, inputs: DialogueInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of windows, a scalar."""
         self.seed_dropout(seed)
-        used, places = distinct(inputs.windows(rows))
-        vectors = self.engine.embed([inputs.tokens[i] for i in used])
+        utterances, window_rows = distinct(inputs.windows(rows))
+        vectors = self.engine.embed([inputs.tokens[i] for i in utterances])
         with torch.autocast(vectors.device.type, enabled=False):
-            drawn = np.random.Generator(np.random.SFC64(seed))
-            own, dialogue = (
-                torch.from_numpy(one).to(vectors.device)
-                for one in (places, self.groups(inputs)[rows])
+            rng = np.random.Generator(np.random.SFC64(seed))
+            batch, dialogue = (
+                torch.from_numpy(array).to(vectors.device)
+                for array in (window_rows, self.groups(inputs)[rows])
             )
-            return self.head.loss(normalize(vectors.float()), own, drawn, dialogue)
+            return self.head.loss(normalize(vectors.float()), batch, rng, dialogue)
 
+    @override
     def score(self, inputs: DialogueInputs, shared: Shared) -> float | None:
-        """Return the metric of ranks on dev, whose strata are the history lengths.
-
-        Of dialogues that are scored, what follows is ranked as ``evaluate`` does.
-        """
-        asked = inputs.scored
-        if not asked:
+        # The strata of the metric are the history lengths. Answers are ranked among the answers of
+        # the sampled dialogues, as ``evaluate`` ranks them.
+        queries = inputs.scored
+        if not queries:
             return None
-        used = np.unique(np.concatenate([own.ravel() for pair in asked for own in pair]))
+        utterances = np.unique(
+            np.concatenate([positions.ravel() for pair in queries for positions in pair])
+        )
         vectors = shared(
-            len(used), lambda which: self.vectors([inputs.tokens[used[i]] for i in which])
+            len(utterances),
+            lambda which: self.vectors([inputs.tokens[utterances[i]] for i in which]),
         )
         if not np.isfinite(vectors).all():
             return None
         head = self.fitted()
         (b1, b2), after = head.before(vectors), head.after(vectors)
         ranks = []
-        for contexts, answers in asked:
-            at, own = np.searchsorted(used, contexts), np.searchsorted(used, answers)
-            # Of equal texts, products may differ in the last bit: each is scored once.
-            texts, which = np.unique(own, return_inverse=True)
-            scores = turn_scores(b1[at], b2[at], after[texts], head.score, head.weights)
-            ranks.append(ranks_among(scores[:, which], np.arange(len(own))).of())
-        stratum = np.repeat(np.arange(len(ranks)), [len(own) for own in ranks])
+        for contexts, answers in queries:
+            context_rows, answer_rows = (
+                np.searchsorted(utterances, contexts),
+                np.searchsorted(utterances, answers),
+            )
+            # Each text is scored once, as the products of equal texts may differ in the last bit.
+            texts, which = np.unique(answer_rows, return_inverse=True)
+            scores = turn_scores(
+                b1[context_rows], b2[context_rows], after[texts], head.score, head.weights
+            )
+            ranks.append(ranks_among(scores[:, which], np.arange(len(answer_rows))).of())
+        stratum = np.repeat(
+            np.arange(len(ranks)), [len(ranks_of_length) for ranks_of_length in ranks]
+        )
         return self.metric(
             np.concatenate(ranks), stratum.astype(np.float64), np.arange(len(stratum))
         )
 
+    @override
     def groups(self, inputs: DialogueInputs) -> NDArray[np.int64]:
-        """See :class:`TrainedModel`: windows of a dialogue share their utterances."""
-        return inputs.turns.dialogue[inputs.places[:, -1]]
+        # Windows of a dialogue share their utterances.
+        return inputs.turns.dialogue[inputs.window_turns[:, -1]]

@@ -1,9 +1,9 @@
-"""What follows in dialogues: queries by history length with their candidates, and their ranks.
+"""Queries for next turns of dialogues, by history length, with their candidates and ranks.
 
-After h turns, every dialogue that goes on asks for the utterance that really followed (Triple-
-Encoders, ACL 2024, section 4.1). Short-term planning asks for it with a goal: an utterance that the
-same dialogue reaches g turns later (section 4.2). Both know texts by their positions alone; what
-scores them is a callable.
+After h turns, the answer of a query is the utterance that actually followed (Triple-Encoders, ACL
+2024, section 4.1). In short-term planning, a query also has a goal: an utterance of the same
+dialogue g turns later (section 4.2). Texts are represented by their positions, and a callable
+scores them.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from llmcond.evaluation.results import Queries
 from llmcond.kinds.dialogue.data import Dialogues, Positions, Turns
 from llmcond.metrics import METRICS, Floats, Metric, over_strata
 
-#: History lengths of the paper, as far as a split has dialogues that are long enough.
+#: History lengths of the paper; those for which a split has no long dialogues are left out.
 HISTORIES = range(2, 11)
-#: Scores that are held at once: 64 MiB of float32.
+#: Maximum number of scores in memory: 64 MiB of float32.
 MOST_SCORES = 2**24
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Queries after h turns, which get figures of their own.
+class DialogueQueries:
+    """Queries after the same number of turns, which are scored as a subset.
 
     Attributes:
-        history: h.
-        dialogue: (n,) which dialogue of the split asks.
-        contexts: (n, h) its first turns, by the positions of their texts.
+        history: number of turns, h.
+        dialogue: dialogue of each query in the split, (n,).
+        contexts: positions of the texts of its first turns, (n, h).
     """
 
     history: int
@@ -48,17 +48,17 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """Return what figures call them."""
+        """The name of the subset in results."""
         return str(self.history)
 
 
 @dataclass(frozen=True)
-class NextQueries(Asked):
-    """Queries that share their candidates.
+class NextQueries(DialogueQueries):
+    """Queries for the next turn, which share their candidates.
 
     Attributes:
-        candidates: (c,) positions of texts, of which some may be there more than once.
-        answer: (n,) the column of the utterance that followed.
+        candidates: positions of the candidates' texts, (c,), which may contain duplicates.
+        answer: index of the answer in ``candidates``, (n,).
     """
 
     candidates: Positions
@@ -66,41 +66,48 @@ class NextQueries(Asked):
 
     @property
     def repeated(self) -> NDArray[np.bool_]:
-        """Return (n,) whether another candidate has the text of the right one.
+        """Whether another candidate has the same text as the answer, (n,).
 
-        Both score the same, so that the rule of ties decides.
+        Both have the same score, so the rank depends on the rule for ties.
         """
         _, which, count = np.unique(self.candidates, return_inverse=True, return_counts=True)
         return np.asarray(count[which[self.answer]] > 1)
 
 
-def histories_of(data: Dialogues, split: str, asked: Sequence[int] | None = None) -> list[int]:
-    """Return the history lengths that a split is asked by, rising.
+def histories_of(data: Dialogues, split: str, histories: Sequence[int] | None = None) -> list[int]:
+    """Return the history lengths of a split's queries, in ascending order.
 
     Args:
-        data: the data set.
-        split: of it.
-        asked: lengths; None: those of ``HISTORIES`` that two dialogues at least go beyond.
+        data: the dataset.
+        split: split of the dataset.
+        histories: history lengths; by default, those of ``HISTORIES`` with at least two longer
+            dialogues.
 
     Raises:
-        UserError: a length below 1, or one that fewer than two dialogues go beyond: there is
+        UserError: A length is below 1, or fewer than two dialogues are longer, so that there is
             nothing to rank.
     """
     lengths = np.sort(data.of(split).lengths)[::-1]
-    # The second longest dialogue decides: one candidate is always the first.
-    most = int(lengths[1]) - 1 if len(lengths) > 1 else 0
-    found = sorted(set(HISTORIES if asked is None else asked))
-    if asked is None:
-        found = [h for h in found if h <= most]
-    if not found or found[0] < 1 or found[-1] > most:
-        wrong = next((h for h in found if not 1 <= h <= most), HISTORIES[0])
+    # The second longest dialogue is the limit, because a single candidate always ranks first.
+    longest_history = int(lengths[1]) - 1 if len(lengths) > 1 else 0
+    selected_histories = sorted(set(HISTORIES if histories is None else histories))
+    if histories is None:
+        selected_histories = [h for h in selected_histories if h <= longest_history]
+    if (
+        not selected_histories
+        or selected_histories[0] < 1
+        or selected_histories[-1] > longest_history
+    ):
+        invalid_history = next(
+            (h for h in selected_histories if not 1 <= h <= longest_history), HISTORIES[0]
+        )
         longest = " and ".join(map(str, lengths[:2].tolist()))
         raise UserError(
-            f"a history of {wrong} turns is asked for: two {split} dialogues at least must go on "
-            f"after it, and of {len(lengths):,} the longest have {longest} turns. "
-            + (f"Give --history from 1 to {most}." if most else "Name more data.")
+            f"a history of {invalid_history} turns needs at least two longer {split} dialogues, "
+            f"and of {len(lengths):,} the longest have {longest} turns. "
+            + (f"Give --history from 1 to {longest_history}." if longest_history else "Add data.")
         )
-    return found
+    return selected_histories
 
 
 def next_queries(
@@ -109,114 +116,116 @@ def next_queries(
     histories: Sequence[int] | None = None,
     pool: Literal["same-depth", "all"] | Positions = "same-depth",
 ) -> list[NextQueries]:
-    """Return the queries of a split by history length, each length with its candidates.
+    """Return the queries of a split for each history length, with their candidates.
 
     Args:
-        data: the data set.
-        split: of it.
-        histories: lengths; see :func:`histories_of`, whose errors these are too.
-        pool: ``same-depth``: the answers of all queries of the length, as the paper has it;
-            ``all``: those of all lengths; or positions of texts, see :func:`own_candidates`.
-            Texts that occur twice are there twice.
+        data: the dataset.
+        split: split of the dataset.
+        histories: history lengths; see ``histories_of``.
+        pool: candidates: ``same-depth``, the answers of all queries with the same history length,
+            as in the paper; ``all``, the answers of all queries; or positions of texts, see
+            ``own_candidates``. Duplicate texts are kept.
 
     Raises:
-        UserError: an answer is none of the candidates.
+        UserError: An answer is not among the candidates, or as for ``histories_of``.
     """
     turns = data.of(split)
-    found = [(h, *turns.context(h)) for h in histories_of(data, split, histories)]
-    every = np.concatenate([answers for *_, answers in found])
-    queries, before = [], 0
-    for h, rows, contexts, answers in found:
+    contexts_by_length = [(h, *turns.context(h)) for h in histories_of(data, split, histories)]
+    all_answers = np.concatenate([answers for *_, answers in contexts_by_length])
+    queries, n_before = [], 0
+    for h, rows, contexts, answers in contexts_by_length:
         column = np.arange(len(rows))
         candidates = answers
         if isinstance(pool, np.ndarray):
-            candidates, column = pool, _columns(data, pool, answers)
+            candidates, column = pool, _find_answer_columns(data, pool, answers)
         elif pool == "all":
-            candidates, column = every, before + column
+            candidates, column = all_answers, n_before + column
         queries.append(NextQueries(h, rows, contexts, candidates, column))
-        before += len(rows)
+        n_before += len(rows)
     return queries
 
 
-def _columns(data: Dialogues, candidates: Positions, answers: Positions) -> Positions:
-    """Return the first column of each answer; a UserError if there is none."""
-    distinct, first = np.unique(candidates, return_index=True)
-    lacking = answers[~np.isin(answers, distinct)]
-    if len(lacking):
+def _find_answer_columns(data: Dialogues, candidates: Positions, answers: Positions) -> Positions:
+    """Return the first index of each answer in the candidates; a UserError if one is missing."""
+    distinct, first_columns = np.unique(candidates, return_index=True)
+    missing = answers[~np.isin(answers, distinct)]
+    if len(missing):
         raise UserError(
-            f"the candidates lack {len(lacking):,} of {len(answers):,} right answers, the first "
-            f"one {brief(data.texts[lacking[0]])}. Add them: a query without its answer has no "
+            f"the candidates lack {len(missing):,} of {len(answers):,} correct answers, the first "
+            f"one {brief(data.texts[missing[0]])}. Add them: a query without its answer has no "
             "rank."
         )
-    return np.asarray(first[np.searchsorted(distinct, answers)])
+    return np.asarray(first_columns[np.searchsorted(distinct, answers)])
 
 
 def own_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, list[str]]:
-    """Return (c,) the positions of texts, and the distinct ones that the data set lacks.
+    """Return the positions (c,) of texts, and the distinct texts that the dataset lacks.
 
-    These are numbered after its own: the first one is at ``len(data.texts)``.
+    The positions of the latter continue those of the dataset, from ``len(data.texts)`` on.
     """
-    number = {text: i for i, text in enumerate(data.texts)}
-    found = [number.setdefault(text, len(number)) for text in map(str.strip, texts)]
-    return np.array(found, dtype=np.int64), list(number)[len(data.texts) :]
+    index_of_text = {text: i for i, text in enumerate(data.texts)}
+    positions = [
+        index_of_text.setdefault(text, len(index_of_text)) for text in map(str.strip, texts)
+    ]
+    return np.array(positions, dtype=np.int64), list(index_of_text)[len(data.texts) :]
 
 
-#: From contexts (n, h) and distinct candidates (c,), positions of texts, to (n, c) scores.
+#: Maps contexts (n, h) and distinct candidates (c,), as positions of texts, to scores (n, c).
 NextScorer = Callable[[Positions, Positions], NDArray[np.floating]]
 
 
 def rank_next(
-    asked: Sequence[NextQueries], score: NextScorer, most_scores: int = MOST_SCORES
+    queries: Sequence[NextQueries], score: NextScorer, most_scores: int = MOST_SCORES
 ) -> Ranks:
-    """Return the ranks of all queries, those of the first history length first.
+    """Return the ranks of all queries, in their order.
 
-    ``score`` is called with as many queries of one length as ``most_scores`` allow, and always with
-    all of their candidates, each text once, so that equal texts tie to the last bit. Candidates
-    that do not change between calls are the same array.
+    ``score`` is called with as many queries of one history length as ``most_scores`` allows, and
+    with all of their candidates. Each text is scored once, so that equal texts tie bit for bit. If
+    the candidates do not change between calls, the same array is passed.
 
     Raises:
-        UserError: a score is not finite.
+        UserError: A score is not finite.
     """
-    found: list[Ranks] = []
-    last: Positions | None = None
-    for one in asked:
-        if one.candidates is not last:
-            last = one.candidates
-            distinct, which = np.unique(last, return_inverse=True)
-        block = max(1, most_scores // len(one.candidates))
-        for begin in range(0, len(one.dialogue), block):
+    ranks: list[Ranks] = []
+    last_candidates: Positions | None = None
+    for subset in queries:
+        if subset.candidates is not last_candidates:
+            last_candidates = subset.candidates
+            distinct, inverse = np.unique(last_candidates, return_inverse=True)
+        block = max(1, most_scores // len(subset.candidates))
+        for begin in range(0, len(subset.dialogue), block):
             rows = slice(begin, begin + block)
-            scores = score(one.contexts[rows], distinct)
-            found.append(ranks_among(scores[:, which], one.answer[rows]))
-    return _joined(found)
+            scores = score(subset.contexts[rows], distinct)
+            ranks.append(ranks_among(scores[:, inverse], subset.answer[rows]))
+    return _concatenate_ranks(ranks)
 
 
-def _joined(found: Sequence[Ranks]) -> Ranks:
+def _concatenate_ranks(ranks: Sequence[Ranks]) -> Ranks:
     return Ranks(
-        np.concatenate([own.optimistic for own in found]),
-        np.concatenate([own.pessimistic for own in found]),
+        np.concatenate([item.optimistic for item in ranks]),
+        np.concatenate([item.pessimistic for item in ranks]),
     )
 
 
 # -- short-term planning -----------------------------------------------------------------------
 
-#: The paper's lengths of histories, distances of goals and figures, but for histories of 10 turns.
+#: The paper's history lengths (except 10 turns), distances of goals and metrics.
 PLAN_HISTORIES, PLAN_DISTANCES = (2, 5), (1, 2, 3, 4)
 PLAN_METRICS = tuple(over_strata(METRICS[f"hits@{k}"]) for k in (5, 10, 25, 50))
-#: Candidates besides the right one.
+#: Number of candidates in addition to the answer.
 POOL_SIZE = 100
-#: Queries that are scored at once: their candidates' vectors are pairs with every turn.
+#: Number of queries that are scored at once; each candidate forms a pair with every turn.
 PLAN_BLOCK = 256
 
 
 @dataclass(frozen=True)
-class PlanQueries(Asked):
+class PlanQueries(DialogueQueries):
     """Queries of dialogues that reach a goal g turns later.
 
     Attributes:
-        distance: g.
-        goals: (n,) its utterance h + g.
-        candidates: (n, 1 + c) the utterance that followed, and what else might have.
+        distance: distance of the goal, g.
+        goals: goal of each query, the utterance at h + g, (n,).
+        candidates: candidates of each query, (n, 1 + c), of which the first is the answer.
     """
 
     distance: int
@@ -225,18 +234,19 @@ class PlanQueries(Asked):
 
     @property
     def name(self) -> str:
-        """Return how figures of these queries are called: ``2+1``."""
+        """The name of the subset in results, such as ``2+1``."""
         return f"{self.history}+{self.distance}"
 
     @property
     def left_out(self) -> NDArray[np.bool_]:
-        """Return (n, 1 + c) which candidates have the words of the right one: none is wrong."""
-        found: NDArray[np.bool_] = self.candidates == self.candidates[:, :1]
-        found[:, 0] = False
-        return found
+        """Mask (n, 1 + c) of the candidates that have the answer's text, which are left out."""
+        same_text: NDArray[np.bool_] = self.candidates == self.candidates[:, :1]
+        same_text[:, 0] = False
+        return same_text
 
 
-#: From turns and h to (n, c): for all dialogues longer than h turns, what might follow these.
+#: Maps turns and h to candidates (n, c): for all dialogues longer than h turns, the positions of
+#: texts that might follow.
 Pool = Callable[[Turns, int], Positions]
 
 
@@ -247,94 +257,107 @@ def plan_queries(
     histories: Sequence[int] = PLAN_HISTORIES,
     distances: Sequence[int] = PLAN_DISTANCES,
 ) -> list[PlanQueries]:
-    """Return the queries of each history length and distance of the goal.
+    """Return the queries for each history length and distance of the goal.
 
-    Candidates of a dialogue are the same whatever the distance.
+    The candidates of a dialogue do not depend on the distance.
 
     Raises:
-        UserError: a number below 1, or no dialogue that long.
+        UserError: A number is below 1, or no dialogue is long enough.
     """
-    turns, found = data.of(split), []
+    turns, queries = data.of(split), []
     longest = int(turns.lengths.max())
     if min(*histories, *distances) < 1 or longest <= max(histories) + max(distances):
         raise UserError(
-            f"histories of {max(histories)} turns with goals {max(distances)} turns further need "
+            f"histories of {max(histories)} turns with goals {max(distances)} turns later need "
             f"dialogues of {max(histories) + max(distances) + 1} turns, and the longest of "
-            f"{split} has {longest}. Give --history and --distance from 1, and less far."
+            f"{split} has {longest}. Give smaller values of --history and --distance, from 1."
         )
     for h in sorted(set(histories)):
         rows, contexts, answers = turns.context(h)
         candidates = np.concatenate([answers[:, None], pool(turns, h)], axis=1)
         for g in sorted(set(distances)):
-            own = np.flatnonzero(turns.lengths[rows] > h + g)
-            goals = turns.utterances[turns.starts[rows[own]] + h + g]
-            found.append(PlanQueries(h, rows[own], contexts[own], g, goals, candidates[own]))
-    return found
+            rows_with_goal = np.flatnonzero(turns.lengths[rows] > h + g)
+            goals = turns.utterances[turns.starts[rows[rows_with_goal]] + h + g]
+            queries.append(
+                PlanQueries(
+                    h,
+                    rows[rows_with_goal],
+                    contexts[rows_with_goal],
+                    g,
+                    goals,
+                    candidates[rows_with_goal],
+                )
+            )
+    return queries
 
 
-#: From contexts (n, h), candidates (n, c) and goals (n,), positions of texts, to (n, c) scores.
+#: Maps contexts (n, h), candidates (n, c) and goals (n,), as positions of texts, to scores (n, c).
 PlanScorer = Callable[[Positions, Positions, Positions], NDArray[np.floating]]
 
 
-def rank_plans(asked: Sequence[PlanQueries], score: PlanScorer, block: int = PLAN_BLOCK) -> Ranks:
-    """Return the ranks of all queries, in their order; equal texts are not counted as wrong.
+def rank_plans(queries: Sequence[PlanQueries], score: PlanScorer, block: int = PLAN_BLOCK) -> Ranks:
+    """Return the ranks of all queries, in their order, without candidates that equal the answer.
 
     Raises:
-        UserError: a score is not finite.
+        UserError: A score is not finite.
     """
-    found = []
-    for one in asked:
-        for begin in range(0, len(one.dialogue), block):
+    ranks = []
+    for subset in queries:
+        for begin in range(0, len(subset.dialogue), block):
             rows = slice(begin, begin + block)
-            candidates = one.candidates[rows]
-            scores = score(one.contexts[rows], candidates, one.goals[rows])
+            candidates = subset.candidates[rows]
+            scores = score(subset.contexts[rows], candidates, subset.goals[rows])
             first = np.zeros(len(candidates), dtype=np.int64)
-            found.append(ranks_among(scores, first, one.left_out[rows]))
-    return _joined(found)
+            ranks.append(ranks_among(scores, first, subset.left_out[rows]))
+    return _concatenate_ranks(ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """The nearest texts to the mean of a context's last two, of other dialogues of the split.
+    """The texts of other dialogues of the split that are nearest to a context's last two turns.
 
-    They are on the topic, and no language model is needed for them.
+    Texts are compared with the mean of the two turns. These candidates are on the topic of the
+    dialogue, and need no language model.
 
     Attributes:
-        features: (n, d) of all texts.
-        size: how many, as far as there are.
+        features: features of all texts, (n, d).
+        size: maximum number of candidates.
     """
 
     features: MatrixLike
     size: int = POOL_SIZE
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :data:`Pool`; texts of the own dialogue are none of its candidates."""
-        texts, which = np.unique(turns.utterances, return_inverse=True)
-        vectors = _unit(as_matrix(self.features).read(texts))
+        """Return the candidates; see ``Pool``. Texts of the same dialogue are left out."""
+        texts, text_of_turn = np.unique(turns.utterances, return_inverse=True)
+        vectors = _scale_to_unit(as_matrix(self.features).read(texts))
         rows, _, _ = turns.context(h)
-        own = [np.unique(which[turns.starts[i] : turns.starts[i + 1]]) for i in rows]
-        size = min(self.size, len(texts) - max(map(len, own), default=0))
-        _check_pool(size)
-        found = np.empty((len(rows), size), dtype=np.int64)
+        dialogue_texts = [
+            np.unique(text_of_turn[turns.starts[i] : turns.starts[i + 1]]) for i in rows
+        ]
+        size = min(self.size, len(texts) - max(map(len, dialogue_texts), default=0))
+        _check_pool_size(size)
+        candidates = np.empty((len(rows), size), dtype=np.int64)
         for begin in range(0, len(rows), PLAN_BLOCK):
             block = rows[begin : begin + PLAN_BLOCK]
-            last = which[turns.starts[block][:, None] + np.arange(max(h - 2, 0), h)]
-            scores = _unit(vectors[last].mean(axis=1)) @ vectors.T
-            for number, texts_of in enumerate(own[begin : begin + PLAN_BLOCK]):
-                scores[number, texts_of] = -np.inf
-            # A stable sort of what may be among them: equal texts in the order of the data.
+            last = text_of_turn[turns.starts[block][:, None] + np.arange(max(h - 2, 0), h)]
+            scores = _scale_to_unit(vectors[last].mean(axis=1)) @ vectors.T
+            for row, texts_of in enumerate(dialogue_texts[begin : begin + PLAN_BLOCK]):
+                scores[row, texts_of] = -np.inf
+            # The sort is stable, so that equal scores are in the order of the data.
             order = np.argsort(-scores, axis=1, kind="stable")[:, :size]
-            found[begin : begin + PLAN_BLOCK] = texts[order]
-        return found
+            candidates[begin : begin + PLAN_BLOCK] = texts[order]
+        return candidates
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Utterances of other dialogues, drawn without replacement.
+    """Utterances of other dialogues, sampled without replacement.
 
     Attributes:
-        same_depth: whether to draw only utterances with the same number of turns before them.
-        size: how many, as far as there are.
+        same_depth: whether to sample only utterances with the same number of turns before them.
+        size: maximum number of candidates.
+        seed: random seed.
     """
 
     same_depth: bool
@@ -343,182 +366,191 @@ class Drawn:
     seed: int = 0
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :data:`Pool`."""
+        """Return the candidates; see ``Pool``."""
         rows, _, answers = turns.context(h)
-        among, starts, counts = turns.utterances, turns.starts[rows], turns.lengths[rows]
+        pool, starts, counts = turns.utterances, turns.starts[rows], turns.lengths[rows]
         if self.same_depth:
-            among, starts, counts = answers, np.arange(len(rows)), np.ones_like(rows)
+            pool, starts, counts = answers, np.arange(len(rows)), np.ones_like(rows)
         rng = np.random.default_rng([self.seed, h])
-        size = min(self.size, len(among) - int(counts.max(initial=0)))
-        _check_pool(size)
-        found = np.empty((len(rows), size), dtype=np.int64)
+        size = min(self.size, len(pool) - int(counts.max(initial=0)))
+        _check_pool_size(size)
+        candidates = np.empty((len(rows), size), dtype=np.int64)
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            places = rng.choice(len(among) - count, size, replace=False, shuffle=False)
-            found[row] = among[places + count * (places >= start)]
-        return found
+            positions = rng.choice(len(pool) - count, size, replace=False, shuffle=False)
+            candidates[row] = pool[positions + count * (positions >= start)]
+        return candidates
 
 
-def _check_pool(size: int) -> None:
+def _check_pool_size(size: int) -> None:
     if size < 1:
         raise UserError(
-            "there are no candidates besides the right one: no other dialogue has an utterance "
-            "for them. Name more data, another pool or a shorter --history."
+            "there are no candidates in addition to the answer, because no other dialogue has a "
+            "suitable utterance. Give more data, another pool or a shorter --history."
         )
 
 
-def _unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
+def _scale_to_unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return np.asarray(vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Candidates from a file, such as what a language model said.
+    """Candidates from a file, such as texts that a language model generated.
 
     Attributes:
-        name: of the file.
-        found: (c,) candidates by the dialogue and the number of turns before them.
-        further: distinct texts of it that the data set lacks, numbered after its own.
+        name: name of the file.
+        positions: positions of the candidates' texts, (c,), by the dialogue and the number of turns
+            before them.
+        further: distinct texts of the file that the dataset lacks; their positions continue those
+            of the dataset.
     """
 
     name: str
-    found: Mapping[tuple[int, int], Positions]
+    positions: Mapping[tuple[int, int], Positions]
     further: Sequence[str]
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """See :data:`Pool`. Where a dialogue has fewer, the right one fills up: it is left out.
+        """Return the candidates; see ``Pool``.
+
+        Dialogues with fewer candidates than others are padded with the answer, whose duplicates
+        are left out of the ranking.
 
         Raises:
-            UserError: a dialogue without candidates.
+            UserError: A dialogue has no candidates.
         """
         rows, _, answers = turns.context(h)
-        lacking = [i for i in rows.tolist() if (i, h) not in self.found]
-        if lacking:
+        missing = [i for i in rows.tolist() if (i, h) not in self.positions]
+        if missing:
             raise UserError(
-                f"{self.name} has no candidates after {h} turns for {len(lacking):,} of "
-                f"{len(rows):,} dialogues, the first one {turns.ids[lacking[0]]}. Add them, or ask "
-                "for another --history."
+                f"{self.name} has no candidates after {h} turns for {len(missing):,} of "
+                f"{len(rows):,} dialogues, the first one {turns.ids[missing[0]]}. Add them, or "
+                "choose another --history."
             )
-        own = [self.found[i, h] for i in rows.tolist()]
-        found = np.repeat(answers[:, None], max(map(len, own)), axis=1)
-        for row, candidates in zip(found, own, strict=True):
+        samples = [self.positions[i, h] for i in rows.tolist()]
+        padded = np.repeat(answers[:, None], max(map(len, samples)), axis=1)
+        for row, candidates in zip(padded, samples, strict=True):
             row[: len(candidates)] = candidates
-        return found
+        return padded
 
 
 def read_samples(source: Any, data: Dialogues, split: str) -> Samples:
     """Read candidates of dialogues: rows of ``dialogue``, ``history`` and ``candidates``.
 
-    A dialogue is named by its id, or where it has none by the number of its row in its file, from
-    1; the history is a number of turns, and the candidates are a list of texts. Rows of the same
-    dialogue and history add up.
+    ``dialogue`` is an id, or the number of the dialogue's row in its file (from 1) if it has no id.
+    ``history`` is a number of turns, and ``candidates`` is a list of texts. Rows of the same
+    dialogue and history are combined.
 
     Raises:
-        UserError: a missing column, a dialogue that the split lacks or that is two, a history that
-            is no number, candidates that are no texts.
+        UserError: A column is missing, an id does not match exactly one dialogue of the split, a
+            history is not a number of turns, or candidates are not texts.
     """
     opened, turns = open_source(source), data.of(split)
     rows: dict[str, list[int]] = {}
     for i, key in enumerate(turns.ids):
         rows.setdefault(key, []).append(i)
-    number = {text: i for i, text in enumerate(data.texts)}
-    found: dict[tuple[int, int], list[int]] = {}
+    index_of_text = {text: i for i, text in enumerate(data.texts)}
+    positions_by_query: dict[tuple[int, int], list[int]] = {}
     for file in opened.files:
         problems = Problems(PurePosixPath(file).name)
-        for line, record in enumerate(_sample_records(opened, file), 1):
+        for line, record in enumerate(_read_sample_rows(opened, file), 1):
             key, h, texts = str(record["dialogue"]), record["history"], record["candidates"]
-            same = rows.get(key, [])
-            if len(same) != 1:
-                many = "several" if same else "no"
-                problems.add(line, f"{many} {split} dialogues have the id {brief(key)}")
+            matching_rows = rows.get(key, [])
+            if len(matching_rows) != 1:
+                quantity = "several" if matching_rows else "no"
+                problems.add(line, f"{quantity} {split} dialogues have the id {brief(key)}")
             if type(h) is not int or h < 1:
                 problems.add(line, f"history is {brief(h)}, not a number of turns from 1")
             if not isinstance(texts, list) or not texts:
                 problems.add(line, f"candidates is {brief(texts)}, not a list of texts")
                 continue
-            own = [
-                problems.text(line, f"candidate {place}", text).strip()
-                for place, text in enumerate(texts, 1)
+            stripped = [
+                problems.text(line, f"candidate {column}", text).strip()
+                for column, text in enumerate(texts, 1)
             ]
-            places = [number.setdefault(text, len(number)) for text in own]
-            if same and isinstance(h, int):
-                found.setdefault((same[0], h), []).extend(places)
+            positions = [index_of_text.setdefault(text, len(index_of_text)) for text in stripped]
+            if matching_rows and isinstance(h, int):
+                positions_by_query.setdefault((matching_rows[0], h), []).extend(positions)
         problems.raise_if_any()
-    arrays = {key: np.array(own, dtype=np.int64) for key, own in found.items()}
-    return Samples(opened.name, arrays, list(number)[len(data.texts) :])
+    arrays = {
+        key: np.array(positions, dtype=np.int64) for key, positions in positions_by_query.items()
+    }
+    return Samples(opened.name, arrays, list(index_of_text)[len(data.texts) :])
 
 
-def _sample_records(source: Source, file: str) -> Iterator[dict[str, Any]]:
+def _read_sample_rows(source: Source, file: str) -> Iterator[dict[str, Any]]:
     try:
         yield from read_records(source, file, ["dialogue", "history", "candidates"])
     except MissingColumnError as error:
         raise UserError(f"{error.found} Expected dialogue, history and candidates.") from error
 
 
-# -- figures -----------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------
 
 
-def queries_of(asked: Sequence[Asked]) -> Queries:
-    """Return what ranks are told for: each query's dialogue, and what it is asked with."""
-    dialogue = np.concatenate([one.dialogue for one in asked])
-    stratum = np.repeat(np.arange(len(asked)), [len(one.dialogue) for one in asked])
+def queries_of(queries: Sequence[DialogueQueries]) -> Queries:
+    """Return the dialogue and the stratum (the subset) of each query."""
+    dialogue = np.concatenate([subset.dialogue for subset in queries])
+    stratum = np.repeat(np.arange(len(queries)), [len(subset.dialogue) for subset in queries])
     return Queries(dialogue, "dialogues", stratum)
 
 
 def query_rows(
-    data: Dialogues, split: str, asked: Sequence[NextQueries] | Sequence[PlanQueries]
+    data: Dialogues, split: str, queries: Sequence[NextQueries] | Sequence[PlanQueries]
 ) -> QueryRows:
-    """Return queries as readers see them: their dialogue and place in it, and the nearest turns.
+    """Return queries in readable form: dialogue, history, the last two turns and the answer.
 
-    ``turn_before`` the last one is empty where there is a single one. Goals have
-    columns where there are goals.
+    ``turn_before`` is empty after a single turn. Queries of planning also have the goal and its
+    distance.
     """
     ids = data.of(split).ids
     heading, texts = ["dialogue", "history"], ["turn_before", "last_turn", "answer"]
-    if isinstance(asked[0], PlanQueries):
+    if isinstance(queries[0], PlanQueries):
         heading, texts = [*heading, "distance"], [*texts, "goal"]
     columns: dict[str, list[str]] = {name: [] for name in (*heading, *texts)}
 
     def add(name: str, positions: Positions) -> None:
         columns[name] += (data.texts[i] for i in positions.tolist())
 
-    for one in asked:
-        n = len(one.dialogue)
-        columns["dialogue"] += (ids[i] for i in one.dialogue.tolist())
-        columns["history"] += [str(one.history)] * n
-        if isinstance(one, PlanQueries):
-            columns["distance"] += [str(one.distance)] * n
-            add("goal", one.goals)
-            add("answer", one.candidates[:, 0])
+    for subset in queries:
+        n = len(subset.dialogue)
+        columns["dialogue"] += (ids[i] for i in subset.dialogue.tolist())
+        columns["history"] += [str(subset.history)] * n
+        if isinstance(subset, PlanQueries):
+            columns["distance"] += [str(subset.distance)] * n
+            add("goal", subset.goals)
+            add("answer", subset.candidates[:, 0])
         else:
-            add("answer", one.candidates[one.answer])
-        if one.history > 1:
-            add("turn_before", one.contexts[:, -2])
+            add("answer", subset.candidates[subset.answer])
+        if subset.history > 1:
+            add("turn_before", subset.contexts[:, -2])
         else:
             columns["turn_before"] += [""] * n
-        add("last_turn", one.contexts[:, -1])
+        add("last_turn", subset.contexts[:, -1])
     return QueryRows(columns, heading, texts, by="history")
 
 
 def figures(
-    asked: Sequence[Asked], systems: Sequence[Floats], metrics: Sequence[Metric]
+    queries_by_length: Sequence[DialogueQueries],
+    systems: Sequence[Floats],
+    metrics: Sequence[Metric],
 ) -> tuple[list[Part], dict[str, list[Part]]]:
-    """Measure systems on all queries, and on those of each history length (and distance).
+    """Compute metrics of systems on all queries, and on each history length (and distance).
 
-    Intervals are by bootstrap over dialogues, all queries of one together.
+    Confidence intervals are by bootstrap over dialogues, with all queries of a dialogue together.
 
     Args:
-        asked: queries, as they were ranked.
-        systems: (seeds, m) ranks of each.
-        metrics: what is computed.
+        queries_by_length: queries, in the order in which they were ranked.
+        systems: ranks of each system, (seeds, m).
+        metrics: metrics to compute.
 
     Returns:
-        For each system its figures, and by the queries' name those of each system.
+        The metrics of each system on all queries, and those on each subset by its name.
     """
-    queries = queries_of(asked)
+    queries = queries_of(queries_by_length)
     group, stratum = queries.pair, queries.rating
     parts = {
-        one.name: measure_each(systems, group, metrics, chosen=stratum == number)
-        for number, one in enumerate(asked)
+        subset.name: measure_each(systems, group, metrics, chosen=stratum == number)
+        for number, subset in enumerate(queries_by_length)
     }
     return measure_each(systems, group, metrics, stratum=stratum), parts

@@ -1,4 +1,4 @@
-"""A run's encoder and head as one object that follows a dialogue and ranks replies."""
+"""``DialogueModel``: a run's encoder and head, as one object that ranks replies to a dialogue."""
 
 from __future__ import annotations
 
@@ -30,17 +30,24 @@ from llmcond.runs.open import open_any_run
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
 
-#: Of the files that pools of candidates are saved in.
+#: Version of the file format of saved candidates.
 _FORMAT = "1"
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A candidate as the next turn.
+    """A candidate for the next turn, with its rank.
 
     Attributes:
-        rank: from 1.
-        score: what candidates are ordered by; larger is better, within one dialogue.
+        rank: rank of the candidate, from 1.
+        score: score by which candidates are ranked; larger is better. Scores of different
+            dialogues are not comparable.
+        text: text of the candidate.
+
+    Example:
+        >>> from llmcond import Reply
+        >>> Reply(rank=1, score=0.26087803, text="Yes, at noon.").to_json()
+        {'rank': 1, 'score': 0.260878, 'text': 'Yes, at noon.'}
     """
 
     rank: int
@@ -48,19 +55,38 @@ class Reply:
     text: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it."""
+        """Convert the reply to a dictionary of JSON values, which ``--json`` prints.
+
+        Returns:
+            The attributes, with ``score`` rounded to 6 decimals.
+        """
         return {**asdict(self), "score": round(self.score, 6)}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Candidates:
-    """Texts that may come next, encoded once. Make them with :meth:`DialogueModel.candidates`.
+    """Encoded candidates for the next turn.
+
+    Create them with ``DialogueModel.candidates``.
 
     Attributes:
-        texts: (n,) in the order they were given, repeats included.
-        after: (n, k) their vectors in the role after, of length 1, float32.
-        before: (n, k) in the role before-2, for planning.
-        model: identifies the encoder, the prompt and the head that made them.
+        texts: texts of the candidates, in the order in which they were given, with duplicates.
+        after: vectors of the candidates in the role after, (n, k) float32, of unit length.
+        before: vectors in the role before-2, (n, k), for planning.
+        model: fingerprint of the encoder, the prompt and the head with which they were encoded.
+
+    Example:
+        >>> import llmcond
+        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
+        >>> model = llmcond.load_dialogue("dialogues")
+        >>> pool = model.candidates(["Yes, at noon.", "It is red."])
+        >>> pool
+        Candidates(2 texts, 384 dimensions)
+        >>> pool.save("pool.safetensors")
+        >>> len(llmcond.Candidates.load("pool.safetensors"))
+        2
     """
 
     texts: tuple[str, ...]
@@ -75,55 +101,79 @@ class Candidates:
         return f"Candidates({len(self):,} texts, {self.after.shape[1]} dimensions)"
 
     def save(self, path: str | Path) -> None:
-        """Write them into a safetensors file.
+        """Save the candidates to a safetensors file.
+
+        Args:
+            path: path of the file.
 
         Raises:
-            UserError: it cannot be written.
-            DiskFullError: no room.
+            UserError: The file cannot be written.
+            DiskFullError: The disk is full.
         """
-        # The header of a safetensors file is small; texts are not.
+        # The texts are a tensor, because the header of a safetensors file must be small.
         texts = np.frombuffer(json.dumps(self.texts).encode(), dtype=np.uint8)
         tensors: dict[str, NDArray[Any]] = {"after": self.after, "before": self.before}
         tensors["texts"] = texts
-        about = {"format": _FORMAT, "model": self.model}
+        metadata = {"format": _FORMAT, "model": self.model}
         with replacing(Path(path)) as temporary:
-            temporary.write_bytes(save_tensors(tensors, about))
+            temporary.write_bytes(save_tensors(tensors, metadata))
 
     @classmethod
     def load(cls, path: str | Path) -> Candidates:
-        """Read them from a file; whether a model made them is checked where it takes them.
+        """Load candidates from a file.
+
+        A ``DialogueModel`` checks that it encoded the candidates when they are passed to it.
+
+        Args:
+            path: path of the file.
+
+        Returns:
+            The candidates.
 
         Raises:
-            UserError: no such file, or none of candidates.
+            UserError: The file does not exist, is damaged, or holds no candidates.
         """
         if not Path(path).is_file():
             raise UserError(f"{path} does not exist.")
         try:
             with safe_open(path, framework="numpy") as stored:
-                about = stored.metadata() or {}
-                if about.get("format") != _FORMAT:
-                    raise UserError(f"{path} holds no candidates that this version reads.")
+                metadata = stored.metadata() or {}
+                if metadata.get("format") != _FORMAT:
+                    raise UserError(f"{path} holds no candidates that this version can read.")
                 after, before, texts = (stored.get_tensor(n) for n in ("after", "before", "texts"))
-                found = cls(tuple(json.loads(texts.tobytes())), after, before, about["model"])
+                candidates = cls(
+                    tuple(json.loads(texts.tobytes())), after, before, metadata["model"]
+                )
         except (KeyError, OSError, SafetensorError, ValueError) as error:
             raise UserError(
-                f"{path} holds no candidates, or was damaged ({first_line(error)}). Make them "
+                f"{path} holds no candidates or is damaged ({first_line(error)}). Create it "
                 "again: model.candidates(texts).save(path)"
             ) from error
-        if not len(found) == len(after) == len(before):
-            raise UserError(f"{path} was damaged: texts and vectors are not as many.")
-        return found
+        if not len(candidates) == len(after) == len(before):
+            raise UserError(f"{path} is damaged: the numbers of texts and vectors differ.")
+        return candidates
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Talk:
-    """A dialogue so far: an immutable value, which threads may share.
+    """A dialogue up to its current turn; immutable, so that threads may share it.
 
-    Make one with :meth:`DialogueModel.start`.
+    Create one with ``DialogueModel.start``.
 
     Attributes:
-        turns: its utterances.
-        state: their roles, and the vector that candidates are compared with.
+        model: model that encoded the dialogue.
+        turns: utterances of the dialogue.
+        state: roles of the utterances, and the vector that candidates are compared with.
+
+    Example:
+        >>> import llmcond
+        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
+        >>> model = llmcond.load_dialogue("dialogues")
+        >>> talk = model.start(["Hello!"]).add("Shall we meet?")
+        >>> talk.turns
+        ('Hello!', 'Shall we meet?')
     """
 
     model: DialogueModel
@@ -131,11 +181,17 @@ class Talk:
     state: State
 
     def add(self, turn: str) -> Talk:
-        """Return the dialogue after one more turn, which alone is encoded.
+        """Add a turn, which is the only text that is encoded.
+
+        Args:
+            turn: text of the turn.
+
+        Returns:
+            The dialogue with the turn; this dialogue does not change.
 
         Raises:
-            UserError: an empty turn.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: The turn is empty.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         return self.model.follow(self, [turn])
 
@@ -147,15 +203,33 @@ class Talk:
 
 
 class DialogueModel:
-    """Ranks candidates as the next turn of a dialogue. Make one with :func:`load_dialogue`.
+    """Ranks candidates for the next turn of a dialogue.
 
-    All methods may be called by several threads at a time.
+    Create one with ``load_dialogue``. All methods are thread-safe.
 
     Attributes:
-        name: the head's in the run, or ``none@PROMPT``: zero-shot.
-        encoder: of utterances.
-        head: that maps them to their roles; its ``score`` compares dialogues with candidates.
-        fingerprint: identifies the encoder, the prompt and the head's weights.
+        name: name of the head in the run, or ``none@PROMPT`` for zero-shot.
+        encoder: encoder of utterances.
+        head: head that maps utterances to their roles; its ``score`` compares dialogues with
+            candidates.
+        fingerprint: identifier of the encoder, the prompts and the weights of the head.
+
+    Example:
+        >>> import llmcond
+        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
+        >>> model = llmcond.load_dialogue("dialogues")
+        >>> model
+        DialogueModel(minilm, head none@separate, score last:2)
+        >>> pool = model.candidates(["Yes, at noon.", "It is red."])
+        >>> talk = model.start(["Hello!", "Shall we meet?"])
+        >>> model.top(talk, pool, k=1)[0].text
+        'Yes, at noon.'
+        >>> model.score(talk, pool).shape
+        (2,)
+        >>> [reply.rank for reply in model.plan(talk, pool, goal="See you then.")]
+        [1, 2]
     """
 
     def __init__(
@@ -163,7 +237,7 @@ class DialogueModel:
     ) -> None:
         self.encoder, self.head, self.name = encoder, head, name
         self._prompts = tuple(prompts)
-        weights = [own.tobytes() for _, own in sorted(head.tensors.items())]
+        weights = [tensor.tobytes() for _, tensor in sorted(head.tensors.items())]
         self.fingerprint = digest_text(
             encoder.identity.fingerprint,
             *(prompt.digest for prompt in prompts),
@@ -172,79 +246,139 @@ class DialogueModel:
         )
 
     def __repr__(self) -> str:
-        """Return what it is made of, in a line."""
+        """Return the encoder, the head and the score, in one line."""
         return f"DialogueModel({self.encoder.name}, head {self.name}, score {self.head.score})"
 
     def candidates(self, texts: Sequence[str], *, show_progress: bool = False) -> Candidates:
-        """Encode texts that may come next, each distinct one once; repeats are kept.
+        """Encode candidates for the next turn; each distinct text is encoded once.
+
+        Args:
+            texts: texts of the candidates. Duplicates remain separate candidates.
+            show_progress: whether to show a progress bar.
+
+        Returns:
+            The encoded candidates, in the order of ``texts``.
 
         Raises:
-            UserError: an empty text, or none.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: A text is empty, or there are no texts.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        found = list(texts) if not isinstance(texts, str) else [texts]
-        if not found:
-            raise UserError("there are no candidates. Give the texts that may come next.")
-        vectors = self._encode(found, "candidate", show_progress)
+        text_list = list(texts) if not isinstance(texts, str) else [texts]
+        if not text_list:
+            raise UserError("there are no candidates. Give texts that may be the next turn.")
+        vectors = self._encode(text_list, "candidate", show_progress)
         after, before = self.head.after(vectors), self.head.before(vectors)[1]
-        return Candidates(tuple(found), after, before, self.fingerprint)
+        return Candidates(tuple(text_list), after, before, self.fingerprint)
 
     def start(self, turns: Sequence[str] = ()) -> Talk:
-        """Return a dialogue of some turns, all encoded at once.
+        """Start a dialogue with some turns, which are encoded together.
+
+        Args:
+            turns: texts of the first turns, in order; may be empty.
+
+        Returns:
+            The dialogue.
 
         Raises:
-            UserError: an empty turn.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: A turn is empty.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        given = [turns] if isinstance(turns, str) else turns
-        return self.follow(Talk(self, (), self.head.start(np.empty((0, 0)))), given)
+        turn_list = [turns] if isinstance(turns, str) else turns
+        return self.follow(Talk(self, (), self.head.start(np.empty((0, 0)))), turn_list)
 
     def follow(self, talk: Talk, turns: Sequence[str]) -> Talk:
-        """Return a dialogue after some more turns; errors as of :meth:`start`."""
+        """Add several turns to a dialogue.
+
+        Args:
+            talk: the dialogue.
+            turns: texts of the new turns, in order.
+
+        Returns:
+            The dialogue with the new turns; ``talk`` does not change.
+
+        Raises:
+            UserError: A turn is empty.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
         state = talk.state
         for vector in self._encode(turns, "turn") if turns else ():
             state = state.add(vector)
         return replace(talk, turns=(*talk.turns, *turns), state=state)
 
     def score(self, talk: Talk, pool: Candidates) -> Array:
-        """Return the score of each candidate as the next turn, (n,) float32.
+        """Score candidates as the next turn.
+
+        Args:
+            talk: the dialogue.
+            pool: the candidates.
+
+        Returns:
+            The score of each candidate, (n,) float32.
 
         Raises:
-            UserError: a dialogue or candidates of another model, or a dialogue without a turn.
+            UserError: The dialogue or the candidates were encoded by another model, or the dialogue
+                has no turn.
         """
-        self._check(talk, pool)
+        self._check_model(talk, pool)
         return talk.state.scores(pool.after)
 
     def top(self, talk: Talk, pool: Candidates, k: int = 3) -> list[Reply]:
-        """Return the k candidates that fit best as the next turn; errors as of :meth:`score`."""
-        return _best(self.score(talk, pool), pool, k)
+        """Find the candidates that fit best as the next turn.
 
-    def plan(self, talk: Talk, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
-        """Return the k candidates most likely to lead to a later turn (equation 4).
+        Args:
+            talk: the dialogue.
+            pool: the candidates.
+            k: number of candidates to return.
+
+        Returns:
+            At most ``k`` replies, best first.
 
         Raises:
-            UserError: an empty goal, or as of :meth:`score`.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: ``k`` is below 1, or as for ``score``.
         """
-        self._check(talk, pool)
-        (goal_vector,) = self.head.after(self._encode([goal], "goal"))
-        return _best(talk.state.plan(pool.before, goal_vector), pool, k)
+        return _select_best(self.score(talk, pool), pool, k)
 
-    def _check(self, talk: Talk, pool: Candidates) -> None:
-        for what, theirs in (("candidates", pool.model), ("dialogue", talk.model.fingerprint)):
-            if theirs != self.fingerprint:
+    def plan(self, talk: Talk, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
+        """Find the candidates that are most likely to lead to a later turn.
+
+        The score is equation 4 of Triple-Encoders (ACL 2024).
+
+        Args:
+            talk: the dialogue.
+            pool: the candidates.
+            goal: text of the later turn.
+            k: number of candidates to return.
+
+        Returns:
+            At most ``k`` replies, best first.
+
+        Raises:
+            UserError: The goal is empty, or as for ``top``.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
+        self._check_model(talk, pool)
+        (goal_vector,) = self.head.after(self._encode([goal], "goal"))
+        return _select_best(talk.state.plan(pool.before, goal_vector), pool, k)
+
+    def _check_model(self, talk: Talk, pool: Candidates) -> None:
+        for label, fingerprint in (
+            ("candidates", pool.model),
+            ("dialogue", talk.model.fingerprint),
+        ):
+            if fingerprint != self.fingerprint:
                 raise UserError(
-                    f"the {what} were made by another model ({theirs}) than this one "
-                    f"({self.fingerprint}): vectors of both have nothing in common. Make them anew."
+                    f"the vectors of the {label} come from another model ({fingerprint}) than this "
+                    f"one ({self.fingerprint}) and cannot be compared. Encode the {label} again "
+                    "with this model."
                 )
 
-    def _encode(self, texts: Sequence[str], what: str, show_progress: bool = False) -> Array:
+    def _encode(self, texts: Sequence[str], label: str, show_progress: bool = False) -> Array:
         """Return the features of texts, (n, d) float32."""
         for number, text in enumerate(texts, 1):
             if not isinstance(text, str):
-                raise UserError(f"{what} {number} is {text!r}, which is not a text.")
+                raise UserError(f"{label} {number} is {text!r}, but must be a text.")
             if not text.strip():
-                raise UserError(f"{what} {number} is empty. Leave it out, or say something.")
+                raise UserError(f"{label} {number} is empty. Leave it out, or give a text.")
         distinct = list(dict.fromkeys(texts))
         columns = [
             self.encoder.encode(UtteranceInputs(distinct, p), show_progress=show_progress)
@@ -254,16 +388,16 @@ class DialogueModel:
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise UserError(
-                f"the encoder gave NaN or infinity for {distinct[bad[0]][:80]!r}; try another "
+                f"the encoder returned NaN or infinity for {distinct[bad[0]][:80]!r}. Try another "
                 "dtype."
             )
-        place = {text: position for position, text in enumerate(distinct)}
-        found: Array = vectors[[place[text] for text in texts]]
-        return found
+        position_of_text = {text: position for position, text in enumerate(distinct)}
+        repeated: Array = vectors[[position_of_text[text] for text in texts]]
+        return repeated
 
 
-def _best(scores: Array, pool: Candidates, k: int) -> list[Reply]:
-    """Return the k best, of equal scores the first ones."""
+def _select_best(scores: Array, pool: Candidates, k: int) -> list[Reply]:
+    """Return the k best candidates; of equal scores, the first ones."""
     if k < 1:
         raise UserError(f"k is {k}; it must be at least 1.")
     order = np.argsort(-scores, kind="stable")[:k].tolist()
@@ -281,27 +415,44 @@ def load_dialogue(
     """Load a run of dialogues with one of its heads.
 
     Args:
-        run: the run's folder.
-        head: a fitted head's name, or its recipe's if that is fitted once; ``none``: zero-shot.
-            None: the run's default, else the best on dev, or zero-shot if there is none.
-        prompt: for zero-shot, the prompt; a head has its own.
-        score: ``average``, ``last:2``, ``bi``, ...; None: what the head was fitted for.
+        run: folder of the run.
+        head: name of a fitted head, or of its recipe if only one head was fitted by it; ``none``
+            for zero-shot. By default the run's default head, else the best head on dev, or
+            zero-shot if the run has no head.
+        prompt: name of the prompt for zero-shot. A fitted head has its own prompt.
+        score: score that compares dialogues with candidates: ``average``, ``last:L`` (such as
+            ``last:2``), ``bi``, ``neighbours``, ``maxsim`` or ``weighted``. By default, the score
+            of the head's recipe.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
+    Returns:
+        The model.
+
     Raises:
-        UserError: no such run, head or score, or a run of another task.
+        UserError: The run, head or score does not exist, or the run is of another task.
+
+    Example:
+        >>> import llmcond
+        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
+        >>> model = llmcond.load_dialogue("dialogues", score="average")
+        >>> pool = model.candidates(["Yes, at noon.", "It is red."])
+        >>> [reply.text for reply in model.top(model.start(["Shall we meet?"]), pool, k=1)]
+        ['Yes, at noon.']
     """
     opened = open_any_run(Path(run))
     if not isinstance(opened, DialogueRun):
         raise UserError(
-            f"{run} is a run of the task {opened.task.name}, which has no dialogues. Extract some: "
-            "llmcond extract --task dialogue --model MODEL --run another one."
+            f"{run} is a run of the task {opened.task.name}, which has no dialogues. Extract the "
+            "features of dialogues into a new run: llmcond extract --task dialogue --model MODEL "
+            "--run FOLDER"
         )
-    chosen = choose_head(opened, head, prompt)
-    log_model(opened, chosen, head)
+    predictor = choose_head(opened, head, prompt)
+    log_model(opened, predictor, head)
     if score is not None:
-        Score.parse(score)  # before an encoder is loaded
+        Score.parse(score)  # Report an invalid score before the encoder is loaded.
     encoder = LazyEncoder(opened.resolve_encoder(device))()
-    roles = head_of(chosen, encoder.dim)
-    scoring = roles if score is None else roles.scoring(score)
-    return DialogueModel(encoder, chosen.view.prompts, scoring, chosen.name)
+    roles = head_of(predictor, encoder.dim)
+    scored_roles = roles if score is None else roles.scoring(score)
+    return DialogueModel(encoder, predictor.view.prompts, scored_roles, predictor.name)

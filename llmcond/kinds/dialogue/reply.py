@@ -1,4 +1,4 @@
-"""Rank replies to a dialogue, or plan the way to a later turn."""
+"""Ranks replies to a dialogue, or plans towards a later turn, for ``llmcond reply``."""
 
 from __future__ import annotations
 
@@ -17,42 +17,70 @@ from llmcond.workflows.options.ranking import ReplyOptions
 
 @dataclass(frozen=True)
 class Replies(Displayed):
-    """The candidates that fit best, and what was asked of what."""
+    r"""The candidates that fit best, with the query that they answer.
+
+    Attributes:
+        replies: the candidates, best first.
+        about: the head, the score and the query, as ``to_json`` returns them.
+
+    Example:
+        >>> import llmcond
+        >>> from pathlib import Path
+        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
+        >>> _ = Path("candidates.txt").write_text("Yes, at noon.\nIt is red.\n")
+        >>> result = llmcond.reply(
+        ...     turns=["Shall we meet?"], candidates="candidates.txt", run="dialogues", k=1
+        ... )
+        >>> result.replies[0].text
+        'Yes, at noon.'
+    """
 
     replies: Sequence[Reply]
     about: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {**self.about, "results": [one.to_json() for one in self.replies]}
+        """Convert the result to a dictionary of JSON values, which ``--json`` prints.
+
+        Returns:
+            The query, with the replies under ``results``.
+        """
+        return {**self.about, "results": [reply.to_json() for reply in self.replies]}
 
 
-def reply(asked: ReplyOptions) -> Replies:
-    """Return the candidates that fit best as the next turn, or lead best to a goal.
+def reply(options: ReplyOptions) -> Replies:
+    """Rank candidates as the next turn, or by how well they lead to a goal.
 
     Raises:
-        UserError: no such run, head or file, an empty text, or fewer than two candidates.
+        UserError: The run, head or file does not exist, a text is empty, or there are fewer than
+            two candidates.
     """
-    if asked.goal is not None and asked.score is not None:
+    if options.goal is not None and options.score is not None:
         raise UserError(
-            "--score is of the next turn, and a goal has a score of its own. Leave one out."
+            "--score is for the next turn, but planning for --goal has its own score. Leave one of "
+            "them out."
         )
-    texts = read_candidates(Path(asked.candidates))
+    texts = read_candidates(Path(options.candidates))
     model = load_dialogue(
-        Path(asked.run), asked.head, prompt=asked.prompt, score=asked.score, device=asked.device
+        Path(options.run),
+        options.head,
+        prompt=options.prompt,
+        score=options.score,
+        device=options.device,
     )
-    talk, pool = model.start(asked.turns), model.candidates(texts)
-    if asked.goal is None and len(talk) == 1 and model.head.score.kind not in ("bi", "weighted"):
-        log.info("one turn has no pairs: candidates are compared with it alone, as by the score bi")
-    if asked.goal is None:
-        found = model.top(talk, pool, asked.k)
+    talk, pool = model.start(options.turns), model.candidates(texts)
+    if options.goal is None and len(talk) == 1 and model.head.score.kind not in ("bi", "weighted"):
+        log.info("a single turn has no pairs: candidates are compared with it, as by the score bi")
+    if options.goal is None:
+        replies = model.top(talk, pool, options.k)
     else:
-        found = model.plan(talk, pool, asked.goal, asked.k)
+        replies = model.plan(talk, pool, options.goal, options.k)
     about = {
         "head": model.name,
-        "score": "plan" if asked.goal is not None else str(model.head.score),
-        "turns": list(asked.turns),
-        "goal": asked.goal,
+        "score": "plan" if options.goal is not None else str(model.head.score),
+        "turns": list(options.turns),
+        "goal": options.goal,
         "n_candidates": len(pool),
     }
-    return Replies(found, about)
+    return Replies(replies, about)

@@ -1,8 +1,8 @@
-"""The three roles of an utterance: maps of its features, and what they are trained by.
+"""Heads that map utterances to three roles, and the objectives that train them.
 
-Triple-Encoders (ACL 2024, section 3) tell an encoder by special tokens whether an utterance stands
-before another one as the first or second of a pair, or after. Here it is encoded once, and a map
-for each role reads its features.
+In Triple-Encoders (ACL 2024, section 3), special tokens tell the encoder the role of an utterance:
+before another utterance as the first or second of a pair, or after. In llmcond, an utterance is
+encoded once, and a separate map for each role reads its features.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize, softplus
+from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
@@ -34,42 +35,45 @@ from llmcond.kinds.dialogue.turns import (
     sum_of_pairs,
 )
 
-#: Utterances mapped at a time.
+#: Number of utterances that are mapped at once.
 _BLOCK = 8_192
 
 ROLES = ("b1", "b2", "a")
 
-#: Steps of learned weights are so many times those of maps: their values go further.
-_FASTER = 10.0
-#: softplus of them: pairs weigh 1 at first, and utterances by themselves next to nothing.
-_ONE, _LITTLE = 0.5413, -3.0
+#: Factor of the steps of learned distance weights, relative to those of maps: the weights have a
+#: larger range of values.
+_WEIGHT_SCALE = 10.0
+#: Offsets before softplus: initially pairs have a weight of 1, and single utterances nearly 0.
+_PAIR_OFFSET, _SINGLE_OFFSET = 0.5413, -3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSettings(GradientSettings):
-    """What the recipe of a head may say that maps utterances to roles.
+    """Recipe settings of heads that map utterances to roles.
 
     Attributes:
-        map: of each role: ``linear``, W e + b; or ``mlp``, e + W_2 GELU(W_1 e + b_1) + b_2. Both
-            are the identity at first.
-        hidden: units of the MLP; 0: twice the features' size.
-        objective: what is minimised. ``ccl`` (curved contrastive learning, section 2.3 and arXiv
-            2211.07591): the squared error of cosines of before-2 and after, of which those at
-            distance d from the target are to be 1 - d / w; ``c3l`` (equation 1): that of pairs;
-            ``rank``: the cross-entropy of the target among those of the batch, by the score over
-            ``temperature``; ``weighted``: the same by weights that are learned for each distance.
-        score: what candidates are scored by, unless told otherwise; see
-            :class:`~llmcond.kinds.dialogue.turns.Score`.
-        norm: of c3l: the pair at distances d_i and d_j is to have s = 2 - (d_i + d_j) / w, brought
-            to the range from 1 / w to 1 from that of the window's ``actual`` pairs (released code),
-            or from 1 / w to 2 - 3 / w (``paper``).
-        curved: whether c3l's pairs are to be farther the farther they are; else all are to have 1.
-        hard_negatives: whether c3l has pairs with utterances of other windows, which are to have 0
-            (section 3.1).
-        window: turns of a window, w, the target included.
-        temperature: of ``rank`` and ``weighted``.
+        map: map of each role: ``linear``, W e + b; or ``mlp``, e + W_2 GELU(W_1 e + b_1) + b_2.
+            Both are initialised to the identity.
+        hidden: hidden units of the MLP; 0 for twice the size of the features.
+        objective: loss. ``ccl`` (curved contrastive learning, section 2.3 and arXiv 2211.07591) is
+            the squared error of the cosines of before-2 and after, whose target value at distance
+            d from the target is 1 - d / w. ``c3l`` (equation 1) is the same for pairs. ``rank`` is
+            the cross-entropy of the target among the targets of the batch, with the score divided
+            by ``temperature``. ``weighted`` is the same with weights that are learned for each
+            distance.
+        score: default score of candidates; see ``turns.Score``.
+        norm: normalisation of the target values of c3l. The pair at distances d_i and d_j has
+            s = 2 - (d_i + d_j) / w. It is mapped to the range from 1 / w to 1, either from the
+            range of the window's ``actual`` pairs (released code), or from the range 1 / w to
+            2 - 3 / w (``paper``).
+        curved: whether the target values of c3l decrease with the distance of a pair; otherwise
+            all of them are 1.
+        hard_negatives: whether c3l has pairs with utterances of other windows, with the target
+            value 0 (section 3.1).
+        window: turns of a window, w, including the target.
+        temperature: temperature of ``rank`` and ``weighted``.
         warmup: share of the steps in which the learning rate rises from 0.
-        schedule: how it falls then: ``linear`` to 0, or ``constant``.
+        schedule: schedule of the learning rate after warm-up: ``linear`` to 0, or ``constant``.
     """
 
     map: Literal["linear", "mlp"] = "linear"
@@ -85,7 +89,7 @@ class RoleSettings(GradientSettings):
     schedule: Literal["linear", "constant"] = "linear"
 
     def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
+        """Raise a ValueError for settings that exclude each other."""
         try:
             score = Score.parse(self.score)
         except UserError as error:
@@ -96,11 +100,14 @@ class RoleSettings(GradientSettings):
                 "objective to weighted, or another score"
             )
         if self.members > 1:
-            raise ValueError("scores of several heads are no sums of pairs: set members to 1")
+            raise ValueError(
+                "the scores of several heads cannot be combined, as they are not sums over pairs: "
+                "set members to 1"
+            )
 
     @property
     def trained_score(self) -> Score:
-        """Return the score that ``rank`` and ``weighted`` are trained by, a sum."""
+        """The score with which ``rank`` and ``weighted`` are trained; always a sum over pairs."""
         if self.objective == "weighted":
             return Score("weighted")
         score = Score.parse(self.score)
@@ -108,19 +115,19 @@ class RoleSettings(GradientSettings):
 
     @property
     def least(self) -> int:
-        """Return how many utterances a target has before it: two, where they are paired."""
+        """The minimum number of utterances before a target: two if they are paired, else one."""
         return 1 if self.objective == "ccl" or self.trained_score.kind == "bi" else 2
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRoles(Fitted):
-    """A fitted head that maps utterances to roles: an immutable value, like other heads.
+    """A fitted head that maps utterances to roles; immutable, like other fitted heads.
 
     Attributes:
-        scored_by: what candidates are scored by instead of what its recipe says.
+        scored_by: score that replaces the one of the recipe; None to use the recipe's.
     """
 
-    refusal = "maps no utterances of dialogues"
+    refusal = "does not map utterances of dialogues"
 
     scored_by: Score | None = None
 
@@ -128,79 +135,84 @@ class FittedRoles(Fitted):
 
     @property
     def dim_out(self) -> int:
-        """Return the size of roles, which is that of the features."""
+        """The dimension of roles, which is that of the features."""
         return self.dim_in
 
     @property
     def score(self) -> Score:
-        """Return what candidates are scored by."""
+        """The score of candidates."""
         return self.scored_by or Score.parse(self.settings.score)
 
     @property
     def weights(self) -> DistanceWeights | None:
-        """Return the weights of distances that it learned, as arrays; None where it has none."""
-        found = self.module.distance_weights
-        return found and DistanceWeights(*(own.detach().numpy() for own in found))
+        """The learned weights of distances, as arrays; None if the head has none."""
+        weights = self.module.distance_weights
+        return weights and DistanceWeights(*(tensor.detach().numpy() for tensor in weights))
 
     def scoring(self, score: str) -> FittedRoles:
-        """Return the same head with another score.
+        """Return a copy of the head with another score.
 
         Raises:
-            UserError: no such score, or one by weights that this head did not learn.
+            UserError: The score does not exist, or needs weights that this head did not learn.
         """
-        chosen = Score.parse(score)
-        if chosen.kind == "weighted":
-            chosen.coefficients(1, self.weights)
-        return replace(self, scored_by=chosen)
+        new_score = Score.parse(score)
+        if new_score.kind == "weighted":
+            new_score.coefficients(1, self.weights)
+        return replace(self, scored_by=new_score)
 
     def before(self, vectors: MatrixLike) -> tuple[Array, Array]:
-        """Return the roles before-1 and before-2 of utterances, (n, k) float32, of features (n, d).
+        """Return the roles before-1 and before-2 of utterances with features (n, d).
+
+        Returns:
+            Two arrays of shape (n, k), float32.
 
         Raises:
-            UserError: features of another size than those it was fitted on.
+            UserError: The head was fitted on features of another size.
         """
-        first, second = self._mapped(vectors, self.module.before)
+        first, second = self._map(vectors, self.module.before)
         return first, second
 
     def after(self, vectors: MatrixLike) -> Array:
-        """Return the role after of utterances, (n, k) float32, of length 1; see :meth:`before`."""
-        (found,) = self._mapped(vectors, lambda x: (self.module.after(x),))
-        return found
+        """Return the role after of utterances, (n, k) float32, of unit length; see ``before``."""
+        (vectors_after,) = self._map(vectors, lambda x: (self.module.after(x),))
+        return vectors_after
 
     def start(self, vectors: NDArray[Any]) -> State:
-        """Return a dialogue of some utterances, in order, of features (n, d)."""
+        """Return the state of a dialogue of utterances with features (n, d), in order."""
         state = State(self.before, self.score, self.weights)
         for vector in vectors:
             state = state.add(vector)
         return state
 
-    def _mapped(
+    def _map(
         self, vectors: MatrixLike, role: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> list[Array]:
         if vectors.shape[1] != self.dim_in:
             raise UserError(
-                f"the features have {vectors.shape[1]} dimensions; this {self.kind} head was "
+                f"the features have {vectors.shape[1]} dimensions, but this {self.kind} head was "
                 f"fitted on {self.dim_in}."
             )
         matrix, blocks = as_matrix(vectors), []
         with torch.inference_mode():
             for start in range(0, max(len(matrix), 1), _BLOCK):
-                part = torch.from_numpy(matrix.read(slice(start, start + _BLOCK)))
-                blocks.append([own.numpy() for own in role(torch.nn.functional.normalize(part))])
+                block = torch.from_numpy(matrix.read(slice(start, start + _BLOCK)))
+                blocks.append(
+                    [output.numpy() for output in role(torch.nn.functional.normalize(block))]
+                )
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
 def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
-    """Return a head that maps utterances of dialogues to roles; else as :func:`load_head`."""
+    """Load a head that maps utterances to roles; otherwise like ``load_head``."""
     files = read_head(folder)
     return restore_head(files, FittedRoles), files.description
 
 
 class Roles(HeadModule):
-    """A map for each role, and weights by distance where the objective learns them.
+    """A map for each role, with weights by distance if the objective learns them.
 
-    It reads vectors of length 1, and gives before-1 and before-2 of any length, as pairs are means
-    of what an encoder gives, and after of length 1.
+    The input has unit length. The roles before-1 and before-2 are not normalised, because pairs are
+    means of vectors as the encoder returns them. The role after has unit length.
     """
 
     Settings = RoleSettings
@@ -222,8 +234,8 @@ class Roles(HeadModule):
             self.pair_weights = nn.Parameter(torch.zeros(n, n))
             self.single_weights = nn.Parameter(torch.zeros(n))
 
+    @override
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`."""
         if self.is_identity:
             return
         for role in ROLES:
@@ -234,12 +246,12 @@ class Roles(HeadModule):
             nn.init.zeros_(self.get_parameter(f"{role}_bias"))
 
     def role(self, name: str, x: Tensor) -> Tensor:
-        """Return one role of utterances, (n, k), of features of length 1, (n, dim)."""
+        """Return one role (n, k) of utterances with features (n, dim) of unit length."""
         if self.is_identity:
             return x
         if self.settings.map == "linear":
             return self.affine(name, self.dropout(x))
-        # Units of variance 1 are what its first weights are drawn for.
+        # The initial weights of the hidden layer assume inputs of variance 1.
         hidden = nn.functional.gelu(self.affine(f"{name}_hidden", x * self.dim_in**0.5))
         return x + self.affine(name, self.dropout(hidden))
 
@@ -248,60 +260,63 @@ class Roles(HeadModule):
         return self.role("b1", x), self.role("b2", x)
 
     def after(self, x: Tensor) -> Tensor:
-        """Return the role after, (n, k), of length 1."""
+        """Return the role after, (n, k), of unit length."""
         return normalize(self.role("a", x))
 
     @property
     def distance_weights(self) -> DistanceWeights | None:
-        """Return the learned weights, as tensors; None where none are learned."""
+        """The learned weights, as tensors; None if none are learned."""
         if self.settings.objective != "weighted":
             return None
         return DistanceWeights(
-            softplus(_FASTER * self.pair_weights + _ONE),
-            softplus(_FASTER * self.single_weights + _LITTLE),
+            softplus(_WEIGHT_SCALE * self.pair_weights + _PAIR_OFFSET),
+            softplus(_WEIGHT_SCALE * self.single_weights + _SINGLE_OFFSET),
         )
 
     def loss(
-        self, x: Tensor, rows: Tensor, drawn: np.random.Generator, dialogue: Tensor | None = None
+        self, x: Tensor, rows: Tensor, rng: np.random.Generator, dialogue: Tensor | None = None
     ) -> Tensor:
-        """Return the objective of a batch of windows, a scalar.
+        """Return the loss of a batch of windows, a scalar.
 
         Args:
-            x: (u, dim) features of length 1 of distinct utterances.
-            rows: (m, w) int64 the utterances of windows among them, the target last; -1: none.
-            drawn: of the utterances that negatives have.
-            dialogue: (m,) the dialogue of each window, where a batch has many windows of one:
-                these are no negatives of each other, or the topic would tell against a target.
+            x: features of distinct utterances, (u, dim), of unit length.
+            rows: indices of the utterances of each window, with the target last, (m, w) int64,
+                padded with -1.
+            rng: random number generator that samples the utterances of negatives.
+            dialogue: dialogue of each window, (m,), if a batch has several windows of a dialogue.
+                Windows of the same dialogue are not negatives of each other: otherwise the topic
+                would count against a target.
         """
         objective = _OBJECTIVES[self.settings.objective]
-        loss: Tensor = objective(self, x, _Windows(rows, dialogue), drawn)
+        loss: Tensor = objective(self, x, _Windows(rows, dialogue), rng)
         return loss
 
 
 class NoRoles(Roles):
-    """All roles are the features as they are: the zero-shot setting."""
+    """All roles are the unchanged features: the zero-shot setting."""
 
     is_identity = True
 
     def __init__(self, settings: RoleSettings, dim_in: int, dim_condition: int = 0) -> None:
         if settings.objective == "weighted":
             raise UserError(
-                "the head none has nothing to learn, and the objective weighted learns weights. "
-                "Set objective to rank, or name the head weighted."
+                "the head none has no parameters, but the objective weighted learns weights. Set "
+                "objective to rank, or use the head weighted."
             )
         super().__init__(settings, dim_in, dim_condition)
 
 
 def curve(settings: RoleSettings) -> Tensor:
-    """Return what the pair (i, j), i < j, of a full window is to have in c3l, (w - 1, w - 1).
+    """Return the target values of the pairs (i, j), i < j, of a full window in c3l, (w - 1, w - 1).
 
-    Equation 1 of Triple-Encoders: the sum of what both utterances have by themselves, 1 - d / w,
-    normalised; for windows of 5 turns by the actual range 1, .8, .6, .6, .4 and .2.
+    They are equation 1 of Triple-Encoders: the sum of the two utterances' values, 1 - d / w, after
+    normalisation. Windows of 5 turns have the values 1, .8, .6, .6, .4 and .2 with the
+    actual range.
     """
     w = settings.window
     distance = torch.arange(w - 1, 0, -1)
     closeness = 2 - (distance[:, None] + distance) / w
-    # Adjacent to the target, and at the beginning of the window.
+    # The pair adjacent to the target, and the pair at the beginning of the window.
     highest, lowest = 2 - 3 / w, 2 - (2 * w - 3) / w
     if settings.norm == "paper":
         lowest = 1 / w
@@ -311,7 +326,7 @@ def curve(settings: RoleSettings) -> Tensor:
 
 
 class _Windows:
-    """The utterances of windows: contexts (m, n), which of them are there, and targets (m,)."""
+    """The utterances of windows: contexts (m, n), the mask of their padding, and targets (m,)."""
 
     def __init__(self, rows: Tensor, dialogue: Tensor | None) -> None:
         self.rows, self.target = rows, rows[:, -1]
@@ -320,90 +335,103 @@ class _Windows:
         self.dialogue = dialogue
         self.present = rows[:, :-1] >= 0
         self.context = rows[:, :-1].clamp(min=0)
-        # The pairs i < j of utterances that are there, (m, n, n).
-        both = self.present[:, :, None] & self.present[:, None, :]
-        self.pairs = both.triu(1)
+        # The pairs i < j of utterances that are not padding, (m, n, n).
+        both_present = self.present[:, :, None] & self.present[:, None, :]
+        self.pairs = both_present.triu(1)
 
-    def of(self, vectors: Tensor) -> Tensor:
+    def gather(self, vectors: Tensor) -> Tensor:
         """Return the vectors of contexts, (m, n, k)."""
-        # Not vectors[positions]: gradients of an index are added in any order.
-        found = vectors.index_select(0, self.context.flatten())
-        return found.view(*self.context.shape, -1)
+        # index_select, because indexing (vectors[positions]) adds gradients in arbitrary order.
+        selected = vectors.index_select(0, self.context.flatten())
+        return selected.view(*self.context.shape, -1)
 
-    def others(self, drawn: np.random.Generator, role: str) -> tuple[Tensor, Tensor]:
-        """Draw an utterance for each place of each context, (m, n).
+    def sample_others(self, rng: np.random.Generator, role: str) -> tuple[Tensor, Tensor]:
+        """Sample an utterance for each position of each context, (m, n).
 
-        They are drawn for a ``role``, before or after, from those that have it in the batch: had
-        negatives another depth in their dialogues than positives, that alone would tell.
+        Utterances are sampled for a ``role``, before or after, from those that have this role in
+        the batch. If negatives had another depth in their dialogues than positives, the depth alone
+        would distinguish them.
 
         Returns:
-            They, and a mask that is true where the place is taken, the window has no such text and
-            the utterance is of another dialogue.
+            The utterances, and a mask that is true where the position is not padding, the sampled
+            text is not in the window, and the utterance is from another dialogue.
         """
-        pool, of = self.target, self.dialogue
+        pool, pool_dialogue = self.target, self.dialogue
         if role == "before":
             pool = self.context[self.present]
-            of = self.dialogue[:, None].expand_as(self.present)[self.present]
-        drawn_places = drawn.integers(len(pool), size=tuple(self.context.shape))
-        places = torch.from_numpy(drawn_places).to(pool.device)
-        other = pool[places]
-        within = (other[:, :, None] == self.rows[:, None, :]).any(dim=2)
-        return other, self.present & ~within & (of[places] != self.dialogue[:, None])
+            pool_dialogue = self.dialogue[:, None].expand_as(self.present)[self.present]
+        sampled = rng.integers(len(pool), size=tuple(self.context.shape))
+        positions = torch.from_numpy(sampled).to(pool.device)
+        other = pool[positions]
+        in_window = (other[:, :, None] == self.rows[:, None, :]).any(dim=2)
+        return other, self.present & ~in_window & (
+            pool_dialogue[positions] != self.dialogue[:, None]
+        )
 
 
-def _mean_of_squares(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the mean of squared errors where their masks are true, over all of them together."""
+def _mean_squared_error(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the mean of all squared errors where their masks are true."""
     total = torch.stack([(error.square() * mask).sum() for error, mask in errors]).sum()
     return total / torch.stack([mask.sum() for _, mask in errors]).sum().clamp(min=1)
 
 
-def _ccl(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
-    """Curved contrastive learning (section 2.3), with reversed and random negatives."""
+def _ccl(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+    """Return the loss of curved contrastive learning (section 2.3).
+
+    The negatives are reversed and random.
+    """
     w = head.settings.window
     before, after = normalize(head.role("b2", x)), head.after(x)
-    context, target = batch.of(before), after.index_select(0, batch.target)
-    wanted = 1 - torch.arange(w - 1, 0, -1, device=x.device) / w
-    reversed_ = before.index_select(0, batch.target)[:, None] * batch.of(after)
-    other, apart = batch.others(drawn, "after")
+    context, target = batch.gather(before), after.index_select(0, batch.target)
+    targets = 1 - torch.arange(w - 1, 0, -1, device=x.device) / w
+    reversed_products = before.index_select(0, batch.target)[:, None] * batch.gather(after)
+    other, is_negative = batch.sample_others(rng, "after")
     random = after.index_select(0, other.flatten()).view(*other.shape, -1)
-    unequal = batch.present & (batch.context != batch.target[:, None])
-    return _mean_of_squares(
+    is_different = batch.present & (batch.context != batch.target[:, None])
+    return _mean_squared_error(
         [
-            ((context * target[:, None]).sum(dim=2) - wanted, batch.present),
-            (reversed_.sum(dim=2), unequal),
-            ((context * random).sum(dim=2), apart),
+            ((context * target[:, None]).sum(dim=2) - targets, batch.present),
+            (reversed_products.sum(dim=2), is_different),
+            ((context * random).sum(dim=2), is_negative),
         ]
     )
 
 
-def _c3l(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
-    """Contextualised curved contrastive learning (Triple-Encoders, equation 1).
+def _c3l(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+    """Return the loss of contextualised curved contrastive learning (Triple-Encoders, equation 1).
 
-    Its hard negatives of each utterance u (section 3.1): (B1 u, B2 r), (B1 r, B2 u), (B1 r, B2 r').
+    The hard negatives of each utterance u (section 3.1) are the pairs (B1 u, B2 r), (B1 r, B2 u)
+    and (B1 r, B2 r') with random utterances r and r'.
     """
     before1, before2 = head.before(x)
     target = head.after(x).index_select(0, batch.target)[..., None]
-    b1, b2 = batch.of(before1), batch.of(before2)
+    b1, b2 = batch.gather(before1), batch.gather(before2)
     inverse = inverse_lengths(b1, b2)
     cosines = (b1 @ target + (b2 @ target).mT) * inverse
     errors = [(cosines - curve(head.settings).to(x.device), batch.pairs)]
     if head.settings.hard_negatives:
-        (first, apart1), (second, apart2) = (batch.others(drawn, "before") for _ in range(2))
+        (first, is_negative1), (second, is_negative2) = (
+            batch.sample_others(rng, "before") for _ in range(2)
+        )
         r1 = before1.index_select(0, first.flatten()).view_as(b1)
         r2 = before2.index_select(0, second.flatten()).view_as(b2)
-        for pair, mask in ((b1 + r2, apart2), (r1 + b2, apart1), (r1 + r2, apart1 & apart2)):
+        for pair, mask in (
+            (b1 + r2, is_negative2),
+            (r1 + b2, is_negative1),
+            (r1 + r2, is_negative1 & is_negative2),
+        ):
             errors.append(((normalize(pair, dim=2) @ target)[..., 0], mask))
-    return _mean_of_squares(errors)
+    return _mean_squared_error(errors)
 
 
-def _rank(head: Roles, x: Tensor, batch: _Windows, drawn: np.random.Generator) -> Tensor:
-    """Cross-entropy of targets among those of the batch; of equal texts none is a negative."""
+def _rank(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+    """Return the cross-entropy of targets among those of the batch, without equal texts."""
     settings = head.settings
     weights, score = head.distance_weights, settings.trained_score
     pairs, singles = score.coefficients(settings.window - 1, weights)
     pairs, singles = pairs.to(x.device) * batch.pairs, singles.to(x.device) * batch.present
     before1, before2 = head.before(x)
-    queries = sum_of_pairs(batch.of(before1), batch.of(before2), pairs, singles)
+    queries = sum_of_pairs(batch.gather(before1), batch.gather(before2), pairs, singles)
     if weights is None:
         queries = queries / (pairs.sum(dim=(1, 2)) + singles.sum(dim=1)).clamp(min=1)[:, None]
     else:

@@ -1,8 +1,10 @@
-"""A run of dialogues."""
+"""Runs of the dialogue task."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from llmcond.features.view import View
 from llmcond.kinds.dialogue.data import Dialogues
@@ -16,18 +18,19 @@ if TYPE_CHECKING:
 
 
 class DialogueRun(UnratedRun):
-    """A run of dialogues."""
+    """A run of the dialogue task."""
 
     kind, own_command = "dialogue", "reply"
     task: Dialogue
     data: Dialogues
 
+    @override
     def zero_shot_views(self, prompt: Prompt) -> list[View]:
-        """Return the one view that zero-shot compares: utterances have no condition."""
+        # Utterances have no condition, so there is a single view.
         return [View((prompt,), subtract=False, features="alone")]
 
+    @override
     def load_head(self, name: str) -> Saved[FittedRoles]:
-        """Load a head that maps utterances to their roles; see :class:`AnyRun`."""
         from llmcond.kinds.dialogue.roles import load_roles_head
 
         return self._loaded(name, load_roles_head(self.head_folder(name)))

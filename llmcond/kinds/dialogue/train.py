@@ -1,4 +1,4 @@
-"""Train an encoder and the roles of its utterances together on dialogues, into a run."""
+"""Joint training of an encoder and a head for the roles of utterances, into a new run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_dialogues(asked: TrainLoraOptions, task: Dialogue) -> TrainingResult:
-    """Train an encoder's adapters and a head on dialogues; see :func:`train_lora`.
+def train_dialogues(options: TrainLoraOptions, task: Dialogue) -> TrainingResult:
+    """Train the adapters of an encoder and a head on dialogues; see ``train_lora``.
 
     Raises:
-        UserError: wrong input, or a head of another task.
-        LlmcondError: the encoder cannot be loaded or trained.
+        UserError: The input is invalid, or the head is for another task.
+        LlmcondError: The encoder cannot be loaded or trained.
     """
-    return train(_DialogueJob.of(asked, task, load_roles_head, check_turns))
+    return train(_DialogueJob.of(options, task, load_roles_head, check_turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DialogueJob(RankingJob):
-    """An encoder of utterances, and a head that maps them to their roles."""
+    """Trains an encoder of utterances, and a head that maps them to their roles."""
 
     unit: ClassVar[str] = "dialogues"
     scored: ClassVar[str] = "next turns"
@@ -49,7 +49,8 @@ class _DialogueJob(RankingJob):
         train = DialogueInputs(splits["train"], tokens, self.recipe.settings)
         if not len(train):
             raise UserError(
-                f"no dialogue of {self.dataset.source} has turns enough to train on. Name others."
+                f"no dialogue of {self.dataset.source} has enough turns for training. Give longer "
+                "dialogues."
             )
         dev = replace(train, turns=splits["dev"]) if "dev" in splits else None
         return Parts(model, train, dev)

@@ -1,10 +1,11 @@
 """Scores of candidates for the next turn of a dialogue, from three vectors of each utterance.
 
-Triple-Encoders (ACL 2024) give an utterance one vector for each role: before-1, before-2 and after.
-A context of n utterances is the set of its pairs (B1_i + B2_j) / 2, i < j, and equation 3 sums
-their cosines with a candidate's after vector A. As A has length 1, that is one product with one
-vector, the sum over i < j of (B1_i + B2_j) / |B1_i + B2_j|: any index of inner products serves it.
-No pair is formed for that either: it takes the lengths of pairs, which products of B1 and B2 give.
+In Triple-Encoders (ACL 2024), an utterance has one vector for each role: before-1, before-2 and
+after. A context of n utterances is the set of its pairs (B1_i + B2_j) / 2, i < j, and equation 3
+sums their cosines with a candidate's after vector A. As A has unit length, this is the inner
+product of A with a single vector, the sum over i < j of (B1_i + B2_j) / |B1_i + B2_j|, so any index
+of inner products can be used. No pair is computed explicitly: only the lengths of pairs are needed,
+which follow from products of B1 and B2.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from torch import Tensor
 from llmcond.arrays import Array
 from llmcond.errors import UserError
 
-#: Of squared lengths: vectors whose sum is shorter cancel each other, and it has no direction.
-_CANCELS = 1e-6
-#: Values that MaxSim has in memory at a time, a few times over.
+#: Minimum squared length of a sum, relative to its terms: below it, the vectors cancel each other
+#: and the sum has no direction.
+_MIN_SQUARED_LENGTH = 1e-6
+#: Number of values that MaxSim processes at once; it needs a few times this memory.
 _BLOCK = 2**22
 
-#: What maps utterances' features to the roles before-1 and before-2, (n, k) each.
+#: Maps features of utterances to the roles before-1 and before-2, (n, k) each.
 Before = Callable[[Array], tuple[Array, Array]]
 
 
 class DistanceWeights(NamedTuple):
-    """What pairs and utterances weigh by their distance from the next turn, 1 to w.
+    """Weights of pairs and single utterances by their distance from the next turn, 1 to w.
 
-    Utterances that are farther away weigh as those of distance w. Each is an array or a tensor.
+    Utterances at larger distances have the weight of distance w. Each field is an array or a
+    tensor.
 
     Attributes:
-        pairs: (w, w), of the pair of before-1 at one distance and before-2 at another.
-        singles: (w,), of before-2 by itself.
+        pairs: weights of pairs, by the distances of before-1 and before-2, (w, w).
+        singles: weights of before-2 alone, (w,).
     """
 
     pairs: Any
@@ -48,17 +51,17 @@ class DistanceWeights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a context is compared with a candidate.
+    """A score that compares a context with a candidate.
 
-    ``average`` sums over all pairs (equation 3; within a query, sum and mean rank alike);
-    ``last:L`` over those whose before-2 is of the last L utterances (section 4.1.2);
-    ``neighbours`` over pairs of adjacent utterances, and ``bi`` over before-2 alone (table 5);
-    ``weighted`` over pairs and before-2, weighted by learned weights of their distances; ``maxsim``
-    is algorithm 1 of appendix A. One utterance has no pairs: it is compared as ``bi`` does.
+    ``average`` sums over all pairs (equation 3; within a query, sum and mean give the same ranks).
+    ``last:L`` sums over pairs whose before-2 is one of the last L utterances (section 4.1.2).
+    ``neighbours`` sums over pairs of adjacent utterances, and ``bi`` over before-2 alone (table 5).
+    ``weighted`` sums over pairs and before-2, with learned weights by distance. ``maxsim`` is
+    algorithm 1 of appendix A. A single utterance has no pairs and is always compared like ``bi``.
 
     Attributes:
-        kind: the name without a number.
-        rows: L of ``last:L``; 0 for others.
+        kind: name of the score, without a number.
+        rows: L of ``last:L``; 0 for other scores.
     """
 
     kind: str
@@ -66,14 +69,14 @@ class Score:
 
     @classmethod
     def parse(cls, text: str) -> Score:
-        """Return a score by its name.
+        """Return the score with a name.
 
         Raises:
-            UserError: there is none of that name.
+            UserError: The name is unknown.
         """
-        found = re.fullmatch(r"last:([1-9]\d{0,5})", text)
-        if found:
-            return cls("last", int(found[1]))
+        match = re.fullmatch(r"last:([1-9]\d{0,5})", text)
+        if match:
+            return cls("last", int(match[1]))
         if text not in ("average", "bi", "neighbours", "maxsim", "weighted"):
             raise UserError(
                 f"unknown score {text!r}. Scores: average, last:L (such as last:2), bi, "
@@ -85,25 +88,28 @@ class Score:
         return f"last:{self.rows}" if self.rows else self.kind
 
     def coefficients(self, n: int, weights: DistanceWeights | None = None) -> tuple[Any, Any]:
-        """Return what pairs (n, n) and before-2 by itself (n,) of n utterances are weighted by.
+        """Return the weights of pairs (n, n) and of before-2 alone (n,) for n utterances.
 
-        They are tensors; where the weights are trained, gradients go through them.
+        They are tensors; gradients flow through weights that are trained.
 
         Raises:
-            UserError: no utterances, a weighted score without weights, or MaxSim, which is no sum.
+            UserError: There are no utterances, the score ``weighted`` has no weights, or the score
+                is MaxSim, which is not a sum.
         """
         if n < 1:
-            raise UserError("there is no utterance yet that a reply could follow. Add one first.")
+            raise UserError("the dialogue has no utterance yet. Add one first.")
         if self.kind == "maxsim":
-            raise UserError("maxsim is no sum over pairs, so that no one vector stands for it.")
+            raise UserError(
+                "maxsim is not a sum over pairs, so no single vector represents the context."
+            )
         pairs = torch.ones(n, n).triu(1)
         if self.kind == "weighted":
             if weights is None:
                 raise UserError(
-                    "the score weighted takes the weights of a head that learned them. Name such "
-                    "a head, or another score, such as average."
+                    "the score weighted needs a head with learned weights. Choose such a head, or "
+                    "another score, such as average."
                 )
-            by_pair, by_single = (torch.as_tensor(own, dtype=torch.float32) for own in weights)
+            by_pair, by_single = (torch.as_tensor(array, dtype=torch.float32) for array in weights)
             distance = torch.arange(n, 0, -1, device=by_pair.device).clamp(max=len(by_single)) - 1
             by_pair = by_pair.index_select(0, distance).index_select(1, distance)
             return by_pair * pairs.to(by_pair.device), by_single.index_select(0, distance)
@@ -117,26 +123,31 @@ class Score:
 
 
 def inverse_lengths(b1: Tensor, b2: Tensor) -> Tensor:
-    """Return 1 / |B1_i + B2_j|, (..., n, c), of (..., n, k) and (..., c, k).
+    """Return 1 / |B1_i + B2_j|, (..., n, c), for vectors (..., n, k) and (..., c, k).
 
-    It is 0 where the two cancel each other.
+    The value is 0 if the two vectors cancel each other.
     """
-    own = b1.square().sum(dim=-1)[..., :, None] + b2.square().sum(dim=-1)[..., None, :]
-    squared = own + 2 * b1 @ b2.mT
-    apart = squared > _CANCELS * own
-    return torch.where(apart, squared, 1.0).rsqrt() * apart
+    squared_norms = b1.square().sum(dim=-1)[..., :, None] + b2.square().sum(dim=-1)[..., None, :]
+    squared = squared_norms + 2 * b1 @ b2.mT
+    is_nonzero = squared > _MIN_SQUARED_LENGTH * squared_norms
+    return torch.where(is_nonzero, squared, 1.0).rsqrt() * is_nonzero
 
 
 def sum_of_pairs(b1: Tensor, b2: Tensor, pairs: Tensor, singles: Tensor) -> Tensor:
-    """Return the sum of weighted directions of pairs and of before-2, (m, k), of (m, n, k) roles.
+    """Return the weighted sum of the directions of pairs and of before-2 of contexts, (m, k).
 
-    That is equation 3 without its candidate. ``pairs`` is (n, n), or (m, n, n), and 0 for i >= j;
-    ``singles`` is (n,), or (m, n).
+    This is equation 3 without the candidate.
+
+    Args:
+        b1: role before-1, (m, n, k).
+        b2: role before-2, (m, n, k).
+        pairs: weights of pairs, (n, n) or (m, n, n), 0 for i >= j.
+        singles: weights of before-2 alone, (n,) or (m, n).
     """
-    return _combined(b1, b2, inverse_lengths(b1, b2) * pairs, singles)
+    return _sum_directions(b1, b2, inverse_lengths(b1, b2) * pairs, singles)
 
 
-def _combined(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> Tensor:
+def _sum_directions(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> Tensor:
     of_b1 = scaled.sum(dim=-1)
     of_b2 = scaled.sum(dim=-2) + singles / b2.norm(dim=-1).clamp(min=1e-12)
     total: Tensor = of_b1[..., None, :] @ b1 + of_b2[..., None, :] @ b2
@@ -146,70 +157,72 @@ def _combined(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> Tensor
 def query_vectors(
     b1: Array, b2: Array, score: str | Score, weights: DistanceWeights | None = None
 ) -> Array:
-    """Return the vector of each context, (m, k) float32, whose products with candidates are scores.
+    """Return the vector of each context, (m, k) float32.
+
+    Its inner products with candidates are their scores.
 
     Args:
-        b1: (m, n, k) the role before-1 of each context's n utterances, in order.
-        b2: (m, n, k) their role before-2.
-        score: any but ``maxsim``.
-        weights: learned ones, for ``weighted``.
+        b1: role before-1 of each context's n utterances, in order, (m, n, k).
+        b2: role before-2, (m, n, k).
+        score: any score except ``maxsim``.
+        weights: learned weights, for ``weighted``.
 
     Raises:
-        UserError: see :meth:`Score.coefficients`.
+        UserError: As for ``Score.coefficients``.
     """
-    first, second = _tensor(b1), _tensor(b2)
-    own = Score.parse(score) if isinstance(score, str) else score
-    coefficients = own.coefficients(first.shape[1], weights)
+    first, second = _to_tensor(b1), _to_tensor(b2)
+    parsed = Score.parse(score) if isinstance(score, str) else score
+    coefficients = parsed.coefficients(first.shape[1], weights)
     return sum_of_pairs(first, second, *coefficients).numpy()
 
 
 def maxsim(b1: Array, b2: Array, candidates: Array) -> Array:
     """Return MaxSim of contexts and candidates, (m, c) float32 (appendix A, algorithm 1).
 
-    Of a candidate's cosines with all pairs, from the largest down, those are averaged that bring
-    an utterance which none before them has.
+    The cosines of a candidate with all pairs are visited in descending order. MaxSim is the mean of
+    those whose pair contains an utterance that is in no pair before it.
 
     Args:
-        b1: (m, n, k) the role before-1 of each context's n utterances, in order.
-        b2: (m, n, k) their role before-2.
-        candidates: (c, k) after vectors of length 1.
+        b1: role before-1 of each context's n utterances, in order, (m, n, k).
+        b2: role before-2, (m, n, k).
+        candidates: role after of the candidates, (c, k), of unit length.
     """
-    first, second, after = _tensor(b1), _tensor(b2), _tensor(candidates)
+    first, second, after = _to_tensor(b1), _to_tensor(b2), _to_tensor(candidates)
     m, n, _ = first.shape
     if n < 2:
-        return _tensor(query_vectors(b1, b2, "bi")).matmul(after.mT).numpy()
+        return _to_tensor(query_vectors(b1, b2, "bi")).matmul(after.mT).numpy()
     i, j = torch.triu_indices(n, n, 1)
-    found = torch.empty(m, len(after))
+    scores_per_context = torch.empty(m, len(after))
     block = max(1, _BLOCK // (len(i) * max(1, len(after))))
     for start in range(0, m, block):
         rows = slice(start, start + block)
         inverse = inverse_lengths(first[rows], second[rows])[:, i, j]
         scores = (first[rows] @ after.mT)[:, i] + (second[rows] @ after.mT)[:, j]
-        found[rows] = _mean_of_best(scores * inverse[..., None], i, j, n)
-    return found.numpy()
+        scores_per_context[rows] = _mean_of_best(scores * inverse[..., None], i, j, n)
+    return scores_per_context.numpy()
 
 
 def _mean_of_best(scores: Tensor, i: Tensor, j: Tensor, n: int) -> Tensor:
-    """Return the mean (m, c) of the scores (m, pairs, c) that algorithm 1 takes.
+    """Return the mean (m, c) of the scores (m, pairs, c) that algorithm 1 selects.
 
-    From the largest down, a pair brings an utterance that none before it has just where it is the
-    best pair of that utterance: taken are the best pairs of all utterances, each pair once.
+    In descending order, a pair contains a new utterance exactly if it is the best pair of that
+    utterance. So the algorithm selects the best pair of each utterance, and each pair once.
     """
     values, best = [], []
     for utterance in range(n):
-        own = torch.nonzero((i == utterance) | (j == utterance)).flatten()
-        value, place = scores.index_select(1, own).max(dim=1)
+        pairs_of_utterance = torch.nonzero((i == utterance) | (j == utterance)).flatten()
+        value, best_index = scores.index_select(1, pairs_of_utterance).max(dim=1)
         values.append(value)
-        best.append(own[place])
-    total, taken = torch.zeros_like(values[0]), torch.zeros_like(values[0])
+        best.append(pairs_of_utterance[best_index])
+    total, count = torch.zeros_like(values[0]), torch.zeros_like(values[0])
     for later in range(n):
-        # The best pair of an earlier utterance is there already.
-        seen = torch.zeros_like(taken, dtype=torch.bool)
+        # Do not count a pair twice if it is also the best pair of an earlier utterance.
+        is_counted = torch.zeros_like(count, dtype=torch.bool)
         for earlier in range(later):
-            seen |= best[earlier] == best[later]
-        total += values[later] * ~seen
-        taken += ~seen
-    return total / taken
+            is_counted |= best[earlier] == best[later]
+        total += values[later] * ~is_counted
+        count += ~is_counted
+    return total / count
 
 
 def turn_scores(
@@ -219,9 +232,9 @@ def turn_scores(
     score: str | Score,
     weights: DistanceWeights | None = None,
 ) -> Array:
-    """Return the scores of contexts and candidates, (m, c) float32, by any score.
+    """Return the scores (m, c) float32 of contexts and candidates, by any score.
 
-    Arguments as in :func:`query_vectors` and :func:`maxsim`.
+    The arguments are those of ``query_vectors`` and ``maxsim``.
     """
     if str(score) == "maxsim":
         return maxsim(b1, b2, candidates)
@@ -229,17 +242,18 @@ def turn_scores(
 
 
 def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
-    """Return how likely candidates lead from contexts to goals, (m, c) float32 (equation 4).
+    """Score how likely candidates are to lead from contexts to goals, (m, c) float32 (equation 4).
 
-    cos(B2_c, A_g) + 1/n sum over i of cos((B1_i + B2_c) / 2, A_g), by products of any two of the
-    three alone.
+    The score is cos(B2_c, A_g) + 1/n sum over i of cos((B1_i + B2_c) / 2, A_g). Only products of
+    two of the three roles are computed.
 
     Args:
-        b1: (m, n, k) the role before-1 of each context's utterances.
-        candidates: (c, k), or (m, c, k) of each context's own, in the role before-2.
-        goal: (m, k) after vectors of length 1.
+        b1: role before-1 of each context's utterances, (m, n, k).
+        candidates: role before-2 of candidates, (c, k), or (m, c, k) if contexts have different
+            candidates.
+        goal: role after of the goals, (m, k), of unit length.
     """
-    first, second, after = _tensor(b1), _tensor(candidates), _tensor(goal)[..., None]
+    first, second, after = _to_tensor(b1), _to_tensor(candidates), _to_tensor(goal)[..., None]
     to_goal = second @ after  # (m, c, 1)
     alone = to_goal[..., 0] / second.norm(dim=-1).clamp(min=1e-12)
     inverse = inverse_lengths(first, second)
@@ -248,15 +262,18 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A dialogue so far: an immutable value, which threads may share.
+    """The vectors of a dialogue up to its current turn; immutable, so that threads may share it.
 
-    Adding an utterance takes its two vectors and the lengths of its pairs with those before, and
-    what comes out is what all utterances at once would give, after every turn.
+    Adding an utterance needs only its two vectors and the lengths of its pairs with previous
+    utterances. After every turn, the result is the same as from all utterances at once.
 
     Attributes:
-        before: maps features of utterances to their roles.
-        b1, b2: (n, k) the roles of its utterances.
-        inverse: (n, n) 1 / |B1_i + B2_j|; only i < j are looked at.
+        before: function that maps features of utterances to their roles.
+        score: score of candidates.
+        weights: learned weights, for ``weighted``.
+        b1: role before-1 of the utterances, (n, k).
+        b2: role before-2 of the utterances, (n, k).
+        inverse: 1 / |B1_i + B2_j|, (n, n); only values with i < j are used.
     """
 
     before: Before
@@ -270,47 +287,49 @@ class State:
         return 0 if self.b1 is None else len(self.b1)
 
     def add(self, vector: NDArray[Any]) -> State:
-        """Return the state after one more utterance, of which ``vector`` (d,) has the features."""
+        """Return the state after one more utterance, whose features are ``vector`` (d,)."""
         new1, new2 = self.before(np.asarray(vector, dtype=np.float32)[None])
         n = len(self)
         inverse = np.zeros((n + 1, n + 1), dtype=np.float32)
         if self.b1 is None or self.b2 is None or self.inverse is None:
             return replace(self, b1=new1, b2=new2, inverse=inverse)
         inverse[:n, :n] = self.inverse
-        inverse[:n, n:] = inverse_lengths(_tensor(self.b1), _tensor(new2)).numpy()
+        inverse[:n, n:] = inverse_lengths(_to_tensor(self.b1), _to_tensor(new2)).numpy()
         b1, b2 = np.concatenate([self.b1, new1]), np.concatenate([self.b2, new2])
         return replace(self, b1=b1, b2=b2, inverse=inverse)
 
     @cached_property
     def query(self) -> Array:
-        """Return the vector (k,) whose products with candidates are their scores.
+        """The vector (k,) whose inner products with candidates are their scores.
 
         Raises:
-            UserError: see :meth:`Score.coefficients`.
+            UserError: As for ``Score.coefficients``.
         """
         pairs, singles = self.score.coefficients(len(self), self.weights)
-        b1, b2, inverse = (_tensor(own) for own in self._parts())
-        return np.asarray(_combined(b1, b2, inverse * pairs, singles).numpy())
+        b1, b2, inverse = (_to_tensor(array) for array in self._require_vectors())
+        return np.asarray(_sum_directions(b1, b2, inverse * pairs, singles).numpy())
 
     def scores(self, candidates: Array) -> Array:
-        """Return the score of each candidate as the next turn, (c,), of after vectors (c, k)."""
+        """Return the scores (c,) of candidates, whose role after is (c, k), as the next turn."""
         if self.score.kind == "maxsim":
-            b1, b2, _ = self._parts()
+            b1, b2, _ = self._require_vectors()
             return np.asarray(maxsim(b1[None], b2[None], candidates)[0])
         return np.asarray(candidates @ self.query)
 
     def plan(self, candidates: Array, goal: Array) -> Array:
-        """Return how likely candidates lead to a goal, (c,); see :func:`plan_scores`.
+        """Score how likely candidates are to lead to a goal, (c,); see ``plan_scores``.
 
-        ``candidates`` (c, k) are in the role before-2, and ``goal`` (k,) is an after vector.
+        Args:
+            candidates: role before-2 of the candidates, (c, k).
+            goal: role after of the goal, (k,).
         """
-        return np.asarray(plan_scores(self._parts()[0][None], candidates, goal[None])[0])
+        return np.asarray(plan_scores(self._require_vectors()[0][None], candidates, goal[None])[0])
 
-    def _parts(self) -> tuple[Array, Array, Array]:
+    def _require_vectors(self) -> tuple[Array, Array, Array]:
         if self.b1 is None or self.b2 is None or self.inverse is None:
             raise UserError("the dialogue has no utterance yet. Add one first.")
         return self.b1, self.b2, self.inverse
 
 
-def _tensor(values: NDArray[Any]) -> Tensor:
+def _to_tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))

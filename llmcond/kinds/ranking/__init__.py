@@ -1,8 +1,10 @@
-"""Rankings as a kind of task: a query, a text under a condition, is answered by a candidate."""
+"""Ranking as a kind of task: a query is a text under a condition, and a candidate answers it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.run import RankingRun
@@ -19,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class Ranking(Kind):
-    """See :class:`Kind`."""
+    """Tasks that rank candidates for queries."""
 
     name, run = "ranking", RankingRun
     heads_need_data = True
     card = CardText(
         subject="knowledge-graph",
-        purpose="An entity under a relation is completed by the entity that ranks first.",
+        purpose="An entity and a relation are completed by the entity that ranks first.",
         loader="load_completer",
         usage='loaded.top(head="ENTITY", relation="RELATION", k=10)',
         rows="queries",
@@ -33,26 +35,26 @@ class Ranking(Kind):
         tags=("knowledge-graph-completion",),
     )
 
+    @override
     def inputs(self, task: RankingTask[Any], data: QueryData, prompt: Prompt) -> QueryInputs:
-        """See :class:`Kind`."""
         return QueryInputs(task.texts(data), prompt)
 
+    @override
     def examples(self, run: RankingRun) -> QueryExamples:
-        """See :class:`Kind`."""
         from llmcond.kinds.ranking.examples import QueryExamples
 
         return QueryExamples(run)
 
+    @override
     def evaluate(self, run: RankingRun, asked: EvaluateOptions) -> Results[Any]:
-        """See :class:`Kind`."""
         from llmcond.kinds.ranking.evaluate import evaluate_ranking
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import RankingOptions
 
         return write_ranks(evaluate_ranking(run, asked), run, asked, RankingOptions)
 
+    @override
     def train(self, asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
-        """See :class:`Kind`."""
         from llmcond.kinds.ranking.train import train_queries
 
         return train_queries(asked, task)

@@ -1,7 +1,8 @@
-"""Queries and candidates: the arrays of a graph that heads are fitted on.
+"""The arrays of a knowledge graph on which heads are fitted: queries and candidates.
 
-A query is a head entity and a relation, a candidate any entity. Bi-encoders read the joint features
-e(h; r) of a query, tri-encoders e(h) and e(r) by themselves (Hyper-CL, ACL 2024, section 4.2).
+A query is a head entity and a relation, and every entity is a candidate. Bi-encoders read the joint
+features e(h; r) of a query, tri-encoders read e(h) and e(r) separately (Hyper-CL, ACL 2024, section
+4.2).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from llmcond.kinds.ranking.graph import Known, adjacency, both_directions
 
 @dataclass(frozen=True, slots=True)
 class QueryArrays:
-    """A graph's features and training triples, as heads take them.
+    """The features and training triples of a graph, in the form that heads read.
 
     Attributes:
-        entities: (n, d) the features of all entities, which are the candidates, in any float type.
-        triples: (m, 3) head, relation, tail of the training split, relations below R.
-        n_relations: R; relation r + R is r from tail to head.
-        known: the known tails of training, in both directions.
-        relations: (2 R, d_c) the features of relations, for heads that take them.
-        joint: (j, d) the features of distinct joint inputs (h, r), for heads that take those.
-        joint_of: (j,) int64 which they are of, sorted: see :func:`joint_keys`.
+        entities: features of all entities, which are the candidates: (n, d), any float type.
+        triples: head, relation and tail of the training split: (m, 3), with relations below R.
+        n_relations: number of relations, R. Relation r + R is relation r from tail to head.
+        known: known tails of the training split, in both directions.
+        relations: features of relations, (2 R, d_c), for heads that read them.
+        joint: features of the distinct joint inputs (h, r), (j, d), for heads that read them.
+        joint_of: keys of these joint inputs in ascending order, (j,) int64; see ``joint_keys``.
     """
 
     entities: MatrixLike
@@ -47,26 +48,27 @@ class QueryArrays:
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """Return the sizes of what entities and relations have, and R, as a head is made for."""
+        """The sizes that a head is created with: d, d_c (0 without relation features) and R."""
         dim_condition = 0 if self.relations is None else int(self.relations.shape[1])
         return int(self.entities.shape[1]), dim_condition, self.n_relations
 
     def queries(self) -> Positions:
-        """Return both directions of the triples, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
+        """Return the triples in both directions, (2 m, 3): (h, r, t), and then (t, r + R, h)."""
         return both_directions(self.triples, self.n_relations).astype(np.int64)
 
 
 def joint_keys(
     heads: NDArray[np.integer[Any]], relations: NDArray[np.integer[Any]], n_relations: int
 ) -> Positions:
-    """Return (m,) int64 h * 2 R + r of heads h and relations r, which identify joint inputs."""
+    """Return the key h * 2 R + r of each joint input of a head h and a relation r, (m,) int64."""
     return np.asarray(heads, dtype=np.int64) * (2 * n_relations) + relations
 
 
 class QueryFeatures:
-    """What heads read of a graph, by entities and relations: vectors of length 1, float32.
+    """Reads the features of entities, relations and queries of a graph, as float32 tensors.
 
-    Lengths are those of SimKGC's pooling; a mean of neighbours has that of the mean.
+    Features are scaled to unit length, as SimKGC's pooling does. The mean of an entity's neighbours
+    is not scaled.
     """
 
     def __init__(self, arrays: QueryArrays) -> None:
@@ -74,17 +76,17 @@ class QueryFeatures:
         self._entities = UnitRows(arrays.entities)
 
     def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
-        """Return the same entities and relations with other joint features (j, d) of keys (j,)."""
-        found = copy.copy(self)
-        found.arrays = replace(self.arrays, joint=joint, joint_of=joint_of)
-        found.__dict__.pop("_joint", None)
-        return found
+        """Return a copy with other joint features, (j, d), whose keys are ``joint_of``, (j,)."""
+        features = copy.copy(self)
+        features.arrays = replace(self.arrays, joint=joint, joint_of=joint_of)
+        features.__dict__.pop("_joint", None)
+        return features
 
     @cached_property
     def relations(self) -> Tensor | None:
-        """Return the features of all relations, (2 R, d_c); None where there are none."""
-        given = self.arrays.relations
-        return None if given is None else UnitRows(given).read(np.arange(len(given)))
+        """The features of all relations, (2 R, d_c); None if there are none."""
+        relations = self.arrays.relations
+        return None if relations is None else UnitRows(relations).read(np.arange(len(relations)))
 
     @cached_property
     def _joint(self) -> UnitRows | None:
@@ -96,20 +98,27 @@ class QueryFeatures:
 
     @cached_property
     def _sums(self) -> Array | None:
-        """Return the sums of neighbours' features, (n, d); None where they are too large."""
+        """The sums of the features of each entity's neighbours, (n, d); None if too large."""
         table = self._entities.table
         return None if table is None else self._graph @ table.numpy()
 
     def entities(
         self, rows: Positions, neighbours: bool = False, drop: Positions | None = None
     ) -> Tensor:
-        """Return the features of entities, (m, d), or with their neighbours' means (m, 2 d).
+        """Return the features of entities.
 
-        ``drop``, (m,), is left out of each one's neighbours: the other end of the triple that is
-        to be found. The mean is (sum - e_drop) / (degree - 1), and zero where no neighbour is left.
+        Args:
+            rows: entities, (m,).
+            neighbours: whether to append the mean of each entity's neighbours.
+            drop: one entity per row, (m,), that does not count as a neighbour: the other end of
+                the triple to predict. The mean is then (sum - e_drop) / (degree - 1), and zero if
+                no neighbour is left.
+
+        Returns:
+            Features of shape (m, d), or (m, 2 d) with neighbours.
         """
-        own = self._entities.read(rows)
-        return torch.cat([own, self._means(rows, drop)], dim=1) if neighbours else own
+        features = self._entities.read(rows)
+        return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
 
     def heads(
         self,
@@ -119,32 +128,42 @@ class QueryFeatures:
         neighbours: bool = False,
         drop: Positions | None = None,
     ) -> Tensor:
-        """Return what is read of queries' heads, (m, d) or (m, 2 d): their joint features or own.
+        """Return the features of the queries' heads.
+
+        Args:
+            rows: head entities, (m,).
+            relations: relations of the queries, (m,).
+            joint: whether to read the joint features of head and relation.
+            neighbours: as in ``entities``.
+            drop: as in ``entities``.
+
+        Returns:
+            Features of shape (m, d), or (m, 2 d) with neighbours.
 
         Raises:
-            UserError: joint features that are not there.
+            UserError: Joint features are missing.
         """
         if not joint:
             return self.entities(rows, neighbours, drop)
-        own = self._joint_features(rows, relations)
-        return torch.cat([own, self._means(rows, drop)], dim=1) if neighbours else own
+        features = self._joint_features(rows, relations)
+        return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
 
     def _joint_features(self, rows: Positions, relations: Positions) -> Tensor:
         keys = self.arrays.joint_of
         if self._joint is None or keys is None or not len(keys):
             raise UserError(
-                "this head takes joint features of heads and relations, and none were given. "
-                "Extract them with a prompt that joins both."
+                "this head reads joint features of head entities and relations, and the data has "
+                "none. Extract them with a prompt that joins both."
             )
-        wanted = joint_keys(rows, relations, self.arrays.n_relations)
-        found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        absent = int((keys[found] != wanted).sum())
-        if absent:
+        query_keys = joint_keys(rows, relations, self.arrays.n_relations)
+        positions = np.minimum(np.searchsorted(keys, query_keys), len(keys) - 1)
+        n_missing = int((keys[positions] != query_keys).sum())
+        if n_missing:
             raise UserError(
-                f"{absent:,} of {len(wanted):,} queries have no joint features. Extract those of "
-                "all queries that are asked for, or take a head for separate features."
+                f"{n_missing:,} of {len(query_keys):,} queries have no joint features. Extract the "
+                "features of all these queries, or use a head for separate features."
             )
-        return self._joint.read(found)
+        return self._joint.read(positions)
 
     def _means(self, rows: Positions, drop: Positions | None) -> Tensor:
         graph = self._graph
@@ -152,15 +171,15 @@ class QueryFeatures:
         if self._sums is not None:
             sums = self._sums[rows]
         else:
-            part = graph[rows]
-            used, position = np.unique(part.indices, return_inverse=True)
-            shape = len(rows), len(used)
-            local = csr_array((part.data, position.reshape(-1), part.indptr), shape=shape)
-            sums = local @ self._entities.read(used).numpy()
+            subgraph = graph[rows]
+            neighbours, columns = np.unique(subgraph.indices, return_inverse=True)
+            shape = len(rows), len(neighbours)
+            local = csr_array((subgraph.data, columns.reshape(-1), subgraph.indptr), shape=shape)
+            sums = local @ self._entities.read(neighbours).numpy()
         if drop is not None:
-            linked = rows != drop  # a loop is no neighbour
+            linked = rows != drop  # An entity is not its own neighbour.
             sums = sums - self._entities.read(drop).numpy() * linked[:, None]
             degree = degree - linked
-        # Of a sum without its only term, rounding may be left.
+        # Subtracting the only term of a sum may leave a rounding error, so the mean is set to 0.
         means = sums / np.maximum(degree, 1)[:, None] * (degree > 0)[:, None]
         return torch.from_numpy(means.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Complete a triple of a run's knowledge graph."""
+"""Completes one triple of a run's knowledge graph, for ``llmcond complete``."""
 
 from __future__ import annotations
 
@@ -15,38 +15,57 @@ from llmcond.workflows.options.ranking import CompleteOptions, TripleOptions
 
 @dataclass(frozen=True)
 class Completions(Displayed):
-    """The entities that best complete a triple, and what was asked of what."""
+    """The entities that best complete a triple, with the query that they answer.
+
+    Attributes:
+        completions: the entities, best first.
+        about: the head that ranked them and the query, as ``to_json`` returns them.
+
+    Example:
+        >>> import llmcond
+        >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
+        >>> result = llmcond.complete(
+        ...     head_entity="Abbott cape", relation="is made of", run="graph", k=3
+        ... )
+        >>> [completion.rank for completion in result.completions]
+        [1, 2, 3]
+    """
 
     completions: Sequence[Completion]
     about: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        return {**self.about, "results": [one.to_json() for one in self.completions]}
+        """Convert the result to a dictionary of JSON values, which ``--json`` prints.
+
+        Returns:
+            The query, with the completions under ``results``.
+        """
+        return {**self.about, "results": [completion.to_json() for completion in self.completions]}
 
 
-def complete(asked: CompleteOptions) -> Completions:
-    """Return the entities that best complete (head, relation, ?) or (?, relation, tail).
+def complete(options: CompleteOptions) -> Completions:
+    """Rank entities that complete (head, relation, ?) or (?, relation, tail).
 
     Raises:
-        UserError: no such run, head, entity or relation, or a run without a knowledge graph.
+        UserError: The run, head, entity or relation does not exist, the run has no knowledge
+            graph, or not exactly one entity is given.
     """
-    if (asked.head_entity is None) == (asked.tail_entity is None):
-        raise UserError("give one of --head-entity and --tail-entity: the other is completed.")
+    if (options.head_entity is None) == (options.tail_entity is None):
+        raise UserError("give either --head-entity or --tail-entity: the other one is completed.")
     completer = load_completer(
-        Path(asked.run),
-        asked.head,
-        prompt=asked.prompt,
-        rerank=asked.rerank,
-        reverse=asked.reverse,
-        exclude_head=asked.exclude_head,
-        device=asked.device,
+        Path(options.run),
+        options.head,
+        prompt=options.prompt,
+        rerank=options.rerank,
+        reverse=options.reverse,
+        exclude_head=options.exclude_head,
+        device=options.device,
     )
-    found = completer.top(
-        head=asked.head_entity,
-        relation=asked.relation,
-        tail=asked.tail_entity,
-        k=asked.k,
-        filtered=asked.filtered,
+    completions = completer.top(
+        head=options.head_entity,
+        relation=options.relation,
+        tail=options.tail_entity,
+        k=options.k,
+        filtered=options.filtered,
     )
-    return Completions(found, {"head": completer.name, **asdict(asked.part(TripleOptions))})
+    return Completions(completions, {"head": completer.name, **asdict(options.part(TripleOptions))})

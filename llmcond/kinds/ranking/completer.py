@@ -1,4 +1,4 @@
-"""A run's graph, encoder and head as one object that completes triples."""
+"""``Completer``: the graph, encoder and head of a run, as one object that completes triples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,17 @@ class Completion:
     """An entity that may complete a triple.
 
     Attributes:
-        rank: from 1.
-        score: what entities are ordered by; a cosine unless the graph adds to it.
-        known: whether some split has the triple.
+        rank: rank of the entity, from 1.
+        score: score by which entities are ranked: a cosine similarity, unless terms of the graph
+            (``rerank``, ``reverse``) are added to it.
+        id: id of the entity in the graph's files.
+        name: name of the entity.
+        known: whether the completed triple is in a split of the data.
+
+    Example:
+        >>> from llmcond import Completion
+        >>> Completion(rank=1, score=0.75, id="e7", name="Abbott cape", known=False).name
+        'Abbott cape'
     """
 
     rank: int
@@ -48,18 +56,32 @@ class Completion:
     known: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it."""
+        """Convert the completion to a dictionary of JSON values, which ``--json`` prints.
+
+        Returns:
+            The attributes, with ``score`` rounded to 6 decimals.
+        """
         return {**asdict(self), "score": round(self.score, 6)}
 
 
 class Completer:
-    """Ranks the entities of a run's graph by what a head and a relation ask for.
+    """Ranks the entities of a run's knowledge graph as completions of triples.
 
-    Make one with :func:`load_completer`.
+    Create one with ``load_completer``.
 
     Attributes:
-        graph: that the run is of.
-        name: the head's in the run, or ``none@PROMPT``: zero-shot.
+        graph: the run's knowledge graph.
+        name: name of the head in the run, or ``none@PROMPT`` for zero-shot.
+
+    Example:
+        >>> import llmcond
+        >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
+        >>> completer = llmcond.load_completer("graph")
+        >>> completer
+        Completer(minilm, head none@separate, 270 entities)
+        >>> ranks = completer.rank([("Abbott cape", "is made of", "cotton")])
+        >>> ranks.shape
+        (1, 2)
     """
 
     def __init__(
@@ -67,11 +89,11 @@ class Completer:
     ) -> None:
         self._examples, self._predictor, self._device = examples, predictor, device
         self._terms = terms
-        self.graph: Graph = examples.data  # type: ignore[assignment]  # load_completer saw to that
+        self.graph: Graph = examples.data  # type: ignore[assignment]  # load_completer checks that
         self.name = predictor.name
 
     def __repr__(self) -> str:
-        """Return what it is made of, in a line."""
+        """Return the encoder, the head and the number of entities, in one line."""
         return (
             f"Completer({self._examples.run.encoder_name}, head {self.name}, "
             f"{self.graph.n_entities:,} entities)"
@@ -86,56 +108,70 @@ class Completer:
         k: int = 10,
         filtered: bool = True,
     ) -> list[Completion]:
-        """Return the entities that best complete (head, relation, ?), or (?, relation, tail).
+        """Find the entities that best complete (head, relation, ?) or (?, relation, tail).
 
         Args:
-            head: an entity by its id or name.
-            relation: by its id or name.
-            tail: an entity, in the place of ``head``.
-            k: how many.
-            filtered: whether those that complete it in some split are left out.
+            head: id or name of the head entity, to complete the tail.
+            relation: id or name of the relation.
+            tail: id or name of the tail entity, to complete the head. Give either ``head`` or
+                ``tail``.
+            k: number of entities to return.
+            filtered: whether to leave out entities that complete the triple in a split of the data.
+
+        Returns:
+            At most ``k`` completions, best first.
 
         Raises:
-            UserError: no such entity or relation, a name that several have, or both ends given.
+            UserError: An entity or relation does not exist, its name is ambiguous, ``k`` is below
+                1, or not exactly one of ``head`` and ``tail`` is given.
         """
         if (head is None) == (tail is None):
-            raise UserError("give one of head and tail; the other one is what is completed.")
+            raise UserError("give either head or tail: the other one is completed.")
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
-        entity = _find(self.graph.entities, head if tail is None else tail, "entity")
-        which = _find(self.graph.relations, relation, "relation")
-        asked = np.array([[entity, which + (tail is not None) * self.graph.n_relations]])
+        entity = _find_index(self.graph.entities, head if tail is None else tail, "entity")
+        relation_index = _find_index(self.graph.relations, relation, "relation")
+        query = np.array([[entity, relation_index + (tail is not None) * self.graph.n_relations]])
         known = self._examples.known
-        answers = set(known.gather(asked[:, 0], asked[:, 1])[1].tolist())
-        left_out, exclude_head = known if filtered else None, self._terms.exclude_head
-        pool = CandidatePool(self._candidates, left_out, self._added, exclude_head)
+        answers = set(known.gather(query[:, 0], query[:, 1])[1].tolist())
+        excluded, exclude_head = known if filtered else None, self._terms.exclude_head
+        pool = CandidatePool(self._candidates, excluded, self._added, exclude_head)
         k = min(k, self.graph.n_entities)
-        found, scores = top(self._vectors(asked), pool, asked[:, 0], asked[:, 1], k)
+        candidates, scores = top(self._vectors(query), pool, query[:, 0], query[:, 1], k)
         entities = self.graph.entities
-        ordered = zip(found[0].tolist(), scores[0].tolist(), strict=True)
+        ordered = zip(candidates[0].tolist(), scores[0].tolist(), strict=True)
         return [
-            Completion(place, score, entities.ids[one], entities.names[one], one in answers)
-            for place, (one, score) in enumerate(ordered, start=1)
+            Completion(position, score, entities.ids[i], entities.names[i], i in answers)
+            for position, (i, score) in enumerate(ordered, start=1)
             if np.isfinite(score)
         ]
 
     def rank(self, triples: Sequence[tuple[str, str, str]]) -> NDArray[np.float64]:
-        """Return (n, 2) how n triples rank: their tails for their heads, and the other way.
+        """Rank triples among all entities, in both directions.
 
-        Ends and relations are ids or names. Other known answers are left out; of ties it is the
-        mean rank.
+        Other known answers of a query are left out.
+
+        Args:
+            triples: head, relation and tail of each triple, by id or name.
+
+        Returns:
+            Ranks of shape (n, 2), from 1: of each tail given the head and the relation, and of each
+            head given the tail and the relation. Ties get their mean rank.
 
         Raises:
-            UserError: no such entity or relation, or a name that several have.
+            UserError: An entity or relation does not exist, or its name is ambiguous.
         """
         ends, relations = (self.graph.entities, "entity"), (self.graph.relations, "relation")
-        columns = (ends, relations, ends)
-        found = [
-            [_find(own, text, what) for text, (own, what) in zip(triple, columns, strict=True)]
+        kinds = (ends, relations, ends)
+        rows = [
+            [
+                _find_index(texts, text, what)
+                for text, (texts, what) in zip(triple, kinds, strict=True)
+            ]
             for triple in triples
         ]
-        numbers = np.array(found, dtype=np.int64).reshape(-1, 3)
-        queries = both_directions(numbers, self.graph.n_relations)
+        triple_indices = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        queries = both_directions(triple_indices, self.graph.n_relations)
         ranks = rank(
             self._vectors(queries[:, :2]),
             self._candidates,
@@ -150,27 +186,27 @@ class Completer:
     def _candidates(self) -> Matrix:
         features = self._examples.features(self._predictor.view)
         candidates = self._examples.head(self._predictor, features).candidates()
-        return Dense(candidates.read())  # each call looks at all of them
+        return Dense(candidates.read())  # Every call reads all of them.
 
     @cached_property
     def _added(self) -> list[Term]:
         return self._terms.of(self._predictor)
 
-    def _vectors(self, asked: NDArray[Any]) -> MatrixLike:
-        """Return the vectors of (m, 2) queries; joint inputs that no split asks are encoded."""
+    def _vectors(self, queries: NDArray[Any]) -> MatrixLike:
+        """Return the vectors of queries (m, 2); joint inputs that no split has are encoded."""
         features = self._examples.features(self._predictor.view)
         arrays = features.arrays
         if arrays.joint is not None and arrays.joint_of is not None:
-            keys = joint_keys(asked[:, 0], asked[:, 1], arrays.n_relations)
+            keys = joint_keys(queries[:, 0], queries[:, 1], arrays.n_relations)
             if not np.isin(keys, arrays.joint_of).all():
                 order = np.unique(keys, return_index=True)[1]
-                features = features.with_joint(self._encoded(asked[order]), keys[order])
-        return self._examples.head(self._predictor, features).queries(asked[:, 0], asked[:, 1])
+                features = features.with_joint(self._encode_joint(queries[order]), keys[order])
+        return self._examples.head(self._predictor, features).queries(queries[:, 0], queries[:, 1])
 
-    def _encoded(self, asked: NDArray[Any]) -> Matrix:
+    def _encode_joint(self, queries: NDArray[Any]) -> Matrix:
         texts, view = self._examples.texts, self._predictor.view
         view.check_texts()
-        rows = [(texts.sentences[s], texts.conditions[c]) for s, c in asked.tolist()]
+        rows = [(texts.sentences[s], texts.conditions[c]) for s, c in queries.tolist()]
 
         def read(prompt: Prompt, part: Part) -> Matrix:
             return Dense(self._encoder.encode([getattr(prompt, part).render(*row) for row in rows]))
@@ -195,23 +231,38 @@ def load_completer(
     """Load a run of a knowledge graph with one of its heads.
 
     Args:
-        run: the run's folder.
-        head: a fitted head's name, or its recipe's if that is fitted once; ``none``: zero-shot.
-            None: the run's default, else the best on dev, or zero-shot if there is none.
-        prompt: for zero-shot, the prompt; a head has its own.
-        rerank: ``HOPS:ALPHA[:no-head]``: add ALPHA to entities near the head in train.
-        reverse: whether what train links back to the head is added to, as dev has it.
-        exclude_head: whether the entity asked of is left out itself.
+        run: folder of the run.
+        head: name of a fitted head, or of its recipe if only one head was fitted by it; ``none``
+            for zero-shot. By default the run's default head, else the best head on dev, or
+            zero-shot if the run has no head.
+        prompt: name of the prompt for zero-shot. A fitted head has its own prompt.
+        rerank: ``HOPS:ALPHA[:no-head]`` adds ALPHA to the scores of entities within HOPS links of
+            the head in the training graph.
+        reverse: whether to add a weight to entities that have the same relation to the head in
+            train. The weight is fitted on dev, separately for each relation.
+        exclude_head: whether to leave out the entity of the query itself.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
+    Returns:
+        The completer.
+
     Raises:
-        UserError: no such run or head, or a run of another task.
+        UserError: The run or head does not exist, or the run is of another task.
+
+    Example:
+        >>> import llmcond
+        >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
+        >>> completer = llmcond.load_completer("graph", exclude_head=True)
+        >>> completions = completer.top(head="Abbott cape", relation="is made of", k=2)
+        >>> [completion.rank for completion in completions]
+        [1, 2]
     """
     opened = open_any_run(Path(run))
     if not isinstance(opened, RankingRun) or not isinstance(opened.data, Graph):
         raise UserError(
             f"{run} is a run of the task {opened.task.name}, which has no knowledge graph. Extract "
-            "one: llmcond extract --task kgc --model MODEL --run another one."
+            "the features of a graph into a new run: llmcond extract --task kgc --model MODEL "
+            "--run FOLDER"
         )
     predictor = choose_head(opened, head, prompt)
     log_model(opened, predictor, head)
@@ -220,22 +271,23 @@ def load_completer(
     return Completer(examples, predictor, terms, device)
 
 
-def _find(texts: Texts, asked: str | None, what: str) -> int:
-    """Return the number of an entity or relation, by its id or else its name.
+def _find_index(texts: Texts, name_or_id: str | None, what: str) -> int:
+    """Return the index of an entity or relation with this id or, failing that, this name.
 
     Raises:
-        UserError: there is none, or several have the name.
+        UserError: No entity or relation matches, or several have this name.
     """
-    asked = str(asked)
-    if asked in texts.ids:
-        return texts.ids.index(asked)
-    named = [number for number, name in enumerate(texts.names) if name == asked]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        ids = ", ".join(texts.ids[number] for number in named[:10])
+    name_or_id = str(name_or_id)
+    if name_or_id in texts.ids:
+        return texts.ids.index(name_or_id)
+    matches = [index for index, name in enumerate(texts.names) if name == name_or_id]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        ids = ", ".join(texts.ids[index] for index in matches[:10])
         raise UserError(
-            f"{len(named)} of the graph are named {asked!r}: name one by its id: {ids}."
+            f"the name {name_or_id!r} is ambiguous: it has {len(matches)} matches in the graph. "
+            f"Give the id of one of them: {ids}."
         )
-    near = did_you_mean(asked, {*texts.ids, *texts.names})
-    raise UserError(f"the graph has no {what} {asked!r}. {near}".rstrip())
+    near = did_you_mean(name_or_id, {*texts.ids, *texts.names})
+    raise UserError(f"the graph has no {what} {name_or_id!r}. {near}".rstrip())

@@ -1,8 +1,8 @@
-"""InfoNCE of queries and candidates: the objective of SimKGC, which Hyper-CL trains with as well.
+"""The InfoNCE objective of queries and candidates of SimKGC, which Hyper-CL uses as well.
 
-SimKGC (ACL 2022), equation 4, section 3.3 and released code; Hyper-CL (ACL 2024), section 3.3.
-Fitting of heads and training of encoders share it: both give it scores, of which it knows no more
-than which column is a row's own, and which are left out.
+References: SimKGC (ACL 2022), equation 4, section 3.3 and released code; Hyper-CL (ACL 2024),
+section 3.3. Fitting a head and training an encoder share this objective. Both pass it scores, the
+target column of each row, and a mask of the scores to leave out.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ Masked = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContrastSettings:
-    """What queries are contrasted with, and how.
+    """Settings of the contrastive objective: its negatives and its temperature.
 
     The defaults are those of SimKGC's commands for WN18RR.
 
     Attributes:
-        temperature: of the scores, at the start.
-        learn_temperature: whether it is trained along.
-        margin: subtracted from the score of each query with its own candidate.
-        directions: ``both``: each query finds its candidate among those of the batch, and each
-            candidate its query; ``query``: the first only.
-        negatives: candidates of a batch: its ``tails``, or all its ``entities``, heads as well.
-        self_negatives: whether a query's own head is a candidate too.
-        queue: earlier batches whose candidates are still contrasted with, as they were then.
-        queue_weight: what the scores of those are multiplied by.
-        random_candidates: entities drawn for each batch, besides those of its triples.
-        relation_negatives: other relations that each triple is contrasted with: its tail is to be
-            nearer to the head under its relation than under those (Hyper-CL's contrast of one
-            sentence under two conditions, of which SimKGC has nothing); 0: none.
+        temperature: initial temperature of the scores.
+        learn_temperature: whether the temperature is trained.
+        margin: margin that is subtracted from the score of each query with its target.
+        directions: ``both`` ranks the target of each query among the candidates of the batch, and
+            the query of each target among the queries; ``query`` does only the former.
+        negatives: candidates of a batch: its ``tails``, or all its ``entities`` (heads and tails).
+        self_negatives: whether the head of a query is a candidate for the query.
+        queue: number of previous batches whose candidates are used as negatives too, with the
+            embeddings that they had in their batch.
+        queue_weight: factor of the scores of these candidates.
+        random_candidates: number of entities sampled for each batch, in addition to the entities
+            of its triples.
+        relation_negatives: number of other relations that each triple is contrasted with; 0 for
+            none. The tail must be nearer to the head under the triple's relation than under the
+            others. This is Hyper-CL's contrast of one sentence under two conditions; SimKGC has
+            no such term.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -63,7 +66,7 @@ class ContrastSettings:
 
 
 class Contrast(nn.Module):
-    """The objective with its temperature, which is trained along where the settings say so."""
+    """The objective with its temperature, which is a trained parameter if the settings say so."""
 
     def __init__(self, settings: ContrastSettings) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class Contrast(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Return what scores are multiplied by: 1 / temperature."""
+        """The factor of the scores: 1 / temperature."""
         return math.exp(float(self.log_scale.detach()))
 
     def forward(
@@ -84,7 +87,7 @@ class Contrast(nn.Module):
         others: Sequence[Masked] = (),
         relations: Masked | None = None,
     ) -> Tensor:
-        """Return :func:`contrastive` at the temperature as it is now."""
+        """Return ``contrastive`` at the current temperature."""
         scale = self.log_scale.exp()
         return contrastive(scores, target, mask, self.settings, scale, others, relations)
 
@@ -98,69 +101,72 @@ def contrastive(
     others: Sequence[Masked] = (),
     relations: Masked | None = None,
 ) -> Tensor:
-    """Return the objective of a batch, a scalar: the sum of its directions, each a mean over rows.
+    """Return the loss of a batch, a scalar: the sum over directions, each a mean over rows.
 
-    With the score s_ij of query i and candidate j, and t_i the candidate of query i, a row adds
-    -log(e^((s_it - margin) scale) / (e^((s_it - margin) scale) + sum over j of e^(s_ij scale)));
-    the other direction is the same over the queries of candidate t_i.
+    With the score s_ij of query i and candidate j, and t the target of query i, a row's loss is
+    -log(e^((s_it - margin) scale) / (e^((s_it - margin) scale) + sum over j of e^(s_ij scale))).
+    The other direction is the same, summed over the queries instead of the candidates.
 
     Args:
-        scores: (m, n) of each query with each candidate of the batch.
-        target: (m,) int64 the column of each query's own candidate.
-            Several may have one column, where an entity is there once; as often as it is in the
-            batch, as in SimKGC, it weighs as much more as a negative of others.
-        mask: (m, n) bool, true where a candidate is known to be right for a query: it is no
-            negative, in either direction. What it says of a query's own one is not looked at.
-        settings: see :class:`ContrastSettings`.
-        scale: what scores are multiplied by, 1 / temperature.
-        others: (m, k) each, scores of further candidates, which have no query of their own in the
-            batch, and the mask of those.
-        relations: (m, r) scores of each query's candidate with its head under other relations, and
-            the mask of those.
+        scores: scores of each query with each candidate of the batch, (m, n).
+        target: column of the target of each query, (m,) int64. Several queries may share a column,
+            if each entity has a single column. If an entity has a column for each of its
+            occurrences, as in SimKGC, it has correspondingly more weight as a negative.
+        mask: mask, (m, n) bool, that is true where a candidate is a known answer of a query. Known
+            answers are not negatives, in either direction. The values at the targets are ignored.
+        settings: settings of the objective.
+        scale: factor of the scores, 1 / temperature.
+        others: scores (m, k) and masks of additional candidates, which are not the target of any
+            query of the batch.
+        relations: scores (m, r) of the target of each query with its head under other relations,
+            and their mask.
     """
     rows = torch.arange(len(scores), device=scores.device)
-    own = target[:, None] == torch.arange(scores.shape[1], device=scores.device)
-    logits = (scores - settings.margin * own.to(scores.dtype)) * scale
-    # Masked when it is scaled: the gradient of a temperature by -inf is no number.
-    every = [logits.masked_fill(mask & ~own, -torch.inf)]
-    every += [(found * scale).masked_fill(left_out, -torch.inf) for found, left_out in others]
-    total = cross_entropy(torch.cat(every, dim=1), target)
+    is_target = target[:, None] == torch.arange(scores.shape[1], device=scores.device)
+    logits = (scores - settings.margin * is_target.to(scores.dtype)) * scale
+    # The mask is applied after scaling: -inf times the temperature would have a NaN gradient.
+    logit_groups = [logits.masked_fill(mask & ~is_target, -torch.inf)]
+    logit_groups += [
+        (other_scores * scale).masked_fill(other_mask, -torch.inf)
+        for other_scores, other_mask in others
+    ]
+    total = cross_entropy(torch.cat(logit_groups, dim=1), target)
     if settings.directions == "both":
-        # Queries of one candidate are no negatives of each other.
-        right = mask.T[target] | (target[:, None] == target)
-        right[rows, rows] = False
+        # Queries with the same target are not negatives of each other.
+        is_known_answer = mask.T[target] | (target[:, None] == target)
+        is_known_answer[rows, rows] = False
         columns = logits.index_select(1, target).T
-        total = total + cross_entropy(columns.masked_fill(right, -torch.inf), rows)
+        total = total + cross_entropy(columns.masked_fill(is_known_answer, -torch.inf), rows)
     if relations is not None:
-        found, left_out = relations
-        others_of = (found * scale).masked_fill(left_out, -torch.inf)
-        both = torch.cat([logits.gather(1, target[:, None]), others_of], dim=1)
-        total = total + cross_entropy(both, torch.zeros_like(target))
+        other_scores, other_mask = relations
+        other_logits = (other_scores * scale).masked_fill(other_mask, -torch.inf)
+        pair_logits = torch.cat([logits.gather(1, target[:, None]), other_logits], dim=1)
+        total = total + cross_entropy(pair_logits, torch.zeros_like(target))
     return total
 
 
 class Queue:
-    """Candidates of earlier batches, detached: SimKGC's pre-batch negatives.
+    """Candidates of previous batches, detached: SimKGC's pre-batch negatives.
 
-    SimKGC fills it with random vectors at first; here it is empty until there are batches.
+    SimKGC initialises it with random vectors; this one is empty at first.
     """
 
     def __init__(self, batches: int) -> None:
-        self._batches = batches
-        self._kept: list[tuple[Positions, Tensor]] = []
+        self._limit = batches
+        self._batches: list[tuple[Positions, Tensor]] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._batches)
 
     def entities(self) -> Positions:
-        """Return the candidates' entities, (k,)."""
-        return np.concatenate([entities for entities, _ in self._kept])
+        """Return the entities of the candidates, (k,)."""
+        return np.concatenate([entities for entities, _ in self._batches])
 
     def vectors(self) -> Tensor:
-        """Return the candidates' embeddings, (k, dim)."""
-        return torch.cat([vectors for _, vectors in self._kept])
+        """Return the embeddings of the candidates, (k, dim)."""
+        return torch.cat([vectors for _, vectors in self._batches])
 
     def add(self, entities: Positions, vectors: Tensor) -> None:
-        """Put in a batch, (k,) and (k, dim), and drop the oldest one above their number."""
-        if self._batches:
-            self._kept = [*self._kept, (entities, vectors.detach())][-self._batches :]
+        """Add the candidates of a batch, (k,) and (k, dim), and drop the oldest batch if full."""
+        if self._limit:
+            self._batches = [*self._batches, (entities, vectors.detach())][-self._limit :]

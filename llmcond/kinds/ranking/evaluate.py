@@ -1,4 +1,4 @@
-"""Score how predictors rank right answers: fitted heads, zero-shot, and rules of the graph."""
+"""Scoring of rankings: fitted heads, zero-shot and the reverse rule of the graph."""
 
 from __future__ import annotations
 
@@ -27,51 +27,55 @@ from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
 from llmcond.workflows.evaluate import ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
-#: What results call the rule that an edge goes both ways.
+#: Name, in results, of the rule that ranks by reversed edges alone.
 REVERSE_RULE = "rule:reverse"
 
 
-def evaluate_ranking(run: RankingRun, asked: EvaluateOptions) -> RankedResults[RankedResult]:
-    """Rank the answers of a split by a run's heads, by zero-shot, and by the reversed edge alone.
+def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults[RankedResult]:
+    """Rank the answers of a split by a run's heads, by zero-shot, and by the reverse rule.
 
-    See :meth:`llmcond.runs.kind.Kind.evaluate`.
+    Options and errors are those of ``Kind.evaluate``.
     """
-    computed = choose_metrics(run.task.metrics, asked.metric)
-    fitted, prompts = asked_for(run, asked.head)
-    # What it is called in results is another thing where data is not the run's own.
-    data, own, split = ranked_data(run, asked)
+    computed = choose_metrics(run.task.metrics, options.metric)
+    fitted, prompts = asked_for(run, options.head)
+    # With --data, results name a split that differs from the key of the split in the data.
+    data, split_key, split = ranked_data(run, options)
     store = run.store()
     if data is not run.data:
         inputs = partial(QueryInputs, run.task.texts(data))
-        store = extract_others(run, prompts, inputs, asked.device)
+        store = extract_others(run, prompts, inputs, options.device)
     examples = QueryExamples(run, data, store)
-    rows = examples.scored(own)
-    plain = [one for prompt in prompts for one in zeroshots(run, prompt)]
-    predictors: list[AnyPredictor] = [*plain, *fitted]
-    terms = GraphTerms(examples, asked.rerank, asked.reverse, asked.exclude_head)
-    ties = asked.ties or "realistic"
+    rows = examples.scored(split_key)
+    zero_shot = [zero for prompt in prompts for zero in zeroshots(run, prompt)]
+    predictors: list[AnyPredictor] = [*zero_shot, *fitted]
+    terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
+    ties = options.ties or "realistic"
     log.info(f"ranking {len(rows.pair):,} queries of {split} by {len(predictors)} systems")
-    described, systems = [], []
-    for one in predictors:
-        neighbours = bool(getattr(one.head.settings, "neighbours", False))
+    results, systems = [], []
+    for predictor in predictors:
+        neighbours = bool(getattr(predictor.head.settings, "neighbours", False))
         about = {"ties": ties, "added": terms.to_json(), "neighbours": neighbours}
-        described.append(unscored(RankedResult, one, split, run.task.name, **about))
-        systems.append(examples.ranks(one, own, terms.of(one), terms.exclude_head))
+        results.append(unscored(RankedResult, predictor, split, run.task.name, **about))
+        systems.append(
+            examples.ranks(predictor, split_key, terms.of(predictor), terms.exclude_head)
+        )
     if terms.context is not None:
-        # What takes no training stands together.
-        described.insert(len(plain), _rule(run, split, ties))
-        by_rule = rank_rule(terms.context, data.queries(own), examples.known)
-        systems.insert(len(plain), by_rule)
-    counted = [replace(one, counts=Counts.of(rows)) for one in described]
-    ranks = [one.of(ties) for one in systems]
+        # The rule follows the zero-shot predictors: neither is trained.
+        results.insert(len(zero_shot), _reverse_rule_result(run, split, ties))
+        by_rule = rank_rule(terms.context, data.queries(split_key), examples.known)
+        systems.insert(len(zero_shot), by_rule)
+    results_with_counts = [replace(result, counts=Counts.of(rows)) for result in results]
+    ranks = [system_ranks.of(ties) for system_ranks in systems]
     graph = data if isinstance(data, Graph) else None
-    by_relation = asked.by_relation
-    scored = _with_figures(counted, ranks, rows.pair, graph, own, computed, by_relation)
-    return RankedResults(tuple(scored), ranks, examples.rows(own))
+    by_relation = options.by_relation
+    results_with_figures = _add_figures(
+        results_with_counts, ranks, rows.pair, graph, split_key, computed, by_relation
+    )
+    return RankedResults(tuple(results_with_figures), ranks, examples.rows(split_key))
 
 
-def _rule(run: RankingRun, split: str, ties: Ties) -> RankedResult:
-    """Return the result of the reversed edge alone, without figures."""
+def _reverse_rule_result(run: RankingRun, split: str, ties: Ties) -> RankedResult:
+    """Return the result of the reverse rule, without metrics."""
     return RankedResult(
         name=REVERSE_RULE,
         head=REVERSE_RULE,
@@ -84,7 +88,7 @@ def _rule(run: RankingRun, split: str, ties: Ties) -> RankedResult:
     )
 
 
-def _with_figures(
+def _add_figures(
     results: Sequence[RankedResult],
     ranks: Sequence[Floats],
     group: Positions,
@@ -93,28 +97,32 @@ def _with_figures(
     metrics: Sequence[Metric],
     by_relation: bool,
 ) -> list[RankedResult]:
-    """Return results with their figures, of all queries and of each part."""
-    seeded = [own[None] for own in ranks]
+    """Return results with their metrics, on all queries and on each subset of queries."""
+    seeded = [system_ranks[None] for system_ranks in ranks]
 
     def figures(chosen: NDArray[np.bool_] | None = None) -> list[Part]:
         return measure_each(seeded, group, metrics, chosen=chosen)
 
     overall = figures()
-    by_part: dict[str, list[Part]] = {}
-    grouped: list[tuple[str, list[Part]]] = []
+    subset_figures: dict[str, list[Part]] = {}
+    relation_figures: list[tuple[str, list[Part]]] = []
     n_categories = 0
     if graph is not None:
-        by_part = {name: figures(chosen) for name, chosen in parts(graph, split).items()}
+        subset_figures = {
+            name: figures(in_subset) for name, in_subset in parts(graph, split).items()
+        }
         if by_relation:
-            grouped = [(name, figures(chosen)) for name, chosen in relation_parts(graph, split)]
-            n_categories = len(grouped) - graph.n_relations
+            relation_figures = [
+                (name, figures(in_subset)) for name, in_subset in relation_parts(graph, split)
+            ]
+            n_categories = len(relation_figures) - graph.n_relations
     return [
         replace(
-            one,
+            result,
             metrics=overall[i].metrics,
-            parts={name: own[i] for name, own in by_part.items()},
-            by_category={name: own[i] for name, own in grouped[:n_categories]},
-            by_relation={name: own[i] for name, own in grouped[n_categories:]},
+            parts={name: values[i] for name, values in subset_figures.items()},
+            by_category={name: values[i] for name, values in relation_figures[:n_categories]},
+            by_relation={name: values[i] for name, values in relation_figures[n_categories:]},
         )
-        for i, one in enumerate(results)
+        for i, result in enumerate(results)
     ]

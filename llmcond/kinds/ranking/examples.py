@@ -1,4 +1,4 @@
-"""Queries against candidates as examples: heads are fitted on the right answers, and rank them."""
+"""The examples of a ranking run: heads are fitted on queries and rank their answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import Concatenated, Gathered, Matrix, MatrixLike
 from llmcond.data.queries import QueryRows
@@ -31,13 +32,13 @@ from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor
 
-#: Queries of dev that choose an epoch, at most.
+#: Maximum number of dev queries whose score chooses the epoch.
 _DEV_QUERIES = 1_000
 
 
 @cache
-def no_head(dim: int, reads_joint: bool) -> FittedQueryHead:
-    """Return the head of zero-shot: features (n, dim) of length 1 as they are, for cosines."""
+def create_zero_shot_head(dim: int, reads_joint: bool) -> FittedQueryHead:
+    """Create the zero-shot head, which leaves features (n, dim) of unit length unchanged."""
     recipe = load_recipe("none", "kgc")
     module: Any = recipe.family(replace(recipe.settings, score="dot"), dim)
     module.reads_joint = reads_joint
@@ -45,7 +46,7 @@ def no_head(dim: int, reads_joint: bool) -> FittedQueryHead:
 
 
 class QueryExamples(Examples):
-    """See :class:`Examples`."""
+    """The queries and candidates of a run, with their features."""
 
     run: RankingRun
     data: QueryData
@@ -53,82 +54,91 @@ class QueryExamples(Examples):
     def __init__(
         self, run: RankingRun, data: QueryData | None = None, store: FeatureStore | None = None
     ) -> None:
-        """Prepare a run, or other ``data`` on its candidates; ``store`` has the features."""
+        """Prepare the examples; features are read when they are needed.
+
+        Args:
+            run: run with the candidates.
+            data: other queries on these candidates; by default the run's.
+            store: store with the features of ``data``; by default the run's.
+        """
         self.run, self.data, self.unit = run, data or run.data, run.task.unit
         self._store = store or run.store()
         self._features: dict[View, QueryFeatures] = {}
-        self._read: dict[tuple[str, str], Matrix] = {}
+        self._columns: dict[tuple[str, str], Matrix] = {}
 
     @cached_property
     def texts(self) -> QueryTexts:
-        """Return the texts behind the queries."""
+        """The texts of queries and candidates."""
         return self.run.task.texts(self.data)
 
     @cached_property
     def known(self) -> Any:
-        """Return the right answers of all splits, of which a query's others are left out."""
+        """The known answers of all splits: a query's other answers are left out of its ranking."""
         return self.run.task.known(self.data)
 
     # -- features ------------------------------------------------------------------------------
 
     def features(self, view: View) -> QueryFeatures:
-        """Return what heads read of queries and candidates under a view."""
+        """Return the features of queries and candidates under a view."""
         if view not in self._features:
-            columns = [self._column(prompt, "candidates") for prompt in view.prompts]
+            columns = [self._read_column(prompt, "candidates") for prompt in view.prompts]
             separate = view.features == "separate"
             arrays = self.run.task.arrays(
                 self.data,
                 candidates=columns[0] if len(columns) == 1 else Concatenated(columns),
-                conditions=view.condition(lambda prompt, _: self._column(prompt, "conditions")),
-                joint=None if separate else view.sentence(self._of_asked),
+                conditions=view.condition(
+                    lambda prompt, _: self._read_column(prompt, "conditions")
+                ),
+                joint=None if separate else view.sentence(self._read_sentences),
                 asked=self.texts.asked,
             )
             self._features[view] = QueryFeatures(arrays)
         return self._features[view]
 
-    def _of_asked(self, prompt: Prompt, part: Part) -> Matrix:
-        """Return the features of sentences under the conditions that they are asked under."""
-        if part == "conditional":
-            return self._column(prompt, "joint")
+    def _read_sentences(self, prompt: Prompt, text_part: Part) -> Matrix:
+        """Return one part of a prompt's features for each pair of sentence and condition."""
+        if text_part == "conditional":
+            return self._read_column(prompt, "joint")
         column = 1 if prompt.of_condition else 0
-        table = self._column(prompt, "conditions" if prompt.of_condition else "sentences")
+        table = self._read_column(prompt, "conditions" if prompt.of_condition else "sentences")
         return Gathered(table, self.texts.asked[:, column], unique_table=False)
 
-    def _column(self, prompt: Prompt, name: str) -> Matrix:
+    def _read_column(self, prompt: Prompt, name: str) -> Matrix:
         key = prompt.digest, name
-        if key not in self._read:
-            self._read[key] = self._store.lookup(getattr(QueryInputs(self.texts, prompt), name))
-        return self._read[key]
+        if key not in self._columns:
+            self._columns[key] = self._store.lookup(getattr(QueryInputs(self.texts, prompt), name))
+        return self._columns[key]
 
-    # -- what every kind of examples has -------------------------------------------------------
+    # -- the interface of Examples -------------------------------------------------------------
 
+    @override
     def dim(self, view: View) -> int:
-        """See :class:`Examples`."""
         return self.features(view).arrays.dims[0]
 
     @property
+    @override
     def dev_sample(self) -> str:
-        """See :class:`Examples`."""
         if "dev" not in self.data.splits or len(self.data.queries("dev")) <= _DEV_QUERIES:
             return ""
         return f"{_DEV_QUERIES:,} queries"
 
+    @override
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedQueryHead:
-        """See :class:`Examples`; a sample of dev, always the same, chooses the epoch."""
         arrays = self.features(view).arrays
         dev: DevScore[FittedQueryHead] | None = None
         if "dev" in self.data.splits:
             queries = self.data.queries("dev")
             if len(queries) > _DEV_QUERIES:
-                chosen = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
-                queries = queries[np.sort(chosen)]
+                # The same sample in every fit.
+                sample = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
+                queries = queries[np.sort(sample)]
             dev = DevScore(metric_of(self.run.dev_metric), lambda head: self._score(head, queries))
         return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
 
+    @override
     def on_dev(self, head: FittedQueryHead, view: View) -> float:
-        """See :class:`Examples`."""
         if "dev" not in self.data.splits:
             return math.nan
         return self._score(head.on(self.features(view)), self.data.queries("dev"))
@@ -139,20 +149,22 @@ class QueryExamples(Examples):
         metric = metric_of(self.run.dev_metric)
         return metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
+    @override
     def scored(self, split: str) -> Queries:
-        """See :class:`Examples`: the queries of a split, by the examples that ask them."""
         if split not in self.data.splits:
-            has = ", ".join(self.run.splits)
-            raise UserError(f"{self.run.folder} has no {split} split; it has {has}.")
+            split_names = ", ".join(self.run.splits)
+            raise UserError(f"{self.run.folder} has no {split} split; it has {split_names}.")
+        # Several queries may come from one example, such as both directions of a triple.
         n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
         return Queries(np.arange(n) % n_examples, self.unit)
 
+    @override
     def rows(self, split: str) -> QueryRows:
-        """See :class:`Examples`."""
         return self.run.task.rows(self.data, split)
 
+    @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        """See :class:`Examples`: the rank of each query's answer, of ties the mean one."""
+        # The rank of each query's answer; ties get their mean rank.
         return self.ranks(predictor, split).of().astype(np.float32)
 
     # -- ranks ---------------------------------------------------------------------------------
@@ -160,18 +172,25 @@ class QueryExamples(Examples):
     def vectors(
         self, predictor: AnyPredictor, sentences: NDArray[Any], conditions: NDArray[Any]
     ) -> tuple[MatrixLike, Matrix]:
-        """Return (m, k) vectors of queries, by positions (m,), and those of all candidates (n, k).
+        """Return the embeddings of queries (m, k) and of all candidates (n, k).
 
-        Scores are their products.
+        Scores are their inner products.
+
+        Args:
+            predictor: predictor whose head maps the features.
+            sentences: positions of the queries' sentences, (m,).
+            conditions: positions of their conditions, (m,).
         """
         head = self.head(predictor, self.features(predictor.view))
         return head.queries(sentences, conditions), head.candidates()
 
     def head(self, predictor: AnyPredictor, features: QueryFeatures) -> FittedQueryHead:
-        """Return a predictor's head, bound to features; zero-shot returns them as they are."""
+        """Return a predictor's head, bound to features; zero-shot leaves features unchanged."""
         head: FittedQueryHead = predictor.head
         if not predictor.is_fitted:
-            head = no_head(features.arrays.dims[0], predictor.view.features != "separate")
+            head = create_zero_shot_head(
+                features.arrays.dims[0], predictor.view.features != "separate"
+            )
         return head.on(features)
 
     def ranks(
@@ -181,7 +200,7 @@ class QueryExamples(Examples):
         terms: Sequence[Term] = (),
         exclude_head: bool = False,
     ) -> Ranks:
-        """Return the ranks of the answers of a split's queries, other known answers left out."""
+        """Return the ranks of the answers of a split's queries, without other known answers."""
         queries = self.data.queries(split)
         vectors, candidates = self.vectors(predictor, queries[:, 0], queries[:, 1])
         return rank(vectors, candidates, queries, self.known, terms, exclude_head)

@@ -1,4 +1,4 @@
-"""Heads that map queries and candidates, as modules and once they are fitted."""
+"""Heads that map queries and candidates, as torch modules and as fitted heads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize, one_hot
+from typing_extensions import override
 
 from llmcond.arrays import Array, Matrix
 from llmcond.errors import UserError
@@ -24,28 +25,30 @@ from llmcond.heads.storage import read_head
 from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
 from llmcond.kinds.ranking.contrastive import Contrast, ContrastSettings
 
-#: Entities and queries mapped at a time.
+#: Number of entities or queries that are mapped at once.
 _BLOCK = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuerySettings(GradientSettings, ContrastSettings):
-    """What the recipe of any head may say that maps queries and candidates.
+    """Recipe settings that all heads for queries and candidates share.
 
-    The settings of the map of queries itself, such as its rank, come in addition.
+    The settings of the map of queries, such as its rank, come in addition.
 
     Attributes:
-        candidate: what maps candidates: ``none``; ``linear``, a layer of their own; or ``same``,
-            what maps queries too: a joint map itself, and before a conditioned one the same layer.
-        score: ``cosine`` of both embeddings (Hyper-CL's paper), or ``dot``: their product as they
-            are (its released code, which has candidates of length 1 and no layer for them).
-        neighbours: whether an entity is read with the mean of its neighbours' features in the
-            training graph, of which a triple's other end is taken out in training.
-        relations: what is known of a relation: its ``features``, or ``one-hot`` which one it is; a
-            hypernetwork is then one free matrix for each.
-        start: ``identity``: embeddings are, as far as the form allows, the features at first; or
-            ``random``.
-        schedule: how the learning rate falls over all epochs: ``linear`` to 0, or ``constant``.
+        candidate: map of candidates: ``none``; ``linear``, a separate layer; or ``same``, which
+            shares the map of queries if that map has no condition, and otherwise the layer before
+            the conditioned map.
+        score: ``cosine`` of both embeddings (Hyper-CL's paper), or ``dot``, their inner product
+            without normalisation (Hyper-CL's released code, in which candidates have unit length
+            and no layer).
+        neighbours: whether to read an entity with the mean of the features of its neighbours in the
+            training graph. In training, the other end of a triple does not count as a neighbour.
+        relations: input for a relation: its ``features``, or its ``one-hot`` index, with which a
+            hypernetwork learns a separate matrix for each relation.
+        start: initial weights: ``identity``, with which embeddings equal the features as far as the
+            architecture allows, or ``random``.
+        schedule: schedule of the learning rate: ``linear`` to 0 over all epochs, or ``constant``.
     """
 
     candidate: Literal["none", "linear", "same"] = "linear"
@@ -56,54 +59,59 @@ class QuerySettings(GradientSettings, ContrastSettings):
     schedule: Literal["linear", "constant"] = "linear"
 
     def __post_init__(self) -> None:
-        """Refuse settings that do not go together."""
+        """Raise a ValueError for settings that exclude each other."""
         if self.neighbours and self.candidate == "none":
             raise ValueError(
-                "neighbours need a map of candidates, which brings twice as many features to "
-                "their size: set candidate to linear or same"
+                "neighbours double the number of features, so candidates need a map that reduces "
+                "it: set candidate to linear or same"
             )
 
 
 @dataclass(frozen=True)
 class QuerySizes(Sizes):
-    """The sizes that such a head is made with; ``n_relations`` is R, in one direction."""
+    """The sizes that a query head is created with.
+
+    Attributes:
+        n_relations: number R of relations, in one direction.
+    """
 
     n_relations: RecordedSize = 0
 
 
 @dataclass(frozen=True, eq=False)
 class FittedQueryHead(Fitted):
-    """A fitted head that maps queries and candidates: an immutable value, like other heads.
+    """A fitted head that maps queries and candidates; immutable, like other fitted heads.
 
     Attributes:
-        data: the graph that it maps entities of; None for a head that was just loaded.
+        data: features of the graph that the head is applied to; None for a head that was just
+            loaded.
     """
 
     Sizes = QuerySizes
-    refusal = "maps no queries of a graph"
+    refusal = "does not map queries of a graph"
 
     data: QueryFeatures | None = None
 
     @property
     def heads(self) -> list[QueryHead]:
-        """The module's heads, of which an ensemble has several."""
+        """The heads of the module; an ensemble has several."""
         return members_of(self.module)
 
     @property
     def dim_out(self) -> int:
-        """Return the size of the embeddings."""
+        """The dimension of the embeddings."""
         return sum(head.dim_out for head in self.heads)
 
     @property
     def n_relations(self) -> int:
-        """Return R, of relations in one direction."""
+        """The number R of relations, in one direction."""
         return self.heads[0].n_relations
 
     def check(self, dims: tuple[int, int, int]) -> None:
-        """Check the sizes of a graph's features, see :attr:`QueryArrays.dims`.
+        """Check the sizes of a graph's features, which are ``QueryArrays.dims``.
 
         Raises:
-            UserError: they are others than those the head was fitted on.
+            UserError: The head was fitted on other sizes.
         """
         names = ("features of entities", "features of relations", "relations")
         fitted_on = self.dim_in, self.dim_condition, self.n_relations
@@ -116,85 +124,100 @@ class FittedQueryHead(Fitted):
                 )
 
     def on(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
-        """Return the head on a graph; other heads may share the features.
+        """Return the head applied to a graph; several heads may share its features.
 
         Raises:
-            UserError: features of other sizes than those it was fitted on, or other relations.
+            UserError: The head was fitted on features of other sizes, or on another number of
+                relations.
         """
         data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
         self.check(data.arrays.dims)
         return replace(self, data=data)
 
     def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
-        """Return embeddings of queries, (m, k) float32, of entities and relations below 2 R.
+        """Return the embeddings of queries, (m, k) float32.
 
-        Scores are products of these and :meth:`candidates`: cosines where the head compares by
-        them, as both have length 1 then.
+        Their inner products with ``candidates`` are the scores. If the head compares by cosine,
+        both have unit length, so the scores are cosine similarities.
+
+        Args:
+            heads: head entities, (m,).
+            relations: relations, (m,), below 2 R.
         """
-        rows, which = (np.asarray(part, dtype=np.int64) for part in (heads, relations))
-        data, settings = self._bound(), self.settings
+        rows, relation_indices = (
+            np.asarray(indices, dtype=np.int64) for indices in (heads, relations)
+        )
+        data, settings = self._require_graph(), self.settings
         blocks = [np.zeros((0, self.dim_out), dtype=np.float32)]
         for start in range(0, len(rows), _BLOCK):
-            own, by = rows[start : start + _BLOCK], which[start : start + _BLOCK]
+            block, block_relations = (
+                rows[start : start + _BLOCK],
+                relation_indices[start : start + _BLOCK],
+            )
             with torch.inference_mode():
-                x = data.heads(own, by, self.heads[0].reads_joint, settings.neighbours)
-                seen = data.relations, torch.from_numpy(by)
-                blocks.append(_side_by_side([head.query(x, *seen) for head in self.heads]))
+                x = data.heads(
+                    block, block_relations, self.heads[0].reads_joint, settings.neighbours
+                )
+                relation_inputs = data.relations, torch.from_numpy(block_relations)
+                blocks.append(
+                    _concatenate_heads([head.query(x, *relation_inputs) for head in self.heads])
+                )
         return np.concatenate(blocks)
 
     def candidates(self) -> Matrix:
-        """Return embeddings of all entities, (n, k), computed for the rows that are read."""
-        return _Candidates(self, self._bound())
+        """Return the embeddings of all entities, (n, k), which are computed when rows are read."""
+        return _CandidateVectors(self, self._require_graph())
 
-    def _bound(self) -> QueryFeatures:
+    def _require_graph(self) -> QueryFeatures:
         if self.data is None:
-            raise UserError("this head is on no graph yet: head.on(arrays).")
+            raise UserError("this head has no graph yet. Call head.on(arrays) first.")
         return self.data
 
 
-class _Candidates(Matrix):
-    """The embeddings of all entities under a head."""
+class _CandidateVectors(Matrix):
+    """The embeddings of all entities by a head, computed when rows are read."""
 
     def __init__(self, head: FittedQueryHead, data: QueryFeatures) -> None:
         self._head, self._data = head, data
         self.shape = len(data.arrays.entities), head.dim_out
 
     def __getitem__(self, rows: Any, /) -> Array:
-        which = np.arange(len(self))[rows]
-        found = np.empty((len(which), self.shape[1]), dtype=np.float32)
-        for start in range(0, len(which), _BLOCK):
-            part = which[start : start + _BLOCK]
+        entities = np.arange(len(self))[rows]
+        vectors = np.empty((len(entities), self.shape[1]), dtype=np.float32)
+        for start in range(0, len(entities), _BLOCK):
+            block = entities[start : start + _BLOCK]
             with torch.inference_mode():
-                x = self._data.entities(part, self._head.settings.neighbours)
+                x = self._data.entities(block, self._head.settings.neighbours)
                 parts = [head.candidate(x) for head in self._head.heads]
-                found[start : start + _BLOCK] = _side_by_side(parts)
-        return found
+                vectors[start : start + _BLOCK] = _concatenate_heads(parts)
+        return vectors
 
 
-def _side_by_side(parts: list[Tensor]) -> Array:
-    """Return embeddings of several heads as one, whose scores are the means of theirs."""
-    joined = torch.cat(parts, dim=1) / len(parts) ** 0.5 if len(parts) > 1 else parts[0]
-    return np.asarray(joined.numpy())
+def _concatenate_heads(parts: list[Tensor]) -> Array:
+    """Concatenate the embeddings of several heads, so that scores are the means of theirs."""
+    concatenated = torch.cat(parts, dim=1) / len(parts) ** 0.5 if len(parts) > 1 else parts[0]
+    return np.asarray(concatenated.numpy())
 
 
 def load_query_head(folder: Path) -> tuple[FittedQueryHead, dict[str, Any]]:
-    """Return a head that ranks candidates, on no graph yet; else as :func:`load_head`."""
+    """Load a head that ranks candidates, without a graph; otherwise like ``load_head``."""
     files = read_head(folder)
     return restore_head(files, FittedQueryHead), files.description
 
 
 class QueryHead(HeadModule):
-    """A map of queries, any other family of heads, beside a map of candidates.
+    """A map of queries, which is any other family of heads, and a map of candidates.
 
-    With neighbours, a layer brings an entity's own features and the mean of its neighbours' to
-    the size of its own first. A map that generates matrices sees relations by their coordinates in
-    the space that all of them span: what it makes of them is linear, so that is the same map. It
-    has fewer parameters where there are fewer directed relations than dimensions, as in WN18RR (22
-    columns instead of 384).
+    With neighbours, a first layer reduces an entity's features and the mean of its neighbours'
+    features to the dimension of one of them. A map that generates matrices reads relations as
+    coordinates in the space that all relations span. It is linear in the relation's features, so
+    this is the same map. It has fewer parameters if there are fewer directed relations than
+    dimensions, as in WN18RR (22 columns instead of 384).
 
     Attributes:
-        family: of the map of queries.
-        reads_joint, reads_relations: whether it takes joint features, and features of relations.
+        family: family of the map of queries.
+        reads_joint: whether the head reads joint features.
+        reads_relations: whether the head reads the features of relations.
     """
 
     family: ClassVar[type[HeadModule]]
@@ -217,42 +240,45 @@ class QueryHead(HeadModule):
         features = str(getattr(settings, "features", family.features))
         if features == "both":
             raise UserError(
-                "a query is read by its joint features or by separate ones: set features to one "
-                "of them."
+                "a query has either joint or separate features, and this recipe asks for both: set "
+                "features to joint or separate."
             )
         self.reads_joint = features == "joint"
-        read = 2 * dim_in if settings.neighbours else dim_in
-        # The layer that heads go through before their map, and candidates too if it is the same.
-        self._shares = settings.candidate == "same" and family.conditioned
-        if settings.neighbours or self._shares:
-            self.add_layer("head", dim_in, read, bias=True)
+        dim_read = 2 * dim_in if settings.neighbours else dim_in
+        # The layer before the map of queries; candidates share it if candidate is "same".
+        self._shares_layer = settings.candidate == "same" and family.conditioned
+        if settings.neighbours or self._shares_layer:
+            self.add_layer("head", dim_in, dim_read, bias=True)
         if settings.candidate == "linear":
-            self.add_layer("tail", self.dim_out, read, bias=True)
-        elif self.dim_out != dim_in and (self._shares or settings.candidate == "none"):
+            self.add_layer("tail", self.dim_out, dim_read, bias=True)
+        elif self.dim_out != dim_in and (self._shares_layer or settings.candidate == "none"):
             raise UserError(
-                f"queries are mapped to {self.dim_out} dimensions, and candidates keep their "
-                f"{dim_in}: set candidate to linear, or dim to {dim_in}."
+                f"queries are mapped to {self.dim_out} dimensions, and candidates have {dim_in} "
+                f"without a layer: set candidate to linear, or dim to {dim_in}."
             )
         self.contrast = Contrast(settings)
 
     @classmethod
     def dim_of_relations(cls, settings: Any, dim: int) -> int:
-        """Return the size of relations' features as far as the head takes them, else 0."""
+        """Return ``dim``, the dimension of relations' features, if the head reads them; else 0."""
         return dim if cls.family.conditioned and settings.relations == "features" else 0
 
     @property
     def scale(self) -> float:
-        """Return what scores are multiplied by in training, 1 / temperature."""
+        """The factor of the scores in training, 1 / temperature."""
         return self.contrast.scale
 
     def begin(self, relations: Tensor | None) -> None:
-        """Take what is known before fitting: the relations' space, and the start that is asked for.
+        """Initialise the basis of the relations' space and the weights, before fitting.
 
-        Random numbers come from PyTorch's own generator. ``relations`` is (2 R, d_c).
+        Random numbers come from PyTorch's global generator.
+
+        Args:
+            relations: features of relations, (2 R, d_c); None if there are none.
         """
         if hasattr(self, "basis") and relations is not None:
-            _, _, rows = torch.linalg.svd(relations, full_matrices=False)
-            self.basis.copy_(rows.T)
+            _, _, basis_rows = torch.linalg.svd(relations, full_matrices=False)
+            self.basis.copy_(basis_rows.T)
         if self.settings.start == "identity":
             self.map.start_at_identity()
             for name in ("head", "tail"):
@@ -261,58 +287,65 @@ class QueryHead(HeadModule):
                     nn.init.zeros_(self.get_parameter(f"{name}_bias"))
 
     def query(self, x: Tensor, relations: Tensor | None, which: Tensor) -> Tensor:
-        """Return embeddings of queries, (m, k); of length 1 where they are compared by cosine.
+        """Return the embeddings of queries, (m, k), of unit length if they are compared by cosine.
 
-        ``x`` is (m, d) or (m, 2 d), what is read of heads; relations are (2 R, d_c) and ``which``
-        (m,) the relation of each query. Relations that no query has may be missing, with numbers
-        to match.
+        Args:
+            x: features of the queries' heads, (m, d) or (m, 2 d).
+            relations: features of relations, (2 R, d_c). Relations without a query may be missing
+                if ``which`` is numbered accordingly.
+            which: relation of each query, (m,).
         """
         if hasattr(self, "head"):
             x = self.affine("head", x)
         if not self.family.conditioned:
-            return self._scored(self.map(x, None, None))
-        # Relations that no query has cost nothing.
-        used, own = torch.unique(which, return_inverse=True)
+            return self._normalise(self.map(x, None, None))
+        # Only the relations of these queries are mapped.
+        distinct_relations, relation_of_query = torch.unique(which, return_inverse=True)
         if self.settings.relations == "one-hot":
-            seen = one_hot(used, 2 * self.n_relations).to(x.dtype)
+            conditions = one_hot(distinct_relations, 2 * self.n_relations).to(x.dtype)
         elif relations is None:
-            raise UserError("this head takes the features of relations, and none were given.")
+            raise UserError("this head reads the features of relations, and the data has none.")
         else:
-            seen = relations.index_select(0, used)
-            seen = seen @ self.basis if hasattr(self, "basis") else seen
-        return self._scored(self.map(x, seen, own))
+            conditions = relations.index_select(0, distinct_relations)
+            conditions = conditions @ self.basis if hasattr(self, "basis") else conditions
+        return self._normalise(self.map(x, conditions, relation_of_query))
 
     def candidate(self, x: Tensor) -> Tensor:
-        """Return embeddings of candidates, (c, k); ``x`` is (c, d) or (c, 2 d)."""
+        """Return the embeddings of candidates, (c, k), whose features are (c, d) or (c, 2 d)."""
         if self.settings.candidate == "linear":
-            return self._scored(self.affine("tail", x))
+            return self._normalise(self.affine("tail", x))
         if self.settings.candidate == "same":
             x = self.affine("head", x) if hasattr(self, "head") else x
-            x = x if self._shares else self.map(x)
-        return self._scored(x)
+            x = x if self._shares_layer else self.map(x)
+        return self._normalise(x)
 
-    def _scored(self, embedded: Tensor) -> Tensor:
+    def _normalise(self, embedded: Tensor) -> Tensor:
         return normalize(embedded) if self.settings.score == "cosine" else embedded
 
+    @override
     def seed_dropout(self, seed: int | None) -> None:
-        """See :class:`HeadModule`; all dropout is the map's."""
+        # Only the map of queries has dropout.
         self.map.seed_dropout(seed)
 
 
-def _query_family(family: type[HeadModule]) -> type[QueryHead]:
-    """Return the heads whose map of queries is of a family.
+def _create_query_family(family: type[HeadModule]) -> type[QueryHead]:
+    """Create the class of query heads whose map of queries is of a family.
 
-    Their settings are those of :class:`QuerySettings` and what the family has of its own.
+    Its settings are ``QuerySettings`` with the settings that only this family has.
     """
     shared = {item.name for item in fields(TrainingSettings)}
     hints = get_type_hints(family.Settings, include_extras=True)
-    own = [
+    extra_fields = [
         (item.name, hints[item.name], field(default=item.default))
         for item in fields(family.Settings)
         if item.name not in shared
     ]
     settings = make_dataclass(
-        f"Query{family.Settings.__name__}", own, bases=(QuerySettings,), frozen=True, kw_only=True
+        f"Query{family.Settings.__name__}",
+        extra_fields,
+        bases=(QuerySettings,),
+        frozen=True,
+        kw_only=True,
     )
     inherited = ("features", "conditioned", "is_identity", "multiplies_in_bfloat16")
     members = {name: getattr(family, name) for name in inherited}
@@ -320,5 +353,5 @@ def _query_family(family: type[HeadModule]) -> type[QueryHead]:
     return type(f"Query{family.__name__}", (QueryHead,), members)
 
 
-#: Made once a family, so that a kind is one class.
-query_family: Callable[[Any], type[QueryHead]] = cache(_query_family)
+#: Cached, so that each family has one class of query heads.
+query_family: Callable[[Any], type[QueryHead]] = cache(_create_query_family)

@@ -1,7 +1,8 @@
-"""Knowledge-graph completion: which entity has a relation to another one.
+"""The task of knowledge-graph completion: find the entity that completes a triple.
 
-The head entity is the sentence, the relation the condition, and every entity a candidate (Hyper-CL,
-section 3.3). Each triple asks twice: (h, r, ?) and, by the relation's other direction, (t, r', ?).
+The head entity is the sentence, the relation is the condition, and every entity is a candidate
+(Hyper-CL, section 3.3). Each triple gives two queries: (h, r, ?) and, with the inverse relation,
+(t, r', ?).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
@@ -25,60 +27,63 @@ if TYPE_CHECKING:
 
 
 class Kgc(RankingTask[Graph]):
-    """Triples of a head entity, a relation and a tail entity."""
+    """Ranks entities that complete triples of a head entity, a relation and a tail entity."""
 
     name, unit = "kgc", "triples"
 
+    @override
     def read(self, data: DataOptions) -> Graph:
-        """Return a graph; see :func:`llmcond.kinds.ranking.graph.read_graph`."""
-        self._check(data)
+        self._check_data(data)
         return read_graph(data.source)
 
+    @override
     def with_others(
         self, dataset: Graph, data: DataOptions, split: str | None
     ) -> tuple[Graph, str]:
-        """See :class:`RankingTask` and :func:`llmcond.kinds.ranking.graph.with_others`."""
-        self._check(data)
+        self._check_data(data)
         return with_others(dataset, data.source, split)
 
-    def _check(self, data: DataOptions) -> None:
-        """Raise a UserError for options of other tasks, or for what is no path."""
+    def _check_data(self, data: DataOptions) -> None:
+        """Raise a UserError for options of other tasks, or for data that is not a path."""
         self.check_options(data)
         if data.source is not None and not isinstance(data.source, str | Path):
             raise UserError(
-                f"data is {type(data.source).__name__}; the task {self.name} reads a folder with "
-                "train, valid and test triples, and texts of entities and relations."
+                f"data is {type(data.source).__name__}, but the task {self.name} reads a folder. "
+                "Give the path of a folder with train, valid and test triples, and the texts of "
+                "entities and relations."
             )
 
+    @override
     def rows(self, dataset: Graph, split: str) -> QueryRows:
-        """Return a split's queries by the ids of entities and relations, and by their texts."""
+        # Queries are described by the ids and by the texts of their entities and relations.
         entities, relations = dataset.entities, dataset.relations
         head, relation, answer = dataset.queries(split).T.tolist()
-        n, asked = dataset.n_relations, [*relations.texts, *relations.inverse]
+        n, relation_texts = dataset.n_relations, [*relations.texts, *relations.inverse]
         columns = {
             "direction": ["forward" if r < n else "backward" for r in relation],
             "head": [entities.ids[i] for i in head],
             "relation": [relations.ids[r % n] for r in relation],
             "answer": [entities.ids[i] for i in answer],
             "head_text": [entities.texts[i] for i in head],
-            "relation_text": [asked[r] for r in relation],
+            "relation_text": [relation_texts[r] for r in relation],
             "answer_text": [entities.texts[i] for i in answer],
         }
         texts = ("head_text", "answer_text")
         return QueryRows(columns, ("relation_text",), texts, by="relation_text")
 
+    @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Graph:
-        """Return the graph of a run."""
         return Graph.load(folder)
 
+    @override
     def counted(self, dataset: Graph) -> str:
-        """Return how many triples each split has."""
-        splits = ", ".join(f"{len(own):,} {name}" for name, own in dataset.splits.items())
+        splits = ", ".join(f"{len(triples):,} {name}" for name, triples in dataset.splits.items())
         n, relations = dataset.n_entities, dataset.n_relations
         return f"{splits} triples of {n:,} entities and {relations:,} relations"
 
+    @override
     def texts(self, dataset: Graph) -> QueryTexts:
-        """Return the texts of all entities, and of each relation in both directions."""
+        # Every relation is a condition in both directions.
         entities, relations = dataset.entities.texts, dataset.relations
         queries = np.concatenate([dataset.queries(split) for split in dataset.splits])
         return QueryTexts(
@@ -89,8 +94,8 @@ class Kgc(RankingTask[Graph]):
             names=("entity", "relation", "entity"),
         )
 
+    @override
     def known(self, dataset: Graph) -> Known:
-        """Return the known tails of each head and relation, in all splits."""
         return Known(dataset)
 
     def arrays(
@@ -101,7 +106,7 @@ class Kgc(RankingTask[Graph]):
         joint: MatrixLike | None,
         asked: NDArray[np.int64],
     ) -> QueryArrays:
-        """Return the graph as heads take it; in training only train is known."""
+        """Return the arrays of the graph; only answers in train are known in training."""
         from llmcond.kinds.ranking.arrays import QueryArrays, joint_keys
 
         n, n_relations = dataset.n_entities, dataset.n_relations

@@ -1,8 +1,9 @@
-"""An encoder of entities and relations, and a head that maps queries, trained together on a graph.
+"""The joint model of an encoder of entities and relations and a head that maps queries.
 
-The objective is that of fitting heads (SimKGC, ACL 2022, section 3.3; Hyper-CL, ACL 2024, section
-4.2). A step takes triples in both directions, so that all entities of its triples are candidates,
-each encoded once; a tri-encoder reads nothing else but the few relations.
+The objective is the one with which heads are fitted (SimKGC, ACL 2022, section 3.3; Hyper-CL, ACL
+2024, section 4.2). A training step uses triples in both directions, so that all entities of its
+triples are candidates, each encoded once. In addition, a tri-encoder encodes only the relations,
+which are few.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
@@ -33,21 +35,23 @@ from llmcond.kinds.ranking.graph import Known, Triples, both_directions
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryHead
 from llmcond.metrics import METRICS, Metric
 
-#: What dev is scored on, always the same: triples, and entities that are candidates besides theirs.
-SCORED, CANDIDATES = 500, 8_192
+#: Sizes of the fixed sample of dev that is scored: triples, and candidates besides their entities.
+_DEV_TRIPLES, _DEV_CANDIDATES = 500, 8_192
 
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """Triples of a split, (m, 3), with all texts of their graph, each tokenised once.
+    """The triples of a split, with all texts of their graph, each tokenised once.
 
     Attributes:
-        n_relations: R.
-        known: tails that are no negatives of a query: those of train in training, of all on dev.
+        triples: triples of the split, (m, 3).
+        n_relations: number of relations, R.
+        known: tails that are not negatives of a query: the known tails of train in training, and
+            of all splits on dev.
         entities: tokens of all entities, (n,).
-        relations: tokens of all relations in both directions, (2 R,), for heads that take those.
-        joint: tokens of heads under relations, for heads that read those; ``joint_of``, sorted,
-            says which: see :func:`~llmcond.kinds.ranking.arrays.joint_keys`.
+        relations: tokens of all relations in both directions, (2 R,), for heads that read them.
+        joint: tokens of head entities under relations, for heads that read them.
+        joint_of: keys of ``joint`` in ascending order; see ``joint_keys``.
     """
 
     triples: Triples
@@ -62,23 +66,23 @@ class GraphInputs:
         return len(self.triples)
 
     def queries(self, rows: Positions) -> Positions:
-        """Return both directions of some triples, (2 k, 3)."""
+        """Return k of the triples in both directions, (2 k, 3)."""
         return both_directions(self.triples[rows], self.n_relations).astype(np.int64)
 
     def keys(self, queries: Positions) -> Positions:
-        """Return the keys of the joint inputs of queries, (m, 3) with their tails."""
+        """Return the keys of the joint inputs of queries with their tails, (m, 3)."""
         return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
     @cached_property
     def scored(self) -> tuple[Positions, Positions]:
-        """Return what stands for a split: (k, 3) queries, and entities that are candidates too."""
-        drawn = np.random.default_rng(0)
-        rows = np.sort(drawn.permutation(len(self))[:SCORED])
-        return self.queries(rows), drawn.permutation(len(self.entities))[:CANDIDATES]
+        """The sample of the split that is scored: queries (k, 3), and further candidates."""
+        rng = np.random.default_rng(0)
+        rows = np.sort(rng.permutation(len(self))[:_DEV_TRIPLES])
+        return self.queries(rows), rng.permutation(len(self.entities))[:_DEV_CANDIDATES]
 
 
 class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
-    """From triples to the contrastive objective of their queries and tails."""
+    """Computes the contrastive objective of triples: their queries and tails."""
 
     on_dev = SCORE
     head: QueryHead
@@ -92,11 +96,11 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         start: FittedQueryHead | None = None,
         metric: Metric = METRICS["mrr"],
     ) -> None:
-        """Put a head behind an engine, as ``start`` was fitted or as it is drawn by the seed.
+        """Add a head to an engine, with the weights of ``start`` or initialised with the seed.
 
         Raises:
-            UserError: a recipe with what is known of cached features only, or a head that goes
-                with other features.
+            UserError: The recipe has settings that need cached features, or ``start`` was fitted on
+                features of other sizes.
         """
         check_recipe(recipe)
         family: Any = recipe.family
@@ -107,10 +111,13 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             head.load_state_dict(start.module.state_dict())
         super().__init__(engine, head, recipe.kind, seed, metric)
         if start is None:
-            # Of the encoder as it is now: a training that goes on begins from the same.
-            reads = self.head.reads_relations
+            # The relations are encoded before any training step, so a resumed training starts from
+            # the same head.
+            reads_relations = self.head.reads_relations
             features = (
-                normalize(torch.from_numpy(self.vectors(inputs.relations))) if reads else None
+                normalize(torch.from_numpy(self.vectors(inputs.relations)))
+                if reads_relations
+                else None
             )
             seeded(lambda: self.head.begin(features), seed)
 
@@ -118,34 +125,50 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         """Return the mean loss of triples in both directions, a scalar."""
         self.seed_dropout(seed)
         settings = self.head.settings
-        drawn = np.random.Generator(np.random.SFC64(seed))
+        rng = np.random.Generator(np.random.SFC64(seed))
         triples = inputs.queries(rows)
         head, relation, tail = triples.T
         count = 2 * inputs.n_relations
-        others = [
-            (relation + drawn.integers(1, count, size=len(relation))) % count
+        other_relations = [
+            (relation + rng.integers(1, count, size=len(relation))) % count
             for _ in range(settings.relation_negatives)
         ]
-        # All heads are among them: each is the tail of the other direction.
-        extra = drawn.integers(len(inputs.entities), size=settings.random_candidates)
-        used = _Used.of(self.head, inputs, triples, np.concatenate([relation, *others]), extra)
-        vectors = self.engine.embed(used.tokens)
+        # All heads are candidates: each is the tail of the inverse query.
+        random_entities = rng.integers(len(inputs.entities), size=settings.random_candidates)
+        encoded = _EncodedTexts.of(
+            self.head,
+            inputs,
+            triples,
+            np.concatenate([relation, *other_relations]),
+            random_entities,
+        )
+        vectors = self.engine.embed(encoded.tokens)
         with torch.autocast(vectors.device.type, enabled=False):
-            parts = torch.split(normalize(vectors.float()), used.sizes)
-            queries = self._queries(inputs, used, parts, triples)
+            parts = torch.split(normalize(vectors.float()), encoded.sizes)
+            queries = self._embed_queries(inputs, encoded, parts, triples)
             candidates = self.head.candidate(parts[0])
-            target = torch.from_numpy(np.searchsorted(used.entities, tail)).to(candidates.device)
-            mask = inputs.known.mask(head, relation, used.entities)
+            target = torch.from_numpy(np.searchsorted(encoded.entities, tail)).to(candidates.device)
+            mask = inputs.known.mask(head, relation, encoded.entities)
             if not settings.self_negatives:
-                mask |= used.entities == head[:, None]
+                mask |= encoded.entities == head[:, None]
             contrast: Masked | None = None
-            if others:
-                own = candidates.index_select(0, target)
-                asked = [np.stack([head, other, tail], axis=1) for other in others]
-                scores = [self._queries(inputs, used, parts, one) * own for one in asked]
-                known = np.stack([inputs.known.contains(one) for one in asked], axis=1)
-                left_out = torch.from_numpy(known).to(own.device)
-                contrast = torch.stack(scores, dim=1).sum(dim=2), left_out
+            if other_relations:
+                target_vectors = candidates.index_select(0, target)
+                other_queries = [np.stack([head, other, tail], axis=1) for other in other_relations]
+                scores = [
+                    self._embed_queries(inputs, encoded, parts, queries_of_relation)
+                    * target_vectors
+                    for queries_of_relation in other_queries
+                ]
+                known = np.stack(
+                    [
+                        inputs.known.contains(queries_of_relation)
+                        for queries_of_relation in other_queries
+                    ],
+                    axis=1,
+                )
+                known_mask = torch.from_numpy(known).to(target_vectors.device)
+                contrast = torch.stack(scores, dim=1).sum(dim=2), known_mask
             loss: Tensor = self.head.contrast(
                 queries @ candidates.T,
                 target,
@@ -154,40 +177,49 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             )
             return loss
 
-    def _queries(
-        self, inputs: GraphInputs, used: _Used, parts: Sequence[Tensor], triples: Positions
+    def _embed_queries(
+        self,
+        inputs: GraphInputs,
+        encoded: _EncodedTexts,
+        parts: Sequence[Tensor],
+        triples: Positions,
     ) -> Tensor:
-        """Return embeddings of queries, given the vectors of what is used of a graph."""
+        """Return the embeddings of queries, from the vectors of the encoded texts."""
         head, relation, _ = triples.T
         entities, relations, joint = parts
-        places = np.searchsorted(used.entities, head)
+        positions = np.searchsorted(encoded.entities, head)
         if self.head.reads_joint:
-            places = np.searchsorted(used.joint, inputs.keys(triples))
-        which = np.searchsorted(used.relations, relation) if len(relations) else relation
-        # Not vectors[positions]: gradients of an index are added in any order.
-        read = (joint if self.head.reads_joint else entities).index_select(
-            0, torch.from_numpy(places).to(entities.device)
+            positions = np.searchsorted(encoded.joint, inputs.keys(triples))
+        relation_positions = (
+            np.searchsorted(encoded.relations, relation) if len(relations) else relation
         )
-        number = torch.from_numpy(np.ascontiguousarray(which)).to(entities.device)
-        return self.head.query(read, relations if len(relations) else None, number)
+        # index_select, because indexing (vectors[positions]) adds gradients in arbitrary order.
+        head_features = (joint if self.head.reads_joint else entities).index_select(
+            0, torch.from_numpy(positions).to(entities.device)
+        )
+        relation_indices = torch.from_numpy(np.ascontiguousarray(relation_positions)).to(
+            entities.device
+        )
+        return self.head.query(
+            head_features, relations if len(relations) else None, relation_indices
+        )
 
+    @override
     def score(self, inputs: GraphInputs, shared: Shared) -> float | None:
-        """Return the metric of filtered ranks of some dev queries among some of the entities.
-
-        Ranking all entities would take longer than an epoch of a small graph's training.
-        """
-        queries, others = inputs.scored
+        # Filtered ranks of a sample of dev among a sample of the entities: ranking all entities
+        # would take longer than an epoch of training on a small graph.
+        queries, further_candidates = inputs.scored
         count = 2 * inputs.n_relations
-        used = _Used.of(self.head, inputs, queries, np.arange(count), others)
+        encoded = _EncodedTexts.of(self.head, inputs, queries, np.arange(count), further_candidates)
         vectors = shared(
-            len(used.tokens), lambda which: self.vectors([used.tokens[i] for i in which])
+            len(encoded.tokens), lambda which: self.vectors([encoded.tokens[i] for i in which])
         )
         if not np.isfinite(vectors).all():
             return None
-        entities, relations, joint = np.split(vectors, np.cumsum(used.sizes)[:-1])
-        # Entities by their places among those that are used, which are in the same order.
+        entities, relations, joint = np.split(vectors, np.cumsum(encoded.sizes)[:-1])
+        # Entities are numbered by their positions among the encoded ones, in the same order.
         head, relation, tail = queries.T
-        place = np.searchsorted(used.entities, head)
+        head_positions = np.searchsorted(encoded.entities, head)
         arrays = QueryArrays(
             entities=entities,
             triples=np.empty((0, 3), dtype=np.int64),
@@ -195,26 +227,33 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             known=inputs.known,
             relations=relations if len(relations) else None,
             joint=joint if len(joint) else None,
-            joint_of=np.unique(joint_keys(place, relation, inputs.n_relations)),
+            joint_of=np.unique(joint_keys(head_positions, relation, inputs.n_relations)),
         )
-        row, right = inputs.known.gather(head, relation)
-        there = np.isin(right, used.entities)
-        row, right = row[there], np.searchsorted(used.entities, right[there])
-        known = Known(np.stack([place[row], relation[row], right], axis=1), len(used.entities))
+        row, answers = inputs.known.gather(head, relation)
+        is_encoded = np.isin(answers, encoded.entities)
+        row, answers = row[is_encoded], np.searchsorted(encoded.entities, answers[is_encoded])
+        known = Known(
+            np.stack([head_positions[row], relation[row], answers], axis=1), len(encoded.entities)
+        )
         fitted = self.fitted().on(arrays)
-        asked = np.stack([place, relation, np.searchsorted(used.entities, tail)], axis=1)
-        ranks = rank(fitted.queries(place, relation), fitted.candidates(), asked, known).of()
+        local_queries = np.stack(
+            [head_positions, relation, np.searchsorted(encoded.entities, tail)], axis=1
+        )
+        ranks = rank(
+            fitted.queries(head_positions, relation), fitted.candidates(), local_queries, known
+        ).of()
         return self.metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
 
 @dataclass(frozen=True)
-class _Used:
-    """What is encoded of a graph at once, each distinct text once.
+class _EncodedTexts:
+    """The texts of a graph that are encoded for some queries, each distinct text once.
 
     Attributes:
-        entities, relations, joint: sorted; joint inputs by their keys. Relations are none where the
-            head takes no features of them, and joint inputs where it reads those of entities.
-        tokens: of all of them, in this order.
+        entities: entities, in ascending order.
+        relations: relations, in ascending order; empty if the head does not read their features.
+        joint: keys of joint inputs, in ascending order; empty if the head does not read them.
+        tokens: tokens of entities, relations and joint inputs, in this order.
     """
 
     entities: Positions
@@ -229,13 +268,13 @@ class _Used:
         inputs: GraphInputs,
         queries: Positions,
         relations: Positions,
-        others: Positions,
-    ) -> _Used:
-        """Take queries with their tails, (m, 3), some relations, and other entities."""
-        none = np.empty(0, dtype=np.int64)
-        entities = np.unique(np.concatenate([queries[:, 0], queries[:, 2], others]))
-        relations = np.unique(relations) if head.reads_relations else none
-        joint = np.unique(inputs.keys(queries)) if head.reads_joint else none
+        further_entities: Positions,
+    ) -> _EncodedTexts:
+        """Collect the texts of queries with their tails (m, 3), of relations and of entities."""
+        empty = np.empty(0, dtype=np.int64)
+        entities = np.unique(np.concatenate([queries[:, 0], queries[:, 2], further_entities]))
+        relations = np.unique(relations) if head.reads_relations else empty
+        joint = np.unique(inputs.keys(queries)) if head.reads_joint else empty
         tokens = [
             *(inputs.entities[i] for i in entities),
             *(inputs.relations[i] for i in relations),
@@ -245,31 +284,31 @@ class _Used:
 
     @property
     def sizes(self) -> list[int]:
-        """Return how many there are of each kind."""
+        """The numbers of entities, relations and joint inputs."""
         return [len(self.entities), len(self.relations), len(self.joint)]
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise a UserError unless a head can be trained with an encoder."""
+    """Raise a UserError if the head of a recipe cannot be trained together with an encoder."""
     check_queries(recipe)
     settings = recipe.settings
     if settings.neighbours:
         raise UserError(
-            "neighbours are means of cached features. Train without them, and fit a head that "
-            "takes them on the trained encoder: llmcond fit-head --set neighbours=true"
+            "the setting neighbours needs cached features. Train without it, and then fit a head "
+            "on the features of the trained encoder: llmcond fit-head --set neighbours=true"
         )
     if settings.queue:
         raise UserError(
-            "a queue of earlier batches is for cached features: in training an encoder it would "
-            "be lost where training is stopped. Set queue to 0, and raise --batch-size."
+            "the setting queue needs cached features: when an encoder is trained, the queue would "
+            "be lost if training stops. Set queue to 0, and raise --batch-size."
         )
     if settings.members > 1:
         raise UserError(
-            f"the head {recipe.name} has {settings.members} members, each fitted by itself; with "
-            "an encoder one is trained. Give --set members=1."
+            f"the head {recipe.name} has {settings.members} members, which are fitted "
+            "separately; with an encoder, only one head can be trained. Give --set members=1."
         )
     if settings.relation_negatives and recipe.features == "joint":
         raise UserError(
-            "relation_negatives need a head that takes relations by themselves; this one reads "
-            "them in its joint inputs. Set relation_negatives to 0."
+            "relation_negatives needs a head that reads relations separately, but this one reads "
+            "them in joint inputs. Set relation_negatives to 0."
         )

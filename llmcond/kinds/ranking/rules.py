@@ -1,6 +1,6 @@
-"""What a knowledge graph itself tells of right answers: terms, a rule, and parts of figures.
+"""Answers from the structure of a knowledge graph: terms of scores, a rule, subsets of queries.
 
-Every entity is a candidate, and each triple is asked from both sides.
+Every entity is a candidate, and each triple gives a query in both directions.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from llmcond.metrics import Floats
 
 
 class Context:
-    """The train graph: neighbours, hops and reversed edges.
+    """The training graph: neighbours, hops and reversed edges.
 
     Args:
-        triples: (m, 3) of train.
-        n_entities, n_relations: of the graph.
+        triples: triples of train, (m, 3).
+        n_entities: number of entities of the graph.
+        n_relations: number of relations of the graph.
 
     Attributes:
-        known: train triples in both directions.
-        adjacency: see :func:`~llmcond.kinds.ranking.graph.adjacency`.
+        known: triples of train in both directions.
+        adjacency: adjacency matrix; see ``graph.adjacency``.
     """
 
     def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
@@ -36,28 +37,32 @@ class Context:
 
     @classmethod
     def of(cls, graph: Graph) -> Context:
-        """Return the context of a graph."""
+        """Create the training graph of a graph."""
         return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
 
     def within(self, head: Numbers, hops: int) -> tuple[Positions, Positions]:
-        """Return the entities within so many hops of each of m heads, flat; itself is one."""
-        distinct, which = np.unique(head, return_inverse=True)
+        """Return the entities within ``hops`` links of each of m heads, including the head.
+
+        Returns:
+            Flat arrays: the position of the head, (k,), and the entity, (k,).
+        """
+        distinct, inverse = np.unique(head, return_inverse=True)
         n = len(distinct)
         start = (np.ones(n, dtype=np.float32), (np.arange(n), distinct))
         step = reached = csr_array(start, shape=(n, self.n_entities))
         for _ in range(hops):
             step = step @ self.adjacency
             reached = reached + step
-        found = reached[which.reshape(-1)].tocoo()
-        return found.row.astype(np.int64), found.col.astype(np.int64)
+        entities = reached[inverse.reshape(-1)].tocoo()
+        return entities.row.astype(np.int64), entities.col.astype(np.int64)
 
     def hops(self, hops: int, alpha: float, head: bool = True) -> Term:
-        """Return what adds ``alpha`` to entities near a query's head (SimKGC, section 3.4).
+        """Return a term that adds ``alpha`` to entities near a query's head (SimKGC, section 3.4).
 
         Args:
-            hops: how near, in links of the train graph.
-            alpha: what is added; SimKGC: .05.
-            head: whether the head itself counts as near to itself, as it does in SimKGC.
+            hops: maximum distance from the head, in links of the training graph.
+            alpha: value that is added; .05 in SimKGC.
+            head: whether to add it to the head itself, as SimKGC does.
         """
 
         def term(heads: Numbers, _: Numbers, /) -> Added:
@@ -70,10 +75,11 @@ class Context:
         return term
 
     def reverse(self, weights: float | NDArray[np.floating] = 1.0) -> Term:
-        """Return what adds to every t where train has the reversed edge (t, r, h).
+        """Return a term that adds a weight to every t with the reversed edge (t, r, h) in train.
 
         Args:
-            weights: what is added; (2R,) for relations of their own, see :func:`fit_reverse`.
+            weights: value that is added, or an array (2R,) with a value for each relation; see
+                ``fit_reverse``.
         """
         by_relation = np.broadcast_to(
             np.asarray(weights, dtype=np.float32), (2 * self.n_relations,)
@@ -86,23 +92,23 @@ class Context:
         return term
 
     def reversed_edges(self, head: Numbers, relation: Numbers) -> tuple[Positions, Positions]:
-        """Return every t with (t, r, h) in train for m queries (h, r, ?), flat."""
+        """Return every t with (t, r, h) in train, for m queries (h, r, ?), as flat arrays."""
         inverse = (np.asarray(relation) + self.n_relations) % (2 * self.n_relations)
         return self.known.gather(head, inverse)
 
 
 def rank_rule(context: Context, triples: Triples, known: Known | None) -> Ranks:
-    """Rank by the reversed edge alone: what has it comes first, all others are equal."""
+    """Rank by the reversed edge alone: entities with it come first, and all others tie."""
     nothing = np.zeros((len(triples), 0)), np.zeros((context.n_entities, 0))
     return rank(*nothing, triples, known, [context.reverse()])
 
 
-#: Weights that are tried, in standard deviations of the scores, the first one nothing; the smallest
-#: one of equals is best.
+#: Weights that are tried, in standard deviations of the scores, in the order of preference if
+#: several are equally good.
 _WEIGHTS = (0, 0.5, -0.5, 1, -1, 2, -2, 4, -4, 8, -8)
-#: Fewer queries say nothing about a relation, whose weight stays 0.
+#: Minimum number of queries for a relation; with fewer its weight stays 0.
 _LEAST_QUERIES = 10
-#: The number of queries that are looked at, at most, spread over the relations.
+#: Maximum number of queries that are ranked, spread over the relations.
 _MOST_QUERIES = 1_000
 
 
@@ -115,52 +121,55 @@ def fit_reverse(
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
 ) -> Floats:
-    """Return (2R,) the weight of the reversed edge for each relation, the same both ways.
+    """Fit the weight of the reversed edge for each relation on dev queries.
 
-    It is the one of a few weights, in standard deviations of the scores, with the best MRR on the
-    dev queries of that relation. A symmetric relation has a weight above 0, one that never goes
-    both ways (hypernym) one below.
+    The weight is chosen from a few multiples of the standard deviation of the scores, by the MRR
+    on the dev queries of the relation. It is positive for a symmetric relation, and negative for
+    one that never holds in both directions, such as hypernym.
 
     Args:
-        queries: (m, k) vectors of dev queries; see :func:`rank` for the others.
-        candidates: (n, k) vectors.
-        triples: (m, 3) dev queries with their answers.
-        known: answers that are left out.
-        context: the train graph.
-        terms: what else is added to scores.
-        exclude_head: as in :func:`rank`.
+        queries: embeddings of dev queries, (m, k).
+        candidates: embeddings of candidates, (n, k).
+        triples: dev queries with their answers, (m, 3).
+        known: known answers, which are left out.
+        context: the training graph.
+        terms: other terms of the scores.
+        exclude_head: whether the head of a query is left out; see ``rank``.
+
+    Returns:
+        Weights of shape (2R,), equal for both directions of a relation.
     """
     matrix, relation = as_matrix(queries), triples[:, 1] % context.n_relations
-    row, _ = context.reversed_edges(triples[:, 0], triples[:, 1])
-    changed = np.random.default_rng(0).permutation(np.unique(row))
-    changed = changed[np.argsort(relation[changed], kind="stable")]
-    # The first of each relation, then the second of each, and so on.
-    turn = np.arange(len(changed)) - np.searchsorted(relation[changed], relation[changed])
-    changed = changed[np.argsort(turn, kind="stable")][:_MOST_QUERIES]
-    if not len(changed):
+    query_rows, _ = context.reversed_edges(triples[:, 0], triples[:, 1])
+    affected = np.random.default_rng(0).permutation(np.unique(query_rows))
+    affected = affected[np.argsort(relation[affected], kind="stable")]
+    # The first query of each relation, then the second of each, and so on.
+    occurrence = np.arange(len(affected)) - np.searchsorted(relation[affected], relation[affected])
+    affected = affected[np.argsort(occurrence, kind="stable")][:_MOST_QUERIES]
+    if not len(affected):
         return np.zeros(2 * context.n_relations)
-    vectors, own = matrix.read(changed), triples[changed]
+    vectors, affected_triples = matrix.read(affected), triples[affected]
     sample = slice(None, None, max(1, len(candidates) // 4_096))
-    unit = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
-    tried = [context.reverse(weight * unit) for weight in _WEIGHTS[1:]]
+    score_std = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
+    reverse_terms = [context.reverse(weight * score_std) for weight in _WEIGHTS[1:]]
     pool = CandidatePool(candidates, known, terms, exclude_head)
-    ranks = rank_each(vectors, pool, own, tried)
-    gained = [1 / found.of() for found in ranks]
+    ranks = rank_each(vectors, pool, affected_triples, reverse_terms)
+    reciprocal_ranks = [1 / term_ranks.of() for term_ranks in ranks]
     weights = np.zeros(context.n_relations)
-    for one in np.unique(relation[changed]):
-        at = relation[changed] == one
-        if at.sum() >= _LEAST_QUERIES:
-            best = int(np.argmax([own[at].mean() for own in gained]))
-            weights[one] = _WEIGHTS[best] * unit
+    for relation_index in np.unique(relation[affected]):
+        has_relation = relation[affected] == relation_index
+        if has_relation.sum() >= _LEAST_QUERIES:
+            best = int(np.argmax([values[has_relation].mean() for values in reciprocal_ranks]))
+            weights[relation_index] = _WEIGHTS[best] * score_std
     return np.tile(weights, 2)
 
 
 def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
-    """Return (2n,) which queries of a split are in each part that figures are told for.
+    """Return masks (2n,) of the subsets of a split's queries that are scored separately.
 
     ``forward`` and ``backward`` are the directions. ``reversible`` triples are those whose reversed
-    edge is in train, which a rule answers, and ``rest`` the others. ``unseen`` triples are of an
-    entity that no train triple has.
+    edge is in train, which the reverse rule answers, and ``rest`` are the others. ``unseen``
+    triples have an entity that is in no train triple.
     """
     triples, train = graph.splits[split], graph.splits["train"]
     forward = np.repeat([True, False], len(triples))
@@ -175,27 +184,28 @@ def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
     }
 
 
-#: A side has many entities for one of the other side from so many on, in the mean.
+#: A side of a relation counts as N if it has at least this mean number of entities for each entity
+#: of the other side.
 _MANY = 1.5
 
 
 def categories(graph: Graph) -> list[str]:
     """Return the category of each relation: ``1-1``, ``1-N``, ``N-1`` or ``N-N``.
 
-    By the mean number of heads of a tail, and of tails of a head, in train (Bordes et al. 2013,
-    section 4.2).
+    The category depends on the mean number of heads per tail, and of tails per head, in train
+    (Bordes et al. 2013, section 4.2).
     """
-    found = []
+    labels = []
     for relation in range(graph.n_relations):
         train = graph.splits["train"]
-        own = train[train[:, 1] == relation]
-        heads, tails = (len(own) / max(len(np.unique(own[:, i])), 1) for i in (2, 0))
-        found.append(f"{'N' if heads >= _MANY else '1'}-{'N' if tails >= _MANY else '1'}")
-    return found
+        triples = train[train[:, 1] == relation]
+        heads, tails = (len(triples) / max(len(np.unique(triples[:, i])), 1) for i in (2, 0))
+        labels.append(f"{'N' if heads >= _MANY else '1'}-{'N' if tails >= _MANY else '1'}")
+    return labels
 
 
 def relation_parts(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
-    """Yield each category of relations and each relation's id, and (2n,) which queries it has."""
+    """Yield each category of relations, then each relation's id, with the mask (2n,) of queries."""
     relation = np.tile(graph.splits[split][:, 1], 2)
     category = np.array(categories(graph))
     for name in sorted(set(category.tolist())):

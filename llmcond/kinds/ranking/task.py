@@ -1,4 +1,4 @@
-"""Tasks that rank candidates: a query is a text under a condition, and one candidate answers it."""
+"""The base class of ranking tasks: a query is a text under a condition, answered by a candidate."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QueryTexts:
-    """The texts behind queries, each distinct one once as far as its task can tell.
+    """The texts of queries and candidates, without duplicates as far as the task can detect them.
 
     Attributes:
-        sentences: of queries, without their conditions.
-        conditions: that sentences are asked under.
-        candidates: what is ranked; where it is ``sentences`` itself, both are the same things.
-        asked: (n, 2) the positions of each sentence and condition that some query joins, once.
-        names: what messages call a sentence, a condition and a candidate: ``entity``, ...
+        sentences: sentences of the queries, without their conditions.
+        conditions: conditions of the queries.
+        candidates: texts that are ranked. If it is the same object as ``sentences``, both are the
+            same things.
+        asked: positions of the sentence and the condition of each distinct query, (n, 2).
+        names: nouns for a sentence, a condition and a candidate in messages, such as ``entity``.
     """
 
     sentences: Sequence[str]
@@ -41,32 +42,32 @@ class QueryTexts:
 
 
 class QueryData(Data, Protocol):
-    """A data set of queries."""
+    """A dataset of queries."""
 
     @property
     def splits(self) -> Mapping[str, NDArray[np.int32]]:
-        """Return what ``train``, ``dev`` and ``test`` hold; dev and test may be missing."""
+        """The examples of ``train``, ``dev`` and ``test``; dev and test may be missing."""
 
     def queries(self, split: str) -> NDArray[np.int32]:
-        """Return (n, 3) positions of each query's sentence, condition and right candidate."""
+        """Return the positions of each query's sentence, condition and answer, (n, 3)."""
 
 
 Q = TypeVar("Q", bound=QueryData)
 
 
 class RankingTask(AnyTask[Q]):
-    """Queries, each a text under a condition, against candidates.
+    """A task that ranks candidates for queries, each of which is a text under a condition.
 
-    The sentence under its condition is rendered by a template's own parts, a candidate by its
-    ``[plain]`` part, which is the text as it is unless the template says otherwise.
+    The sentence under its condition is rendered by the conditional parts of a template, a candidate
+    by the template's ``[plain]`` part, which is the unchanged text by default.
     """
 
     kind: ClassVar[str] = "ranking"
-    #: What messages call its examples.
+    #: Noun for the examples in messages.
     unit: ClassVar[str] = "examples"
     metrics: ClassVar[Sequence[str]] = RANKING_NAMES
     recipes: ClassVar[str | None] = "kgc"
-    #: Nothing is encoded for each pair of sentence and condition, which are many.
+    #: The default prompt encodes sentences and conditions separately, because their pairs are many.
     prompt: ClassVar[str | None] = "separate"
 
     @abstractmethod
@@ -75,7 +76,7 @@ class RankingTask(AnyTask[Q]):
 
     @abstractmethod
     def known(self, dataset: Q) -> KnownAnswers:
-        """Return the right answers of all queries, of which those not asked for are left out."""
+        """Return the correct answers of all queries; all but the target are left out of ranks."""
 
     @abstractmethod
     def arrays(
@@ -86,49 +87,51 @@ class RankingTask(AnyTask[Q]):
         joint: MatrixLike | None,
         asked: NDArray[np.int64],
     ) -> QueryArrays:
-        """Return the data set as heads take it.
+        """Return the arrays on which heads are fitted.
 
         Args:
-            dataset: it.
-            candidates: (n, d) features of all candidates.
-            conditions: (c, d) features of all conditions, for heads that take them.
-            joint: (m, d) features of sentences under conditions, for heads that take those.
-            asked: (m, 2) which sentence and condition each of these is of.
+            dataset: the dataset.
+            candidates: features of all candidates, (n, d).
+            conditions: features of all conditions, (c, d), for heads that read them.
+            joint: features of sentences under conditions, (m, d), for heads that read them.
+            asked: positions of the sentence and the condition of each row of ``joint``, (m, 2).
         """
 
     def rows(self, dataset: Q, split: str) -> QueryRows:
-        """Return a split's queries as readers see them: of their texts, unless it says more."""
+        """Return a split's queries in readable form: by default, their texts."""
         texts = self.texts(dataset)
         sources = (texts.sentences, texts.conditions, texts.candidates)
         names = ("sentence", "condition", "answer")
-        asked = zip(names, sources, dataset.queries(split).T.tolist(), strict=True)
-        columns = {name: [source[i] for i in own] for name, source, own in asked}
+        positions_by_name = zip(names, sources, dataset.queries(split).T.tolist(), strict=True)
+        columns = {
+            name: [source[i] for i in positions] for name, source, positions in positions_by_name
+        }
         return QueryRows(columns, ("condition",), ("sentence", "answer"), by="condition")
 
     def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
-        """Return a data set with a further split, :data:`OTHERS`, of queries from elsewhere.
+        """Return a dataset with an additional split, ``OTHERS``, of queries from another source.
 
-        They are of the data set's own sentences, conditions and candidates; their answers are known
-        as all others are.
+        These queries have sentences, conditions and candidates of the dataset. Their answers are
+        known answers, like all others.
 
         Args:
-            dataset: it.
-            data: where they are.
-            split: which one of a folder; None: test, or dev where it has none.
+            dataset: the dataset.
+            data: options that say where the queries are.
+            split: split of a folder; by default test, or dev if there is no test file.
 
         Returns:
-            It, and what results call the split.
+            The dataset, and the split's name in results.
 
         Raises:
-            UserError: the task reads none, or what is wrong in them.
+            UserError: The task cannot read other queries, or the queries are invalid.
         """
         raise UserError(
-            f"--data: the task {self.name} reads no queries besides a run's own. Leave it out, or "
-            "write with_others() for the task."
+            f"--data: the task {self.name} can only read the queries of the run. Leave it out, or "
+            "implement with_others() for the task."
         )
 
     def check_options(self, data: DataOptions) -> None:
-        """Raise a UserError for options of rated rows, or of dialogues."""
+        """Raise a UserError for options that are only for rated rows or dialogues."""
         self.refuse_leaks_option(data)
         self.refuse_rated_options(data, "sentences and conditions")
         if data.split_seed is not None:

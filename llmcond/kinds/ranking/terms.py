@@ -1,4 +1,4 @@
-"""What a knowledge graph adds to scores, or leaves out of the candidates, as options ask for it."""
+"""The terms that a knowledge graph adds to scores, according to the options of a command."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from llmcond.runs.predictors import AnyPredictor
 
 
 def _parse_rerank(text: str) -> tuple[int, float, bool]:
-    """Return the hops, ALPHA, and whether the head counts, of ``HOPS:ALPHA[:no-head]``.
+    """Parse ``HOPS:ALPHA[:no-head]`` into the hops, ALPHA, and whether the head is included.
 
     Raises:
-        UserError: the text has another form.
+        UserError: The text is invalid.
     """
     words = text.split(":")
     try:
         hops, alpha = int(words[0]), float(words[1])
-        legal = words[2:] in ([], ["no-head"]) and 1 <= hops <= 100 and np.isfinite(alpha)
+        is_valid = words[2:] in ([], ["no-head"]) and 1 <= hops <= 100 and np.isfinite(alpha)
     except (IndexError, ValueError):
-        legal = False
-    if not legal:
+        is_valid = False
+    if not is_valid:
         raise UserError(
             f"--rerank is {text!r}; expected HOPS:ALPHA or HOPS:ALPHA:no-head, such as 5:0.05, "
             "with 1 to 100 hops."
@@ -39,8 +39,8 @@ class GraphTerms:
     """The terms of a run's graph.
 
     Attributes:
-        context: its train graph; None where the run holds no graph.
-        exclude_head: whether a query's head is no candidate.
+        context: the training graph; None if the run has no graph.
+        exclude_head: whether the head of a query is left out of the candidates.
     """
 
     def __init__(
@@ -52,26 +52,36 @@ class GraphTerms:
     ) -> None:
         """Check the options.
 
+        Args:
+            examples: examples of the run.
+            rerank: ``HOPS:ALPHA[:no-head]``; None for no such term.
+            reverse: whether to add a fitted weight for reversed edges.
+            exclude_head: whether to leave out the head of a query.
+
         Raises:
-            UserError: a ``rerank`` of another form, or options of graphs where there is none.
+            UserError: ``rerank`` is invalid, or the run has no graph and an option needs one.
         """
         self._examples, self.exclude_head = examples, exclude_head
-        self._asked, self._reverse = rerank, reverse
+        self._rerank_text, self._reverse = rerank, reverse
         self._rerank = None if rerank is None else _parse_rerank(rerank)
         data, folder = examples.data, examples.run.folder
         self.context = Context.of(data) if isinstance(data, Graph) else None
         if self.context is None and any(self.to_json().values()):
             raise UserError(
-                f"--rerank, --reverse and --exclude-head are of knowledge graphs, and {folder} "
-                "holds none. Leave them out."
+                f"--rerank, --reverse and --exclude-head are for knowledge graphs, but {folder} "
+                "has none. Leave them out."
             )
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return what was asked for, as results have it."""
-        return {"rerank": self._asked, "exclude_head": self.exclude_head, "reverse": self._reverse}
+        """Return the options, as they are recorded in results."""
+        return {
+            "rerank": self._rerank_text,
+            "exclude_head": self.exclude_head,
+            "reverse": self._reverse,
+        }
 
     def of(self, predictor: AnyPredictor) -> list[Term]:
-        """Return what is added to a predictor's scores; the reversed edge as much as dev has it."""
+        """Return the terms of a predictor's scores; weights of reversed edges are fitted on dev."""
         terms: list[Term] = []
         if self.context is None:
             return terms

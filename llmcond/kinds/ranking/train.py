@@ -1,4 +1,4 @@
-"""Train an encoder on a graph, with a head that maps queries, into a run of its own."""
+"""Joint training of an encoder and a head on a knowledge graph, into a new run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_queries(asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
-    """Train an encoder's adapters and a head on a graph; see :func:`train_lora`.
+def train_queries(options: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
+    """Train the adapters of an encoder and a head on a graph; see ``train_lora``.
 
     Raises:
-        UserError: wrong input, or a head with settings that are of cached features only.
-        LlmcondError: the encoder cannot be loaded or trained.
+        UserError: The input is invalid, or the head has settings that need cached features.
+        LlmcondError: The encoder cannot be loaded or trained.
     """
-    return train(_QueryJob.of(asked, task, load_query_head, check_recipe))
+    return train(_QueryJob.of(options, task, load_query_head, check_recipe))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _QueryJob(RankingJob):
-    """An encoder of entities and relations, and a head that maps queries and candidates."""
+    """Trains an encoder of entities and relations, and a head that maps queries and candidates."""
 
     unit: ClassVar[str] = "triples"
     scored: ClassVar[str] = "queries"
@@ -47,7 +47,9 @@ class _QueryJob(RankingJob):
     @classmethod
     def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
         if not isinstance(dataset, Graph):
-            raise UserError(f"an encoder is trained on knowledge graphs, and {task.name} has none.")
+            raise UserError(
+                f"only knowledge graphs can train an encoder, and the task {task.name} has none."
+            )
 
     def parts(self, trainable: Trainable) -> Parts:
         graph, (prompt,) = self.dataset, self.view.prompts

@@ -144,7 +144,7 @@ def test_single_utterances_are_left_out_and_counted(folder: Path):
          "row 2 of train.jsonl: turn 1 is 1, not a text"),
         ("train.jsonl", jsonl([{"utterances": "a"}]), "utterances is 'a', not a list of texts"),
         ("train.jsonl", jsonl([{"turns": ["a"]}]), "has no column .* Expected lines of turns"),
-        ("train.csv", "dialogue,turn,text\nd,1,a\nd,1,b\n", "row 2 .*: turn 1 of dialogue 'd' is"),
+        ("train.csv", "dialogue,turn,text\nd,1,a\nd,1,b\n", "turn 1 of dialogue 'd' occurs twice"),
         ("train.csv", "dialogue,turn,text\nd,one,a\n", "row 1 .*: turn is 'one', not a number"),
         ("train.csv", "dialogue,turn,text\n,1,a\n", "row 1 of train.csv: dialogue is empty"),
         ("train.csv", "dialogue,turn,text\nd,1,\n", "row 1 of train.csv: text is empty"),
@@ -212,7 +212,7 @@ def test_leaks_are_counted_and_dropped(folder: Path):
     data = read_dialogues(folder)
     # One of two long utterances is more than 30 %, one of four is not.
     assert data.notes == (
-        "test dialogues that are there before, word by word: 1",
+        "repeated test dialogues, the same word by word: 1",
         "test dialogues that are in train too, word by word: 2",
         "train dialogues that are in dev or test, or share more than 30% of their long utterances "
         "with them: 2 (--drop-leaks leaves them out)",
@@ -220,12 +220,12 @@ def test_leaks_are_counted_and_dropped(folder: Path):
     dropped = find_task("dialogue").read(DataOptions(folder, drop_leaks=True))
     assert told(dropped, "train") == [*many(3), less]
     assert told(dropped, "test") == told(data, "test")
-    assert dropped.notes[1] == "train dialogues left out for what they share with dev or test: 2"
+    assert dropped.notes[1] == "train dialogues left out, because they overlap with dev or test: 2"
 
 
 def test_what_is_all_leaks_leaves_nothing(folder: Path):
     (folder / "train.txt").write_text((folder / "test.txt").read_text())
-    with pytest.raises(UserError, match=r"every one of the 4 train dialogues is in dev or test"):
+    with pytest.raises(UserError, match=r"all 4 train dialogues overlap with dev or test"):
         read_dialogues(folder, drop_leaks=True)
 
 
@@ -253,7 +253,7 @@ def test_a_file_that_was_changed_is_refused(folder: Path, tmp_path: Path):
     path = tmp_path / "dialogues.parquet"
     table = pq.read_table(path)
     pq.write_table(table.slice(1).replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(UserError, match="its digest is another one"):
+    with pytest.raises(UserError, match="its digest differs"):
         Dialogues.load(tmp_path)
     path.write_bytes(b"PAR1")
     with pytest.raises(UserError, match="cannot be read"):

@@ -168,21 +168,27 @@ def test_pools_ties_and_histories_are_chosen(capsys, dialogue_run, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (("--history", "5-2"), "no range of numbers that rises"),
+        (("--history", "5-2"), "5-2 is not an ascending range"),
         (("--history", "2..5"), "expected a range or numbers"),
         (("--history", "2-30"), "of 16 the longest have 7 and 7 turns"),
         (("--score", "triple"), "unknown score 'triple'"),
-        (("--score", "weighted", "--head", "none"), "takes a head that learned weights"),
+        (
+            ("--score", "weighted", "--head", "none"),
+            "the score weighted needs a head with learned weights",
+        ),
         (("--candidates", "nowhere.txt"), "'nowhere.txt'; expected same-depth, all, or a file"),
-        (("--distance", "1-2"), "--distance is of planning"),
-        (("--samples", "5"), "--samples is of planning"),
-        (("--plan", "random", "--samples", "5"), "--samples is of --generate"),
-        (("--plan", "random", "--score", "bi"), "--score is of ranking next turns"),
+        (("--distance", "1-2"), "--distance is for planning"),
+        (("--samples", "5"), "--samples is for planning"),
+        (("--plan", "random", "--samples", "5"), "--samples needs --generate"),
+        (("--plan", "random", "--score", "bi"), "--score is for ranking next turns"),
         (("--plan", "random", "--generate", "x"), "Leave one of them out"),
         (("--plan", "random"), "need dialogues of 10 turns"),
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
         (("--exclude-head",), "--exclude-head is of knowledge graphs"),
-        (("--generate", "x", "--data", "DATA"), "--generate keeps what it makes"),
+        (
+            ("--generate", "x", "--data", "DATA"),
+            "--generate saves candidates for the dialogues of the run",
+        ),
         (("--rating-range", "1", "5"), "of rated rows, and the task dialogue has none"),
         (("--data", "DATA/train.jsonl", "--history", "9"), "a history of 9 turns"),
         (("--split", "train2"), "Legal: train, dev, test"),
@@ -246,7 +252,7 @@ def test_dialogues_from_elsewhere_are_ranked_as_the_runs_own(capsys, data, own, 
     assert cli.run([*map(str, command[:3]), "--data", str(new), "--candidates", str(pool)]) == 0
     said = capsys.readouterr().err
     assert "separate: 5 of 5 inputs encoded" in said
-    assert f"warning: 1 of 3 dialogues of {new} are in the run's train" in said
+    assert f"warning: 1 of 3 dialogues of {new} are in the run's train split" in said
     assert "ranking 5 next turns of test" in said
     assert ok(capsys, *command[:3], "--data", new, "--split", "dev")["results"][0]["split"] == "dev"
     said = refused(capsys, *command, "--data", new)

@@ -140,7 +140,7 @@ def test_it_begins_from_a_head_on_cached_features(tiny):
         assert torch.equal(begun.head.state_dict()[name], value)
     narrow = TurnArrays(arrays.utterances[:, :8], TRAIN.utterances, TRAIN.starts)
     other = fit_turns(own, narrow, None, 0, lambda *_: None)
-    with pytest.raises(UserError, match=r"the encoder gives \d+ dimensions; this roles head was"):
+    with pytest.raises(UserError, match=r"the encoder has \d+ dimensions, but this roles head was"):
         parts_of(tiny, start=other)
-    with pytest.raises(UserError, match="the head mlp maps no utterances to roles"):
+    with pytest.raises(UserError, match="the head mlp does not map utterances to roles"):
         TurnModel(model.engine, load_recipe("mlp"), 0)

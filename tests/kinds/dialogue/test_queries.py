@@ -70,7 +70,7 @@ def test_candidates_of_ones_own_may_be_new_texts(data):
     two, three = next_queries(data, "test", [2, 3], pool)
     assert (two.answer.tolist(), three.answer.tolist()) == ([1, 1, 3], [2, 4])
     assert three.repeated.tolist() == [True, False]
-    with pytest.raises(UserError, match="lack 1 of 3 right answers, the first one 'f'"):
+    with pytest.raises(UserError, match="lack 1 of 3 correct answers, the first one 'f'"):
         next_queries(data, "test", [2], pool[:3])
 
 
@@ -109,7 +109,7 @@ def test_histories_are_those_that_two_dialogues_go_beyond(data, many):
         with pytest.raises(UserError, match=r"the longest have 5 and 4 turns.*from 1 to 3"):
             next_queries(data, "test", asked)
     single = Dialogues("made", TEXTS, {"test": Turns.of_lists(TALKS[:1])})
-    with pytest.raises(UserError, match="Name more data"):
+    with pytest.raises(UserError, match="Add data"):
         next_queries(single, "test")
     with pytest.raises(UserError, match="has no dev dialogues; it has train, test"):
         next_queries(data, "dev")
@@ -205,7 +205,7 @@ def test_a_plan_that_no_dialogue_is_long_enough_for_is_refused(data):
             plan_queries(data, "test", Drawn(True), histories, distances)
     single = Dialogues("made", TEXTS, {"test": Turns.of_lists(TALKS[:1])})
     for pool in (Drawn(True), Drawn(False), Retrieved(np.ones((7, 2)))):
-        with pytest.raises(UserError, match="no candidates besides the right one"):
+        with pytest.raises(UserError, match="no candidates in addition to the answer"):
             plan_queries(single, "test", pool, [2], [1])
 
 

@@ -43,8 +43,11 @@ def test_a_reply_is_the_best_of_the_candidates(capsys, dialogue_run, replies):
         (("sad", "--goal", " "), "goal 1 is empty"),
         (("sad", "-k", "0"), "at least 1"),
         (("sad", "--score", "x"), "unknown score 'x'"),
-        (("sad", "--score", "weighted", "--head", "rank"), "takes the weights of a head"),
-        (("sad", "--goal", "happy", "--score", "bi"), "Leave one out"),
+        (("sad", "--score", "weighted", "--head", "rank"), "needs a head with learned weights"),
+        (
+            ("sad", "--goal", "happy", "--score", "bi"),
+            "planning for --goal has its own score. Leave one of them out",
+        ),
         (("sad", "--head", "ccl"), "no fitted head 'ccl'"),
     ],
 )
@@ -111,9 +114,11 @@ def test_candidates_are_saved_and_are_of_one_model(dialogue_run, tmp_path):
     best = model.top(talk, loaded, 2)
     assert [one.rank for one in best] == [1, 2]
     other = llmcond.load_dialogue(dialogue_run, "weighted", device="cpu")
-    with pytest.raises(llmcond.UserError, match="candidates were made by another model"):
+    with pytest.raises(
+        llmcond.UserError, match="vectors of the candidates come from another model"
+    ):
         other.score(other.start(["two men ?"]), loaded)
-    with pytest.raises(llmcond.UserError, match="dialogue were made by another model"):
+    with pytest.raises(llmcond.UserError, match="vectors of the dialogue come from another model"):
         other.score(talk, other.candidates(["sad", "happy"]))
     with pytest.raises(llmcond.UserError, match="no utterance yet"):
         model.score(model.start(), pool)

@@ -350,7 +350,7 @@ def test_a_dialogue_is_scored_as_the_head_says():
         expected = query_vectors(b1, b2, own.score, own.weights)[0]
         np.testing.assert_allclose(own.start(x).query, expected, atol=1e-5)
         np.testing.assert_allclose(own.start(x).scores(after), after @ expected, atol=1e-5)
-    with pytest.raises(UserError, match="weights of a head that learned them"):
+    with pytest.raises(UserError, match="the score weighted needs a head with learned weights"):
         fit_turns(recipe("none"), arrays, None, 0, quiet).scoring("weighted")
 
 
@@ -385,15 +385,15 @@ def test_what_cannot_be_fitted_is_told():
     with pytest.raises(UserError, match="no dialogue of the training split has more than 2 utter"):
         fit_turns(recipe("rank"), short, None, 0, quiet)
     assert fit_turns(recipe("ccl"), short, None, 0, quiet).fit.record["n_windows"] == 2
-    with pytest.raises(UserError, match="the head linear maps no utterances to roles"):
+    with pytest.raises(UserError, match="the head linear does not map utterances to roles"):
         fit_turns(load_recipe("linear"), short, None, 0, quiet)
     pairs = PairArrays(np.ones((3, D)), np.ones((3, D)), np.array([0, 0.5, 1]))
     with pytest.raises(UserError, match="it takes no rated pairs"):
         fit_recipe(recipe("rank"), pairs, None, 0, quiet)
-    with pytest.raises(UserError, match="nothing to learn, and the objective weighted"):
+    with pytest.raises(UserError, match="no parameters, but the objective weighted"):
         fit_turns(recipe("none", objective="weighted"), dialogues(), None, 0, quiet)
     head = fit_turns(recipe("rank"), dialogues(), None, 0, quiet)
-    with pytest.raises(UserError, match="have 4 dimensions; this roles head was fitted on 6"):
+    with pytest.raises(UserError, match="have 4 dimensions, but this roles head was fitted on 6"):
         head.after(np.ones((2, 4)))
 
 

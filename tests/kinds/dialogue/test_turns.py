@@ -172,8 +172,8 @@ def test_vectors_that_cancel_each_other_weigh_nothing():
     [
         ("last", r"unknown score 'last'. Scores: average, last:L \(such as last:2\), bi"),
         ("last:0", "unknown score 'last:0'"),
-        ("weighted", "takes the weights of a head that learned them"),
-        ("maxsim", "maxsim is no sum over pairs"),
+        ("weighted", "needs a head with learned weights"),
+        ("maxsim", "maxsim is not a sum over pairs"),
     ],
 )
 def test_what_has_no_vector_is_told(score, told):

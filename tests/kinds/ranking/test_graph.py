@@ -66,7 +66,7 @@ def test_files_of_two_graphs_are_refused(tmp_path: Path):
     )
     (tmp_path / "one" / "entities.parquet").replace(tmp_path / "entities.parquet")
 
-    with pytest.raises(UserError, match="are not as they were written"):
+    with pytest.raises(UserError, match="have changed since they were written"):
         Graph.load(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_simkgcs_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path)
     )
 
     assert graph.entities.texts == [f"New York: {'word ' * 50}".strip(), "Ben", "Cleo"]
-    assert "entities without a description, told by their names: 2" in graph.notes
+    assert "entities without a description, encoded by their names: 2" in graph.notes
 
 
 def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Path):
@@ -154,7 +154,7 @@ def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Pa
         "triples from train.tsv, valid.tsv, test.tsv; names and descriptions of entities from "
         "fb-entity2text-new.txt; names of entities from FB15k_mid2name.txt; texts of relations "
         "from relation2text.txt; not used: 'README.md', 'entities.txt', 'relations.txt'",
-        "entities without a description, told by their names: 1",
+        "entities without a description, encoded by their names: 1",
     )
 
 
@@ -175,7 +175,7 @@ def test_without_tables_ids_are_the_texts(tmp_path: Path):
 
     assert graph.entities.texts == ["01", "02", "03"]
     assert graph.relations.texts == ["likes", "owns"]
-    assert "no table of entities: they are told by their ids" in graph.notes
+    assert "no table of entities: their ids are encoded instead of texts" in graph.notes
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_relations_without_a_text_are_told_by_their_id(key: str, text: str):
         ({"valid.tsv": None}, "has no dev or valid or validation file"),
         ({"dev.txt": ["01\tlikes\t02"]}, "several files of one split: dev.txt, valid.tsv"),
         ({"entities.tsv": ["01\tAda", "02\tBen", "01\tEve"]},
-         "row 3 of entities.tsv: 01 is there before, with another text"),
+         "row 3 of entities.tsv: 01 occurs before, with another text"),
         ({"entities.tsv": ["01\ta\tb\tc"]}, "row 1 of entities.tsv: 4 columns; expected 3"),
         ({"test.tsv": ["", "01\tlikes\t09", "08\tlikes\t09"]},
          r"test.tsv has entities that the table of entities lacks, 2 in all: '09', '08' "
@@ -247,11 +247,11 @@ def test_what_is_odd_is_counted(tmp_path: Path):
     assert read_graph(folder).notes == (
         "triples from train.tsv, valid.tsv, test.tsv; names of entities from entities.tsv; "
         "texts of relations from relations.tsv",
-        "entities without a text, told by their ids: 1",
+        "entities without a text, encoded by their ids: 1",
         "entities of the table in no triple, left out: 1",
-        "train triples that are there before, counted once: 1",
-        "entities that share their text with another one: 2",
-        "relations that share their text with another one: 2",
+        "duplicate train triples, counted once: 1",
+        "entities that have the same text as another one: 2",
+        "relations that have the same text as another one: 2",
         "dev triples in train too: 1 of 2",
         "dev triples whose reversed edge is in train: 1 of 2",
         "test triples in train too: 1 of 3",

@@ -144,7 +144,7 @@ def test_joint_features_that_are_missing_are_counted():
     )
     with pytest.raises(UserError, match="1 of 2 queries have no joint features"):
         head.queries([absent[0], arrays.triples[0, 0]], [absent[1], arrays.triples[0, 1]])
-    with pytest.raises(UserError, match="takes joint features of heads and relations"):
+    with pytest.raises(UserError, match="reads joint features of head entities and relations"):
         fit("linear", graph())
 
 
@@ -436,7 +436,9 @@ def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
     assert record["made_by"] == "a test"
     assert (record["dim_out"], record["n_relations"]) == (head.dim_out, R)
     assert record["fit"]["curve"][0]["dev_score"] == 0.5
-    with pytest.raises(UserError, match=r"on no graph yet: head.on\(arrays\)"):
+    with pytest.raises(
+        UserError, match=r"this head has no graph yet. Call head.on\(arrays\) first"
+    ):
         loaded.candidates()
     bound = loaded.on(arrays)
     for part in ("queries", "candidates"):
@@ -479,11 +481,19 @@ def test_a_head_is_for_graphs_of_its_sizes():
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("hypernet", {"neighbours": True, "candidate": "none"}, "neighbours need a map"),
-        ("hypernet", {"candidate": "none"}, "candidates keep their 6: set candidate to linear"),
+        ("hypernet", {"neighbours": True, "candidate": "none"}, "so candidates need a map"),
+        (
+            "hypernet",
+            {"candidate": "none"},
+            "candidates have 6 without a layer: set candidate to linear",
+        ),
         ("concat", {"candidate": "same"}, "or dim to 6"),
         ("concat", {"dim": 7}, "dim is 7, but the features have 6"),
-        ("hypernet", {"features": "both"}, "joint features or by separate ones"),
+        (
+            "hypernet",
+            {"features": "both"},
+            "either joint or separate features, and this recipe asks for both",
+        ),
         ("hypernet", {"mse": 1.0}, "unknown key 'mse'"),
         ("hadamard", {"rank": 4}, "unknown key 'rank'"),
         ("mlp", {"hidden": -1}, "'hidden' is -1: it must be at least 0"),
@@ -497,13 +507,15 @@ def test_settings_that_do_not_go_together_are_told(name, changes, told):
 def test_what_is_missing_is_told():
     arrays = graph()
     bare = QueryArrays(arrays.entities, arrays.triples, R, arrays.known)
-    with pytest.raises(UserError, match="takes the features of relations, and none were given"):
+    with pytest.raises(UserError, match="reads the features of relations, and the data has none"):
         fit("hypernet", bare)
     assert fit("matrices", bare).dim_out == 4
     empty = QueryArrays(arrays.entities, arrays.triples[:0], R, arrays.known, arrays.relations)
     with pytest.raises(UserError, match="no triples"):
         fit("hypernet", empty)
-    with pytest.raises(UserError, match="the head mlp compares rated pairs; it ranks no"):
+    with pytest.raises(
+        UserError, match="the head mlp compares rated pairs and cannot rank candidates"
+    ):
         fit_queries(pair_recipe("mlp"), arrays, None, 0, quiet)
     with pytest.raises(UserError, match="the head hypernet ranks candidates; it takes no rated"):
         fit_recipe(recipe("hypernet"), None, None, 0, quiet)

@@ -87,7 +87,7 @@ def test_a_graph_is_asked_in_both_directions(tmp_path):
         (DataOptions(scale={"low": 0}), "--rating-range"),
         (DataOptions(split_seed=1), "--split-seed"),
         (DataOptions(extra=("note",)), "'note'"),
-        (DataOptions([{"head": "a"}]), "list; the task kgc reads a folder"),
+        (DataOptions([{"head": "a"}]), "data is list, but the task kgc reads a folder"),
     ],
 )
 def test_options_of_rows_are_refused(asked, words):

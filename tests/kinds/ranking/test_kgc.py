@@ -228,8 +228,8 @@ def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, t
     assert all(row["mrr"] > 0 for row in results)
     assert cli.run([str(one) for one in (*command, "--data", new)]) == 0
     said = capsys.readouterr().err
-    assert "new.tsv: triples that are there before, counted once: 1" in said
-    assert "warning: 1 of 3 triples of new.tsv are in the run's train" in said
+    assert "new.tsv: duplicate triples, counted once: 1" in said
+    assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in said
     new.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
     said = refused(capsys, *command, "--data", new)
     assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in said
@@ -342,7 +342,7 @@ def test_a_query_that_no_split_asks_is_encoded(fitted):
     assert len(found) == 3
     joint = llmcond.load_completer(fitted, "none", prompt="concat-sent-cond", device="cpu")
     asked = joint.top(head="p00", relation="_is_at", k=24, filtered=False)
-    vector = joint._encoded(np.array([[joint.graph.entities.ids.index("p00"), 0]]))
+    vector = joint._encode_joint(np.array([[joint.graph.entities.ids.index("p00"), 0]]))
     stored = joint._examples.features(joint._predictor.view)
     key = joint.graph.entities.ids.index("p00") * 6
     place = int(np.searchsorted(stored.arrays.joint_of, key))
@@ -355,8 +355,11 @@ def test_a_query_that_no_split_asks_is_encoded(fitted):
     ("asked", "words"),
     [
         (("--head-entity", "p99"), "the graph has no entity 'p99'. Did you mean 'p0"),
-        (("--head-entity", "p01", "--tail-entity", "p02"), "give one of"),
-        ((), "give one of --head-entity and --tail-entity"),
+        (
+            ("--head-entity", "p01", "--tail-entity", "p02"),
+            "give either --head-entity or --tail-entity",
+        ),
+        ((), "give either --head-entity or --tail-entity"),
         (("--head-entity", "p01", "-k", "0"), "at least 1"),
         (("--head-entity", "p01", "--head", "mlp"), "no fitted head 'mlp'"),
         (("--head-entity", "p01", "--rerank", "x"), "expected HOPS:ALPHA"),

@@ -130,8 +130,8 @@ def test_the_score_is_the_filtered_mrr_on_dev(tiny, name):
 
 
 def test_a_sample_of_dev_is_scored_among_a_sample_of_entities(tiny, monkeypatch):
-    monkeypatch.setattr("llmcond.kinds.ranking.model.SCORED", 3)
-    monkeypatch.setattr("llmcond.kinds.ranking.model.CANDIDATES", 5)
+    monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_TRIPLES", 3)
+    monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_CANDIDATES", 5)
     model, _, dev = model_of(tiny)
     encoded = []
 
@@ -209,9 +209,13 @@ def test_it_begins_from_a_head_on_cached_features(tiny):
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("hypernet", {"neighbours": True}, "fit a head that takes them on the trained encoder"),
+        (
+            "hypernet",
+            {"neighbours": True},
+            "then fit a head on the features of the trained encoder",
+        ),
         ("hypernet", {"queue": 2}, "Set queue to 0, and raise --batch-size"),
-        ("linear", {"relation_negatives": 1}, "takes relations by themselves"),
+        ("linear", {"relation_negatives": 1}, "needs a head that reads relations separately"),
     ],
 )
 def test_what_needs_cached_features_is_refused(tiny, name, changes, told):

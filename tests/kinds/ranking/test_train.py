@@ -112,7 +112,10 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
     [
         ((), "no head was named"),
         (("--head", "towers"), "unknown head 'towers'"),
-        (("--head", "hypernet", "--set", "neighbours=true"), "fit a head that takes them"),
+        (
+            ("--head", "hypernet", "--set", "neighbours=true"),
+            "then fit a head on the features of the trained encoder",
+        ),
         (("--head", "hypernet", "--set", "mse=1"), "no setting 'mse'"),
         (("--head", "hypernet", "--set", "queue=2"), "Set queue to 0"),
         (("--head", "hypernet", "--set", "members=2"), "Give --set members=1"),
