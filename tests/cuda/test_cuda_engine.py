@@ -200,7 +200,7 @@ def test_one_gpu_that_was_named_is_not_exceeded(tmp_path: Path) -> None:
     with StandIn(gpus=2, gib=1e-3):
         resolved = Bench("cuda:0", tmp_path).resolve("mistral-7b")
         options = dataclasses.replace(resolved.options, device="cuda:0")
-        with pytest.raises(LlmcondError, match=r"--device auto, which takes all 2 GPUs"):
+        with pytest.raises(LlmcondError, match=r"--device auto, which uses all 2 GPUs"):
             Encoder(dataclasses.replace(resolved, options=options))
 
 

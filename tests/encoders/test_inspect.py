@@ -56,7 +56,7 @@ def test_tokens_without_an_embedding_are_told(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": 4}))
-    with pytest.raises(UserError, match=r"gives the token id \d+, .* for the ids 0 to 3 only"):
+    with pytest.raises(UserError, match=r"produces the token id \d+, .* for the ids 0 to 3\."):
         check_model(str(folder), CPU)
 
 

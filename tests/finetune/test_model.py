@@ -166,7 +166,7 @@ def loss_and_gradients(trainable, rows, **options):
 
 def packed_rows(engine, rows):
     """Return the packed rows that inputs are computed in, and the inputs that are."""
-    plan = list(engine._plan(rows, list(range(len(rows))), engine.budget))
+    plan = list(engine._plan_batches(rows, list(range(len(rows))), engine.budget))
     plan = [(inputs, forward.batch) for inputs, forward in plan if hasattr(forward, "batch")]
     return [batch for _, batch in plan], sorted(i for inputs, _ in plan for i in inputs)
 

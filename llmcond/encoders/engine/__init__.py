@@ -1,1 +1,1 @@
-"""From tokens to vectors: tokenizing, batches, attention of packed rows, and pooling."""
+"""The computation of vectors: tokenising, batching, attention of packed rows, and pooling."""

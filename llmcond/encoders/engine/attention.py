@@ -1,9 +1,9 @@
-"""The attention of packed rows, as transformers calls it.
+"""Attention of packed rows, registered with transformers under ``NAME``.
 
-transformers isolates packed texts by position ids in the causal direction only; a bidirectional
-encoder would let them see each other, silently. So the attention is ours: registered with
-transformers under :data:`NAME`, and given, with each forward pass, a plan that says which tokens
-attend to which. No token of another text is ever among the keys, so none can leak.
+transformers isolates packed texts by their position ids in the causal direction only. In a
+bidirectional encoder, packed texts would silently attend to each other. llmcond therefore registers
+an attention function of its own, and passes it a plan with each forward pass that says which tokens
+attend to which. The keys of a text never include a token of another text, so nothing can leak.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ NAME = "llmcond_packed"
 
 
 class AttentionPlan(Protocol):
-    """Which tokens of a packed row attend to which."""
+    """A plan that says which tokens of a packed row attend to which."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend in (heads, tokens, head_dim), keys and values in as many heads or fewer.
+        """Compute the attention of one packed row.
+
+        Args:
+            query: (heads, tokens, head_dim).
+            key: Like ``query``, with the same number of heads or fewer.
+            value: Like ``key``.
+            scale: Factor of the scores; None means head_dim ** -0.5.
 
         Returns:
-            (tokens, heads, head_dim). A scale of None is head_dim ** -0.5.
+            (tokens, heads, head_dim).
         """
         ...
 
 
-def _attention(
+def _compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -42,13 +48,14 @@ def _attention(
     router: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does by itself, or within a packed row where there is a plan.
+    """Compute the attention of a layer, within a packed row if there is a plan (``packed``).
 
-    A ``router`` changes what a layer attends to by another text: its method ``attend`` is given the
-    layer, queries, keys and values, the scale, and a function for what there would be without it.
+    Without a plan, this is the scaled dot product attention of transformers. A ``router`` modifies
+    the result by another text: its method ``attend`` gets the layer, the queries, keys and values,
+    the scale, and a function that computes the attention without the router.
     """
 
-    def usual() -> Tensor:
+    def attend_without_router() -> Tensor:
         if packed is None:
             output: Tensor = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -56,13 +63,13 @@ def _attention(
             return output
         for option in ("softcap", "position_bias", "s_aux"):
             if kwargs.get(option) is not None:
-                raise NotImplementedError(f"packed attention has no {option}")
+                raise NotImplementedError(f"packed attention does not support {option}")
         return packed.attend(query[0], key[0], value[0], scaling)[None]
 
     if router is None:
-        return usual(), None
-    return router.attend(module, query, key, value, scaling, usual), None
+        return attend_without_router(), None
+    return router.attend(module, query, key, value, scaling, attend_without_router), None
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, _compute_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)

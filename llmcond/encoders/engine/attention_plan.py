@@ -1,4 +1,4 @@
-"""Attention plans of packed rows: blocks of queries, each with keys of its own."""
+"""Attention plans that cut a packed row into blocks of queries, each with its own keys."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.batching import Batch, Segment
 from llmcond.system import to_device
 
-#: Tokens of adjacent branches that attend in one call, under a mask, on a CPU and on a GPU.
+#: Most tokens of adjacent branches that attend in one masked call: on a CPU, and on a GPU.
 BRANCH_TOKENS, _BRANCH_TOKENS_ON_GPU = 192, 1_024
-#: Padding, in tokens, that costs as much as a call of its own: on a CPU, and on a GPU.
-_CALL, _CALL_ON_GPU = 64, 4_096
+#: Number of padding tokens that costs as much as one more call: on a CPU, and on a GPU.
+_CALL_COST, _CALL_COST_ON_GPU = 64, 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A row as blocks of queries, one behind the other, each with keys of its own.
+    """A row as a sequence of blocks of queries, each with its own keys.
 
-    What stands in the row behind the ``n_tokens`` of its texts attends to nothing.
+    Attributes:
+        blocks: The plans of the blocks, in the order of the row.
+        n_tokens: Number of tokens of the row's texts. The padding after them attends to nothing.
     """
 
     blocks: Sequence[AttentionPlan]
     n_tokens: int
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See :class:`AttentionPlan`."""
+        """Compute the attention of the row block by block, as ``AttentionPlan`` describes."""
         heads, length, width = query.shape
         parts = [block.attend(query, key, value, scale) for block in self.blocks]
         if length > self.n_tokens:
@@ -40,8 +42,8 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Even:
-    """Texts of one length."""
+class _EvenBlock:
+    """Adjacent texts of one length."""
 
     start: int
     rows: int
@@ -60,14 +62,16 @@ class _Even:
 
 
 @dataclass(frozen=True, slots=True)
-class _Uneven:
-    """Texts of about one length, filled up to the longest.
+class _UnevenBlock:
+    """Texts of about one length, padded to the longest.
 
     Attributes:
-        positions: (rows * longest,); where a text is shorter, any position.
-        real: of them, those that are tokens.
-        causal: then no token sees what its row is filled up with, and keys need no mask.
-        mask: added to scores.
+        rows: Number of texts.
+        positions: Position in the row of each token, (rows * longest,); padding has any position.
+        real: Indices into ``positions`` of the entries that are tokens.
+        causal: Whether a token sees only the tokens before it. If so, no token sees the padding
+            behind it, and keys need no mask.
+        mask: Added to the scores.
     """
 
     rows: int
@@ -77,7 +81,7 @@ class _Uneven:
     mask: Tensor | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        # Tokens first, as they lie in memory: whole tokens are copied then.
+        # Tokens come first, as they do in memory, so that whole tokens are copied.
         query, key, value = (
             x.transpose(0, 1)
             .index_select(0, self.positions)
@@ -90,13 +94,14 @@ class _Uneven:
 
 
 @dataclass(frozen=True, slots=True)
-class _Branches:
-    """Adjacent branches of a prefix tree: they see themselves, and the path before them.
+class _BranchBlock:
+    """Adjacent branches of a prefix tree, which see themselves and the path before them.
 
     Attributes:
-        start, stop: the queries.
-        keys: positions of the path and of the queries.
-        mask: (1, 1, queries, keys), added to scores.
+        start: Position of the first query.
+        stop: Position behind the last query.
+        keys: Positions of the path and of the queries.
+        mask: Added to the scores, (1, 1, queries, keys).
     """
 
     start: int
@@ -114,110 +119,118 @@ class _Branches:
 def plan_attention(
     batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Return the layout of a packed row for products of PyTorch."""
+    """Plan the attention of a packed row for PyTorch's scaled dot product attention."""
     if batch.shared:
-        return Blocks(_branches(batch, device, dtype), batch.n_tokens)
-    call = _CALL if device.type == "cpu" else _CALL_ON_GPU
-    blocks = [_group(runs, causal, device, dtype) for runs in _groups(batch.segments, call)]
+        return Blocks(_plan_branches(batch, device, dtype), batch.n_tokens)
+    call_cost = _CALL_COST if device.type == "cpu" else _CALL_COST_ON_GPU
+    blocks = [
+        _plan_group(runs, causal, device, dtype) for runs in _group_runs(batch.segments, call_cost)
+    ]
     return Blocks(blocks, batch.n_tokens)
 
 
-def _groups(segments: Sequence[Segment], call: int) -> list[list[tuple[int, int, int]]]:
-    """Return runs of texts of one length, (start, rows, length), grouped where padding pays.
+def _group_runs(segments: Sequence[Segment], call_cost: int) -> list[list[tuple[int, int, int]]]:
+    """Group runs of texts of one length, (start, rows, length), where padding them pays.
 
-    A ``call`` of its own costs as much as so many tokens of padding.
+    One more call costs as much as ``call_cost`` tokens of padding.
     """
     groups: list[list[tuple[int, int, int]]] = []
     for length, texts in groupby(segments, key=lambda segment: segment.length):
         starts = [text.start for text in texts]
         rows = len(starts)
         longest = max(n for _, _, n in groups[-1]) if groups else 0
-        if not groups or not 0 <= rows * (longest - length) <= call:
+        if not groups or not 0 <= rows * (longest - length) <= call_cost:
             groups.append([])
         groups[-1].append((starts[0], rows, length))
     return groups
 
 
-def _group(
+def _plan_group(
     runs: list[tuple[int, int, int]], causal: bool, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
+    """Plan one block for runs of texts, padded to the longest where their lengths differ."""
     longest = max(length for _, _, length in runs)
     mask = None
     if causal and longest <= attention_kernels.SHORT:
-        before = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-        mask = _added(before, dtype)[None, None]
+        visible = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        mask = _make_mask(visible, dtype)[None, None]
     if len(runs) == 1:
         start, rows, length = runs[0]
-        return _Even(start, rows, length, causal, mask)
+        return _EvenBlock(start, rows, length, causal, mask)
     starts = [start + row * length for start, rows, length in runs for row in range(rows)]
     lengths = [length for _, rows, length in runs for _ in range(rows)]
-    at = torch.arange(longest)
-    real = at < torch.tensor(lengths)[:, None]
-    positions = torch.where(real, torch.tensor(starts)[:, None] + at, starts[0])
+    offsets = torch.arange(longest)
+    real = offsets < torch.tensor(lengths)[:, None]
+    positions = torch.where(real, torch.tensor(starts)[:, None] + offsets, starts[0])
     if not causal:
-        mask = _added(to_device(real, device), dtype)[:, None, None]
-    positions, kept = (
+        mask = _make_mask(to_device(real, device), dtype)[:, None, None]
+    positions, token_indices = (
         to_device(value, device) for value in (positions, real.flatten().nonzero()[:, 0])
     )
-    return _Uneven(len(lengths), positions.flatten(), kept, causal, mask)
+    return _UnevenBlock(len(lengths), positions.flatten(), token_indices, causal, mask)
 
 
-def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is added to scores so that only the visible count."""
+def _make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an additive mask: 0 where a key is visible, and minus infinity elsewhere."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, float("-inf"))
 
 
 # -- prefix trees ------------------------------------------------------------------------------
 
 
-def _branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[AttentionPlan]:
-    """Cut a tree into pieces, each of which attends in one call, in the order of the row.
+def _plan_branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[AttentionPlan]:
+    """Cut a prefix tree into blocks, in the order of the row; each attends in one call.
 
-    Adjacent branches go together up to ``BRANCH_TOKENS``. What is longer is taken apart: its
-    own tokens first, in slices, then its branches. So no piece has more queries than that, and the
-    keys and values that are gathered for it are one path and its own.
+    Adjacent branches are joined up to ``BRANCH_TOKENS`` tokens. A longer branch is split: the
+    tokens of its first segment are cut into slices, and its child branches follow. So no block has
+    more queries than that, and the keys and values gathered for it are those of one path and of the
+    block itself.
     """
     segments = batch.segments
-    most = BRANCH_TOKENS if device.type == "cpu" else _BRANCH_TOKENS_ON_GPU
+    max_tokens = BRANCH_TOKENS if device.type == "cpu" else _BRANCH_TOKENS_ON_GPU
     children: dict[int, list[int]] = {}
     for index, segment in enumerate(segments):
         children.setdefault(segment.parent, []).append(index)
     lengths = torch.tensor([segment.length for segment in segments])
     until = torch.tensor([segment.until for segment in segments]).repeat_interleave(lengths)
 
-    def piece(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
-        """Return queries ``start`` to ``stop``, which see the path and what is from ``begin``."""
+    def make_block(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
+        """Plan queries ``start`` to ``stop``; keys are the path and ``begin`` to ``stop``."""
         keys = torch.cat([path, torch.arange(begin, stop)])
         queries = torch.arange(start, stop)[:, None]
-        # A token is seen by what comes behind it in its own branch.
-        mask = _added((keys <= queries) & (queries < until[keys]), dtype)[None, None]
-        return _Branches(start, stop, to_device(keys, device), to_device(mask, device))
+        # A token is visible to its own query and to those of later tokens in its branch.
+        mask = _make_mask((keys <= queries) & (queries < until[keys]), dtype)[None, None]
+        return _BranchBlock(start, stop, to_device(keys, device), to_device(mask, device))
 
-    pieces: list[AttentionPlan] = []
-    # Families that are still to be cut, the next one last.
+    blocks: list[AttentionPlan] = []
+    # Families (siblings) that still have to be cut, as a stack.
     waiting = [children[-1]]
     while waiting:
         family = waiting.pop()
         first, path = segments[family[0]], positions_of(batch.path(family[0]))
         sizes = accumulate(segments[index].until - segments[index].start for index in family)
-        taken = sum(size <= most for size in sizes)
-        waiting.append(family[max(taken, 1) :])
-        if taken:
-            pieces.append(piece(path, first.start, first.start, segments[family[taken - 1]].until))
+        n_joined = sum(size <= max_tokens for size in sizes)
+        waiting.append(family[max(n_joined, 1) :])
+        if n_joined:
+            blocks.append(
+                make_block(path, first.start, first.start, segments[family[n_joined - 1]].until)
+            )
         elif not len(path):
-            pieces.append(_group([(first.start, 1, first.length)], True, device, dtype))
+            blocks.append(_plan_group([(first.start, 1, first.length)], True, device, dtype))
         else:
-            starts = range(first.start, first.stop, most)
+            starts = range(first.start, first.stop, max_tokens)
             stops = (*starts[1:], first.stop)
-            pieces += [piece(path, first.start, *ends) for ends in zip(starts, stops, strict=True)]
-        if not taken:
+            blocks += [
+                make_block(path, first.start, *ends) for ends in zip(starts, stops, strict=True)
+            ]
+        if not n_joined:
             waiting.append(children.get(family[0], []))
         waiting = [family for family in waiting if family]
-    return pieces
+    return blocks
 
 
 def positions_of(path: list[Segment]) -> Tensor:
-    """Return the positions of the tokens of some segments, in their order."""
+    """Return the positions of the tokens of some segments, in the order of the segments."""
     return torch.cat(
         [torch.arange(segment.start, segment.stop) for segment in path]
         or [torch.empty(0, dtype=torch.long)]

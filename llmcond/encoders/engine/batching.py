@@ -1,8 +1,8 @@
 """Batches by a token budget: padded, packed without padding, or packed with shared prefixes.
 
-A packed batch is one row of tokens, cut into segments. Without sharing, a segment is an input. With
-sharing, inputs form a prefix tree, and a segment is a run of tokens that some inputs have in
-common: it is computed once, and the inputs that go on from it follow it in the row.
+A packed batch is one row of tokens, cut into segments. Without sharing, each segment is an input.
+With sharing, the inputs form a prefix tree, and a segment is a run of tokens that several inputs
+have in common. It is computed once, and the rest of these inputs follows it in the row.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, takewhile
 
-#: Rows are about a multiple of this long: see ``Runtime.step``.
+#: The length of packed rows is padded to a multiple of this number; see ``Runtime.step``.
 STEP = 64
-#: A prefix that is shorter beyond its parent is not worth a segment of its own.
+#: Fewest tokens beyond its parent for which a shared prefix becomes a segment.
 MIN_SHARED = 4
-#: Batches with shared prefixes attend in smaller pieces; for less than this it does not pay.
+#: Sharing prefixes pays only if it leaves at most this share of the tokens, because batches with
+#: shared prefixes attend in smaller pieces.
 _WORTH_SHARING = 0.97
 
 
@@ -25,11 +26,12 @@ class Segment:
     """Tokens ``begin`` to ``end`` of an input, in a packed row.
 
     Attributes:
-        source: position of an input that has them.
-        begin, end: which of its tokens.
-        start: position of the first one in the row.
-        until: position behind the last token of all inputs that go on from it.
-        parent: index of the segment before it, -1 for none.
+        source: Position of an input that has these tokens.
+        begin: Index of the first of these tokens in the input.
+        end: Index behind the last of these tokens in the input.
+        start: Position of the first of these tokens in the row.
+        until: Position in the row behind the last token of all inputs that continue this segment.
+        parent: Index of the preceding segment of the same inputs, -1 for none.
     """
 
     source: int
@@ -41,12 +43,12 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """Return its number of tokens."""
+        """Number of tokens."""
         return self.end - self.begin
 
     @property
     def stop(self) -> int:
-        """Return the position behind its own last token."""
+        """Position in the row behind the segment's last token."""
         return self.start + self.length
 
 
@@ -55,9 +57,9 @@ class Batch:
     """One packed row.
 
     Attributes:
-        segments: in the order of the row, parents before children.
-        inputs: positions of the inputs that it computes.
-        leaves: for each of them, the index of the segment that its last token is in.
+        segments: The segments in the order of the row, parents before children.
+        inputs: Positions of the inputs in this row.
+        leaves: For each of these inputs, the index of the segment with its last token.
     """
 
     segments: tuple[Segment, ...]
@@ -66,23 +68,23 @@ class Batch:
 
     @property
     def n_tokens(self) -> int:
-        """Return the tokens of the row."""
+        """Number of tokens of the row, without padding."""
         return self.segments[-1].stop
 
     @property
     def shared(self) -> bool:
-        """Return whether a segment has another before it."""
+        """Whether inputs share prefixes, that is, whether any segment has a parent."""
         return any(segment.parent >= 0 for segment in self.segments)
 
     def path(self, index: int) -> list[Segment]:
-        """Return the segments before one, outermost first."""
-        found = []
+        """Return the ancestors of a segment, outermost first."""
+        ancestors = []
         while (index := self.segments[index].parent) >= 0:
-            found.append(self.segments[index])
-        return found[::-1]
+            ancestors.append(self.segments[index])
+        return ancestors[::-1]
 
     def position(self, leaf: int, token: int) -> int:
-        """Return where in the row a token of the input with this leaf is."""
+        """Return the position in the row of a token of the input that ends in segment ``leaf``."""
         segment = self.segments[leaf]
         while token < segment.begin:
             segment = self.segments[segment.parent]
@@ -90,18 +92,18 @@ class Batch:
 
 
 def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group inputs of like length into batches of at most ``max_tokens`` tokens with padding.
+    """Group inputs of similar length into padded batches of at most ``max_tokens`` tokens.
 
-    A batch takes its rows times its longest row. An input that is longer by itself gets a batch of
-    its own.
+    The tokens of a batch are its number of rows times the length of its longest row. An input
+    longer than ``max_tokens`` gets a batch of its own.
 
     Returns:
-        Positions in ``lengths``, longest first; every position once. The plan is a function of
-        its arguments alone, so that a resumed extraction computes the same batches.
+        Positions in ``lengths``, longest first; every position once. The plan depends on the
+        arguments only, so that a resumed extraction computes the same batches.
     """
     batches: list[list[int]] = []
     for index in _longest_first(lengths):
-        # Sorted longest first, so a batch's first row is its width.
+        # Inputs are sorted longest first, so the first row of a batch has its width.
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= max_tokens:
             batches[-1].append(index)
         else:
@@ -110,20 +112,22 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
-    """Pack inputs of like length into rows of at most ``max_tokens`` tokens, without padding.
+    """Pack inputs of similar length into rows of at most ``max_tokens`` tokens, without padding.
 
-    Rows have about the same number of tokens; every input is in one of them, longest first. An
-    input that is longer by itself gets a row of its own.
+    Rows have about the same number of tokens. Every input is in exactly one row, longest first. An
+    input longer than ``max_tokens`` gets a row of its own.
     """
     total = sum(lengths)
-    # Equal rows rather than full ones and a rest: a short row leaves the machine half idle.
+    # Rows of equal size are better than full rows and a short last one, which leaves the machine
+    # half idle.
     equal = total / max(1, -(-total // max_tokens))
-    # A row ends up to one text short of what it may hold; without that, a crumb would be left.
-    most = min(max_tokens, math.ceil((equal + max(lengths, default=0)) / STEP) * STEP)
+    # A row may be short of its limit by up to one text. Without an allowance for that, a few tokens
+    # would be left over for one more row.
+    row_tokens = min(max_tokens, math.ceil((equal + max(lengths, default=0)) / STEP) * STEP)
     groups: list[list[int]] = []
     used = 0
     for index in _longest_first(lengths):
-        if not groups or used + lengths[index] > most:
+        if not groups or used + lengths[index] > row_tokens:
             groups.append([])
             used = 0
         groups[-1].append(index)
@@ -136,7 +140,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def flat(group: Sequence[int], lengths: Sequence[int]) -> Batch:
-    """Return inputs, by their positions in ``lengths``, one behind the other in a row."""
+    """Concatenate inputs, given by their positions in ``lengths``, to one packed row."""
     segments, start = [], 0
     for index in group:
         stop = start + lengths[index]
@@ -146,54 +150,64 @@ def flat(group: Sequence[int], lengths: Sequence[int]) -> Batch:
 
 
 def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
-    """Pack inputs into rows in which a prefix that several have in common stands once.
+    """Pack inputs into rows in which a prefix that several inputs share appears once.
 
-    Exact for a causal encoder that pools its last token: what stands before a token decides its
-    vector, and nothing behind it. Where little is shared, the plan is that of :func:`pack`.
+    This is exact for a causal encoder that pools its last token, because a token's vector depends
+    on the tokens before it only. If little is shared, the plan is that of ``pack``.
 
-    In ``max_tokens`` of a row shared tokens count once. Every input is in one row; a prefix whose
-    inputs do not fit into one is computed in each.
+    Shared tokens count once for ``max_tokens``. Every input is in exactly one row. A prefix whose
+    inputs do not fit into one row is computed in each of their rows.
     """
-    batches = list(_grow(ids, max_tokens))
+    batches = list(_pack_trees(ids, max_tokens))
     lengths = [len(row) for row in ids]
     if sum(batch.n_tokens for batch in batches) > _WORTH_SHARING * sum(lengths):
         return pack(lengths, max_tokens)
     return batches
 
 
-def _grow(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
+def _pack_trees(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
+    """Add inputs in the order of their tokens to a prefix tree; yield it when it is full."""
     order = sorted(range(len(ids)), key=lambda i: (list(ids[i]), i))
-    common = [0, *(_common(ids[before], ids[index]) for before, index in pairwise(order))]
-    tree = _Tree()
-    for at, index in enumerate(order):
+    common = [
+        0,
+        *(_common_prefix_length(ids[previous], ids[index]) for previous, index in pairwise(order)),
+    ]
+    tree = _PrefixTree()
+    for rank, index in enumerate(order):
         length = len(ids[index])
-        more = length - tree.attach(common[at])
-        begins = 2 * common[at] < length
+        n_added = length - tree.attach(common[rank])
+        starts_family = 2 * common[rank] < length
         if tree.n_tokens and (
-            tree.n_tokens + more > max_tokens
+            tree.n_tokens + n_added > max_tokens
             or (
-                begins
+                starts_family
                 and 2 * tree.n_tokens >= max_tokens
-                and _family(ids, order, common, at) + tree.n_tokens > max_tokens
+                and _family_size(ids, order, common, rank) + tree.n_tokens > max_tokens
             )
         ):
             yield tree.batch()
-            tree = _Tree()
-        tree.add(index, length, common[at])
+            tree = _PrefixTree()
+        tree.add(index, length, common[rank])
     if tree.n_tokens:
         yield tree.batch()
 
 
-def _family(ids: Sequence[Sequence[int]], order: list[int], common: list[int], at: int) -> int:
-    """Return about how many tokens an input and those that share most of it take together."""
-    first = len(ids[order[at]])
-    alike = takewhile(lambda place: 2 * common[place] >= first, range(at + 1, len(order)))
-    return first + sum(len(ids[order[place]]) - common[place] for place in alike)
+def _family_size(
+    ids: Sequence[Sequence[int]], order: list[int], common: list[int], first: int
+) -> int:
+    """Estimate the tokens of an input and of the following inputs that share most of it.
+
+    ``first`` is the input's index in ``order``, and ``common`` has the number of tokens that each
+    input in that order shares with the previous one.
+    """
+    length = len(ids[order[first]])
+    relatives = takewhile(lambda rank: 2 * common[rank] >= length, range(first + 1, len(order)))
+    return length + sum(len(ids[order[rank]]) - common[rank] for rank in relatives)
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @dataclass(slots=True, eq=False)
@@ -205,27 +219,31 @@ class _Node:
     inputs: list[int] = field(default_factory=list)
 
 
-class _Tree:
-    """A prefix tree that grows by inputs in the order of their tokens."""
+class _PrefixTree:
+    """A prefix tree to which inputs are added in the order of their tokens."""
 
     def __init__(self) -> None:
-        #: Depth first, without the root.
+        #: All nodes but the root, depth first.
         self._nodes: list[_Node] = []
-        #: From the root to where the last input ends.
+        #: Nodes from the root to the end of the last input.
         self._path = [_Node(-1, 0, 0, None)]
         self.n_tokens = 0
 
     def attach(self, common: int) -> int:
-        """Return the depth from which an input needs its own, by what is common with the last."""
+        """Return the depth at which the next input branches off.
+
+        ``common`` is the number of tokens that it shares with the last input. Tokens from that
+        depth on are not shared.
+        """
         if not self.n_tokens:
             return 0
         node = next(node for node in reversed(self._path) if node.begin < common or not node.end)
-        inside = min(common, node.end)
-        worth = inside == node.end or inside - node.begin >= MIN_SHARED
-        return inside if worth else node.begin
+        depth = min(common, node.end)
+        worth = depth == node.end or depth - node.begin >= MIN_SHARED
+        return depth if worth else node.begin
 
     def add(self, index: int, length: int, common: int) -> None:
-        """Add an input of ``length`` tokens; see :meth:`attach`."""
+        """Add an input of ``length`` tokens that shares ``common`` of them with the last input."""
         depth = self.attach(common)
         while self._path[-1].begin >= depth and len(self._path) > 1:
             self._path.pop()
@@ -238,6 +256,7 @@ class _Tree:
         self._path[-1].inputs.append(index)
 
     def _split(self, depth: int) -> None:
+        """Split the last node of the path in two at ``depth``."""
         lower = self._path.pop()
         upper = _Node(lower.source, lower.begin, depth, lower.parent)
         lower.begin, lower.parent = depth, upper
@@ -247,17 +266,17 @@ class _Tree:
     def batch(self) -> Batch:
         """Return the tree as a packed row."""
         nodes = self._nodes
-        place: dict[_Node | None, int] = {node: at for at, node in enumerate(nodes)}
+        index_of: dict[_Node | None, int] = {node: index for index, node in enumerate(nodes)}
         ends = list(accumulate(node.end - node.begin for node in nodes))
         until = [*ends]
         for node in reversed(nodes):
-            if node.parent in place:
-                parent = place[node.parent]
-                until[parent] = max(until[parent], until[place[node]])
+            if node.parent in index_of:
+                parent = index_of[node.parent]
+                until[parent] = max(until[parent], until[index_of[node]])
         starts = [0, *ends]
         segments = tuple(
-            Segment(node.source, node.begin, node.end, *row, place.get(node.parent, -1))
-            for node, row in zip(nodes, zip(starts, until, strict=False), strict=True)
+            Segment(node.source, node.begin, node.end, *extent, index_of.get(node.parent, -1))
+            for node, extent in zip(nodes, zip(starts, until, strict=False), strict=True)
         )
-        leaves = [(index, at) for at, node in enumerate(nodes) for index in node.inputs]
+        leaves = [(source, leaf) for leaf, node in enumerate(nodes) for source in node.inputs]
         return Batch(segments, *zip(*leaves, strict=True))

@@ -1,7 +1,8 @@
-"""Batch inputs, run the network, pool; out of memory, try again with half the token budget.
+"""The PyTorch engine: batches inputs, runs the network, and pools token vectors.
 
-An engine packs several inputs into one row without padding wherever that gives what each gives
-alone, which it tries out when it is made.
+If a batch runs out of memory, the engine tries again with half the token budget. It packs several
+inputs into one row without padding if that gives the same vectors as computing each input alone,
+which it tries out when it is created.
 """
 
 from __future__ import annotations
@@ -47,14 +48,21 @@ from llmcond.system import to_device
 
 _log = logging.getLogger(__name__)
 
-#: How far the vectors of packed inputs may be from those in padded rows, as a share of their norm.
-#: Rounding stays well below; texts that see each other, or wrong positions, go well above.
-_SAME = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+#: Largest difference between the vectors of packed and of padded inputs, as a share of their norm.
+#: Rounding stays well below it; texts that see each other, or wrong positions, go well above it.
+_PACKING_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A batch whose vectors are there once what is queued on a GPU is done; on a CPU they are."""
+class _PendingBatch:
+    """A batch whose vectors are complete once a GPU has done the queued work; on a CPU at once.
+
+    Attributes:
+        inputs: Positions of the batch's inputs.
+        n_tokens: Number of computed tokens, including padding.
+        vectors: The vectors on the CPU.
+        copied: GPU event after which ``vectors`` are complete; None on a CPU.
+    """
 
     inputs: Sequence[int]
     n_tokens: int
@@ -62,23 +70,30 @@ class _Begun:
     copied: torch.cuda.Event | None
 
     def finish(self) -> Pooled:
-        """Wait for the vectors. The engine's lock is free: another thread queues its work."""
+        """Wait for the vectors, without the engine's lock: other threads can queue work."""
         if self.copied is not None:
             self.copied.synchronize()
         return Pooled(self.inputs, self.vectors.numpy(), self.n_tokens)
 
 
 class Engine:
-    """A loaded network, run in batches.
+    """A loaded PyTorch network that is run in batches.
 
     Attributes:
-        budget: tokens of a batch at most. Halved where memory runs out, and never raised again.
-        packs: whether inputs are packed; False where the architecture does not stand it.
-        device, out: where token ids are put, and where vectors are given.
-        ahead: batches that are begun before the vectors of one are waited for. A GPU computes one
-            while those of the batch before are copied back, and the next is prepared.
-        passes: the forward passes of batches.
-        inside, reads_routers: as :class:`llmcond.encoders.engine.forward.Passes` has them.
+        model: The network and its dense layers.
+        identity: The settings that decide the encoder's vectors.
+        dim: Size of the vectors.
+        shares: Whether inputs share the computation of common prefixes.
+        budget: Most tokens of one batch. It is halved when memory runs out, and never raised again.
+        packs: Whether inputs are packed; False if the architecture does not support it.
+        device: Where token ids are put.
+        out: Where vectors are returned.
+        ahead: Number of batches that are started before the engine waits for the vectors of the
+            first. A GPU computes a batch while the previous one's vectors are copied back and the
+            next one is prepared.
+        passes: Creates the forward passes of batches.
+        inside: See ``Passes``.
+        reads_routers: See ``Passes``.
     """
 
     def __init__(
@@ -90,14 +105,19 @@ class Engine:
         *,
         frozen: bool = True,
     ) -> None:
-        """Find the fastest way that gives the right vectors.
+        """Find the fastest way to compute the right vectors.
 
-        So many threads as ``concurrency`` run it at a time. One that is not ``frozen`` is trained.
+        Args:
+            model: The loaded network.
+            resolved: The encoder's settings.
+            pad_id: Token id for padding.
+            concurrency: Number of threads that run the engine at a time.
+            frozen: False if the network is going to be trained.
         """
         self.model, self.identity, self.dim = model, resolved.identity, model.dim
         self.shares = resolved.shares_prefixes
         config = model.network.config
-        # A GPU is given one batch at a time, however many threads there are.
+        # A GPU gets one batch at a time, however many threads there are.
         count = concurrency if resolved.device == "cpu" else 1
         self.budget = resolved.options.max_tokens_per_batch or min(
             default_token_budget(resolved.device),
@@ -112,8 +132,8 @@ class Engine:
             pooling=pooling_named(self.identity.pooling),
             pool=find_pooling(self.identity.pooling),
             attention=self.identity.attention,
-            # A token that was added for padding often has no embedding; padding is masked, so any
-            # other does.
+            # A token that was added for padding often has no embedding. Padding is masked, so any
+            # other id will do.
             pad_id=pad_id if pad_id < self._n_ids else 0,
             device=self.device,
             dtype=TORCH_DTYPES[self.identity.dtype],
@@ -121,9 +141,9 @@ class Engine:
             skipped_id=skipped_id(model.network),
             spread=len(set(getattr(model.network, "hf_device_map", {}).values())) > 1,
         )
-        self._longest = _longest_packed(config)
-        # Work is queued on a GPU by one thread at a time: activations of two would need twice
-        # the memory.
+        self._longest = _max_packed_length(config)
+        # Only one thread at a time queues work on a GPU, because the activations of two batches
+        # would need twice the memory.
         self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
         self._can_pack = getattr(config, "_attn_implementation", None) == "sdpa" and bool(
             getattr(model.network, "_supports_attention_backend", False)
@@ -131,7 +151,8 @@ class Engine:
         self.passes = passes_of(self.identity)(model.network, self.identity, self._name)
         self.inside, self.reads_routers = self.passes.inside, self.passes.reads_routers
         self.packs = self._choose_packing()
-        # Products in 16 bit are prepared for each number of rows; in training all may be in 16 bit.
+        # oneDNN prepares 16-bit products for each number of rows, so the lengths of packed rows are
+        # rounded up. In training, a float32 network may compute in 16 bit as well (autocast).
         in_16_bit = self.identity.dtype != "float32" or not frozen
         if self.packs and in_16_bit and self.out.type == "cpu":
             self._runtime = replace(self._runtime, step=STEP)
@@ -146,31 +167,31 @@ class Engine:
         *,
         queries: bool = False,
     ) -> Iterator[Pooled]:
-        """Yield the vectors of inputs, batch by batch; see :class:`AnyEngine`.
+        """Yield the vectors of inputs, batch by batch; arguments are as in ``AnyEngine.run``.
 
-        A batch that memory is too short for is computed again in halves, and all that come after it
-        are as small.
+        A batch that runs out of memory is computed again in halves, and all batches after it are
+        as small.
         """
         check_ids(rows, self._n_ids, self._name)
         waiting = list(range(len(rows)))
         while waiting:
             budget, done = self.budget, set()
-            planned = self._plan(rows, waiting, budget, routes=routes, queries=queries)
-            begun: deque[_Begun] = deque()
+            planned = self._plan_batches(rows, waiting, budget, routes=routes, queries=queries)
+            pending: deque[_PendingBatch] = deque()
             too_large: tuple[int, Sequence[int]] | None = None
             for inputs, forward in planned:
                 before_batch()
-                batch = self._begin(inputs, forward, queries=queries)
+                batch = self._start_batch(inputs, forward, queries=queries)
                 if batch is None:
                     too_large = forward.n_tokens, inputs
                     break
-                begun.append(batch)
+                pending.append(batch)
                 done.update(inputs)
-                if len(begun) > self.ahead:
-                    yield begun.popleft().finish()
-            yield from (batch.finish() for batch in begun)
+                if len(pending) > self.ahead:
+                    yield pending.popleft().finish()
+            yield from (batch.finish() for batch in pending)
             if too_large is not None:
-                self._shrink(budget, too_large[0], [rows[i] for i in too_large[1]])
+                self._shrink_budget(budget, too_large[0], [rows[i] for i in too_large[1]])
             waiting = [index for index in waiting if index not in done]
 
     def embed(
@@ -181,29 +202,34 @@ class Engine:
         routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Tensor:
-        """Return the vectors of inputs, (n, dim) in float32, with their gradients.
+        """Return the vectors of inputs with their gradients, (n, dim) in float32.
 
-        In the batches that :meth:`run` computes, or ``padded`` to compare with; but all of them are
-        kept until gradients are taken, so that memory grows with the number of inputs. Of routed
-        ones there is a vector for each route, one behind the other; ``queries`` as in :meth:`run`.
+        The batches are those of ``run``, but the activations of all of them are kept until the
+        backward pass, so memory grows with the number of inputs.
+
+        Args:
+            rows: The inputs' tokens.
+            padded: Whether to pad all inputs instead of packing them, for comparisons.
+            routes: As in ``run``. A routed input has one vector per route, in the order of routes.
+            queries: As in ``run``.
 
         Raises:
-            UserError: a token that the network has no embedding of.
-            OutOfMemoryError: they do not fit.
+            UserError: If the network has no embedding of a token.
+            OutOfMemoryError: If the inputs do not fit into memory.
         """
         check_ids(rows, self._n_ids, self._name)
         counts = [n_routes(route) for route in routes] or [1] * len(rows)
         starts = [0, *accumulate(counts)]
         order: list[int] = []
         parts: list[Tensor] = []
-        planned = self._plan(
+        planned = self._plan_batches(
             rows, range(len(rows)), self.budget, padded=padded, routes=routes, queries=queries
         )
         try:
             for inputs, forward in planned:
                 forward.prepare()
-                parts.append(self._vectors(forward, queries=queries))
-                order += [at for i in inputs for at in range(starts[i], starts[i + 1])]
+                parts.append(self._compute_vectors(forward, queries=queries))
+                order += [position for i in inputs for position in range(starts[i], starts[i + 1])]
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -211,10 +237,10 @@ class Engine:
                 f"ran out of memory on {self.out} with {sum(len(row.ids) for row in rows):,} "
                 "tokens in one step."
             ) from error
-        # Not parts[back]: gradients of an index are added in any order on several threads.
+        # Indexing with [] would add up gradients in any order on several threads.
         return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), self.out))
 
-    def _plan(
+    def _plan_batches(
         self,
         rows: Sequence[Tokens],
         waiting: Sequence[int],
@@ -224,69 +250,83 @@ class Engine:
         routes: Sequence[Any] = (),
         queries: bool = False,
     ) -> Iterator[tuple[list[int], Forward]]:
-        """Yield batches, those that are padded first."""
+        """Yield the positions of the inputs and the forward pass of each batch, padded ones first.
+
+        ``waiting`` has the positions of the inputs that are to be computed.
+        """
         forward = partial(self.passes.forward, self._runtime, queries=queries)
         packs = self.packs and not padded and not (routes and self.reads_routers)
-        apart = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
-        for batch in plan_batches([len(rows[i].ids) for i in apart], budget):
-            inputs = [apart[index] for index in batch]
-            own = [routes[i] for i in inputs] if routes else []
-            yield inputs, forward([rows[i] for i in inputs], routes=own)
-        rest = sorted(set(waiting) - set(apart))
-        chosen, own = [rows[i] for i in rest], [routes[i] for i in rest] if routes else []
-        # Several tokens of a routed input are pooled, which may be those of a prefix.
+        unpacked = [i for i in waiting if not packs or len(rows[i].ids) > self._longest]
+        for batch in plan_batches([len(rows[i].ids) for i in unpacked], budget):
+            inputs = [unpacked[index] for index in batch]
+            batch_routes = [routes[i] for i in inputs] if routes else []
+            yield inputs, forward([rows[i] for i in inputs], routes=batch_routes)
+        rest = sorted(set(waiting) - set(unpacked))
+        rest_rows, batch_routes = (
+            [rows[i] for i in rest],
+            [routes[i] for i in rest] if routes else [],
+        )
+        # A routed input pools several tokens, some of which may be in a shared prefix.
         if self.shares and not routes:
-            batches = pack_shared([row.ids for row in chosen], budget)
+            batches = pack_shared([row.ids for row in rest_rows], budget)
         else:
-            batches = pack([len(row.ids) for row in chosen], budget) if chosen else []
+            batches = pack([len(row.ids) for row in rest_rows], budget) if rest_rows else []
         for packed in batches:
-            inputs = [rest[place] for place in packed.inputs]
-            yield inputs, forward(chosen, packed, own)
+            inputs = [rest[index] for index in packed.inputs]
+            yield inputs, forward(rest_rows, packed, batch_routes)
 
     @property
     def kernel_name(self) -> str:
-        """Return what attends within rows, for people."""
+        """Readable name of the attention kernel."""
         if not self.packs:
             return "scaled_dot_product_attention, padded"
         kernel = self._runtime.kernel
         return "scaled_dot_product_attention" if kernel is None else kernel.__name__
 
-    def _begin(self, inputs: Sequence[int], forward: Forward, *, queries: bool) -> _Begun | None:
-        """Return a batch that is being computed, None if there is not enough memory for it."""
+    def _start_batch(
+        self, inputs: Sequence[int], forward: Forward, *, queries: bool
+    ) -> _PendingBatch | None:
+        """Start to compute a batch; return None if there is not enough memory for it."""
         try:
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
-                    vectors, copied = fetch(self._vectors(forward, queries=queries))
-                return _Begun(inputs, forward.n_tokens, vectors, copied)
+                    vectors, copied = fetch(self._compute_vectors(forward, queries=queries))
+                return _PendingBatch(inputs, forward.n_tokens, vectors, copied)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside of the handler: the error holds on to what filled the memory.
+        # This is outside the handler, because the error keeps references to the activations.
         if self.out.type == "cuda":
             torch.cuda.empty_cache()
         return None
 
-    def _vectors(self, forward: Forward, *, queries: bool) -> Tensor:
+    def _compute_vectors(self, forward: Forward, *, queries: bool) -> Tensor:
+        """Run a prepared pass; apply the dense layers unless the vectors are router queries."""
         pooled = forward.pooled()
         return pooled.to(self.out) if queries else self.finish(pooled)
 
     def finish(self, pooled: Tensor) -> Tensor:
-        """Return vectors as inputs have them, (n, dim), of what left the pooling, (n, width)."""
+        """Apply the dense layers and normalisation to pooled vectors, (n, width) to (n, dim)."""
         pooled = pooled.to(self.out)
-        # In training, autocast would compute dense layers in 16 bit, which nothing else does.
+        # In training, autocast would compute the dense layers in 16 bit. Inference never does.
         with torch.autocast(self.out.type, enabled=False):
             pooled = self.model.dense(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
 
     def finish_states(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return :meth:`finish` of an array, as an array."""
+        """Apply ``finish`` to an array; return an array."""
         with torch.inference_mode():
             vectors: NDArray[np.float32] = self.finish(torch.from_numpy(states)).cpu().numpy()
         return vectors
 
-    def _shrink(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
-        # Where prefixes are shared, inputs that are the same cannot be parted.
+    def _shrink_budget(self, budget: int, n_tokens: int, rows: Sequence[Tokens]) -> None:
+        """Halve the token budget after a batch of ``n_tokens`` tokens ran out of memory.
+
+        Raises:
+            OutOfMemoryError: If the batch cannot be split any further.
+        """
+        # If prefixes are shared, identical inputs always end up in the same batch.
         if len(rows) == 1 or budget == 1:
             longest = max(len(row.ids) for row in rows)
             raise OutOfMemoryError(
@@ -298,32 +338,35 @@ class Engine:
 
     @torch.inference_mode()
     def _choose_packing(self) -> bool:
-        """Choose the attention of packed rows by trying it; return whether inputs are packed."""
+        """Try out the attention kernels for packed rows; return whether inputs can be packed."""
         if not self._can_pack:
             return False
         network = self._runtime.network
-        # Five short texts, of which three begin alike.
-        ids = [(self._n_ids // 2 + at) % self._n_ids for at in range(24)]
+        # Five short texts, three of which share a prefix.
+        ids = [(self._n_ids // 2 + offset) % self._n_ids for offset in range(24)]
         texts = [ids[:9], ids[:6] + ids[9:12], ids[:6] + ids[12:14], ids[14:15], ids[15:24]]
         rows = [Tokens(text, 0, len(text), len(text), len(text)) for text in texts]
         padded = PaddedForward(self._runtime, rows)
         padded.prepare()
         expected = padded.hidden()
         network.set_attn_implementation(attention.NAME)
-        for choice in [*varlen.varlen_kernels(self.device, self._runtime.dtype), None]:
-            self._runtime = replace(self._runtime, kernel=choice)
-            if self._packs_as(expected, rows):
+        for kernel in [*varlen.varlen_kernels(self.device, self._runtime.dtype), None]:
+            self._runtime = replace(self._runtime, kernel=kernel)
+            if self._packing_agrees(expected, rows):
                 return True
         if not self.inside:
             network.set_attn_implementation("sdpa")
         return False
 
-    def _packs_as(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
-        """Return whether packed inputs, prefixes shared or not, get the vectors of padded ones.
+    def _packing_agrees(self, expected: Tensor, rows: Sequence[Tokens]) -> bool:
+        """Return whether packed inputs get the same token vectors as padded ones (``expected``).
 
-        Routed ones too, where routers act inside the network.
+        This covers shared prefixes if the engine shares them, and routed inputs if routers act
+        inside the network.
         """
-        most = 0.2 if self.identity.quantize == "8bit" else _SAME[self.identity.dtype]
+        tolerance = (
+            0.2 if self.identity.quantize == "8bit" else _PACKING_TOLERANCE[self.identity.dtype]
+        )
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
         batches += pack_shared(texts, 1_000) if self.shares else []
@@ -333,24 +376,26 @@ class Engine:
                 packed.prepare()
                 hidden = packed.hidden().float()
                 for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
-                    own = [batch.position(leaf, at) for at in range(len(texts[index]))]
-                    wanted = expected[index, : len(own)].float()
-                    if not (hidden[own] - wanted).norm() <= most * wanted.norm():  # NaN neither
+                    positions = [batch.position(leaf, token) for token in range(len(texts[index]))]
+                    padded = expected[index, : len(positions)].float()
+                    # Written so that NaN counts as a difference.
+                    if not (hidden[positions] - padded).norm() <= tolerance * padded.norm():
                         return False
             if self.inside and not self.reads_routers:
-                return self._routes_as(rows, most)
+                return self._routed_packing_agrees(rows, tolerance)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            # Neither says anything of the architecture, and after the latter nothing more runs.
+            # Neither error says anything about the architecture, and after an AcceleratorError
+            # nothing more runs on the GPU.
             if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
                 raise
-            # Whatever an architecture does not take: it is padded then, as it always was.
+            # The architecture does not support packing, so its inputs are padded.
             kernel = self._runtime.kernel or torch.nn.functional.scaled_dot_product_attention
-            _log.debug("%s does not pack with %s: %s", self._name, kernel.__name__, error)
+            _log.debug("%s cannot pack inputs with %s: %s", self._name, kernel.__name__, error)
             return False
         return True
 
-    def _routes_as(self, rows: Sequence[Tokens], most: float) -> bool:
-        """Return whether packed inputs under routers get the vectors of padded ones."""
+    def _routed_packing_agrees(self, rows: Sequence[Tokens], tolerance: float) -> bool:
+        """Return whether packed inputs under routers get the same vectors as padded ones."""
         rows = [row for row in rows for _ in range(2)]
         runtime, passes = self._runtime, self.passes
         captured = passes.forward(runtime, [*rows[1:], rows[0]], queries=True)
@@ -361,9 +406,9 @@ class Engine:
         packed = passes.forward(runtime, rows, batch, queries)
         padded.prepare()
         packed.prepare()
-        wanted = padded.pooled()[list(batch.inputs)]
-        apart = (packed.pooled() - wanted).norm(dim=1)
-        return bool((apart <= most * wanted.norm(dim=1)).all())
+        expected = padded.pooled()[list(batch.inputs)]
+        distances = (packed.pooled() - expected).norm(dim=1)
+        return bool((distances <= tolerance * expected.norm(dim=1)).all())
 
 
 def try_engine(
@@ -374,20 +419,26 @@ def try_engine(
     *,
     frozen: bool = True,
 ) -> Engine:
-    """Make an engine; an LlmcondError unless its network runs, and attends as it was trained to."""
+    """Create an engine, and check that its network runs and attends the way it was trained to.
+
+    The arguments are those of ``Engine``.
+
+    Raises:
+        LlmcondError: If the network fails, or attends in the other direction.
+    """
     identity, name = resolved.identity, resolved.checkpoint.name
     try:
-        # Both run the network, which fails at once if it fails at all.
+        # Both lines run the network, so one that cannot be run fails in one of them.
         engine = Engine(model, resolved, pad_id, concurrency, frozen=frozen)
         check_direction(model.network, identity.attention, name, engine.device)
     except LlmcondError:
         raise
-    except Exception as error:  # whatever settings and devices can make a network raise
+    except Exception as error:  # networks raise any kind of error, by settings and device
         raise LlmcondError(
             f"{name} cannot be run as {identity.dtype}, quantize {identity.quantize}, on "
-            f"{resolved.device}: {first_line(error)}. Extract with another dtype (llmcond "
-            "extract --dtype) or quantize (llmcond extract --quantize), and see that its "
-            "config.json is as it was published."
+            f"{resolved.device}: {first_line(error)}. Try another dtype (llmcond extract --dtype) "
+            "or quantisation (llmcond extract --quantize), and check that its config.json is the "
+            "published one."
         ) from error
     return engine
 
@@ -397,9 +448,11 @@ def load_torch_engines(
 ) -> tuple[InputTokenizer, list[Engine]]:
     """Load an encoder's tokenizer and its engines, one for each member of an ensemble.
 
+    ``threads`` is the number of threads that run each engine at a time.
+
     Raises:
-        UserError: the checkpoint cannot be loaded with stock transformers classes.
-        LlmcondError: its weights are broken or do not fit into memory.
+        UserError: If the checkpoint cannot be loaded with stock transformers classes.
+        LlmcondError: If its weights are broken or do not fit into memory.
     """
     config = load_config(resolved.checkpoint, resolved.identity.attention)
     tokenizer = load_tokenizer(resolved.checkpoint, config)
@@ -415,7 +468,7 @@ def torch_engine(encoder: Any) -> Engine:
     """Return the engine of an encoder that PyTorch computes.
 
     Raises:
-        TypeError: another library does.
+        TypeError: If another library computes it.
     """
     engine = encoder.engine
     if not isinstance(engine, Engine):
@@ -423,12 +476,12 @@ def torch_engine(encoder: Any) -> Engine:
     return engine
 
 
-def _longest_packed(config: Any) -> int:
-    """Return the tokens up to which an input may be packed: all must be in each other's window."""
+def _max_packed_length(config: Any) -> int:
+    """Return the most tokens of a packed input: all must be in each other's attention window."""
     if getattr(config, "use_sliding_window", True) is False:
         return sys.maxsize
     windows = [getattr(config, name, None) for name in ("sliding_window", "local_attention")]
-    # Some count a window to both sides, others half of it to each.
+    # Some architectures have the whole window on each side of a token, others half of it.
     return min((int(window) // 2 for window in windows if window), default=sys.maxsize)
 
 
@@ -437,6 +490,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    # cuBLAS has memory of its own, and an error of its own where there is none.
+    # cuBLAS allocates memory separately, and reports it with a different error.
     signs = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return any(sign in text for sign in signs)

@@ -1,7 +1,7 @@
-"""One forward pass: what a network is given for a batch, and the pooled vectors that come of it.
+"""Forward passes: the arguments of a network for a batch, and the pooled vectors of its output.
 
-An engine asks :class:`Passes` for the pass of each batch. A router inside the network is another
-class of them: the engine knows nothing else of it.
+An engine asks ``Passes`` for the pass of each batch. A router inside the network is a subclass of
+``Passes``, and the engine does not depend on anything else of it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,24 @@ from llmcond.system import to_device
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """How a network is run, whatever the batch.
+    """The settings of a network's forward passes, the same for all batches.
 
     Attributes:
-        network: from token ids to token vectors.
-        pooling, pool: how token vectors become one vector, and the function that does it.
-        pad_id: fills rows up; masked, so its value never matters.
-        kernel: attention for uneven lengths; None: PyTorch's own for even ones.
-        skipped_id: see :func:`skipped_id`.
-        spread: whether its layers are on several devices.
-        max_length: tokens that an input may have.
-        step: packed rows are filled up to a multiple of so many tokens. oneDNN prepares a product
-            for each number of rows that it meets, in milliseconds, and keeps it, in megabytes.
+        network: Computes token vectors from token ids.
+        pooling: How token vectors become one vector.
+        pool: The function of that pooling.
+        attention: Direction of the attention.
+        pad_id: Token id for padding. Padding is masked, so its value never matters.
+        device: Where token ids are put.
+        dtype: Number type of the network.
+        max_length: Most tokens of an input.
+        kernel: Attention kernel for segments of any length; None means that PyTorch's scaled dot
+            product attention is called for blocks of texts of about one length.
+        skipped_id: See the function ``skipped_id``.
+        step: Packed rows are padded to a multiple of this number of tokens. oneDNN prepares a
+            product for each number of rows that it meets, which takes milliseconds, and caches it,
+            which takes megabytes.
+        spread: Whether the layers are on several devices.
     """
 
     network: Any
@@ -62,10 +68,10 @@ class Runtime:
 
 
 def skipped_id(network: Any) -> int | None:
-    """Return the token id behind which RoBERTa's positions begin, None for other networks.
+    """Return the padding id after which RoBERTa's positions begin, None for other networks.
 
-    RoBERTa and its kind count positions from ``padding_idx + 1``, and give that token none of its
-    own.
+    RoBERTa and similar networks count positions from ``padding_idx + 1``, and do not count the
+    token with the id ``padding_idx``.
     """
     tables = (m for name, m in network.named_modules() if name.endswith("position_embeddings"))
     index: int | None = getattr(next(tables, None), "padding_idx", None)
@@ -76,50 +82,58 @@ class Forward(Protocol):
     """The forward pass of one batch.
 
     Attributes:
-        n_tokens: tokens that go through the network, padding included.
+        n_tokens: Number of tokens that go through the network, including padding.
     """
 
     n_tokens: int
 
     def prepare(self) -> None:
-        """Make what the network is given; needs no lock of the device."""
+        """Create the network's arguments. This needs no lock of the device."""
         ...
 
     def pooled(self) -> Tensor:
-        """Return one vector an input, or one a route of each, (vectors, width) in float32."""
+        """Run the network; return one vector per input or per route, (vectors, width) float32."""
         ...
 
 
 class PaddedForward:
-    """Inputs as the rows of a rectangle, filled up on the right.
+    """The forward pass of inputs as rows of a rectangle, padded on the right.
 
     Attributes:
-        rows: the inputs.
-        arguments: what the network is given, once the pass is prepared.
-        n_tokens: tokens that go through the network, padding included.
+        runtime: The network and its settings.
+        rows: The inputs.
+        width: Number of tokens of each row, including padding.
+        arguments: The network's arguments, once the pass is prepared.
+        n_tokens: Number of tokens that go through the network, including padding.
     """
 
     def __init__(
         self, runtime: Runtime, rows: Sequence[Tokens], routes: Sequence[Routes] = ()
     ) -> None:
-        """Take inputs, each with what weights its tokens; ``()``: they are pooled as usual."""
+        """Create the pass of inputs.
+
+        Args:
+            runtime: The network and its settings.
+            rows: The inputs.
+            routes: What weights the tokens of each input; ``()`` means the encoder's own pooling.
+        """
         self.runtime, self.rows, self._routes = runtime, rows, routes
         self.width = max(len(row.ids) for row in rows)
         self.arguments: dict[str, Any] = {}
         self.n_tokens = len(rows) * self.width
 
     def place(self, index: int, token: int) -> int:
-        """Return where a token of an input is among the tokens of the pass."""
+        """Return the position of an input's token among the tokens of the pass."""
         return index * self.width + token
 
     def prepare(self) -> None:
-        """Make what the network is given; needs no lock of the device."""
+        """Create the network's arguments. This needs no lock of the device."""
         shape = (len(self.rows), self.width)
         ids = torch.full(shape, self.runtime.pad_id)
         attended, types = torch.zeros(2, *shape, dtype=torch.long)
         counted = torch.zeros(shape, dtype=torch.bool)
         for index, row in enumerate(self.rows):
-            # On the right whatever the tokenizer prefers: see PADDING_SIDE.
+            # Padding is on the right, whatever the tokenizer prefers: see PADDING_SIDE.
             ids[index, : len(row.ids)] = torch.tensor(row.ids)
             attended[index, : len(row.ids)] = 1
             types[index, row.second : len(row.ids)] = 1
@@ -134,12 +148,12 @@ class PaddedForward:
         self._counted = to_device(counted, device)
 
     def hidden(self) -> Tensor:
-        """Return the vectors of all tokens, (inputs, longest, width)."""
+        """Run the network; return the vectors of all tokens, (inputs, longest, width)."""
         hidden: Tensor = self.runtime.network(**self.arguments).last_hidden_state
         return hidden
 
     def pooled(self) -> Tensor:
-        """Return one vector an input, or one a route of each, (vectors, width) in float32."""
+        """Run the network; return one vector per input or per route, (vectors, width) float32."""
         output: Any = self.runtime.network(**self.arguments)
         if self._routes:
             spans = [(row.first, row.last) for row in self.rows]
@@ -153,13 +167,16 @@ class PaddedForward:
 
 
 class PackedForward:
-    """Inputs one behind the other in a single row, without padding.
+    """The forward pass of inputs that are concatenated in a single row.
 
     Attributes:
-        batch, leaving: the row as it enters the network, and as it leaves it.
-        rows: the inputs, in the order of their vectors.
-        arguments: what the network is given, once the pass is prepared.
-        n_tokens: tokens of the row as it leaves the network, what it is filled up with included.
+        runtime: The network and its settings.
+        batch: The row as it enters the network.
+        leaving: The row as it leaves the network.
+        rows: The inputs, in the order of their vectors.
+        width: Number of tokens of the row as it enters the network, including padding.
+        arguments: The network's arguments, once the pass is prepared.
+        n_tokens: Number of tokens of the row as it leaves the network, including padding.
     """
 
     def __init__(
@@ -170,9 +187,14 @@ class PackedForward:
         routes: Sequence[Routes] = (),
         leaving: Batch | None = None,
     ) -> None:
-        """Take a batch whose sources and inputs are positions in ``rows`` and ``routes``.
+        """Create the pass of a packed row.
 
-        ``leaving`` is the row as it leaves the network, where inputs are repeated within it.
+        Args:
+            runtime: The network and its settings.
+            batch: The row; its sources and inputs are positions in ``rows`` and ``routes``.
+            rows: Inputs.
+            routes: What weights the tokens of each input; ``()`` means the encoder's own pooling.
+            leaving: The row as it leaves the network, if inputs are repeated within the network.
         """
         self.runtime, self.batch, self._sources = runtime, batch, rows
         self.leaving = leaving or batch
@@ -182,11 +204,11 @@ class PackedForward:
         self.width, self.n_tokens = filled(batch, runtime), filled(self.leaving, runtime)
 
     def place(self, index: int, token: int) -> int:
-        """Return where a token of an input is among the tokens of the row as it leaves."""
+        """Return the position of an input's token in the row as it leaves the network."""
         return self.leaving.position(self.leaving.leaves[index], token)
 
     def prepare(self) -> None:
-        """Make what the network is given; needs no lock of the device."""
+        """Create the network's arguments. This needs no lock of the device."""
         runtime, skipped = self.runtime, self.runtime.skipped_id
         segments, n = self.batch.segments, self.batch.n_tokens
         sources = [self._sources[segment.source] for segment in segments]
@@ -194,7 +216,7 @@ class PackedForward:
             row.ids[segment.begin : segment.end]
             for row, segment in zip(sources, segments, strict=True)
         )
-        # Token ids, positions and token types of the whole row, in one copy.
+        # Token ids, positions and token types of the whole row, copied to the device at once.
         values = np.zeros((3, 1, self.width), dtype=np.int64)
         ids, positions, types = values[:, 0]
         ids[:n] = np.fromiter(chain.from_iterable(texts), np.int64, n)
@@ -202,12 +224,12 @@ class PackedForward:
         lengths = [segment.length for segment in segments]
         offsets = [segment.begin - segment.start for segment in segments]
         within = np.arange(n) + np.repeat(offsets, lengths)
-        positions[:n] = within if skipped is None else _counted_from(skipped, ids[:n], lengths)
+        positions[:n] = within if skipped is None else _roberta_positions(skipped, ids[:n], lengths)
         types[:n] = within >= np.repeat([row.second for row in sources], lengths)
         names = ["input_ids", "position_ids", *(["token_type_ids"] if types.any() else [])]
-        given = to_device(torch.from_numpy(values[: len(names)]), runtime.device)
-        self.arguments = dict(zip(names, given, strict=True))
-        # transformers passes a mask of four dimensions on as it is, and makes none for the row.
+        tensors = to_device(torch.from_numpy(values[: len(names)]), runtime.device)
+        self.arguments = dict(zip(names, tensors, strict=True))
+        # transformers passes a mask of four dimensions on as it is, and creates none for the row.
         self.arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
         self.arguments["packed"] = attention_plan(runtime, self.batch)
         pooled, counted = self._pooled_positions()
@@ -217,30 +239,33 @@ class PackedForward:
         self._counted = to_device(counted, runtime.device)
 
     def _pooled_positions(self) -> tuple[Tensor, Tensor]:
-        """Return the positions of each input's pooled tokens, padded, and which of them count."""
+        """Return the positions in the row of each input's pooled tokens, and which of them count.
+
+        Both are padded to the most pooled tokens of an input, (inputs, tokens).
+        """
         rows = self.rows
-        # Of routed inputs all that count are weighted, whatever is pooled of others.
+        # Routed inputs weight all tokens that count, whatever the encoder's own pooling needs.
         pooling = POOLINGS["mean"] if self._routes else self.runtime.pooling
         ranges = [pooling.tokens(row.first, row.last, len(row.ids)) for row in rows]
         starts = [self.place(index, first) for index, (first, _) in enumerate(ranges)]
         self._lengths = [last - first for first, last in ranges]
-        at = torch.arange(max(self._lengths))
-        positions = at + torch.tensor([first for first, _ in ranges])[:, None]
+        offsets = torch.arange(max(self._lengths))
+        positions = offsets + torch.tensor([first for first, _ in ranges])[:, None]
         counted = positions >= torch.tensor([row.first for row in rows])[:, None]
         counted &= positions < torch.tensor([row.last for row in rows])[:, None]
-        pooled = at < torch.tensor(self._lengths)[:, None]
-        return torch.where(pooled, torch.tensor(starts)[:, None] + at, 0), counted & pooled
+        pooled = offsets < torch.tensor(self._lengths)[:, None]
+        return torch.where(pooled, torch.tensor(starts)[:, None] + offsets, 0), counted & pooled
 
     def hidden(self) -> Tensor:
-        """Return the vectors of all tokens of the row, (tokens, width)."""
+        """Run the network; return the vectors of all tokens of the row, (tokens, width)."""
         hidden: Tensor = self.runtime.network(**self.arguments).last_hidden_state
         return hidden[0]
 
     def pooled(self) -> Tensor:
-        """Return one vector an input, or one a route of each, (vectors, width) in float32."""
+        """Run the network; return one vector per input or per route, (vectors, width) float32."""
         hidden = self.hidden()
         pooled = self._pooled.to(hidden.device)
-        # Not hidden[pooled]: gradients of an index are added one by one, in any order.
+        # The backward pass of hidden[pooled] would add up gradients one by one, in any order.
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
         if self._routes:
             return routed(hidden, [(0, length) for length in self._lengths], self._routes)
@@ -251,12 +276,12 @@ class PackedForward:
 
 
 def filled(batch: Batch, runtime: Runtime) -> int:
-    """Return the tokens of a packed row with what it is filled up with."""
+    """Return the length of a packed row including its padding, in tokens."""
     return -(-batch.n_tokens // runtime.step) * runtime.step
 
 
 def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
-    """Return which tokens of a packed row attend to which, for the kernel that there is."""
+    """Plan the attention of a packed row for the runtime's kernel."""
     causal = runtime.attention == "causal"
 
     def plan(device: torch.device) -> AttentionPlan:
@@ -264,47 +289,53 @@ def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
             return plan_attention(batch, causal, device, runtime.dtype)
         return plan_varlen(batch, causal, device, runtime.kernel)
 
-    return _ByDevice(cache(plan)) if runtime.spread else plan(runtime.device)
+    return _PlanPerDevice(cache(plan)) if runtime.spread else plan(runtime.device)
 
 
 @dataclass(frozen=True, slots=True)
-class _ByDevice:
-    """The plan of a row for a network on several devices: each layer attends on its own."""
+class _PlanPerDevice:
+    """The plan of a row for a network whose layers are on several devices.
+
+    Attributes:
+        plan: Returns the plan for a device.
+    """
 
     plan: Callable[[torch.device], AttentionPlan]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See :class:`AttentionPlan`."""
+        """Compute the attention of the row on the query's device; see ``AttentionPlan``."""
         return self.plan(query.device).attend(query, key, value, scale)
 
 
-def _counted_from(skipped: int, ids: NDArray[np.int64], lengths: list[int]) -> NDArray[np.int64]:
-    """Return the positions of tokens that are counted behind a padding token's.
+def _roberta_positions(
+    skipped: int, ids: NDArray[np.int64], lengths: list[int]
+) -> NDArray[np.int64]:
+    """Return the positions of tokens where they are counted as in RoBERTa; see ``skipped_id``.
 
-    Encoders with such positions are bidirectional, so a segment is a whole input.
+    Encoders with such positions are bidirectional, so each segment is a whole input.
     """
     counted = (ids != skipped).cumsum()
     ends = np.cumsum(lengths)[:-1]
-    before = np.concatenate([[0], counted[ends - 1]])
-    return np.where(ids == skipped, skipped, skipped + counted - np.repeat(before, lengths))
+    previous = np.concatenate([[0], counted[ends - 1]])
+    return np.where(ids == skipped, skipped, skipped + counted - np.repeat(previous, lengths))
 
 
 class Passes:
-    """The forward passes that an engine computes batches by.
+    """Creates the forward passes with which an engine computes batches.
 
-    In these, routers weight the tokens of inputs as they are pooled. A class for a router inside
-    the network overrides what it does otherwise.
+    In this class, routers weight the tokens of inputs as they are pooled. A router that acts inside
+    the network has a subclass.
 
     Attributes:
-        inside: whether routers act inside the network, where each needs a pass of its own.
-        reads_routers: whether routers are read along with each input, and have no query of their
-            own.
+        inside: Whether routers act inside the network, so that each router needs its own pass.
+        reads_routers: Whether the network reads the router's text along with each input, so that
+            routers have no query vector.
     """
 
     inside = reads_routers = False
 
     def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
-        """Prepare the network of an encoder, which has a ``name``, for such passes."""
+        """Prepare the network of the encoder called ``name``."""
 
     def forward(
         self,
@@ -315,10 +346,14 @@ class Passes:
         *,
         queries: bool = False,
     ) -> Forward:
-        """Return the pass of a batch: of some of ``rows`` packed, or without ``batch`` of all.
+        """Create the forward pass of a batch.
 
-        ``routes`` has what weights the tokens of each row; ``queries`` asks what rows are as
-        routers of others.
+        Args:
+            runtime: The network and its settings.
+            rows: Inputs.
+            batch: The packed row of some of these inputs; None means all inputs, padded.
+            routes: What weights the tokens of each input.
+            queries: Whether to compute the vectors that the inputs have as routers of other inputs.
         """
         if batch is None:
             return PaddedForward(runtime, rows, routes)
@@ -326,17 +361,17 @@ class Passes:
 
     @staticmethod
     def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
-        """Put the router's trained weights into a network, where there is a file of them.
+        """Load the router's trained weights into a network, if the file exists.
 
         Raises:
-            LlmcondError: they cannot be read, or are of another encoder.
+            LlmcondError: If they cannot be read, or belong to another encoder.
         """
 
     @staticmethod
     def train_weights(network: Any, identity: EncoderIdentity, device: str) -> None:
-        """Have the router's weights trained with the network; where it has none yet, draw them."""
+        """Make the router's weights trainable; initialise them if the network has none yet."""
 
     @staticmethod
     def weights(network: Any) -> Mapping[str, Tensor]:
-        """Return the weights of a network's router, by their names in its file; {} without any."""
+        """Return the weights of a network's router by their names in its file; {} without any."""
         return {}

@@ -1,8 +1,7 @@
-"""What every engine offers, whichever library computes: batches of tokens in, vectors out.
+"""The interface of all engines: batches of tokens in, vectors out.
 
-:class:`llmcond.encoders.engine.engine.Engine` computes with PyTorch, and
-:class:`llmcond.encoders.openvino.engine.OpenVinoEngine` with OpenVINO. Importing this module
-imports neither.
+``Engine`` (llmcond/encoders/engine/engine.py) computes with PyTorch, and ``OpenVinoEngine``
+(llmcond/encoders/openvino/engine.py) with OpenVINO. Importing this module imports neither library.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from llmcond.errors import LlmcondError, UserError
 
 
 class OutOfMemoryError(LlmcondError):
-    """One input alone is too much for the memory."""
+    """A single input, or a single training step, does not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """What a batch gives.
+    """The vectors of a batch.
 
     Attributes:
-        inputs: positions of its inputs.
-        vectors: one for each, (inputs, dim); of routed ones, one for each route of each.
-        n_computed: tokens that went through the network, padding included.
+        inputs: Positions of the batch's inputs.
+        vectors: One vector per input, (inputs, dim). Routed inputs have one vector per route, in
+            the order of the inputs.
+        n_computed: Number of tokens that went through the network, including padding.
     """
 
     inputs: Sequence[int]
@@ -41,12 +41,12 @@ class Pooled:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What weights the tokens of one input: several routers, with the settings they share.
+    """Several routers that weight the tokens of one input, with the settings they share.
 
     Attributes:
-        queries: (k, dim) the routers' vectors, as they leave the encoder's own pooling: a tensor,
-            which has gradients in training, or an array.
-        router: one of the routers, for the settings that all of them share.
+        queries: The routers' vectors as they leave the encoder's pooling, (k, dim). This is a
+            tensor, with gradients in training, or an array.
+        router: One of the routers, for the settings that all of them share.
     """
 
     queries: Any
@@ -54,14 +54,14 @@ class Routes:
 
 
 class AnyEngine(Protocol):
-    """A loaded network, run in batches.
+    """A loaded network that is run in batches.
 
     Attributes:
-        dim: size of its vectors.
-        budget: the most tokens that one batch has.
-        inside: whether routers act inside the network, where each needs a pass of its own.
-        reads_routers: whether routers are read along with each input, and have no query of their
-            own.
+        dim: Size of the vectors.
+        budget: Most tokens of one batch.
+        inside: Whether routers act inside the network, so that each router needs its own pass.
+        reads_routers: Whether the network reads the router's text along with each input, so that
+            routers have no query vector.
     """
 
     dim: int
@@ -79,33 +79,37 @@ class AnyEngine(Protocol):
     ) -> Iterator[Pooled]:
         """Yield the vectors of inputs, batch by batch; each input once.
 
-        With ``routes``, one :class:`Routes` for each input (or what a router inside the network
-        takes), tokens are weighted by them. ``queries`` gives what inputs are as routers of others:
-        vectors as they leave the pooling, before dense layers, in the space of the tokens' states.
-        What ``before_batch`` raises ends the work.
+        Args:
+            rows: The inputs' tokens.
+            before_batch: Called before each batch. An exception that it raises ends the work.
+            routes: If given, what weights the tokens of each input: a ``Routes``, or the route that
+                a router inside the network expects.
+            queries: Whether to compute the vectors that the inputs have as routers of other inputs.
+                These vectors leave the pooling without passing the dense layers, in the space of
+                the tokens' states.
 
         Raises:
-            UserError: a token that the network has no embedding of.
-            OutOfMemoryError: one input alone does not fit.
+            UserError: If the network has no embedding of a token.
+            OutOfMemoryError: If a single input does not fit into memory.
         """
         ...
 
     def finish_states(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return vectors as inputs have them, (n, dim), of what left the pooling, (n, width)."""
+        """Turn states that left the pooling, (n, width), into vectors of inputs, (n, dim)."""
         ...
 
 
 def n_routes(route: Any) -> int:
-    """Return how many vectors an input has by what routes it."""
+    """Return the number of vectors that an input with this route gets."""
     return len(route.queries) if isinstance(route, Routes) else 1
 
 
 def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
-    """Raise a UserError for a token that the network of an encoder has no embedding of."""
+    """Raise a UserError if the network of an encoder has no embedding of a token."""
     ids: set[int | None] = set(chain.from_iterable(row.ids for row in rows))
-    for wrong in (one for one in ids if one is None or one >= n_ids):
+    for invalid in (token_id for token_id in ids if token_id is None or token_id >= n_ids):
         raise UserError(
-            f"the tokenizer of {name} gives the token id {wrong}, and its network has embeddings "
-            f"for the ids 0 to {n_ids - 1:,} only. Put the tokenizer that it was trained with "
-            "beside its weights."
+            f"the tokenizer of {name} produces the token id {invalid}, but its network only has "
+            f"embeddings for the ids 0 to {n_ids - 1:,}. Use the tokenizer that the model was "
+            "trained with: put it next to the model's weights."
         )

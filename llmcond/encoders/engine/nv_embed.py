@@ -1,7 +1,7 @@
-"""NV-Embed-v2 on stock transformers: a bidirectional Mistral and its latent-attention block.
+"""NV-Embed-v2 with stock transformers: a bidirectional Mistral and a latent-attention block.
 
 The parameter names are those of the checkpoint, so that transformers loads it shard by shard,
-quantises it, and names what is missing. Lee et al., "NV-Embed: Improved Techniques for Training
+quantises it, and names missing tensors. Lee et al., "NV-Embed: Improved Techniques for Training
 LLMs as Generalist Embedding Models" (arXiv 2405.17428), section 3.1 and figure 1.
 """
 
@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 
 class LatentConfig(MistralConfig):  # type: ignore[misc]
-    """A Mistral's config with the sizes of the latent-attention block."""
+    """The config of a Mistral, with the sizes of the latent-attention block."""
 
     model_type = "nvembed"
 
@@ -26,11 +26,11 @@ class LatentConfig(MistralConfig):  # type: ignore[misc]
 
 
 def read_config(config: dict[str, Any]) -> LatentConfig:
-    """Return the config for the content of NV-Embed's config.json.
+    """Create the config from the content of NV-Embed's config.json.
 
     Raises:
-        KeyError: one of its two nested configs is absent.
-        ValueError: its latent block is not as wide as its backbone.
+        KeyError: If one of its two nested configs, or a size in them, is missing.
+        ValueError: If its latent block is not as wide as its backbone.
     """
     latent = config["latent_attention_config"]
     backbone = {
@@ -41,9 +41,10 @@ def read_config(config: dict[str, Any]) -> LatentConfig:
     width = backbone["hidden_size"]
     widths = {key: latent.get(key, width) for key in ("hidden_dim", "latent_dim")}
     if set(widths.values()) != {width}:
-        raise ValueError(f"the backbone's vectors have {width} dimensions, the block's {widths}")
-    # The original's mask knows padding only: no causal direction and no sliding window. Set on
-    # the attention layers instead of here, SDPA would still be causal for padded batches.
+        raise ValueError(f"the backbone has {width} dimensions, but the latent block has {widths}")
+    # The original masks padding only: it has no causal direction and no sliding window. This must
+    # be set on the config: if set on the attention layers, SDPA would still be causal for padded
+    # batches.
     backbone.update(is_causal=False, sliding_window=None, use_cache=False)
     return LatentConfig(
         **backbone,
@@ -53,8 +54,8 @@ def read_config(config: dict[str, Any]) -> LatentConfig:
     )
 
 
-class _Norm(nn.Module):
-    """What the checkpoint calls PreNorm: layer norms before a function of the same width."""
+class _PreNorm(nn.Module):
+    """A module with a layer norm for its input and, for attention, one for its context."""
 
     def __init__(self, width: int, function: nn.Module, context: bool) -> None:
         super().__init__()
@@ -71,10 +72,10 @@ class _GEGLU(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """The block that turns the backbone's token vectors into those that are averaged.
+    """The block that transforms the backbone's token vectors before they are averaged.
 
-    Tokens are the queries, trained latents the keys and values. The latents are frozen, so the
-    projections around them can be multiplied out once: see :meth:`fold`.
+    Tokens are the queries; trained latents are the keys and values. The latents are frozen, so the
+    projections around them can be multiplied out once: see ``fold``.
     """
 
     def __init__(self, config: LatentConfig) -> None:
@@ -89,20 +90,21 @@ class LatentAttention(nn.Module):
             "to_out": nn.Linear(inner, width, bias=False),
         }
         feed = nn.Sequential(nn.Linear(width, 8 * width), _GEGLU(), nn.Linear(4 * width, width))
-        attention = _Norm(width, nn.ModuleDict(projections), context=True)
-        outer = _Norm(width, nn.ModuleDict({"net": feed}), context=False)
+        attention = _PreNorm(width, nn.ModuleDict(projections), context=True)
+        outer = _PreNorm(width, nn.ModuleDict({"net": feed}), context=False)
         self.cross_attend_blocks = nn.ModuleList([attention, outer])
         self.scores: nn.Linear | None = None
         self.values: nn.Linear | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return token vectors of the same shape, (rows, tokens, width)."""
+        """Transform token vectors, (rows, tokens, width); the shape stays the same."""
         blocks: Any = self.cross_attend_blocks
         hidden = self._attend(blocks[0], blocks[0].norm(hidden)) + hidden
         transformed: Tensor = blocks[1].fn["net"](blocks[1].norm(hidden)) + hidden
         return transformed
 
     def _attend(self, block: Any, queries: Tensor) -> Tensor:
+        """Compute the attention of tokens to the latents, folded or not."""
         if self.scores is not None and self.values is not None:
             weights = self.scores(queries).unflatten(-1, (self.heads, -1)).softmax(dim=-1)
             folded: Tensor = self.values(weights.flatten(-2))
@@ -122,16 +124,16 @@ class LatentAttention(nn.Module):
     def fold(self) -> None:
         """Multiply the frozen latents into the projections around them.
 
-        Queries only ever meet the same keys: ``to_q`` and the keys become one matrix per head, and
-        so do the values and ``to_out``. At NV-Embed-v2's size 537 M parameters become 34 M. The
-        products are taken in float32, a head at a time.
+        All queries are compared with the same keys. So ``to_q`` and the keys become one matrix per
+        head, and so do the values and ``to_out``. At NV-Embed-v2's size, 537 M parameters become
+        34 M. The products are computed in float32, one head at a time.
         """
         block: Any = self.cross_attend_blocks[0]
         like, norm = block.fn["to_q"].weight, block.norm_context
         context = nn.functional.layer_norm(
             self.latents.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float()
         )
-        # Half at a time: at full size to_kv alone is 1 GiB in float32.
+        # to_kv is multiplied in two halves, because at full size it takes 1 GiB in float32.
         keys, values = (context @ half.float().T for half in block.fn["to_kv"].weight.chunk(2))
         scale = self.head_dim**-0.5
         scores, outputs = [], []
@@ -139,23 +141,23 @@ class LatentAttention(nn.Module):
             part = slice(head * self.head_dim, (head + 1) * self.head_dim)
             scores.append(scale * keys[:, part] @ block.fn["to_q"].weight[part].float())
             outputs.append(values[:, part] @ block.fn["to_out"].weight[:, part].float().T)
-        self.scores = _linear(torch.cat(scores), like)
-        self.values = _linear(torch.cat(outputs).T, like)
+        self.scores = _make_linear(torch.cat(scores), like)
+        self.values = _make_linear(torch.cat(outputs).T, like)
         del block.fn, block.norm_context, self.latents
 
 
-def _linear(weight: Tensor, like: Tensor) -> nn.Linear:
-    """Return a projection without bias, in the type and on the device of ``like``."""
+def _make_linear(weight: Tensor, like: Tensor) -> nn.Linear:
+    """Create a projection without bias, in the type and on the device of ``like``."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.to(like).contiguous(), requires_grad=False)
     return linear
 
 
 class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
-    """NV-Embed-v2: a bidirectional Mistral, then latent attention. Token vectors come out.
+    """NV-Embed-v2: a bidirectional Mistral, followed by latent attention.
 
-    Their masked mean is the embedding: the original masks instruction tokens out of it, and pools
-    nothing else away.
+    The output is token vectors, and the embedding is their masked mean. The original excludes the
+    tokens of the instruction from the mean, and only these.
     """
 
     config_class = LatentConfig
@@ -174,11 +176,18 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, pooled: Tensor | None = None, **kwargs: Any
     ) -> BaseModelOutput:
-        """Return token vectors, (rows, tokens, width) as ``last_hidden_state``.
+        """Compute token vectors.
 
-        What goes in is (rows, tokens). ``pooled`` are the positions, (n,) among all tokens of all
-        rows, where a vector is wanted; elsewhere it is zero: the latent block treats each token by
-        itself.
+        Args:
+            input_ids: (rows, tokens).
+            attention_mask: (rows, tokens).
+            pooled: Positions among all tokens of all rows whose vectors are needed, (n,). All other
+                vectors are zero, which is possible because the latent block treats each token
+                independently. None means all tokens.
+            **kwargs: More arguments of the backbone.
+
+        Returns:
+            The token vectors, (rows, tokens, width), as ``last_hidden_state``.
         """
         backbone = self.embedding_model(
             input_ids=input_ids, attention_mask=attention_mask, **kwargs
@@ -186,15 +195,15 @@ class NVEmbedModel(PreTrainedModel):  # type: ignore[misc]
         hidden = backbone.last_hidden_state
         if pooled is None:
             return BaseModelOutput(self.latent_attention_model(hidden))
-        # Not by a mask: a GPU would be waited for, to count what is True.
+        # With a mask instead of positions, the CPU would wait for the GPU to count its True values.
         pooled = pooled.to(hidden.device)
         tokens = hidden.flatten(0, 1)
         transformed = self.latent_attention_model(tokens.index_select(0, pooled)[None])[0]
-        wanted = torch.zeros_like(tokens).index_copy(0, pooled, transformed.type_as(tokens))
-        return BaseModelOutput(wanted.view_as(hidden))
+        vectors = torch.zeros_like(tokens).index_copy(0, pooled, transformed.type_as(tokens))
+        return BaseModelOutput(vectors.view_as(hidden))
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Choose the backbone's attention; the latent block has one of its own."""
+        """Choose the backbone's attention; that of the latent block does not change."""
         self.embedding_model.set_attn_implementation(*args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:

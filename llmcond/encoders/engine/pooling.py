@@ -1,13 +1,13 @@
-"""Poolings: from the token vectors of an input to one vector.
+"""Poolings, which turn the token vectors of an input into one vector.
 
-Those that are built in are listed in :mod:`llmcond.encoders.poolings`. Any other is a function of
-the user's own, named ``my_pooling.py:attention_sink`` or ``package.module:name``::
+The built-in poolings are listed in llmcond/encoders/poolings.py. Any other is a function written by
+the user, named ``my_pooling.py:attention_sink`` or ``package.module:name``::
 
     def attention_sink(hidden: Tensor, counted: Tensor) -> Tensor:
         return hidden[0] + hidden[counted].mean(dim=0)
 
-It gets one input at a time: the float32 vectors of all its tokens, (tokens, dim), and which of them
-count, (tokens,) bool; and returns (dim,).
+It gets one input at a time: the float32 vectors of all its tokens, (tokens, dim), and a mask of the
+tokens that count, (tokens,) bool. It returns a vector, (dim,).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from llmcond.encoders.poolings import POOLINGS, identify_pooling
 from llmcond.errors import UserError, first_line
 from llmcond.system import to_device
 
-#: From (inputs, tokens, dim), (inputs, tokens) bool that is True at the tokens that count, one at
-#: least for each input, and the tokens of each input; to (inputs, dim) in float32. Texts are padded
-#: on the right.
+#: A pooling function for batches. Its arguments are token vectors, (inputs, tokens, dim); a mask of
+#: the tokens that count, (inputs, tokens) bool, with at least one for each input; and the number of
+#: tokens of each input. It returns (inputs, dim) in float32. Texts are padded on the right.
 PoolBatch = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -45,77 +45,91 @@ def last_token(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tenso
 def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the mean over the tokens that count.
 
-    The sum is taken in float32: pooling in bfloat16 costs more accuracy than the whole encoder.
+    The sum is computed in float32: pooling in bfloat16 costs more accuracy than the whole encoder
+    in bfloat16.
     """
     weights = counted.unsqueeze(-1).float()
     return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
 
 
 def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]) -> Tensor:
-    """Return the vectors of inputs under each of their routers, one behind the other.
+    """Pool each input under each of its routers; the formula is that of ``Router``.
 
-    ``hidden`` is (inputs, tokens, dim); the tokens ``first`` to ``last`` of an input count.
-    Input by input, so that none depends on what it is in a batch with; but all at once on a GPU,
-    where launching kernels for each would take many times as long as the whole network.
+    On a CPU inputs are pooled one by one, so that no vector depends on the other inputs of the
+    batch. On a GPU all are pooled at once, because launching kernels for each input would take many
+    times as long as the whole network.
+
+    Args:
+        hidden: Token vectors, (inputs, tokens, dim).
+        spans: First index, and index behind the last, of the tokens that count, for each input.
+        routes: The routers of each input.
+
+    Returns:
+        One vector per input and router, in this order, (vectors, dim).
     """
     if not hidden.is_cpu:
-        return _routed_at_once(hidden, spans, routes)
-    found = []
+        return _pool_routed_at_once(hidden, spans, routes)
+    vectors = []
     for states, (first, last), route in zip(hidden, spans, routes, strict=True):
-        own = states[first:last].float()
-        centred = own - own.mean(dim=0) if route.router.centre else own
-        queries = to_device(torch.as_tensor(route.queries), own.device)
-        near = normalize(queries, dim=1) @ normalize(centred, dim=1).T
+        tokens = states[first:last].float()
+        centred = tokens - tokens.mean(dim=0) if route.router.centre else tokens
+        queries = to_device(torch.as_tensor(route.queries), tokens.device)
+        cosines = normalize(queries, dim=1) @ normalize(centred, dim=1).T
         if route.router.standardize:
-            # Above 0, and its gradient finite, also where all tokens are alike: a single one is.
-            near = near / (near.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
-        found.append((near / route.router.temperature).softmax(dim=1) @ own)
-    return torch.cat(found)
+            # The small constant keeps the divisor above 0, and its gradient finite, if all tokens
+            # are alike, for example if there is only one.
+            cosines = cosines / (cosines.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
+        vectors.append((cosines / route.router.temperature).softmax(dim=1) @ tokens)
+    return torch.cat(vectors)
 
 
-def _routed_at_once(
+def _pool_routed_at_once(
     hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]
 ) -> Tensor:
-    """Compute what :func:`routed` does, with as many routers for each input as any has."""
+    """Compute what ``routed`` does, with the same number of routers for each input."""
     device, width = hidden.device, hidden.shape[2]
     counts = torch.tensor([len(route.queries) for route in routes])
-    at = torch.arange(int(counts.max()))
-    real = at < counts[:, None]
-    # Where an input has fewer routers, its first stands in for those that it has not.
-    rows = torch.where(real, at, 0) + (counts.cumsum(0) - counts)[:, None]
-    kept = to_device(real.flatten().nonzero()[:, 0], device)
+    router_indices = torch.arange(int(counts.max()))
+    real = router_indices < counts[:, None]
+    # An input with fewer routers is padded with its first one.
+    rows = torch.where(real, router_indices, 0) + (counts.cumsum(0) - counts)[:, None]
+    real_indices = to_device(real.flatten().nonzero()[:, 0], device)
     first, last = torch.tensor(spans).T[:, :, None]
     tokens = torch.arange(hidden.shape[1])
     counted = to_device((first <= tokens) & (tokens < last), device)[:, None]
     routers = [route.router for route in routes]
-    settings = [(one.temperature, one.centre, one.standardize) for one in routers]
+    settings = [(router.temperature, router.centre, router.standardize) for router in routers]
     columns = to_device(torch.tensor(settings, dtype=torch.float32), device)
     temperature, centre, standardize = columns.T[:, :, None, None]
 
-    own = hidden.float()
+    tokens_float32 = hidden.float()
     weights = counted.float() / counted.sum(dim=2, keepdim=True)
-    centred = own - centre * (weights @ own)
-    every = torch.cat([torch.as_tensor(route.queries) for route in routes])
-    every = normalize(to_device(every, device), dim=1)
-    queries = every.index_select(0, to_device(rows.flatten(), device)).view(*rows.shape, width)
-    near = queries @ normalize(centred, dim=2).transpose(1, 2)
-    apart = near - (near * weights).sum(dim=2, keepdim=True)
-    spread = ((apart.square() * weights).sum(dim=2, keepdim=True) + 1e-12).sqrt()
-    near = near / torch.where(standardize > 0, spread, 1.0) / temperature
-    vectors = near.masked_fill(~counted, float("-inf")).softmax(dim=2) @ own
-    found: Tensor = vectors.flatten(0, 1).index_select(0, kept)
-    return found
+    centred = tokens_float32 - centre * (weights @ tokens_float32)
+    all_queries = torch.cat([torch.as_tensor(route.queries) for route in routes])
+    all_queries = normalize(to_device(all_queries, device), dim=1)
+    queries = all_queries.index_select(0, to_device(rows.flatten(), device)).view(
+        *rows.shape, width
+    )
+    cosines = queries @ normalize(centred, dim=2).transpose(1, 2)
+    deviations = cosines - (cosines * weights).sum(dim=2, keepdim=True)
+    spread = ((deviations.square() * weights).sum(dim=2, keepdim=True) + 1e-12).sqrt()
+    cosines = cosines / torch.where(standardize > 0, spread, 1.0) / temperature
+    padded = cosines.masked_fill(~counted, float("-inf")).softmax(dim=2) @ tokens_float32
+    vectors: Tensor = padded.flatten(0, 1).index_select(0, real_indices)
+    return vectors
 
 
-#: By what a pooling takes. The part of the network that it needs is behind the states already.
+#: The pooling functions by ``Pooling.takes``. They get the output of the part of the network that
+#: the pooling needs.
 _FUNCTIONS: Mapping[str, PoolBatch] = {"first": first_token, "last": last_token, "mean": mean}
 
 
 def find_pooling(name: str) -> PoolBatch:
-    """Return the pooling that an ``EncoderIdentity`` names.
+    """Return the pooling function that an ``EncoderIdentity`` names.
 
     Raises:
-        UserError: it is a user's own that was not named, or has changed since it was recorded.
+        UserError: If it is a user's function that was not named in this process, or that has
+            changed since it was recorded.
     """
     if not plugins.is_plugin(name):
         return _FUNCTIONS[POOLINGS[name].takes]
@@ -128,16 +142,16 @@ def find_pooling(name: str) -> PoolBatch:
                 function(hidden[row, :length].float(), counted[row, :length])
                 for row, length in enumerate(lengths)
             ]
-        except Exception as error:  # whatever a user's code raises
+        except Exception as error:  # a user's code raises any kind of error
             if "memory" in str(error):
-                raise  # the engine tries again with less
+                raise  # the engine tries again with a smaller batch
             raise UserError(f"the pooling {name} failed: {first_line(error)}.") from error
         for vector in vectors:
             if not isinstance(vector, Tensor) or vector.shape != hidden.shape[-1:]:
-                got = tuple(getattr(vector, "shape", ())) or type(vector).__name__
+                result = tuple(getattr(vector, "shape", ())) or type(vector).__name__
                 raise UserError(
-                    f"the pooling {name} gave {got} for an input; expected a tensor of shape "
-                    f"{tuple(hidden.shape[-1:])}."
+                    f"the pooling {name} returned {result} for an input; expected a tensor of "
+                    f"shape {tuple(hidden.shape[-1:])}."
                 )
         return torch.stack(vectors).float()
 

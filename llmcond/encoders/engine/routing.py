@@ -1,4 +1,4 @@
-"""Inputs under routers: what is encoded once, and their vectors with gradients through both."""
+"""Routed inputs: grouping them, so that each is encoded once, and embedding them with gradients."""
 
 from __future__ import annotations
 
@@ -18,35 +18,45 @@ if TYPE_CHECKING:
 
 
 def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
-    """Return what inputs have in common that go through the network once: all but router texts."""
+    """Return an input without its router, and the router's settings without its text.
+
+    Inputs for which these are the same go through the network once.
+    """
     settings = None if item.router is None else replace(item.router, text="")
     return replace(item, router=None), settings
 
 
 def grouped(items: Sequence[EncoderInput]) -> list[list[int]]:
-    """Return the positions of inputs with a router, those side by side that differ by it only."""
+    """Group the positions of inputs with a router; in a group, only the routers' texts differ."""
     groups: dict[object, list[int]] = {}
-    for place, item in enumerate(items):
+    for position, item in enumerate(items):
         if item.router is not None:
-            groups.setdefault(unrouted(item), []).append(place)
+            groups.setdefault(unrouted(item), []).append(position)
     return list(groups.values())
 
 
 def routers_of(items: Sequence[EncoderInput]) -> list[Router]:
-    """Return the routers of inputs that have one."""
+    """Return the routers of the inputs that have one."""
     return [item.router for item in items if item.router is not None]
 
 
 def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
-    """Return the inputs that routers themselves are, each once, by their texts."""
+    """Return the distinct texts of routers, each with the input that encodes it, in text order."""
     texts = sorted({router.text for router in routers_of(items)})
     return {text: EncoderInput("", text) for text in texts}
 
 
 def routes_of(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
-    """Return what routes one input by several queries: all at once, or inside the network each.
+    """Return the routes of one input for several routers.
 
-    ``queries`` are (k, width), an array or a tensor; or a list, where routers are inside.
+    This is a single ``Routes`` with all of them, or one route per router if routers act inside the
+    network.
+
+    Args:
+        engine: The engine that will run the input.
+        queries: The routers' vectors, (k, width), as an array or a tensor; a list if routers act
+            inside the network.
+        router: One of the routers, for their common settings.
     """
     if engine.inside:
         return list(queries)
@@ -61,33 +71,42 @@ def embed_routed(
 ) -> Tensor:
     """Return the vectors of inputs, (n, dim) in float32, with gradients, also through the routers.
 
-    ``tokens`` are those of the inputs, ``queries`` those of the routers by their texts. Raises as
-    ``Engine.embed``.
+    Args:
+        engine: The engine to run.
+        items: The inputs, with or without a router.
+        tokens: The tokens of each input.
+        queries: The tokens of each router by its text.
+
+    Raises:
+        UserError: As in ``Engine.embed``.
+        OutOfMemoryError: As in ``Engine.embed``.
     """
     import torch
 
-    parts, order = [], [place for place, item in enumerate(items) if item.router is None]
+    parts, order = [], [position for position, item in enumerate(items) if item.router is None]
     if order:
-        parts.append(engine.embed([tokens[place] for place in order]))
+        parts.append(engine.embed([tokens[position] for position in order]))
     groups = grouped(items)
     if groups:
         texts = list(router_inputs(items))
-        read = [queries[text] for text in texts]
-        states = None if engine.reads_routers else engine.embed(read, queries=True)
+        router_tokens = [queries[text] for text in texts]
+        states = None if engine.reads_routers else engine.embed(router_tokens, queries=True)
         row_of = {text: row for row, text in enumerate(texts)}
         rows: list[Tokens] = []
         routes: list[Any] = []
-        for own in groups:
-            routers = routers_of([items[place] for place in own])
-            numbers = [row_of[router.text] for router in routers]
+        for group in groups:
+            routers = routers_of([items[position] for position in group])
+            row_indices = [row_of[router.text] for router in routers]
             if states is None:
-                found: Any = [read[number] for number in numbers]
+                group_queries: Any = [router_tokens[index] for index in row_indices]
             else:
-                # Not states[numbers]: gradients of an index are added in any order.
-                found = states.index_select(0, to_device(torch.tensor(numbers), states.device))
-            added = routes_of(engine, found, routers[0])
-            routes += added
-            rows += [tokens[own[0]]] * len(added)
+                # The backward pass of states[...] would add up gradients in any order.
+                group_queries = states.index_select(
+                    0, to_device(torch.tensor(row_indices), states.device)
+                )
+            group_routes = routes_of(engine, group_queries, routers[0])
+            routes += group_routes
+            rows += [tokens[group[0]]] * len(group_routes)
         parts.append(engine.embed(rows, routes=routes))
-        order += [place for own in groups for place in own]
+        order += [position for group in groups for position in group]
     return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), engine.out))

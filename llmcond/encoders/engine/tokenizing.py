@@ -1,8 +1,9 @@
-"""From inputs to token ids, with the special tokens a model was trained with and what it pools.
+"""Tokenising inputs: token ids with a model's special tokens, and the range of pooled tokens.
 
-Special tokens are put around an input here, not by the tokenizer: it is then the same for every
-version of transformers, and truncation never cuts them off. Neither does it cut a condition or an
-instruction: tokens are taken out of the sentence, wherever that stands.
+This module, not the tokenizer, adds the special tokens around an input. The result is then the same
+for all versions of transformers, and truncation never removes them. Truncation does not remove
+tokens of a condition or an instruction either: it only cuts the sentence, wherever in the input the
+sentence is.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from llmcond.errors import UserError, first_line
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One input as the encoder is given it, or a window of it.
+    """The tokens of one input, or of a window of it, as the encoder reads them.
 
     Attributes:
-        ids: special ones included, at most as many as the encoder takes.
-        first, last: the pooled tokens are ``ids[first:last]``.
-        n_tokens: how many there were before truncation.
-        second: where the second half of a tokenizer pair begins, for models that tell the halves
-            apart by token type; ``len(ids)`` where there is none.
+        ids: Token ids including special tokens, at most the encoder's max_length.
+        first: Index of the first pooled token.
+        last: Index behind the last pooled token.
+        n_tokens: Number of tokens before truncation.
+        second: Index of the first token of the second half of a tokenizer pair, for models that
+            distinguish the halves by token type; ``len(ids)`` if there is no second half.
     """
 
     ids: list[int]
@@ -39,12 +41,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class _SpecialTokens:
     """The special tokens around one text, or around the two halves of a pair.
 
     Attributes:
-        before, between, after: token ids.
-        typed: whether the halves of the pair differ by token type.
+        before: Token ids before the text.
+        between: Token ids between the halves of a pair.
+        after: Token ids after the text.
+        typed: Whether the halves of the pair differ by token type.
     """
 
     before: list[int]
@@ -54,13 +58,20 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Return its number of tokens."""
+        """Number of special tokens."""
         return len(self.before) + len(self.between) + len(self.after)
 
 
 @dataclass(frozen=True, slots=True)
-class _Around:
-    """A text in its model's format: what stands before and behind it, and where the instruction."""
+class _FormattedText:
+    """A text in its model's format.
+
+    Attributes:
+        before: What precedes the text, for example an instruction.
+        text: The text.
+        after: What follows the text.
+        instruction: Index of the instruction's first character in the whole string.
+    """
 
     before: str
     text: str
@@ -75,181 +86,223 @@ class InputTokenizer:
     """Tokenises inputs for one encoder.
 
     Attributes:
-        pad_id: what batches are filled up with; masked, so its value never matters.
+        pad_id: Token id for padding. Padding is masked, so its value never matters.
     """
 
     def __init__(self, tokenizer: Any, identity: EncoderIdentity, name: str) -> None:
-        """Find out which special tokens stand around an input.
+        """Find out which special tokens an input needs.
+
+        Args:
+            tokenizer: The model's tokenizer, from transformers or a ``JsonTokenizer``.
+            identity: The encoder's settings.
+            name: The encoder's name in error messages.
 
         Raises:
-            UserError: the tokenizer lacks one that the model needs, or tells no text apart.
+            UserError: If the tokenizer lacks a special token that the model needs, or produces no
+                tokens for simple texts.
         """
         self._tokenizer, self._identity, self._name = tokenizer, identity, name
         pad = tokenizer.pad_token_id
         self.pad_id = int(pad if pad is not None else tokenizer.eos_token_id or 0)
-        self._decides = identity.special_tokens == TOKENIZER_DECIDES
-        self._single = self._own_frame(1) if self._decides else self._stated_frame()
+        self._tokenizer_decides = identity.special_tokens == TOKENIZER_DECIDES
+        self._single = (
+            self._detect_special_tokens(1)
+            if self._tokenizer_decides
+            else self._parse_special_tokens()
+        )
         self._left = tokenizer.truncation_side == "left"
-        self._pair: Frame | None = None
+        self._pair: _SpecialTokens | None = None
 
     def __call__(self, inputs: Sequence[EncoderInput]) -> list[Tokens]:
-        """Return each input's tokens, of its first window only; raises as :meth:`windows`."""
-        return [found[0] for found in self.windows(inputs)]
+        """Return the tokens of each input, or of its first window if it is too long for one.
+
+        Raises:
+            UserError: As in ``windows``.
+        """
+        return [windows[0] for windows in self.windows(inputs)]
 
     def windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
         """Return the tokens of each input, or of its windows if it is too long for one.
 
-        :func:`check_inputs` has found the inputs right.
+        The inputs must have passed ``check_inputs``.
 
         Raises:
-            UserError: an instruction or a context that the encoder cannot take, one that leaves no
-                token to pool, or an input that is too long even without its sentence.
+            UserError: If the encoder does not support an instruction or a context, if an input has
+                no tokens to pool, or if an input is too long even without its sentence.
         """
-        pairs = self._pairs([item for item in inputs if item.context is not None])
-        plain = self._plain([item for item in inputs if item.context is None])
-        found = [next(plain if item.context is None else pairs) for item in inputs]
-        for item, own in zip(inputs, found, strict=True):
-            if any(tokens.first >= tokens.last for tokens in own):
+        pairs = self._tokenize_pairs([item for item in inputs if item.context is not None])
+        plain = self._tokenize_plain([item for item in inputs if item.context is None])
+        windows = [next(plain if item.context is None else pairs) for item in inputs]
+        for item, item_windows in zip(inputs, windows, strict=True):
+            if any(tokens.first >= tokens.last for tokens in item_windows):
                 raise UserError(
                     f"the text {item.text[:80]!r} has no tokens, so there is nothing to pool."
                 )
-        return found
+        return windows
 
     def joined(self, rows: Sequence[tuple[str, str, str]]) -> list[Tokens]:
-        """Return two sentences and a condition as one sequence, a separator between any two.
+        """Join two sentences and a condition to one sequence, with separators between the three.
 
-        As the cross-encoder of C-STS has them, with the special tokens of a single text around. In
-        a row that is too long the condition is whole, and the sentences share the room that is
-        left: each has half of it, and what the other one does not need.
+        This is the input of the cross-encoder of C-STS, within the special tokens of a single text.
+        If a row is too long, its condition stays whole, and the sentences share the remaining
+        tokens. Each sentence gets half of them, plus those that the other does not need.
 
         Raises:
-            UserError: no separator, or a condition that leaves no room for the sentences.
+            UserError: If the tokenizer has no separator, or a condition leaves no room for the
+                sentences.
         """
-        ids = self._ids([text for row in rows for text in row])
-        return [self._join(row[2], *ids[3 * i : 3 * i + 3]) for i, row in enumerate(rows)]
+        ids = self._token_ids([text for row in rows for text in row])
+        return [self._join_row(row[2], *ids[3 * i : 3 * i + 3]) for i, row in enumerate(rows)]
 
     def strings(self, tokens: Tokens) -> list[str]:
-        """Return the tokens as the tokenizer writes them."""
+        """Return the tokens as strings of the tokenizer's vocabulary."""
         return [str(text) for text in self._tokenizer.convert_ids_to_tokens(tokens.ids)]
 
     def format(self, item: EncoderInput) -> str:
         """Return the string of a plain input; see ``Encoder.format``."""
-        return str(self._around(item))
+        return str(self._format_text(item))
 
     # -- plain inputs --------------------------------------------------------------------------
 
-    def _around(self, item: EncoderInput) -> _Around:
+    def _format_text(self, item: EncoderInput) -> _FormattedText:
+        """Apply the model's instruction format to a plain input."""
         if not item.instruction:
-            return _Around("", item.text, "")
+            return _FormattedText("", item.text, "")
         template = self._identity.instruction_format
         if not template:
             raise UserError(
-                f"{self._name} takes no instruction, and got {item.instruction!r}. Use a prompt "
-                "without one (concat-sent-cond), or give --instruction-format."
+                f"{self._name} takes no instruction, but the input has {item.instruction!r}. Use a "
+                "prompt without an instruction (concat-sent-cond), or set --instruction-format."
             )
-        sides, side, at = ["", ""], 0, 0
+        sides, side, start = ["", ""], 0, 0
         for literal, name, _, _ in Formatter().parse(template):
             sides[side] += literal
             if name == "instruction":
-                at = len(sides[0]) + side * (len(item.text) + len(sides[1]))
+                start = len(sides[0]) + side * (len(item.text) + len(sides[1]))
                 sides[side] += item.instruction
             side += name == "text"
-        return _Around(sides[0], item.text, sides[1], at)
+        return _FormattedText(sides[0], item.text, sides[1], start)
 
-    def _plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
-        parts = [self._around(item) for item in inputs]
-        over, frame = self._identity.pool_over, self._single
+    def _tokenize_plain(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
+        """Yield the windows of each input without a context."""
+        texts = [self._format_text(item) for item in inputs]
+        over, special = self._identity.pool_over, self._single
         if over == "text" and not self._tokenizer.is_fast:
             raise UserError(
-                f"pool_over is 'text', which needs a fast tokenizer, and that of {self._name} "
-                "is not."
+                f"pool_over is 'text', which needs a fast tokenizer, but that of {self._name} "
+                "is a slow one."
             )
-        encoded = self._raw([str(part) for part in parts], offsets=over == "text")
+        encoded = self._call_tokenizer(
+            [str(formatted) for formatted in texts], offsets=over == "text"
+        )
         counts = {"": 0}
         if over == "after-instruction":
-            # Each by itself, without special tokens.
-            distinct = sorted({part.before for part in parts} - {""})
-            counts |= zip(distinct, map(len, self._ids(distinct)), strict=True)
-        room = self._identity.max_length - frame.size
-        for index, (item, part) in enumerate(zip(inputs, parts, strict=True)):
+            # Each prefix is tokenised separately, without special tokens.
+            distinct = sorted({formatted.before for formatted in texts} - {""})
+            counts |= zip(distinct, map(len, self._token_ids(distinct)), strict=True)
+        room = self._identity.max_length - special.size
+        for index, (item, formatted) in enumerate(zip(inputs, texts, strict=True)):
             content = encoded["input_ids"][index]
-            n_tokens = frame.size + len(content)
-            found = []
-            places: Sequence[Sequence[int]] = [range(len(content))]
+            n_tokens = special.size + len(content)
+            windows = []
+            selections: Sequence[Sequence[int]] = [range(len(content))]
             if len(content) > room:
-                places = self._kept(self._sentence(item, part), len(content), room, item)
-            for kept in places:
-                # A tokenizer that adds no special tokens gives nothing for an empty text.
-                own = [content[at] for at in kept]
-                ids = [*frame.before, *own, *frame.after] or [self.pad_id]
+                selections = self._select_tokens(
+                    self._find_sentence(item, formatted), len(content), room, item
+                )
+            for selection in selections:
+                # Without special tokens, an empty text would have no token at all.
+                selected_ids = [content[position] for position in selection]
+                ids = [*special.before, *selected_ids, *special.after] or [self.pad_id]
                 first, last = 0, len(ids)
                 if over == "after-instruction":
-                    count = counts[part.before]
-                    gone = set(range(min(count, len(content)))).difference(kept)
-                    first = count - len(gone)
+                    count = counts[formatted.before]
+                    cut = set(range(min(count, len(content)))).difference(selection)
+                    first = count - len(cut)
                 elif over == "text":
                     offsets = encoded["offset_mapping"][index]
-                    # Those that hold a character of the text.
-                    begin, end = len(part.before), len(part.before) + len(part.text)
-                    held = enumerate((offsets[at] for at in kept), len(frame.before))
-                    inside = [at for at, (start, stop) in held if stop > begin and start < end]
-                    first, last = (inside[0], inside[-1] + 1) if inside else (0, 0)
-                found.append(Tokens(ids, first, last, n_tokens, len(ids)))
-            yield found
+                    # The pooled tokens are those that contain a character of the text.
+                    begin, end = len(formatted.before), len(formatted.before) + len(formatted.text)
+                    selected_offsets = enumerate(
+                        (offsets[position] for position in selection), len(special.before)
+                    )
+                    pooled = [
+                        position
+                        for position, (start, stop) in selected_offsets
+                        if stop > begin and start < end
+                    ]
+                    first, last = (pooled[0], pooled[-1] + 1) if pooled else (0, 0)
+                windows.append(Tokens(ids, first, last, n_tokens, len(ids)))
+            yield windows
 
-    def _sentence(self, item: EncoderInput, part: _Around) -> list[list[int]]:
-        text, starts = len(part.before), {"instruction": part.instruction}
+    def _find_sentence(self, item: EncoderInput, formatted: _FormattedText) -> list[list[int]]:
+        """Return the token positions of each occurrence of the sentence in a plain input."""
+        text, starts = len(formatted.before), {"instruction": formatted.instruction}
         spans: Sequence[Span] = item.sentence or ()
         if item.sentence is None:
             spans = [("text", 0, len(item.text))]
         firsts = [starts.get(name, text) for name, _, _ in spans]
-        within = [(at + span[1], at + span[2]) for at, span in zip(firsts, spans, strict=True)]
-        return self._inside(str(part), within)
+        within = [
+            (first + span[1], first + span[2]) for first, span in zip(firsts, spans, strict=True)
+        ]
+        return self._find_tokens(str(formatted), within)
 
     # -- pairs ---------------------------------------------------------------------------------
 
-    def _pairs(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
+    def _tokenize_pairs(self, inputs: Sequence[EncoderInput]) -> Iterator[list[Tokens]]:
+        """Yield the windows of each input with a context."""
         if not inputs:
             return
         self._check_pairs(inputs)
         if self._pair is None and any(item.context for item in inputs):
-            self._pair = self._own_frame(2)
-        frame = self._pair or self._single
-        contexts = self._ids([item.context or "" for item in inputs])
-        texts = self._ids([item.text for item in inputs])
+            self._pair = self._detect_special_tokens(2)
+        pair_special = self._pair or self._single
+        contexts = self._token_ids([item.context or "" for item in inputs])
+        texts = self._token_ids([item.text for item in inputs])
         for item, context, text in zip(inputs, contexts, texts, strict=True):
-            around = frame if item.context else self._single
-            room = self._identity.max_length - around.size
+            special = pair_special if item.context else self._single
+            room = self._identity.max_length - special.size
             size, n_tokens = len(context), len(context) + len(text)
-            places: Sequence[Sequence[int]] = [range(n_tokens)]
+            selections: Sequence[Sequence[int]] = [range(n_tokens)]
             if n_tokens > room:
-                places = self._kept(
-                    self._pair_sentence(item, size, len(text)), n_tokens, room, item
+                selections = self._select_tokens(
+                    self._find_sentence_of_pair(item, size, len(text)), n_tokens, room, item
                 )
-            found = []
-            for kept in places:
-                head = [*around.before, *(context[at] for at in kept if at < size), *around.between]
-                own = [text[at - size] for at in kept if at >= size]
-                ids, first = [*head, *own, *around.after], len(head)
-                second = first if around.typed else len(ids)
-                n_all = around.size + n_tokens
-                found.append(Tokens(ids, first, first + len(own), n_all, second))
-            yield found
+            windows = []
+            for selection in selections:
+                head = [
+                    *special.before,
+                    *(context[position] for position in selection if position < size),
+                    *special.between,
+                ]
+                text_ids = [text[position - size] for position in selection if position >= size]
+                ids, first = [*head, *text_ids, *special.after], len(head)
+                second = first if special.typed else len(ids)
+                n_all = special.size + n_tokens
+                windows.append(Tokens(ids, first, first + len(text_ids), n_all, second))
+            yield windows
 
-    def _pair_sentence(self, item: EncoderInput, n_context: int, n_text: int) -> list[list[int]]:
+    def _find_sentence_of_pair(
+        self, item: EncoderInput, n_context: int, n_text: int
+    ) -> list[list[int]]:
+        """Return the token positions of each occurrence of the sentence in a pair."""
         context, text = range(n_context), range(n_context, n_context + n_text)
         if item.sentence is None:
-            # What the vector is of goes last.
+            # Truncation cuts the context first, because the vector is pooled over the text.
             return [[*context, *text] if self._left else [*text, *context]]
-        texts, found = {"context": (item.context or "", 0), "text": (item.text, n_context)}, []
+        texts, positions = {"context": (item.context or "", 0), "text": (item.text, n_context)}, []
         for name, start, stop in item.sentence:
-            own, first = texts[name]
-            found += [[first + at for at in part] for part in self._inside(own, [(start, stop)])]
-        return found
+            string, first = texts[name]
+            positions += [
+                [first + position for position in part]
+                for part in self._find_tokens(string, [(start, stop)])
+            ]
+        return positions
 
     def _check_pairs(self, inputs: Sequence[EncoderInput]) -> None:
+        """Raise a UserError for inputs with a context that the encoder does not support."""
         pooling = self._identity.pooling
-        if not self._decides:
+        if not self._tokenizer_decides:
             raise UserError(
                 f"{self._name} reads one text between {self._identity.special_tokens!r}, not a "
                 "pair of context and text. Use a prompt with an instruction (cond), or one that "
@@ -257,8 +310,8 @@ class InputTokenizer:
             )
         if not pooling_named(pooling).counts:
             raise UserError(
-                f"{self._name} pools by {pooling}, and an input with a context is pooled over its "
-                "text's own tokens. Choose --pooling mean, or a prompt without a context."
+                f"{self._name} pools by {pooling}, but an input with a context is pooled over the "
+                "tokens of its text only. Choose --pooling mean, or a prompt without a context."
             )
         for item in inputs:
             if item.instruction:
@@ -269,9 +322,12 @@ class InputTokenizer:
 
     # -- several texts in one sequence ---------------------------------------------------------
 
-    def _join(self, text: str, first: list[int], second: list[int], condition: list[int]) -> Tokens:
-        between, frame = self._separator(), self._single
-        fixed = frame.size + 2 * len(between) + len(condition)
+    def _join_row(
+        self, text: str, first: list[int], second: list[int], condition: list[int]
+    ) -> Tokens:
+        """Join the tokens of two sentences and of a condition, whose string is ``text``."""
+        between, special = self._separator_ids(), self._single
+        fixed = special.size + 2 * len(between) + len(condition)
         room, n_tokens = self._identity.max_length - fixed, fixed + len(first) + len(second)
         if n_tokens > self._identity.max_length:
             half = room // 2
@@ -282,35 +338,37 @@ class InputTokenizer:
                     "takes. Shorten it, or train with a larger max_length (llmcond train-cross "
                     "--max-length)."
                 )
-            # The same in either order of the sentences.
+            # The limits do not depend on the order of the sentences.
             short = min(len(first), len(second), half)
             most = room - short if short < half else half
-            kept = slice(-most, None) if self._left else slice(most)
-            first, second = first[kept], second[kept]
-        own = [*first, *between, *second, *between, *condition]
-        ids = [*frame.before, *own, *frame.after]
+            limit = slice(-most, None) if self._left else slice(most)
+            first, second = first[limit], second[limit]
+        content = [*first, *between, *second, *between, *condition]
+        ids = [*special.before, *content, *special.after]
         begin, end = 0, len(ids)
         if self._identity.pool_over == "text":
-            begin, end = len(frame.before), len(frame.before) + len(own)
+            begin, end = len(special.before), len(special.before) + len(content)
         return Tokens(ids, begin, end, n_tokens, len(ids))
 
-    def _separator(self) -> list[int]:
-        found = self._tokenizer.sep_token_id
-        found = self._tokenizer.eos_token_id if found is None else found
-        if found is None:
+    def _separator_ids(self) -> list[int]:
+        """Return the id of the separator, or of the end token if there is none, as a list."""
+        separator = self._tokenizer.sep_token_id
+        separator = self._tokenizer.eos_token_id if separator is None else separator
+        if separator is None:
             raise UserError(
-                f"the tokenizer of {self._name} has neither a separator nor an end token, so that "
-                "two texts in one sequence cannot be told apart. Train another encoder."
+                f"the tokenizer of {self._name} has neither a separator nor an end token, which a "
+                "cross-encoder needs between two texts. Train another encoder."
             )
-        return [int(found)]
+        return [int(separator)]
 
-    # -- what both share -----------------------------------------------------------------------
+    # -- helpers for plain inputs and pairs ----------------------------------------------------
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = self._raw(texts)["input_ids"]
+    def _token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._call_tokenizer(texts)["input_ids"]
         return ids
 
-    def _raw(self, texts: Sequence[str], *, offsets: bool = False) -> Any:
+    def _call_tokenizer(self, texts: Sequence[str], *, offsets: bool = False) -> Any:
+        """Call the tokenizer without special tokens and truncation."""
         if not texts:
             return {"input_ids": []}
         options = {"return_offsets_mapping": True} if offsets else {}
@@ -319,33 +377,43 @@ class InputTokenizer:
                 list(texts), add_special_tokens=False, truncation=False, verbose=False, **options
             )
         except Exception as error:
-            if type(error) is not Exception:  # tokenizers raises no other of its own
+            if type(error) is not Exception:  # the only type that tokenizers itself raises
                 raise
             raise UserError(
-                f"the tokenizer of {self._name} cannot read a text: {first_line(error)}. Is it the "
-                "model's own?"
+                f"the tokenizer of {self._name} cannot read a text: {first_line(error)}. Check "
+                "that the tokenizer is the one that the model was trained with."
             ) from error
 
-    def _inside(self, text: str, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
-        """Return, for each part of a text, the places of the tokens that are of that part only."""
+    def _find_tokens(self, text: str, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
+        """Return the positions of the tokens that are inside each span of characters of a text."""
         if self._tokenizer.is_fast:
-            offsets = self._raw([text], offsets=True)["offset_mapping"][0]
+            offsets = self._call_tokenizer([text], offsets=True)["offset_mapping"][0]
             return [
-                [at for at, (begin, end) in enumerate(offsets) if start <= begin and end <= stop]
+                [
+                    position
+                    for position, (begin, end) in enumerate(offsets)
+                    if start <= begin and end <= stop
+                ]
                 for start, stop in spans
             ]
-        size = len(self._ids([text])[0])
-        counts = [list(map(len, self._ids([text[:start], text[stop:]]))) for start, stop in spans]
+        size = len(self._token_ids([text])[0])
+        counts = [
+            list(map(len, self._token_ids([text[:start], text[stop:]]))) for start, stop in spans
+        ]
         return [list(range(before, size - behind)) for before, behind in counts]
 
-    def _kept(
+    def _select_tokens(
         self, sentence: Sequence[list[int]], n: int, room: int, item: EncoderInput
     ) -> list[list[int]]:
-        """Return which of n tokens are kept, for each window: those around the sentence in all.
+        """Return the positions of the tokens of each window of an input with ``n`` tokens.
 
-        ``sentence`` has the places of the sentence's tokens, for each time that it is there.
+        All windows include the tokens outside the sentence. ``sentence`` has the token positions
+        of each occurrence of the sentence, and ``room`` is the most tokens of a window.
+
+        Raises:
+            InputError: If the tokens outside the sentence leave no room for it.
         """
-        sentence = [places for places in sentence if places]
+        sentence = [positions for positions in sentence if positions]
         fixed = set(range(n)).difference(*sentence)
         each = (room - len(fixed)) // max(1, len(sentence))
         if not sentence or each < 1:
@@ -353,50 +421,59 @@ class InputTokenizer:
                 item,
                 f"an input is too long without its sentence: {item.text[:80]!r} with its "
                 f"instruction or context has {n - room + self._identity.max_length:,} tokens, of "
-                f"which {sum(map(len, sentence)):,} may be cut, and {self._name} takes "
-                f"{self._identity.max_length}. Shorten the rest of it, or encode with a larger "
-                "max_length (llmcond extract --max-length).",
+                f"which {sum(map(len, sentence)):,} may be cut, but {self._name} takes at most "
+                f"{self._identity.max_length}. Shorten the rest of the input, or encode with a "
+                "larger max_length (llmcond extract --max-length).",
             )
         windows = 1
         if self._identity.long_texts == "windows":
-            windows = max(math.ceil(len(places) / each) for places in sentence)
+            windows = max(math.ceil(len(positions) / each) for positions in sentence)
 
-        def part(places: list[int], window: int) -> list[int]:
-            if windows > 1:  # of equal size
-                size = len(places)
-                return places[size * window // windows : size * (window + 1) // windows]
-            return places[-each:] if self._left else places[:each]
+        def select(positions: list[int], window: int) -> list[int]:
+            if windows > 1:  # windows have equal size
+                size = len(positions)
+                return positions[size * window // windows : size * (window + 1) // windows]
+            return positions[-each:] if self._left else positions[:each]
 
         return [
-            sorted(fixed.union(*(part(places, window) for places in sentence)))
+            sorted(fixed.union(*(select(positions, window) for positions in sentence)))
             for window in range(windows)
         ]
 
     # -- special tokens ------------------------------------------------------------------------
 
-    def _stated_frame(self) -> Frame:
+    def _parse_special_tokens(self) -> _SpecialTokens:
+        """Return the special tokens that the encoder's settings state."""
         tokenizer, sides = self._tokenizer, []
         first, _, last = self._identity.special_tokens.partition("{text}")
         for token in (first.strip(), last.strip()):
-            found: Any = tokenizer.convert_tokens_to_ids(token) if token else None
-            if token and found in (None, tokenizer.unk_token_id) and token != tokenizer.unk_token:
+            token_id: Any = tokenizer.convert_tokens_to_ids(token) if token else None
+            if (
+                token
+                and token_id in (None, tokenizer.unk_token_id)
+                and token != tokenizer.unk_token
+            ):
                 raise UserError(
                     f"{self._name} needs the token {token} (special tokens "
-                    f"{self._identity.special_tokens!r}), and its tokenizer has none. Is this its "
-                    "own tokenizer?"
+                    f"{self._identity.special_tokens!r}), but its tokenizer does not have it. "
+                    "Check that the tokenizer is the one that the model was trained with."
                 )
-            sides.append([int(found)] if token else [])
-        return Frame(sides[0], [], sides[1])
+            sides.append([int(token_id)] if token else [])
+        return _SpecialTokens(sides[0], [], sides[1])
 
-    def _own_frame(self, n_texts: int) -> Frame:
-        """Return what the tokenizer itself puts around a text or a pair, found on short ones."""
+    def _detect_special_tokens(self, n_texts: int) -> _SpecialTokens:
+        """Find the special tokens that the tokenizer adds to a short text, or to a pair of them.
+
+        Raises:
+            UserError: If it has no tokens for short texts, or changes tokens next to special ones.
+        """
         probes = ("a", "1", "б", "文")
-        bare_ids = zip(probes, self._ids(probes), strict=True)
+        bare_ids = zip(probes, self._token_ids(probes), strict=True)
         text, bare = next((pair for pair in bare_ids if pair[1]), ("", []))
         if not bare:
             raise UserError(
-                f"the tokenizer of {self._name} gives no tokens for texts as plain as {probes}. Is "
-                "it the model's own?"
+                f"the tokenizer of {self._name} produces no tokens for the simple texts {probes}. "
+                "Check that the tokenizer is the one that the model was trained with."
             )
         encoded = self._tokenizer(*[text] * n_texts, verbose=False)
         parts, rest = [], encoded["input_ids"]
@@ -405,22 +482,26 @@ class InputTokenizer:
             start = next((i for i in starts if rest[i : i + len(bare)] == bare), None)
             if start is None:
                 raise UserError(
-                    f"the tokenizer of {self._name} changes a text's tokens where it adds special "
-                    "ones, which is not supported; state those with --special-tokens."
+                    f"the tokenizer of {self._name} changes the tokens of a text when it adds "
+                    "special tokens, which is not supported. State the special tokens with "
+                    "--special-tokens."
                 )
             parts.append(rest[:start])
             rest = rest[start + len(bare) :]
         typed = n_texts > 1 and any(encoded.get("token_type_ids", ()))
-        return Frame(parts[0], parts[1] if n_texts > 1 else [], rest, typed)
+        return _SpecialTokens(parts[0], parts[1] if n_texts > 1 else [], rest, typed)
 
 
 def check_inputs(inputs: Sequence[EncoderInput]) -> None:
-    """Raise a UserError for what is no input, which would fail somewhere in a tokenizer."""
+    """Raise a UserError unless this is a list of inputs with valid texts.
+
+    Without this check, invalid inputs would raise an obscure error in a tokenizer.
+    """
     if isinstance(inputs, str | EncoderInput):
-        raise UserError(f"one {type(inputs).__name__} was given; give a list of EncoderInput.")
+        raise UserError(f"expected a list of EncoderInput, but got one {type(inputs).__name__}.")
     for position, item in enumerate(inputs):
         if not isinstance(item, EncoderInput):
-            raise UserError(f"position {position} holds {item!r}, not an EncoderInput.")
+            raise UserError(f"the input at position {position} is {item!r}, not an EncoderInput.")
         texts = {"instruction": item.instruction, "text": item.text, "context": item.context or ""}
         texts["router"] = item.router.text if item.router else ""
         for name, text in texts.items():
@@ -430,5 +511,5 @@ def check_inputs(inputs: Sequence[EncoderInput]) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise UserError(
-                    f"the {name} at position {position} is no Unicode text: {error}."
+                    f"the {name} at position {position} is not valid Unicode: {error}."
                 ) from error

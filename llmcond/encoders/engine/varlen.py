@@ -1,4 +1,4 @@
-"""Packed rows for kernels that take segments of any length, on CUDA."""
+"""Attention plans of packed rows for CUDA kernels that take segments of any length."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from llmcond.encoders.engine.attention_plan import positions_of
 from llmcond.encoders.engine.batching import Batch, Segment
 from llmcond.system import to_device
 
-#: Keys and values that a kernel is given at a time, against tokens of the row.
-_GATHERED = 8
+#: Most keys and values that are gathered for one call of a kernel, as a multiple of the row's
+#: tokens.
+_MAX_GATHERED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Some segments, in one call of a kernel.
+class _KernelCall:
+    """The arguments of one call of a kernel, for some segments of a row.
 
     Attributes:
-        keys: their positions, often those of the queries.
-        lengths: what a kernel is told of them: where the queries and the keys of each begin and
-            end, both (segments + 1,), and the most queries and the most keys of a segment.
+        queries: Positions of the queries in the row.
+        keys: Positions of the keys in the row, often those of the queries.
+        lengths: The cumulative numbers of queries and of keys of the segments, both
+            (segments + 1,), and the most queries and the most keys of a segment.
     """
 
     queries: slice
@@ -37,26 +39,29 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """A row for a kernel that takes segments of any length, such as FlashAttention's.
+    """The plan of a row for a kernel that takes segments of any length, such as FlashAttention's.
 
     Attributes:
-        causal: whether a token sees what stands before it only. With more keys than queries the
-            last query is aligned with the last key.
-        kernel: with the signature of ``torch.nn.attention.varlen.varlen_attn``.
+        calls: The calls of the kernel, in the order of the row.
+        causal: Whether a token sees only itself and the tokens before it. If there are more keys
+            than queries, the last query is aligned with the last key.
+        kernel: A function with the signature of ``torch.nn.attention.varlen.varlen_attn``.
     """
 
-    runs: Sequence[_Run]
+    calls: Sequence[_KernelCall]
     causal: bool
     kernel: Callable[..., Any]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """See :class:`AttentionPlan`."""
+        """Compute the attention of the row, as ``AttentionPlan`` describes."""
         options: dict[str, Any] = {"enable_gqa": True} if len(query) != len(key) else {}
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         options |= {"scale": scale, "window_size": (-1, 0) if self.causal else (-1, -1)}
         parts = [
-            self.kernel(query[run.queries], key[run.keys], value[run.keys], *run.lengths, **options)
-            for run in self.runs
+            self.kernel(
+                query[call.queries], key[call.keys], value[call.keys], *call.lengths, **options
+            )
+            for call in self.calls
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -64,14 +69,14 @@ class Varlen:
 def plan_varlen(
     batch: Batch, causal: bool, device: torch.device, kernel: Callable[..., Any]
 ) -> Varlen:
-    """Return the attention plan of a packed row for a kernel that takes uneven lengths.
+    """Plan the attention of a packed row for a kernel that takes segments of any length.
 
-    The keys of a segment with a path are gathered; so that memory stays bounded whatever the tree,
-    those of few segments at a time where they are many.
+    If inputs share prefixes, the keys of each segment and its ancestors are gathered. The number of
+    segments per call is limited, so that memory stays bounded whatever the prefix tree.
     """
     if not batch.shared:
-        return Varlen([_run(batch.segments, None, device)], causal, kernel)
-    limit = _GATHERED * batch.n_tokens
+        return Varlen([_make_call(batch.segments, None, device)], causal, kernel)
+    limit = _MAX_GATHERED * batch.n_tokens
     positions = [positions_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
     cuts, size = [0], 0
     for index, keys in enumerate(positions):
@@ -80,48 +85,62 @@ def plan_varlen(
             size = 0
         size += len(keys)
     parts = [slice(*ends) for ends in pairwise([*cuts, len(positions)])]
-    runs = [_run(batch.segments[part], positions[part], device) for part in parts]
-    return Varlen(runs, causal, kernel)
+    calls = [_make_call(batch.segments[part], positions[part], device) for part in parts]
+    return Varlen(calls, causal, kernel)
 
 
-def _run(segments: Sequence[Segment], positions: list[Tensor] | None, device: torch.device) -> _Run:
-    """Return the call for some segments, which see these positions, or themselves only."""
+def _make_call(
+    segments: Sequence[Segment], positions: list[Tensor] | None, device: torch.device
+) -> _KernelCall:
+    """Create the kernel call for some segments.
 
-    def ends(lengths: list[int]) -> tuple[Tensor, int]:
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return to_device(starts, device), max(lengths)
+    ``positions`` has the key positions of each segment; None means that each sees itself only.
+    """
+
+    def accumulate_lengths(lengths: list[int]) -> tuple[Tensor, int]:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return to_device(offsets, device), max(lengths)
 
     queries = slice(segments[0].start, segments[-1].stop)
-    own, longest = ends([segment.length for segment in segments])
+    offsets, longest = accumulate_lengths([segment.length for segment in segments])
     if positions is None:
-        return _Run(queries, queries, (own, own, longest, longest))
-    keys, most = ends([len(one) for one in positions])
-    return _Run(queries, to_device(torch.cat(positions), device), (own, keys, longest, most))
+        return _KernelCall(queries, queries, (offsets, offsets, longest, longest))
+    key_offsets, most_keys = accumulate_lengths([len(keys) for keys in positions])
+    return _KernelCall(
+        queries,
+        to_device(torch.cat(positions), device),
+        (offsets, key_offsets, longest, most_keys),
+    )
 
 
 def varlen_kernels(device: torch.device, dtype: torch.dtype) -> list[Callable[..., Any]]:
-    """Return the attention for uneven lengths that there is for device and type, the first best."""
+    """Return the installed kernels for segments of any length, the preferred one first.
+
+    They have the signature of ``torch.nn.attention.varlen.varlen_attn``. The list is empty on a
+    CPU, for float32 and on GPUs older than Ampere.
+    """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return []
     if torch.cuda.get_device_capability(device) < (8, 0):
         return []
     from torch.nn.attention.varlen import varlen_attn
 
-    found = [_of_torch(varlen_attn)]
+    kernels = [_adapt_torch_kernel(varlen_attn)]
     with suppress(ImportError):
         from flash_attn import flash_attn_varlen_func
 
-        found.append(_as_varlen(flash_attn_varlen_func))
-    return found
+        kernels.append(_adapt_flash_attn(flash_attn_varlen_func))
+    return kernels
 
 
-def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return PyTorch's kernel with the signature it has from version 2.12 on.
+def _adapt_torch_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give PyTorch's kernel the signature that it has from version 2.12 on.
 
-    Before, it has as many key heads as query heads; in 2.10 neither scale nor window.
+    Earlier versions need as many key heads as query heads, and version 2.10 has neither a scale nor
+    a window.
     """
-    takes = inspect.signature(function).parameters
-    if "enable_gqa" in takes:
+    parameters = inspect.signature(function).parameters
+    if "enable_gqa" in parameters:
         return function
 
     def varlen_attn(
@@ -130,7 +149,7 @@ def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
         if options.pop("enable_gqa", False):
             groups = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        if "window_size" not in takes:
+        if "window_size" not in parameters:
             scale = options.pop("scale")
             if scale is not None:
                 query = query * (scale * query.shape[2] ** 0.5)
@@ -140,11 +159,12 @@ def _of_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return varlen_attn
 
 
-def _as_varlen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``flash_attn_varlen_func`` of the library flash-attn with PyTorch's signature."""
+def _adapt_flash_attn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give ``flash_attn_varlen_func`` of the library flash-attn PyTorch's signature."""
 
     def flash_attn(*inputs: Any, scale: float | None, window_size: Any, **options: Any) -> Any:
-        # Among the options is enable_gqa, which it takes without being told.
+        # The options may have enable_gqa, which flash-attn does not need: it always supports fewer
+        # key heads.
         return function(*inputs, softmax_scale=scale, causal=window_size == (-1, 0))
 
     return flash_attn

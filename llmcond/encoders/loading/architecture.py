@@ -1,4 +1,4 @@
-"""From a checkpoint's settings to its architecture and tokenizer, with stock classes only."""
+"""A checkpoint's architecture and tokenizer, created from its settings with stock classes only."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ from llmcond.encoders.spec import Attention
 from llmcond.errors import UserError, brief, first_line
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
-#: Said each time: left out, transformers asks on the terminal, and a "y" runs a checkpoint's code.
+#: Passed to all loading functions. Without it, transformers asks on the terminal whether to run a
+#: checkpoint's code, and the answer "y" runs it.
 _NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers for a block: what is wrong is checked, and told in our own words.
+    """Silence transformers within a block, because llmcond reports problems in its own messages.
 
-    Nor does it ask whether it may run code, as it does for parts whose config it has downloaded.
+    transformers does not ask whether it may run code either, as it otherwise does for parts whose
+    config it has downloaded.
     """
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
@@ -50,28 +52,32 @@ def quiet() -> Iterator[None]:
 
 @quiet()
 def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> Any:
-    """Load a checkpoint's config, with the direction of its attention set.
+    """Load a checkpoint's config, and set the direction of its attention.
+
+    Args:
+        checkpoint: The checkpoint, whose small files are downloaded.
+        attention: Direction of the attention; None leaves that of the config.
 
     Raises:
-        UserError: an architecture that transformers does not have itself, or of an absurd size.
+        UserError: If transformers does not include the architecture, or its size is absurd.
     """
     values = read_settings(checkpoint.folder / "config.json", {})
     _check_counts(values, checkpoint.name)
     if values.get("model_type") == "nvembed":
         try:
-            return _with_own_attention(read_config(values))
+            return _use_builtin_attention(read_config(values))
         except Exception as error:
             raise UserError(
-                f"config.json of {checkpoint.name} is not as NV-Embed's, and the code that it asks "
-                f"for llmcond never runs. {type(error).__name__}: {first_line(error)}"
+                f"config.json of {checkpoint.name} differs from that of NV-Embed, and llmcond "
+                f"never runs the code that it names. {type(error).__name__}: {first_line(error)}"
             ) from error
     try:
         config = AutoConfig.from_pretrained(str(checkpoint.folder), **_NO_REMOTE_CODE)
-    except Exception as error:  # whatever a file of settings can make a library raise
+    except Exception as error:  # a damaged config makes libraries raise any kind of error
         raise UserError(
-            f"{checkpoint.name} has an architecture that transformers does not have itself, or "
-            "settings that it cannot read. It may need code from its own repository, which "
-            f"llmcond never runs. {first_line(error)}"
+            f"{checkpoint.name} has an architecture that transformers does not include, or "
+            "settings that transformers cannot read. It may need code from its own repository, "
+            f"which llmcond never runs. {first_line(error)}"
         ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(
@@ -80,36 +86,37 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
         )
     if config.model_type not in encoder_types():
         config.use_cache = False
-        # Gemma's own way of being bidirectional has narrower windows than is_causal gives it.
+        # Gemma's use_bidirectional_attention has narrower windows than is_causal would give it.
         if attention is not None and not getattr(config, "use_bidirectional_attention", False):
-            # On the config: set on the layers, it would hold for unpadded batches only.
+            # This is set on the config. On the layers, it would affect unpadded batches only.
             config.is_causal = attention == "causal"
-    return _with_own_attention(config)
+    return _use_builtin_attention(config)
 
 
-#: What is made one by one, by the end of its name in a config, and how many there are at most.
-_COUNTED = {"layer": 1_000, "layers": 1_000, "experts": 10_000, "labels": 100_000}
+#: The largest counts in a config by the last word of their keys. Modules (or labels) are created
+#: one by one for them.
+_MAX_COUNTS = {"layer": 1_000, "layers": 1_000, "experts": 10_000, "labels": 100_000}
 
 
 def _check_counts(config: Mapping[str, Any], name: str) -> None:
-    """Refuse numbers of parts that would take hours, or all memory, to make."""
-    waiting = [config]
-    for values in waiting:  # which grows
-        waiting += [value for value in values.values() if isinstance(value, dict)]
+    """Raise a UserError for counts of modules that would take hours, or all memory, to create."""
+    pending = [config]
+    for values in pending:  # nested configs are appended during the loop
+        pending += [value for value in values.values() if isinstance(value, dict)]
         for key, value in values.items():
-            most = _COUNTED.get(key.rpartition("_")[2])
+            most = _MAX_COUNTS.get(key.rpartition("_")[2])
             if most is not None and isinstance(value, int | float) and value > most:
                 raise UserError(
                     f"config.json of {name} has {key} = {brief(value)}; no encoder has more than "
-                    f"{most:,}. Copy it anew."
+                    f"{most:,}. The file may be damaged: copy it again."
                 )
 
 
-def _with_own_attention(config: Any) -> Any:
-    """Return a config, in place, whose attention is one of those that are tried out here.
+def _use_builtin_attention(config: Any) -> Any:
+    """Reset a config's attention implementation to eager or to transformers' default; return it.
 
-    Other names are of kernels on the hub, whose code would be loaded and run, or of libraries that
-    need not be installed.
+    Other values name kernels on the hub, whose code would be loaded and run, or libraries that may
+    not be installed.
     """
     eager = config._attn_implementation == "eager"
     config._attn_implementation = "eager" if eager else None
@@ -118,10 +125,10 @@ def _with_own_attention(config: Any) -> Any:
 
 @quiet()
 def build_on_meta(config: Any) -> Any:
-    """Build the architecture without memory for its weights.
+    """Build the network without allocating memory for its weights.
 
     Raises:
-        UserError: transformers has no encoder of this architecture, or not with these settings.
+        UserError: If transformers has no encoder of this architecture, or not with these settings.
     """
     network = network_class(config)
     try:
@@ -129,7 +136,7 @@ def build_on_meta(config: Any) -> Any:
             return network(config)
     except Exception as error:
         raise UserError(
-            f"config.json describes no {config.model_type} that can be built: "
+            f"config.json describes a {config.model_type} that cannot be built: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
@@ -138,60 +145,61 @@ def network_class(config: Any) -> Any:
     """Return the class of an architecture's encoder.
 
     Raises:
-        UserError: transformers has none.
+        UserError: If transformers has none.
     """
     if isinstance(config, LatentConfig):
         return NVEmbedModel
-    found = MODEL_MAPPING.get(type(config), None)
-    if found is None:
+    model_class = MODEL_MAPPING.get(type(config), None)
+    if model_class is None:
         raise UserError(
             f"transformers has no text encoder of the architecture {config.model_type!r}."
         )
-    return found[0] if isinstance(found, tuple) else found
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 def token_embeddings(network: Any) -> torch.Tensor:
     """Return the table of a network's token embeddings, (ids, width).
 
     Raises:
-        UserError: it reads something else than tokens.
+        UserError: If the network does not read tokens.
     """
     try:
         table: torch.Tensor = network.get_input_embeddings().weight
     except (AttributeError, NotImplementedError) as error:
         raise UserError(
             f"the architecture {network.config.model_type!r} has no table of token embeddings, so "
-            "it is no text encoder that is supported."
+            "it is not a supported text encoder."
         ) from error
     return table
 
 
 @quiet()
 def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
-    """Load the checkpoint's tokenizer.
+    """Load the checkpoint's tokenizer, for the architecture of ``config``.
 
     Raises:
-        UserError: the checkpoint has none that transformers knows.
+        UserError: If the checkpoint has no tokenizer that transformers supports.
     """
     folder = checkpoint.folder
     if not any(path for pattern in _VOCABULARIES for path in folder.glob(pattern)):
-        # transformers would make one that knows no word, and every text would look alike.
+        # transformers would create a tokenizer without a vocabulary, and all texts would look the
+        # same.
         raise UserError(
-            f"{checkpoint.name} has no tokenizer ({', '.join(_VOCABULARIES)}). Save it "
-            "beside the weights: tokenizer.save_pretrained(FOLDER)"
+            f"{checkpoint.name} has no tokenizer ({', '.join(_VOCABULARIES)}). Save it next to "
+            "the weights: tokenizer.save_pretrained(FOLDER)"
         )
     if isinstance(config, LatentConfig):
-        # For a config that it does not know, transformers builds the tokenizer by its class's
-        # defaults, which are not those of tokenizer.json.
+        # For a config that it does not know, transformers builds the tokenizer with the defaults of
+        # the tokenizer's class, which differ from tokenizer.json.
         config = MistralConfig()
     try:
-        # With the config at hand, it does not look for one that needs code.
+        # Because the config is passed, transformers does not look for one that needs code.
         tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, **_NO_REMOTE_CODE)
     except Exception as error:
         raise UserError(
             f"the tokenizer of {checkpoint.name} cannot be loaded: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    # Texts are cut here, not by it; and a file may state anything.
+    # InputTokenizer truncates texts, not the tokenizer, whose file may state any length.
     tokenizer.model_max_length = sys.maxsize
     return tokenizer

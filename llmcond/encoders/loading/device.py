@@ -1,4 +1,4 @@
-"""Number types, copies and token budgets by device."""
+"""Number types, copies to the CPU, and token budgets by device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 
 
 def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a tensor on the CPU; from a GPU it is there once the event has happened."""
+    """Copy a tensor to the CPU.
+
+    Returns:
+        The copy, and the GPU event after which it is complete. A tensor on the CPU is returned as
+        it is, with None.
+    """
     if not values.is_cuda:
         return values, None
     fetched = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -26,9 +31,9 @@ def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def default_token_budget(device: str) -> int:
-    """Return how many tokens one forward pass takes, padding included.
+    """Return the default number of tokens of one forward pass, including padding.
 
-    On a CPU small batches keep activations in the cache: 1,536 tokens measured fastest for
-    MiniLM. A GPU needs more work at a time to be busy.
+    On a CPU, small batches keep activations in the cache: 1,536 tokens were measured to be fastest
+    for MiniLM. A GPU needs more work at a time to be busy.
     """
     return 16_384 if device.startswith("cuda") else 1_536

@@ -1,4 +1,4 @@
-"""Loading an encoder onto its device, or telling beforehand why it cannot be."""
+"""Loading an encoder onto its device, and checking beforehand that it can be loaded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class LoadedModel:
     """A model on its device, and the dense layers that follow its pooling.
 
     Attributes:
-        network: from token ids to token vectors.
-        dense: from pooled vectors to embeddings of size ``dim``, in float32; often empty.
+        network: Computes token vectors from token ids.
+        dense: Computes embeddings from pooled vectors, in float32; often empty.
+        dim: Size of the embeddings.
     """
 
     network: Any
@@ -43,40 +44,41 @@ class LoadedModel:
 def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     """Load the checkpoint's weights in the resolved type, on the resolved device.
 
-    An adapter is added to its base's weights; where those are quantised, its layers stay.
+    An adapter is merged into the weights of its base. If these are quantised, it stays separate.
 
     Raises:
-        UserError: an architecture that transformers lacks, quantisation or an adapter without its
-            library, or an adapter of another architecture.
-        LlmcondError: weights that do not fit the architecture, or no memory for them.
+        UserError: If transformers does not include the architecture, if the library for
+            quantisation or adapters is not installed, or if an adapter is for another architecture.
+        LlmcondError: If the weights do not match the architecture, or do not fit into memory.
     """
     if resolved.device != "cpu":
-        release(resolved.device)  # the memory of an encoder that was there before
+        release(resolved.device)  # the memory of a previous encoder
     checkpoint, identity = resolved.checkpoint, resolved.identity
     arguments: dict[str, Any] = {"dtype": TORCH_DTYPES[identity.dtype]}
     if identity.quantize != "none":
         arguments["quantization_config"] = quantization(identity.quantize, identity.dtype)
     empty = build_on_meta(config)
     size = footprint(empty)
-    placement = _placement(resolved, size)
+    placement = _choose_placement(resolved, size)
     if placement == "auto":
         require(f"{checkpoint.name} must be spread over several devices", "accelerate")
     check_parts(resolved, empty)
     if checkpoint.drawn_on is None:
         fetch_weights(checkpoint)
         check_size(checkpoint, size.n_parameters)
-    # With accelerate, weights go to a GPU one by one instead of all through the host's memory.
+    # With accelerate, each weight goes to a GPU separately. Otherwise all of them would first have
+    # to fit into the host's memory.
     if (placement != "cpu" and installed("accelerate")) or identity.quantize != "none":
         arguments["device_map"] = placement
-    network = _read(resolved, config, arguments, size)
+    network = _read_weights(resolved, config, arguments, size)
     _drop_pooler(network, resolved)
     if checkpoint.adapter is not None:
         merge = identity.quantize == "none"
         network = attach(network, checkpoint.adapter, checkpoint.name, merge=merge)
     block: Any = getattr(network, "latent_attention_model", None)
-    # What accelerate has put off to another place has no values to multiply out.
-    here = block is not None and not any(value.is_meta for value in block.parameters())
-    if resolved.options.fold_latents and here:
+    # Parameters that accelerate has offloaded have no values that could be multiplied out.
+    is_loaded = block is not None and not any(value.is_meta for value in block.parameters())
+    if resolved.options.fold_latents and is_loaded:
         block.fold()
     if "device_map" not in arguments:
         network = network.to(resolved.device)
@@ -88,10 +90,10 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
 
 
 def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
-    """Refuse dense layers, and an adapter that is another base's, before weights are downloaded.
+    """Check the dense layers and the adapter before weights are downloaded.
 
-    The network has no memory for weights, and is used up. Raises as :func:`check_dense` and
-    :func:`inject`.
+    ``network`` is a network without memory for its weights. It is modified and cannot be used any
+    more. Errors are those of ``check_dense`` and ``inject``.
     """
     checkpoint = resolved.checkpoint
     check_dense(checkpoint)
@@ -100,60 +102,69 @@ def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
         inject(network, checkpoint.adapter, checkpoint.name)
 
 
-def _read(
+def _read_weights(
     resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any], size: Footprint
 ) -> Any:
+    """Load the network with its weights; raise an LlmcondError if that fails."""
     checkpoint = resolved.checkpoint
     try:
         network = read_network(resolved, config, arguments)
     except torch.OutOfMemoryError as error:
-        raise _no_memory(resolved, size) from error
+        raise _memory_error(resolved, size) from error
     except UnpicklingError as error:
-        # Its own message tells how to run what it has just refused.
+        # The message of this error explains how to run the code that was just rejected.
         raise LlmcondError(
-            f"the weights of {checkpoint.name} cannot be loaded: its .bin files hold more "
-            "than tensors, which may be code. Ask for safetensors."
+            f"the weights of {checkpoint.name} cannot be loaded: its .bin files hold more than "
+            "tensors, which may be code. Ask the publisher for weights in safetensors."
         ) from error
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-        # For shapes that differ, transformers points at a report that it has not printed.
+        # If shapes differ, the message of transformers refers to a report that was not printed.
         shapes = "mismatch" in str(error) and "shape" in str(error)
-        why = "their shapes are not those of config.json" if shapes else first_line(error)
-        raise LlmcondError(f"the weights of {checkpoint.name} cannot be loaded: {why}.") from error
+        reason = "their shapes differ from those in config.json" if shapes else first_line(error)
+        raise LlmcondError(
+            f"the weights of {checkpoint.name} cannot be loaded: {reason}."
+        ) from error
     on_gpus = resolved.device != "cpu" and resolved.identity.quantize != "none"
-    # Where it spreads an encoder, accelerate reckons with a reserve that we do not know of.
+    # When accelerate spreads an encoder, it plans with a memory reserve of unknown size.
     if on_gpus and any(value.device.type in ("cpu", "meta") for value in network.parameters()):
-        raise _no_memory(resolved, size)
+        raise _memory_error(resolved, size)
     return network
 
 
 def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
+    """Remove the network's pooler unless the encoder's pooling uses it."""
     needed = pooling_named(resolved.identity.pooling).part == "pooler"
     if not needed and getattr(network, "pooler", None) is not None:
-        # Where its weights are missing, quantising leaves it broken; and it is not used.
+        # Quantising a pooler whose weights are missing fails.
         network.pooler = None
 
 
 # -- memory ------------------------------------------------------------------------------------
 
 
-def _placement(resolved: ResolvedEncoder, size: Footprint) -> str:
-    """Return the device to load to, or ``auto`` for several; refuse what fits nowhere."""
+def _choose_placement(resolved: ResolvedEncoder, size: Footprint) -> str:
+    """Return the device to load to, or ``auto`` for several devices.
+
+    Raises:
+        LlmcondError: If the encoder does not fit into memory.
+    """
     identity = resolved.identity
     needed = size.loading(identity.dtype, identity.quantize)
     if needed <= available(resolved.device):
         return resolved.device
-    # Quantised weights do not leave the GPU: on the CPU they would be other numbers.
-    others = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    others += ["cpu"] if identity.quantize == "none" else []
-    together = sum(available(device) for device in others)
-    # A GPU that was named by its number is used alone.
+    # Quantised weights are not offloaded to the CPU, where they would be other numbers.
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    devices += ["cpu"] if identity.quantize == "none" else []
+    total = sum(available(device) for device in devices)
+    # If the user chose a GPU by its number, no other device is used.
     spreads = resolved.options.device in ("auto", "cuda") and resolved.device != "cpu"
-    if spreads and needed <= together:
+    if spreads and needed <= total:
         return "auto"
-    raise _no_memory(resolved, size)
+    raise _memory_error(resolved, size)
 
 
-def _no_memory(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
+def _memory_error(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
+    """Return an error that says how much memory is needed and what needs less."""
     dtype, quantize = resolved.identity.dtype, resolved.identity.quantize
     kinds: tuple[str, ...] = get_args(Quantize)
     needed = {kind: gib(size.loading(dtype, kind)) for kind in kinds}
@@ -161,11 +172,11 @@ def _no_memory(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
     advice = [f"--quantize {kind} ({needed[kind]})" for kind in smaller]
     named = resolved.options.device.startswith("cuda:")
     if named and torch.cuda.device_count() > 1:
-        advice.append(f"--device auto, which takes all {torch.cuda.device_count()} GPUs")
+        advice.append(f"--device auto, which uses all {torch.cuda.device_count()} GPUs")
     advice += ["--device cpu"] if resolved.device != "cpu" else []
     return LlmcondError(
         f"{resolved.checkpoint.name} does not fit into the memory of {resolved.device}: as "
-        f"{dtype}, quantize {quantize}, it needs {needed[quantize]}, and "
+        f"{dtype}, quantize {quantize}, it needs {needed[quantize]}, but only "
         f"{gib(available(resolved.device))} are free. Try "
         f"{' or '.join(advice) or 'a smaller model'}."
     )

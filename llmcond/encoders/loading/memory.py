@@ -1,4 +1,4 @@
-"""How much memory an encoder takes, and how much there is, before anything large is read."""
+"""The memory that an encoder needs and a device has, known before anything large is read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.spec import Dtype
 from llmcond.system import free_memory
 
-#: Layers that pool. Not quantised: they decide the vector, and are small.
+#: Modules that pool. They are not quantised, because they are small and decide the vector.
 POOLS = ("latent_attention_model", "pooler")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The size of an encoder's weights, and of the work on a batch.
+    """The memory of an encoder's weights, and of its work on a batch.
 
     Attributes:
-        n_quantized: of them, those that 8 and 4 bit make small.
-        n_quantized_rows: rows of their matrices; 8 bit keeps a scale for each.
-        n_folded: those that NV-Embed-v2's folding takes away after loading.
-        per_token: numbers that a forward pass keeps for a token, about.
+        n_parameters: Number of parameters.
+        n_quantized: Number of parameters that quantisation makes smaller.
+        n_quantized_rows: Number of rows of their matrices; 8 bit stores a scale for each row.
+        n_folded: Number of parameters that folding NV-Embed-v2's latents removes after loading.
+        per_token: Approximate number of values that a forward pass keeps per token.
     """
 
     n_parameters: int
@@ -35,76 +36,79 @@ class Footprint:
     per_token: int
 
     def weights(self, dtype: Dtype, quantize: str) -> int:
-        """Return the bytes that the weights take once they are loaded."""
+        """Return the size of the loaded weights in bytes."""
         small, size = self.n_quantized, TORCH_DTYPES[dtype].itemsize
         rest = (self.n_parameters - self.n_folded - small) * size
         if quantize == "8bit":
             return small + 4 * self.n_quantized_rows + rest
         if quantize == "4bit":
-            # Blocks of 64 share a scale of one byte, 256 of those a scale of four (QLoRA, 3).
+            # Blocks of 64 parameters share a scale of one byte, and 256 of these scales share one
+            # of four bytes (QLoRA, section 3).
             return small // 2 + small // 64 + small // (64 * 256) * 4 + rest
         return small * size + rest
 
     def loading(self, dtype: Dtype, quantize: str) -> int:
-        """Return the bytes at the peak of loading, shard by shard."""
+        """Return the peak memory of loading in bytes, when weights are loaded shard by shard."""
         return self.weights(dtype, quantize) + self.n_folded * TORCH_DTYPES[dtype].itemsize
 
     def batch(self, dtype: Dtype, tokens: int) -> int:
-        """Return about how many bytes a forward pass over so many tokens adds."""
+        """Estimate the memory that a forward pass over ``tokens`` tokens adds, in bytes."""
         return tokens * self.per_token * TORCH_DTYPES[dtype].itemsize
 
 
 def footprint(model: nn.Module) -> Footprint:
-    """Measure a model, which may be on the ``meta`` device."""
+    """Return the size of a model, which may be on the ``meta`` device."""
     linear = [
         module
         for name, module in model.named_modules()
         if type(module) is nn.Linear and not any(part in name for part in POOLS)
     ]
-    n_folded = 0  # what folding saves on balance
+    n_folded = 0
     block: Any = getattr(model, "latent_attention_model", None)
     if block is not None:
         attention = block.cross_attend_blocks[0]
-        gone = [*attention.fn.parameters(), *attention.norm_context.parameters(), block.latents]
-        made = 2 * int(block.heads) * int(block.latents.numel())
-        n_folded = sum(int(parameter.numel()) for parameter in gone) - made
+        removed = [*attention.fn.parameters(), *attention.norm_context.parameters(), block.latents]
+        n_added = 2 * int(block.heads) * int(block.latents.numel())
+        n_folded = sum(int(parameter.numel()) for parameter in removed) - n_added
     return Footprint(
         n_parameters=sum(parameter.numel() for parameter in model.parameters()),
         n_quantized=sum(module.weight.numel() for module in linear),
         n_quantized_rows=sum(module.out_features for module in linear),
         n_folded=n_folded,
-        per_token=_per_token(model.config),
+        per_token=_values_per_token(model.config),
     )
 
 
 def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) -> int:
-    """Return about how many tokens a batch may have, so that half of the free memory is left.
+    """Estimate how many tokens a batch may have if half of the free memory is to stay free.
 
-    Its weights are loaded already, and ``concurrency`` batches are computed at the same time.
+    The weights must have been loaded already. ``concurrency`` is the number of batches that are
+    computed simultaneously.
     """
-    size = _per_token(config) * TORCH_DTYPES[dtype].itemsize * concurrency
+    size = _values_per_token(config) * TORCH_DTYPES[dtype].itemsize * concurrency
     return max(1, available(device) // 2 // size)
 
 
-def _per_token(config: Any) -> int:
+def _values_per_token(config: Any) -> int:
+    """Estimate the number of values that a forward pass keeps per token."""
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return 8 * int(config.hidden_size) + 3 * int(inner)
 
 
 def available(device: str) -> int:
-    """Return the bytes that are free on a device now.
+    """Return the free memory of a device in bytes.
 
-    Of a GPU also those that PyTorch keeps for this process, of tensors that are no more.
+    On a GPU, this includes memory that PyTorch has cached for this process but does not use.
     """
     if device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + kept)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
     return free_memory()
 
 
 def release(device: str) -> None:
-    """Free what is no longer used; of a GPU also what PyTorch keeps for this process."""
+    """Free unused memory, on a GPU including what PyTorch has cached for this process."""
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""8 and 4 bit weights through bitsandbytes."""
+"""8-bit and 4-bit weights with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from llmcond.errors import UserError, install_command
 
 
 def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
-    """Return how weights are quantised: LLM.int8, or NF4 with double quantisation.
+    """Return the quantisation config: LLM.int8, or NF4 with double quantisation.
 
-    What pools stays in ``dtype``, and so does what 4 bit computes; LLM.int8 multiplies in float16
-    inside, whatever ``dtype`` is. Dettmers et al., LLM.int8 (arXiv 2208.07339) and QLoRA (arXiv
-    2305.14314, section 3).
+    Modules that pool stay in ``dtype``, and 4-bit layers compute in ``dtype``. LLM.int8 multiplies
+    in float16, whatever ``dtype`` is. See Dettmers et al., LLM.int8 (arXiv 2208.07339) and QLoRA
+    (arXiv 2305.14314, section 3).
 
     Raises:
-        UserError: bitsandbytes or accelerate is not installed.
+        UserError: If bitsandbytes or accelerate is not installed.
     """
     require(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
-    # It warns of every product that it casts, and of faster kernels that it would download.
+    # bitsandbytes warns of each product that it casts, and of faster kernels that it could
+    # download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return BitsAndBytesConfig(
         load_in_8bit=quantize == "8bit",
@@ -37,7 +38,11 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
 
 
 def require(what: str, *names: str, extra: str = "quantize") -> None:
-    """Raise a UserError unless libraries are installed, which an ``extra`` of ours brings."""
+    """Raise a UserError unless the libraries ``names`` are installed.
+
+    ``what`` says what needs them, as the beginning of the message. ``extra`` is the extra of
+    llmcond that installs them.
+    """
     absent = [name for name in names if not installed(name)]
     if absent:
         raise UserError(
@@ -46,8 +51,8 @@ def require(what: str, *names: str, extra: str = "quantize") -> None:
 
 
 def installed(name: str) -> bool:
-    """Return whether a library is there, without importing it."""
+    """Return whether a library is installed, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ValueError:  # a module that was disabled in sys.modules
+    except ValueError:  # the module was disabled in sys.modules
         return False

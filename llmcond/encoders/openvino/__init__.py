@@ -1,5 +1,5 @@
-"""Encoders on a CPU by OpenVINO: faster than PyTorch, and without importing it.
+"""Encoders on a CPU with OpenVINO, which is faster than PyTorch and does not import it.
 
-``support`` decides whether an encoder can be run so, ``weights`` reads its tensors, ``graph`` makes
-its network, ``tokenizer`` its tokenizer, and ``engine`` runs it.
+The module ``support`` decides whether OpenVINO can run an encoder, ``weights`` reads the tensors,
+``graph`` builds the network, ``tokenizer`` loads the tokenizer, and ``engine`` runs the encoder.
 """

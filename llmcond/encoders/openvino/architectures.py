@@ -1,4 +1,4 @@
-"""The architectures that OpenVINO runs: how they differ, and the tensors that each has."""
+"""The architectures that OpenVINO runs, their differences, and the tensors of each."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the networks of a ``model_type`` differ from BERT's.
+    """The differences between the networks of a ``model_type`` and BERT.
 
     Attributes:
-        prefix: what stands before the names of tensors in checkpoints for other tasks.
-        attention, output: names of a layer's attention, and of the projection behind it.
-        projections: names of the query, the key and the value.
-        typed: whether the halves of a pair have embeddings of their own.
-        padding: the id of the padding token where positions are counted from it + 1, and the
-            token itself has position ``padding``. None: positions are counted from 0.
-        relative: whether attention has a bias by the distance of two tokens, the same for all
+        prefix: Prefix of the names of tensors in checkpoints for other tasks.
+        attention: Name of a layer's attention.
+        output: Name of the projection behind the attention.
+        norm: Name of the layer norm behind the attention.
+        projections: Names of the query, key and value projections.
+        typed: Whether there are token type embeddings, which distinguish the halves of a pair.
+        padding: Id of the padding token if positions are counted from this id + 1; the padding
+            token itself has the position ``padding``. None means that positions start at 0.
+        relative: Whether attention has a bias by the distance of two tokens, the same for all
             layers.
     """
 
@@ -48,28 +50,34 @@ ARCHITECTURES = {
         relative=True,
     ),
 }
-#: The activations by their names in config.json, with OpenVINO's names of the approximation.
+#: GELU activations by their names in config.json, with OpenVINO's names of their approximations.
 GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 ACTIVATIONS = (*GELU, "relu")
 
 
 def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor that a network has, by its name without a prefix.
+    """Return the shape of each tensor of a network, by its name without the prefix.
 
-    ``config`` is that of a checkpoint of one of :data:`ARCHITECTURES`; ``pooler``: with the dense
-    layer on the first token.
+    Args:
+        config: Config of a checkpoint, of one of ``ARCHITECTURES``.
+        pooler: Whether to include the dense layer on the first token.
 
     Raises:
-        KeyError, TypeError, ValueError: a size that is missing, or is no number.
+        KeyError: If a size is missing.
+        TypeError: If a size is not a number.
+        ValueError: If a size is not a number, or the heads do not divide the dimensions.
     """
-    own = ARCHITECTURES[config["model_type"]]
+    architecture = ARCHITECTURES[config["model_type"]]
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads = int(config["num_attention_heads"])
     if heads < 1 or width % heads:
         raise ValueError(f"{width} dimensions and {heads} heads")
     linear = {
-        **dict.fromkeys((f"{own.attention}.{name}" for name in own.projections), (width, width)),
-        own.output: (width, width),
+        **dict.fromkeys(
+            (f"{architecture.attention}.{name}" for name in architecture.projections),
+            (width, width),
+        ),
+        architecture.output: (width, width),
         "intermediate.dense": (inner, width),
         "output.dense": (width, inner),
     }
@@ -77,16 +85,16 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
         "embeddings.word_embeddings.weight": (int(config["vocab_size"]), width),
         "embeddings.position_embeddings.weight": (int(config["max_position_embeddings"]), width),
     }
-    if own.typed:
+    if architecture.typed:
         types = int(config.get("type_vocab_size", 2))
         shapes["embeddings.token_type_embeddings.weight"] = (types, width)
-    if own.relative:
+    if architecture.relative:
         buckets = int(config.get("relative_attention_num_buckets", 32))
         shapes["encoder.relative_attention_bias.weight"] = (buckets, heads)
     layers = [f"encoder.layer.{i}" for i in range(int(config["num_hidden_layers"]))]
     norms = ["embeddings.LayerNorm"]
     for layer in layers:
-        norms += [f"{layer}.{own.norm}", f"{layer}.output.LayerNorm"]
+        norms += [f"{layer}.{architecture.norm}", f"{layer}.output.LayerNorm"]
         for name, shape in linear.items():
             shapes[f"{layer}.{name}.weight"] = shape
             shapes[f"{layer}.{name}.bias"] = shape[:1]
@@ -108,9 +116,9 @@ def linear_layers(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
 
 
 def bytes_needed(config: Mapping[str, Any], *, pooler: bool) -> int:
-    """Return the bytes of memory that a network needs while it is compiled.
+    """Return the memory in bytes that a network needs while it is compiled.
 
-    They are those of its tensors in float32, and of OpenVINO's copies of them.
+    It holds the network's tensors in float32, and OpenVINO's copies of them.
     """
     shapes = tensor_shapes(config, pooler=pooler)
     return 2 * 4 * sum(math.prod(shape) for shape in shapes.values())

@@ -1,8 +1,8 @@
-"""Batch inputs, run a network by OpenVINO, and pool the states of their tokens with numpy.
+"""The OpenVINO engine: batches inputs, runs the network, and pools token states with numpy.
 
-The states of tokens do not depend on what an input is in a batch with, nor on the number of
-threads: each row of OpenVINO's products is computed alike, however many rows there are, and
-:func:`pack_inputs` has the lengths of attention chosen so that the same holds for it.
+The states of an input's tokens depend neither on the other inputs of its batch nor on the number of
+threads. OpenVINO computes each row of a product in the same way, however many rows there are, and
+``pack_inputs`` chooses the lengths of attention so that the same holds for attention.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from llmcond.files import gib
 from llmcond.system import cpu_threads, free_memory
 
 Vectors = NDArray[np.float32]
-#: What OpenVINO calls the types that products are computed in.
+#: OpenVINO's names of the types that products are computed in.
 _PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
-#: Tokens of a batch: measured fastest for MiniLM, whose activations then fit into a core's cache.
-_BUDGET = 1_536
-#: A batch of fewer is not split for the sake of another stream.
-_LEAST = 128
+#: Tokens of a batch. This was measured to be fastest for MiniLM, whose activations then fit into a
+#: core's cache.
+_BATCH_TOKENS = 1_536
+#: Batches of fewer tokens are not split to give work to another stream.
+_MIN_SPLIT_TOKENS = 128
 _MAX_STREAMS = 8
 
 
@@ -44,9 +45,9 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     """Load an encoder's tokenizer and its engines, one for each member of an ensemble.
 
     Raises:
-        UserError: a tokenizer that lacks a token which the model needs, or cannot be read.
-        LlmcondError: the hub cannot be reached.
-        CannotRunError: as :class:`OpenVinoEngine`.
+        UserError: If the tokenizer cannot be read, or lacks a token that the model needs.
+        LlmcondError: If the hub cannot be reached.
+        CannotRunError: If there is not enough memory, or as in ``OpenVinoEngine``.
     """
     checkpoint = resolved.checkpoint
     config = read_settings(checkpoint.folder / "config.json", {})
@@ -57,7 +58,7 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     fetch_weights(checkpoint)
     if can_read(checkpoint.folder):
         tokenizer: Any = JsonTokenizer(checkpoint.folder, checkpoint.name)
-    else:  # by transformers, which takes seconds to import
+    else:  # transformers takes seconds to import
         from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 
         tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
@@ -68,20 +69,28 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
 def compile_network(
     tensors: Tensors, config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Any:
-    """Return an ``openvino.CompiledModel`` that computes the states of tokens on the CPU."""
+    """Compile the network; return an ``openvino.CompiledModel`` that computes token states.
+
+    Args:
+        tensors: The network's tensors by their names.
+        config: The checkpoint's config.
+        settings: Settings of OpenVINO's CPU plugin.
+    """
     graph = make_graph(tensors, config)
     return import_openvino().Core().compile_model(graph, "CPU", settings)
 
 
 class OpenVinoEngine:
-    """A network on a CPU by OpenVINO.
+    """A network that OpenVINO runs on a CPU.
 
-    The cores are shared among streams, each of which computes one batch at a time.
+    The cores are divided among streams, each of which computes one batch at a time.
 
     Attributes:
-        dim: size of its vectors.
-        budget: the most tokens that one batch has.
-        streams: how many batches are computed at a time.
+        dim: Size of the vectors.
+        budget: Most tokens of one batch.
+        streams: Number of batches that are computed simultaneously.
+        inside: See ``AnyEngine``; False.
+        reads_routers: See ``AnyEngine``; False.
     """
 
     inside = reads_routers = False
@@ -90,7 +99,8 @@ class OpenVinoEngine:
         """Read a checkpoint's weights and compile its network.
 
         Raises:
-            CannotRunError: OpenVINO does not run it; PyTorch may, or says what is wrong.
+            CannotRunError: If OpenVINO cannot run it. PyTorch may be able to, or reports what is
+                wrong.
         """
         self._identity, self._name = resolved.identity, resolved.checkpoint.name
         config = read_settings(resolved.checkpoint.folder / "config.json", {})
@@ -106,23 +116,23 @@ class OpenVinoEngine:
         self.streams = min(cores, _MAX_STREAMS)
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[self._identity.dtype],
-            # Several processes on one machine would pin their threads to the same cores.
+            # With pinning, several processes on one machine would use the same cores.
             "ENABLE_CPU_PINNING": False,
-            # What is prepared for a shape is kept, and batches have ever new ones. OpenVINO's own
-            # limit, 5,000, takes a gigabyte; this one is as fast.
+            # OpenVINO caches prepared kernels for each shape, and most batches have a new shape.
+            # The default limit, 5,000 entries, takes a gigabyte; this one is as fast.
             "CPU_RUNTIME_CACHE_CAPACITY": 128,
             "NUM_STREAMS": self.streams,
             "INFERENCE_NUM_THREADS": cores,
         }
         self._threads = threading.local()
-        self.budget = resolved.options.max_tokens_per_batch or _BUDGET
+        self.budget = resolved.options.max_tokens_per_batch or _BATCH_TOKENS
         self.dim = len(self._dense[-1].weight) if self._dense else width
         try:
             self._network = compile_network(tensors, config, settings)
-            # On CPUs without AVX it compiles, and fails when it is first run.
+            # On CPUs without AVX, the network can be compiled, but fails at its first run.
             list(self.run([Tokens([0, 0], 0, 2, 2, 2)]))
         except (RuntimeError, TypeError, ValueError) as error:
-            # Before the last line of its message OpenVINO names places in its code.
+            # The last line of OpenVINO's message has the reason; lines before it name source files.
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise CannotRunError(f"OpenVINO cannot run it: {reason}") from error
 
@@ -134,60 +144,60 @@ class OpenVinoEngine:
         *,
         queries: bool = False,
     ) -> Iterator[Pooled]:
-        """Yield the vectors of inputs, batch by batch; see :class:`AnyEngine`."""
+        """Yield the vectors of inputs, batch by batch; arguments are as in ``AnyEngine.run``."""
         check_ids(rows, self._n_ids, self._name)
         lengths = [len(row.ids) for row in rows]
         waiting = deque(plan_packed(lengths, self.budget, self.streams))
-        idle, begun = self._idle_requests(), deque[_Begun]()
+        idle, running = self._idle_requests(), deque[_RunningBatch]()
         try:
-            while waiting or begun:
+            while waiting or running:
                 if waiting and idle:
                     before_batch()
                     batch = waiting.popleft()
                     inputs = pack_inputs([rows[index] for index in batch], self._config)
-                    begun.append(_Begun(batch, inputs, idle.pop()))
-                    begun[-1].request.start_async(inputs.given, share_inputs=True)
+                    running.append(_RunningBatch(batch, inputs, idle.pop()))
+                    running[-1].request.start_async(inputs.given, share_inputs=True)
                     continue
-                done = begun.popleft()
+                done = running.popleft()
                 try:
                     states = done.finish()
                 except (MemoryError, RuntimeError) as error:
-                    waiting.extendleft(_halves(done.batch, lengths, error))
+                    waiting.extendleft(_split_batch(done.batch, lengths, error))
                     continue
                 finally:
                     idle.append(done.request)
-                own = [routes[index] for index in done.batch] if routes else []
-                pooled = self._pooled(states, [rows[index] for index in done.batch], own)
+                batch_routes = [routes[index] for index in done.batch] if routes else []
+                pooled = self._pool(states, [rows[index] for index in done.batch], batch_routes)
                 vectors = pooled if queries else self.finish_states(pooled)
                 yield Pooled(done.batch, vectors, len(states))
         finally:
-            for left in begun:
-                with suppress(RuntimeError):  # the first error is the one that is raised
-                    left.request.wait()
+            for unfinished in running:
+                with suppress(RuntimeError):  # only the first error is raised
+                    unfinished.request.wait()
 
     def finish_states(self, states: Vectors) -> Vectors:
-        """Return vectors as inputs have them, (n, dim), of what left the pooling, (n, width)."""
+        """Turn states that left the pooling, (n, width), into vectors of inputs, (n, dim)."""
         for layer in self._dense:
             states = states @ layer.weight.T
             if layer.bias is not None:
                 states = states + layer.bias
             states = _ACTIVATIONS[layer.activation](states)
-        return _unit(states) if self._identity.normalize else states
+        return _normalize(states) if self._identity.normalize else states
 
     def _idle_requests(self) -> list[Any]:
-        """Return requests of the calling thread, one for each stream."""
+        """Return the inference requests of the calling thread, one for each stream."""
         if not hasattr(self._threads, "requests"):
             requests = [self._network.create_infer_request() for _ in range(self.streams)]
             self._threads.requests = requests
         return list(self._threads.requests)
 
-    def _pooled(self, states: Vectors, rows: Sequence[Tokens], routes: Sequence[Routes]) -> Vectors:
-        """Return one vector of each input, or one of each of its routes, (vectors, width)."""
+    def _pool(self, states: Vectors, rows: Sequence[Tokens], routes: Sequence[Routes]) -> Vectors:
+        """Pool the states of tokens to one vector per input or per route, (vectors, width)."""
         starts = np.cumsum([0, *(len(row.ids) for row in rows[:-1])])
         spans = zip(starts, rows, strict=True)
         counted = (states[start + row.first : start + row.last] for start, row in spans)
         if routes:
-            return _routed(counted, routes)
+            return _pool_routed(counted, routes)
         if self._pooling.takes == "mean":
             return np.stack([tokens.mean(axis=0) for tokens in counted])
         last = self._pooling.takes == "last"
@@ -198,39 +208,49 @@ class OpenVinoEngine:
         return _ACTIVATIONS["Tanh"](pooled @ weight.T + bias)
 
 
-class _Begun(NamedTuple):
-    """A batch that a stream computes, with its inputs, which are not copied."""
+class _RunningBatch(NamedTuple):
+    """A batch that a stream is computing.
+
+    Attributes:
+        batch: Positions of the batch's inputs.
+        inputs: The network's inputs. They must stay alive, because OpenVINO does not copy them.
+        request: The inference request.
+    """
 
     batch: list[int]
     inputs: PackedInputs
     request: Any
 
     def finish(self) -> Vectors:
-        """Wait for the states of its tokens, (n, width), which the next batch replaces."""
+        """Wait for the states of the tokens, (n, width).
+
+        The array is overwritten by the next batch of the same request.
+        """
         self.request.wait()
         states: Vectors = self.request.get_output_tensor().data
         return states
 
 
 def plan_packed(lengths: Sequence[int], max_tokens: int, streams: int) -> list[list[int]]:
-    """Group inputs of like length into batches of about ``max_tokens`` tokens at most.
+    """Group inputs of similar length into batches of at most about ``max_tokens`` tokens.
 
-    All streams have about as much to do, unless there is little. Where an input is less than half
-    as long as the longest of a batch, another one begins, as attention fills it up to that.
+    All streams get about the same amount of work, unless there is little of it. If an input is less
+    than half as long as the longest of a batch, a new batch begins, because attention pads inputs
+    to the longest one.
 
     Returns:
-        Positions in ``lengths``, longest first; every position once. An input that is longer by
-        itself has a batch of its own.
+        Positions in ``lengths``, longest first; every position once. An input longer than
+        ``max_tokens`` has a batch of its own.
     """
     total = sum(lengths)
     count = -(-total // max_tokens)
-    count = min(-(-count // streams) * streams, max(count, total // _LEAST))
-    most, batches = -(-total // max(1, count)), list[list[int]]()
+    count = min(-(-count // streams) * streams, max(count, total // _MIN_SPLIT_TOKENS))
+    batch_tokens, batches = -(-total // max(1, count)), list[list[int]]()
     used = 0
-    for index in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
+    for index in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
         length = lengths[index]
-        # Up to half of an input more than there should be, so that no small rest is left.
-        full = used + length // 2 > most or used + length > max_tokens
+        # A batch may be too long by half of an input, so that no small batch is left at the end.
+        full = used + length // 2 > batch_tokens or used + length > max_tokens
         if not batches or full or 2 * length < lengths[batches[-1][0]] - STEP:
             batches.append([])
             used = 0
@@ -239,12 +259,12 @@ def plan_packed(lengths: Sequence[int], max_tokens: int, streams: int) -> list[l
     return batches
 
 
-def _halves(batch: list[int], lengths: Sequence[int], error: Exception) -> list[list[int]]:
-    """Return both halves of a batch that memory was too short for, the first one last.
+def _split_batch(batch: list[int], lengths: Sequence[int], error: Exception) -> list[list[int]]:
+    """Split a batch that ran out of memory; return its second half, then its first half.
 
     Raises:
-        OutOfMemoryError: it is a single input.
-        Exception: the ``error``, which says something else.
+        OutOfMemoryError: If the batch is a single input.
+        Exception: The given ``error``, if it is not about memory.
     """
     signs = ("allocate", "bad_alloc", "out of memory")
     if not isinstance(error, MemoryError) and not any(sign in str(error).lower() for sign in signs):
@@ -257,33 +277,37 @@ def _halves(batch: list[int], lengths: Sequence[int], error: Exception) -> list[
     return [batch[half:], batch[:half]]
 
 
-def _routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vectors:
-    """Return the vectors of inputs under each of their routers, one behind the other.
+def _pool_routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vectors:
+    """Pool each input under each of its routers; the formula is that of ``Router``.
 
-    Of each input, ``counted`` has the states of the tokens that are pooled, (tokens, width). The
-    formula is that of :class:`llmcond.encoders.spec.Router`.
+    Args:
+        counted: The states of each input's pooled tokens, (tokens, width).
+        routes: The routers of each input.
+
+    Returns:
+        One vector per input and router, in this order, (vectors, width).
     """
-    found = []
-    for own, route in zip(counted, routes, strict=True):
+    vectors = []
+    for states, route in zip(counted, routes, strict=True):
         router = route.router
-        centred = own - own.mean(axis=0) if router.centre else own
-        near = _unit(route.queries) @ _unit(centred).T
+        centred = states - states.mean(axis=0) if router.centre else states
+        cosines = _normalize(route.queries) @ _normalize(centred).T
         if router.standardize:
-            near = near / np.sqrt(near.var(axis=1, keepdims=True) + 1e-12)
-        near = near / router.temperature
-        weights = np.exp(near - near.max(axis=1, keepdims=True))
-        found.append(weights / weights.sum(axis=1, keepdims=True) @ own)
-    return np.concatenate(found)
+            cosines = cosines / np.sqrt(cosines.var(axis=1, keepdims=True) + 1e-12)
+        cosines = cosines / router.temperature
+        weights = np.exp(cosines - cosines.max(axis=1, keepdims=True))
+        vectors.append(weights / weights.sum(axis=1, keepdims=True) @ states)
+    return np.concatenate(vectors)
 
 
-def _unit(vectors: Vectors) -> Vectors:
-    """Return vectors of length 1; those of length 0 stay so."""
+def _normalize(vectors: Vectors) -> Vectors:
+    """Scale vectors to unit norm; zero vectors stay zero."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Vectors = vectors / np.maximum(norms, 1e-12)
     return unit
 
 
-#: By their names in torch.nn.
+#: Activation functions by their names in torch.nn.
 _ACTIVATIONS: dict[str, Callable[[Vectors], Vectors]] = {
     "Identity": lambda values: values,
     "Tanh": np.tanh,

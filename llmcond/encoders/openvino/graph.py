@@ -1,4 +1,4 @@
-"""Networks of the BERT kind as OpenVINO graphs, made straight from a checkpoint's tensors."""
+"""OpenVINO graphs of networks like BERT, built directly from a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from llmcond.encoders.openvino.library import import_openvino
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
-#: Rows of attention are as long as a multiple of so many tokens; see :func:`pack_inputs`.
+#: The length of attention's rows is a multiple of this number of tokens; see ``pack_inputs``.
 STEP = 16
-#: Added to the scores of what stands behind an input's last token; its weights are 0.
+#: Added to the attention scores of padding, so that its weights are 0.
 _MASKED = -1e9
-#: The largest distance of two tokens that MPNet's bias tells from larger ones.
+#: Distance of two tokens from which MPNet's bias no longer distinguishes distances.
 _MAX_DISTANCE = 128
 
 
 def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
-    """Return an ``openvino.Model``: from packed inputs to the states of their tokens.
+    """Build an ``openvino.Model`` that computes token states from packed inputs.
 
-    The n tokens of all inputs are one behind the other, without padding; only attention sees them
-    as the rows of a rectangle, (b, t). The inputs of the graph are those of :class:`PackedInputs`,
-    in their order, but for those that are None. Its output is (n, width) float32.
+    The n tokens of all inputs are concatenated without padding. Only attention arranges them as the
+    rows of a rectangle, (b, t). The graph has the inputs of ``PackedInputs``, in their order,
+    without those that are None. Its output is (n, width) float32.
     """
-    layers = _Layers(tensors, config)
-    own, op = layers.own, layers.op
+    layers = _LayerBuilder(tensors, config)
+    architecture, op = layers.architecture, layers.op
 
     def parameter(name: str, rank: int, kind: Any = np.int64) -> Any:
         return op.parameter([-1] * rank, kind, name=name)
@@ -40,24 +40,24 @@ def make_graph(tensors: Tensors, config: Mapping[str, Any]) -> Any:
     mask, buckets = parameter("mask", 2, np.float32), parameter("buckets", 2)
     x = op.add(layers.look_up("word", ids), layers.look_up("position", positions))
     bias = op.unsqueeze(mask, np.array([1, 2]))
-    if own.typed:
+    if architecture.typed:
         x = op.add(x, layers.look_up("token_type", types))
-    if own.relative:
+    if architecture.relative:
         table = layers.constant("encoder.relative_attention_bias.weight")
         distance = op.transpose(op.gather(table, buckets, np.int64(0)), np.array([2, 0, 1]))
         bias = op.add(op.unsqueeze(distance, np.array([0])), bias)
     x = layers.norm("embeddings.LayerNorm", x)
     for number in range(int(config["num_hidden_layers"])):
         x = layers.layer(f"encoder.layer.{number}", x, rectangle, packed, bias)
-    inputs = [ids, positions, *[types] * own.typed, rectangle, packed, mask]
-    return import_openvino().Model([x], [*inputs, *[buckets] * own.relative], "encoder")
+    inputs = [ids, positions, *[types] * architecture.typed, rectangle, packed, mask]
+    return import_openvino().Model([x], [*inputs, *[buckets] * architecture.relative], "encoder")
 
 
-class _Layers:
-    """The parts of a network, as operations on OpenVINO's nodes."""
+class _LayerBuilder:
+    """Builds the parts of a network from OpenVINO's operations."""
 
     def __init__(self, tensors: Tensors, config: Mapping[str, Any]) -> None:
-        self.op, self.own = import_openvino().opset13, ARCHITECTURES[config["model_type"]]
+        self.op, self.architecture = import_openvino().opset13, ARCHITECTURES[config["model_type"]]
         self._tensors, self._activation = tensors, config["hidden_act"]
         self._eps = float(config.get("layer_norm_eps", 1e-12))
         heads, self._width = int(config["num_attention_heads"]), int(config["hidden_size"])
@@ -80,38 +80,46 @@ class _Layers:
         return self.op.add(scaled, self.constant(f"{name}.bias"))
 
     def layer(self, name: str, x: Any, rectangle: Any, packed: Any, bias: Any) -> Any:
-        op, own = self.op, self.own
+        op, architecture = self.op, self.architecture
 
         def heads(part: str) -> Any:
-            values = self.linear(f"{name}.{own.attention}.{part}", x)
+            values = self.linear(f"{name}.{architecture.attention}.{part}", x)
             rows = op.gather(values, rectangle, np.int64(0))
-            return self._turn(op.reshape(rows, self._heads, True))
+            return self._swap_axes(op.reshape(rows, self._heads, True))
 
-        attended = self._turn(op.scaled_dot_product_attention(*map(heads, own.projections), bias))
+        attended = self._swap_axes(
+            op.scaled_dot_product_attention(*map(heads, architecture.projections), bias)
+        )
         tokens = op.reshape(attended, np.array([-1, self._width]), False)
         joined = op.gather(tokens, packed, np.int64(0))
-        x = self.norm(f"{name}.{own.norm}", op.add(self.linear(f"{name}.{own.output}", joined), x))
+        x = self.norm(
+            f"{name}.{architecture.norm}",
+            op.add(self.linear(f"{name}.{architecture.output}", joined), x),
+        )
         inner = self.linear(f"{name}.intermediate.dense", x)
         relu = self._activation == "relu"
         inner = op.relu(inner) if relu else op.gelu(inner, GELU[self._activation])
         outer = self.linear(f"{name}.output.dense", inner)
         return self.norm(f"{name}.output.LayerNorm", op.add(outer, x))
 
-    def _turn(self, x: Any) -> Any:
+    def _swap_axes(self, x: Any) -> Any:
         """Swap the axes of tokens and heads."""
         return self.op.transpose(x, np.array([0, 2, 1, 3]))
 
 
 class PackedInputs(NamedTuple):
-    """What a graph is given for a batch of b inputs that have n tokens together.
+    """The inputs of a graph for a batch of b inputs with n tokens in total.
 
     Attributes:
-        ids, positions: (n,) int64 of each token.
-        types: (n,) int64, 1 in the second half of a pair; None: the architecture has none.
-        rectangle: (b, t) int64, which of the n tokens stands there; any, behind an input's last.
-        packed: (n,) int64, where in the flattened rectangle each token is.
-        mask: (b, t) float32, 0 at tokens, and a large negative number behind an input's last.
-        buckets: (t, t) int64, see :func:`relative_buckets`; None: the architecture has none.
+        ids: Token ids, (n,) int64.
+        positions: Position of each token in its input, (n,) int64.
+        types: 1 in the second half of a pair and 0 elsewhere, (n,) int64; None if the architecture
+            has no token types.
+        rectangle: Index of the token at each place of the rectangle, (b, t) int64; any index for
+            padding.
+        packed: Index of each token in the flattened rectangle, (n,) int64.
+        mask: 0 for tokens and a large negative number for padding, (b, t) float32.
+        buckets: See ``relative_buckets``, (t, t) int64; None if the architecture has no such bias.
     """
 
     ids: NDArray[np.int64]
@@ -124,44 +132,47 @@ class PackedInputs(NamedTuple):
 
     @property
     def given(self) -> list[NDArray[Any]]:
-        """Return them as the graph takes them."""
+        """The inputs that are not None, in the order of the graph's parameters."""
         return [part for part in self if part is not None]
 
 
 def pack_inputs(rows: Sequence[Tokens], config: Mapping[str, Any]) -> PackedInputs:
-    """Return what :func:`make_graph`'s graph is given for a batch.
+    """Create the inputs of the graph for a batch.
 
-    Rows of attention are filled up to a multiple of :data:`STEP` tokens. A token's weights are
-    then summed in the same order whatever the length of the rectangle: so a vector does not depend
-    on what else is in its batch.
+    The rows of attention are padded to a multiple of ``STEP`` tokens. Attention weights are then
+    summed in the same order whatever the length of the rectangle, so a vector does not depend on
+    the other inputs of its batch.
     """
-    own = ARCHITECTURES[config["model_type"]]
+    architecture = ARCHITECTURES[config["model_type"]]
     lengths = np.array([len(row.ids) for row in rows])
-    at = np.arange(-(-lengths.max() // STEP) * STEP)
-    real, starts = at < lengths[:, None], np.cumsum(lengths) - lengths
+    offsets = np.arange(-(-lengths.max() // STEP) * STEP)
+    real, starts = offsets < lengths[:, None], np.cumsum(lengths) - lengths
     ids = np.concatenate([row.ids for row in rows]).astype(np.int64)
-    positions = np.broadcast_to(at, real.shape)[real]
-    if own.padding is not None:
+    positions = np.broadcast_to(offsets, real.shape)[real]
+    if architecture.padding is not None:
         counted = np.zeros(real.shape, dtype=np.int64)
-        counted[real] = ids != own.padding
-        positions = (counted.cumsum(axis=1) * counted)[real] + own.padding
+        counted[real] = ids != architecture.padding
+        positions = (counted.cumsum(axis=1) * counted)[real] + architecture.padding
     types = buckets = None
-    if own.relative:
-        buckets = relative_buckets(len(at), int(config.get("relative_attention_num_buckets", 32)))
-    if own.typed:
+    if architecture.relative:
+        buckets = relative_buckets(
+            len(offsets), int(config.get("relative_attention_num_buckets", 32))
+        )
+    if architecture.typed:
         typed = int(config.get("type_vocab_size", 2)) > 1
         second = np.array([row.second for row in rows])
-        types = ((at >= second[:, None])[real] & typed).astype(np.int64)
-    rectangle, packed = np.where(real, starts[:, None] + at, 0), np.flatnonzero(real)
+        types = ((offsets >= second[:, None])[real] & typed).astype(np.int64)
+    rectangle, packed = np.where(real, starts[:, None] + offsets, 0), np.flatnonzero(real)
     mask = np.where(real, 0, _MASKED).astype(np.float32)
     return PackedInputs(ids, positions, types, rectangle, packed, mask, buckets)
 
 
 def relative_buckets(length: int, n_buckets: int) -> NDArray[np.int64]:
-    """Return the bucket of the distance of each two tokens, (t, t), as MPNet and T5 count them.
+    """Return the bucket of the distance of each pair of tokens, (t, t), as in MPNet and T5.
 
-    Half of the buckets are for tokens behind, half for those before. Of each half the first half
-    are for one distance each, and the others for ranges that grow by a constant factor.
+    Half of the buckets are for later tokens, and half for earlier ones. In each half, the first
+    half of the buckets stands for one distance each, and the other buckets for ranges that grow by
+    a constant factor.
     """
     half = n_buckets // 2
     exact = half // 2

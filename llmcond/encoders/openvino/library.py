@@ -1,4 +1,4 @@
-"""Import OpenVINO, without the telemetry that it sends when it is imported."""
+"""Importing OpenVINO without the telemetry that it sends on import."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _TELEMETRY = "openvino_telemetry"
 
 
 def is_installed() -> bool:
-    """Return whether OpenVINO is installed; it is not imported."""
+    """Return whether OpenVINO is installed, without importing it."""
     return "openvino" in sys.modules or find_spec("openvino") is not None
 
 
 @cache
 def import_openvino() -> Any:
-    """Return the module ``openvino``.
+    """Import the module ``openvino`` without its telemetry.
 
-    Importing it reports that import to Google Analytics wherever the package openvino_telemetry is
-    found, which it depends on. So that package is hidden meanwhile, and OpenVINO takes the stub
-    that it has for its absence.
+    openvino depends on the package openvino_telemetry. If it finds that package when it is
+    imported, it reports the import to Google Analytics. So the package is hidden during the import,
+    and openvino uses a stub instead.
     """
     if "openvino" not in sys.modules and _TELEMETRY not in sys.modules:
-        sys.modules[_TELEMETRY] = None  # type: ignore[assignment]  # an import of it fails
+        sys.modules[_TELEMETRY] = None  # type: ignore[assignment]  # makes its import fail
         try:
             import openvino
         finally:
@@ -37,5 +37,5 @@ def import_openvino() -> Any:
 @cache
 def computes_bfloat16() -> bool:
     """Return whether OpenVINO multiplies bfloat16 in hardware on this CPU."""
-    found = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    return "BF16" in found
+    capabilities = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return "BF16" in capabilities

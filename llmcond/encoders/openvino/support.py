@@ -1,4 +1,4 @@
-"""Decide whether OpenVINO runs an encoder, before anything of it is loaded."""
+"""The decision whether OpenVINO runs an encoder, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmcond.encoders.poolings import pooling_named
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import install_command
 
-#: The settings of a config that change what a network computes, with the values that are computed.
+#: Settings of a config that change what a network computes, with their supported values.
 _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ACTIVATIONS,
     "position_embedding_type": (None, "absolute"),
@@ -27,34 +27,34 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 def reason_against(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> str | None:
-    """Return why an encoder on a CPU is not run by OpenVINO; None where it is.
+    """Return why OpenVINO does not run an encoder on a CPU; None if it does.
 
-    Of a checkpoint that is not downloaded yet, its weights are not looked at.
+    If a checkpoint's weights have not been downloaded yet, they are not checked.
 
     Raises:
-        UserError: one of its small files cannot be read.
+        UserError: If one of the checkpoint's small files cannot be read.
     """
-    return next(_reasons(checkpoint, identity, config), None)
+    return next(_find_reasons(checkpoint, identity, config), None)
 
 
-def _reasons(
+def _find_reasons(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield every reason; each is looked for once those before it are not there."""
+    """Yield the reasons; those after the first are meaningless, as checks build on earlier ones."""
     kind, pooling = str(config.get("model_type")), pooling_named(identity.pooling)
-    whole = identity.quantize == "none" and checkpoint.drawn_on is None
-    refused = {
+    has_file_weights = identity.quantize == "none" and checkpoint.drawn_on is None
+    unsupported = {
         f"OpenVINO is not installed ({install_command('openvino')})": not library.is_installed(),
         f"its architecture is {kind}": kind not in ARCHITECTURES,
         "its attention is causal": identity.attention != "bidirectional",
         "a router acts inside its network": identity.routes_inside,
         f"it pools by {identity.pooling}": pooling.takes == "all" or pooling.part == "latent",
-        "its weights are not those of its files": not whole,
+        "its weights are not those of its files": not has_file_weights,
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
     }
-    yield from (reason for reason, holds in refused.items() if holds)
-    for key, legal in _SETTINGS.items():
-        if config.get(key) not in legal:
+    yield from (reason for reason, applies in unsupported.items() if applies)
+    for key, supported in _SETTINGS.items():
+        if config.get(key) not in supported:
             yield f"its config.json has {key} = {config.get(key)!r}"
     if identity.dtype == "bfloat16" and not library.computes_bfloat16():
         yield "OpenVINO does not compute bfloat16 on this CPU"

@@ -1,17 +1,17 @@
-"""CSR: a condition's router inside the last layers of an encoder.
+"""CSR, a router inside the last layers of an encoder that weights tokens by a condition.
 
 Lin et al., Varying Sentence Representations via Condition-Specified Routers (EMNLP 2024 Findings),
 section 2.
 
-The condition is encoded by itself, and leaves a query q. In each routed layer q is compared with
-the keys k_i of the sentence's n tokens, and what the layer attended to is scaled, token by token,
-before its output projection::
+The condition is encoded separately, which yields a query q. Each routed layer compares q with the
+keys k_i of the sentence's n tokens. The output h'_i of the layer's attention is scaled token by
+token, before the output projection::
 
     w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
 
-What the modes take for q and k_i, see :data:`llmcond.encoders.routers.settings.RouterMode`. The
-layers before the routed ones do not see the condition: in a packed row they are computed once a
-sentence, whatever number of conditions it has.
+``RouterMode`` (llmcond/encoders/routers/settings.py) says what the modes use as q and k_i. The
+layers before the routed ones do not depend on the condition. In a packed row, they are computed
+once per sentence, however many conditions it has.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from typing_extensions import override
 
 from llmcond.encoders.engine import attention
 from llmcond.encoders.engine.batching import Batch, flat
@@ -46,78 +47,86 @@ from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import LlmcondError, UserError
 from llmcond.system import to_device
 
-Usual = Callable[[], Tensor]
+#: Computes the attention of a layer without the router.
+PlainAttention = Callable[[], Tensor]
 
-#: Of the norm of states, where a router changes them at all: in Gemma 4e-7, elsewhere over 0.05.
-_CHANGED = 1e-3
-#: The name that a network has its heavy router under.
-_ATTRIBUTE = "csr_router"
+#: Smallest effect of a router on states, as a share of their norm. In Gemma a trial router changes
+#: them by 4e-7, in other encoders by more than 0.05.
+_MIN_CHANGE = 1e-3
+#: The attribute of a network that has its heavy router.
+_ROUTER_ATTRIBUTE = "csr_router"
 
 
 class HeavyRouter(nn.Module):
-    """The heavy router's weights: W_q and W_k of each routed layer, (d, d)."""
+    """The weights of a heavy router: W_q and W_k of each routed layer, (d, d)."""
 
     def __init__(self, n_layers: int, width: int) -> None:
         super().__init__()
-        # As a linear layer's; not layers of that kind, which might be quantised or adapted.
+        # Initialised like nn.Linear, but as bare parameters, so that they are neither quantised nor
+        # adapted.
         bound = width**-0.5
-        drawn = (torch.empty(n_layers, width, width).uniform_(-bound, bound) for _ in range(2))
-        self.query, self.key = (nn.ParameterList([*weights]) for weights in drawn)
+        initial = (torch.empty(n_layers, width, width).uniform_(-bound, bound) for _ in range(2))
+        self.query, self.key = (nn.ParameterList([*weights]) for weights in initial)
 
 
 class CsrPasses(Passes):
-    """The forward passes of a network whose last layers have a router.
+    """Creates the forward passes of a network with a router in its last layers.
 
-    What routes an input is its condition's query, (d,), or for modes that read it, its tokens.
+    The route of an input is the query of its condition, (d,). In modes that read the condition
+    along with the input, it is the condition's tokens.
 
     Attributes:
-        causal: whether a token sees what stands before it only.
-        first: the first routed layer.
+        mode: The router mode.
+        causal: Whether a token sees only itself and the tokens before it.
+        first_layer: Index of the first routed layer.
     """
 
     inside = True
 
     def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
-        """Find the network's layers, and prepare those that are routed.
+        """Find the network's layers, and register the router's hooks.
 
         Raises:
-            UserError: the architecture's attention takes no router, or it has fewer layers.
+            UserError: If the router does not support the architecture, or if the network has too
+                few layers or no trained router.
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
         self.causal, self.reads_routers = identity.attention == "causal", self.mode in RELEASED
-        self._heavy: HeavyRouter | None = getattr(network, _ATTRIBUTE, None)
+        self._heavy: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
             raise UserError(
-                f"router_mode is 'heavy', whose weights are trained, and {name} has none. Train "
+                f"router_mode is 'heavy', which needs trained weights, but {name} has none. Train "
                 "them: llmcond train-lora --router csr --router-mode heavy"
             )
-        modules, self._head = _attention_modules(network, name)
+        modules, self._head_size = _find_attention_modules(network, name)
         count = len(modules)
         if identity.router_layers > count:
             raise UserError(
-                f"router_layers is {identity.router_layers}, and {name} has {count} layers; it "
+                f"router_layers is {identity.router_layers}, but {name} has {count} layers; it "
                 f"must be at most {count}."
             )
-        self.first = count - identity.router_layers
+        self.first_layer = count - identity.router_layers
         self._layer_of = {module: layer for layer, module in enumerate(modules)}
-        blocks = _blocks(network, modules, name)
-        # Final states that are keys of every layer have no place to be rotated to.
+        layers = _find_layers(network, modules, name)
+        # In these modes, the condition's final states are keys in every layer. With rotary
+        # positions, they would have no position to be rotated to.
         rotary = "position_embeddings" in inspect.signature(modules[0].forward).parameters
         if self.reads_routers and (self.causal or rotary):
             raise UserError(
                 f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
                 f"positions to their embeddings, as BERT and RoBERTa do; {name} does not. "
-                "Take --router-mode paper."
+                "Use --router-mode paper."
             )
         for module in modules:
             module.register_forward_pre_hook(_before_attention, with_kwargs=True)
             module.register_forward_hook(_after_attention, with_kwargs=True)
-        for number, block in enumerate(blocks[self.first :]):
-            before = partial(_before_layer, first=number == 0)
-            block.register_forward_pre_hook(before, with_kwargs=True)
+        for number, layer in enumerate(layers[self.first_layer :]):
+            hook = partial(_before_layer, first=number == 0)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
 
-    # -- what the engine runs ------------------------------------------------------------------
+    # -- the engine's interface ----------------------------------------------------------------
 
+    @override
     def forward(
         self,
         runtime: Runtime,
@@ -127,31 +136,34 @@ class CsrPasses(Passes):
         *,
         queries: bool = False,
     ) -> Forward:
-        """Return the pass of sentences, each under one condition, or of conditions themselves.
+        """Create the pass of sentences, each under one condition, or of conditions (``queries``).
 
-        In a packed row, sentences side by side that have the same tokens begin as one.
+        Adjacent sentences of a packed row with the same ``Tokens`` are computed once up to the
+        first routed layer. The arguments are those of ``Passes.forward``.
         """
         if queries:
             plain = PackedForward(runtime, batch, rows) if batch else PaddedForward(runtime, rows)
-            return _CaptureForward(self, plain)
+            return _ConditionForward(self, plain)
         if not routes:
             return super().forward(runtime, rows, batch)
         if self.reads_routers:
-            released = _ReleasedTri if self.mode == "released-tri" else _ReleasedBi
-            return released(self, runtime, rows, routes)
+            forward_class = _TriEncoderForward if self.mode == "released-tri" else _BiEncoderForward
+            return forward_class(self, runtime, rows, routes)
         if batch is None:
             return _RoutedForward(self, PaddedForward(runtime, rows), routes)
         groups = [list(group) for _, group in groupby(batch.inputs, key=lambda i: id(rows[i]))]
-        once = flat([group[0] for group in groups], [len(row.ids) for row in rows])
-        begins = [number for number, group in enumerate(groups) for _ in group]
-        forward = PackedForward(runtime, once, rows, leaving=batch)
-        return _RoutedForward(self, forward, [routes[index] for index in batch.inputs], begins)
+        distinct = flat([group[0] for group in groups], [len(row.ids) for row in rows])
+        distinct_indices = [number for number, group in enumerate(groups) for _ in group]
+        forward = PackedForward(runtime, distinct, rows, leaving=batch)
+        return _RoutedForward(
+            self, forward, [routes[index] for index in batch.inputs], distinct_indices
+        )
 
     # -- weights -------------------------------------------------------------------------------
 
     @staticmethod
+    @override
     def load_weights(network: Any, identity: EncoderIdentity, file: Path, device: str) -> None:
-        """Put the trained weights of a heavy router into a network; see :class:`Passes`."""
         if identity.router_mode != "heavy" or not file.is_file():
             return
         layers, width = identity.router_layers, int(network.config.hidden_size)
@@ -160,97 +172,116 @@ class CsrPasses(Passes):
             router.load_state_dict(load_file(file))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise LlmcondError(
-                f"{file} holds no router of {layers} layers and {width} dimensions. Copy it anew, "
-                "or give the --router-layers that it was trained with."
+                f"{file} does not contain a router of {layers} layers and {width} dimensions. Set "
+                "--router-layers to the value that it was trained with, or copy the file again if "
+                "it is damaged."
             ) from error
-        setattr(network, _ATTRIBUTE, router.to(device))
+        setattr(network, _ROUTER_ATTRIBUTE, router.to(device))
 
     @staticmethod
+    @override
     def train_weights(network: Any, identity: EncoderIdentity, device: str) -> None:
-        """Have a heavy router's weights trained with the network; where it has none, draw them."""
         if identity.router_mode == "heavy":
-            router = getattr(network, _ATTRIBUTE, None)
+            router = getattr(network, _ROUTER_ATTRIBUTE, None)
             router = router or HeavyRouter(identity.router_layers, int(network.config.hidden_size))
-            setattr(network, _ATTRIBUTE, router.to(device).requires_grad_(True))
+            setattr(network, _ROUTER_ATTRIBUTE, router.to(device).requires_grad_(True))
 
     @staticmethod
+    @override
     def weights(network: Any) -> Mapping[str, Tensor]:
-        """Return the weights of a network's heavy router; {} without any."""
-        router: HeavyRouter | None = getattr(network, _ATTRIBUTE, None)
+        router: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
         return {} if router is None else router.state_dict()
 
     # -- the router's formula ------------------------------------------------------------------
 
     def routes(self, module: nn.Module) -> bool:
-        """Return whether a layer has a router."""
-        return self._layer_of[module] >= self.first
+        """Return whether the layer with this attention module is routed."""
+        return self._layer_of[module] >= self.first_layer
 
     def scores(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return q . k_i / sqrt(d), (m, n) float32, of queries (m, dq) and keys (m, n, dk)."""
+        """Compute q . k_i / sqrt(d), (m, n) float32, for queries (m, dq) and keys (m, n, dk)."""
         with torch.autocast(keys.device.type, enabled=False):
             queries, keys = queries.to(keys.device).float(), keys.float()
             width = queries.shape[1]
             if self._heavy is not None:
-                layer = self._layer_of[module] - self.first
+                layer = self._layer_of[module] - self.first_layer
                 queries = linear(queries, self._heavy.query[layer])
                 keys = linear(keys, self._heavy.key[layer])
             elif keys.shape[2] != width:
-                # Queries in groups share a head of keys: q . k summed over all of them.
-                shape = (len(queries), -1, width // keys.shape[2], self._head)
+                # Groups of query heads share a key head: q . k is summed over the group.
+                shape = (len(queries), -1, width // keys.shape[2], self._head_size)
                 queries = queries.view(shape).sum(dim=2).flatten(1)
             scores: Tensor = (keys @ queries[:, :, None])[..., 0] / width**0.5
             return scores
 
     def scale(self, attended: Tensor, weights: Tensor) -> Tensor:
-        """Return (1 + strength w_i) h'_i; w is (batch, tokens)."""
+        """Compute (1 + strength w_i) h'_i, with the weights w as (batch, tokens)."""
         factor = 1 + self._strength * weights.to(attended.device)
         return attended * factor.to(attended.dtype)[..., None, None]
 
 
-class _Trial:
-    """Notes the layers that are run, and multiplies what they attend to."""
+class _TrialRouter:
+    """Records the layers that are run, and multiplies the output of their attention.
+
+    Attributes:
+        modules: The attention modules, in the order of their calls.
+        head_size: Size of a head.
+    """
 
     def __init__(self, factor: float) -> None:
         self.modules: list[nn.Module] = []
-        self.head, self._factor = 0, factor
+        self.head_size, self._factor = 0, factor
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        attend_plain: PlainAttention,
     ) -> Tensor:
         self.modules.append(module)
-        self.head = q.shape[3]
-        return usual() * self._factor
+        self.head_size = q.shape[3]
+        return attend_plain() * self._factor
 
 
-def _attention_modules(network: Any, name: str) -> tuple[list[nn.Module], int]:
-    """Return the attention module of each layer, as they are run, and the size of a head."""
-    kind, instead = network.config.model_type, "Leave out --router: routed pooling goes with any."
-    trial = _Trial(1.0)
+def _find_attention_modules(network: Any, name: str) -> tuple[list[nn.Module], int]:
+    """Return the attention module of each layer, in the order of their calls, and the head size.
+
+    Raises:
+        UserError: If a router cannot act inside this network.
+    """
+    model_type, advice = (
+        network.config.model_type,
+        "Leave out --router: routed pooling works with any encoder.",
+    )
+    trial = _TrialRouter(1.0)
     if getattr(network, "_supports_attention_backend", False):
         network.set_attn_implementation(attention.NAME)
-        usual, other = _run(network, trial), _run(network, _Trial(2.0))
+        plain, doubled = _run_trial(network, trial), _run_trial(network, _TrialRouter(2.0))
     if not trial.modules:
         raise UserError(
-            f"{name} ({kind}) computes its attention in a way of its own, and a router inside the "
-            "encoder needs transformers' attention interface, as BERT, RoBERTa, Mistral and Qwen "
-            f"have it. {instead}"
+            f"{name} ({model_type}) computes its attention without transformers' attention "
+            "interface, which a router inside the encoder needs. BERT, RoBERTa, Mistral and Qwen "
+            f"have it. {advice}"
         )
     if len(set(trial.modules)) < len(trial.modules):
         raise UserError(
-            f"{name} ({kind}) shares its weights between layers, so that a router cannot be in "
-            f"some of them only. {instead}"
+            f"{name} ({model_type}) shares its weights between layers, so a router cannot be in "
+            f"some of them only. {advice}"
         )
-    if (usual - other).norm() < _CHANGED * usual.norm():
-        # As Gemma does: a router would leave the condition out, silently.
+    if (plain - doubled).norm() < _MIN_CHANGE * plain.norm():
+        # Gemma does this. Its vectors would silently ignore the condition.
         raise UserError(
-            f"{name} ({kind}) scales what its attention gives to one norm, so that a router, which "
-            f"scales it too, changes nothing. {instead}"
+            f"{name} ({model_type}) scales the output of its attention to a fixed norm, so a "
+            f"router, which scales it too, would change nothing. {advice}"
         )
-    return trial.modules, trial.head
+    return trial.modules, trial.head_size
 
 
 @torch.inference_mode()
-def _run(network: Any, router: Any) -> Tensor:
+def _run_trial(network: Any, router: Any) -> Tensor:
     """Return the states of two tokens."""
     device = network.get_input_embeddings().weight.device
     ids, mask = torch.tensor([[[1, 2]], [[1, 1]]]).to(device)
@@ -258,17 +289,19 @@ def _run(network: Any, router: Any) -> Tensor:
     return hidden.float()
 
 
-def _blocks(network: nn.Module, modules: Sequence[nn.Module], name: str) -> list[nn.Module]:
-    """Return the layers that attention modules are in."""
+def _find_layers(network: nn.Module, modules: Sequence[nn.Module], name: str) -> list[nn.Module]:
+    """Return the layers that contain the attention modules."""
     for child in network.modules():
         if isinstance(child, nn.ModuleList) and len(child) == len(modules):
             pairs = zip(child, modules, strict=True)
-            if all(any(part is own for part in block.modules()) for block, own in pairs):
+            if all(any(part is module for part in layer.modules()) for layer, module in pairs):
                 return list(child)
-    raise UserError(f"{name} has no list of layers, so --router csr cannot tell which are last.")
+    raise UserError(
+        f"{name} has no list of layers, so --router csr cannot determine which layers are last."
+    )
 
 
-# -- hooks: what a network does with the router that it is given ---------------------------------
+# -- hooks, through which a network calls the router that it gets as an argument -----------------
 
 
 def _before_attention(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -282,37 +315,51 @@ def _after_attention(module: nn.Module, args: Any, kwargs: dict[str, Any], outpu
 
 
 def _before_layer(module: nn.Module, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
-    """Enter a routed layer; the ``first`` of them is where what is computed once ends."""
+    """Call the router before a routed layer; ``first`` says whether it is the first of them."""
     router = kwargs.get("router")
     return router and router.enter_layer(args, kwargs, first=first)
 
 
-def _states(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+def _get_states(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the states among a module's arguments."""
     states: Tensor = args[0] if args else kwargs["hidden_states"]
     return states
 
 
-def _with_states(states: Tensor, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _replace_states(
+    states: Tensor, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return a module's arguments with other states."""
     return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
 
 class _Router:
-    """What a network's hooks and its attention call."""
+    """A router as it is called by a network's hooks and attention.
+
+    Attributes:
+        csr: The router's settings, layers and formula.
+        states: The input of the attention of the current layer.
+    """
 
     def __init__(self, csr: CsrPasses) -> None:
         self.csr = csr
-        #: What entered the attention of the layer that is being run.
         self.states = torch.empty(0)
 
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        attend_plain: PlainAttention,
     ) -> Tensor:
-        """Return what a layer attends to, (batch, tokens, heads, head_dim), before W_O.
+        """Return the attention of a layer, (batch, tokens, heads, head_dim), before W_O.
 
-        Queries, keys and values are (batch, heads, tokens, head_dim), and ``usual`` gives what
-        there would be without a router.
+        Queries, keys and values are (batch, heads, tokens, head_dim). ``attend_plain`` computes the
+        attention without the router.
         """
-        attended = usual()
+        attended = attend_plain()
         if not self.csr.routes(module):
             return attended
         return self.csr.scale(attended, self.weights(module, q, k, scale))
@@ -322,67 +369,79 @@ class _Router:
         raise NotImplementedError
 
     def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
+        """Return changed arguments of a routed layer; None leaves them as they are."""
         return None
 
     def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.states = _states(args, kwargs)
+        """Record the states; return changed arguments of an attention module, or None."""
+        self.states = _get_states(args, kwargs)
 
     def leave_attention(self, output: Any) -> Any:
+        """Return a changed output of an attention module; None leaves it as it is."""
         return None
 
     def keys(self, key: Tensor) -> Tensor:
-        """Return what the tokens of a layer are compared by, (batch * tokens, d)."""
-        if self.csr.mode in ("hidden", "heavy"):  # made of what enters a layer's attention
+        """Return the vectors by which the router compares tokens, (batch * tokens, d)."""
+        if self.csr.mode in ("hidden", "heavy"):  # compare the input of a layer's attention
             return self.states.flatten(0, 1)
         return key.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class _Capture(_Router):
-    """Keeps the queries of conditions: of one token of each, in the last layer.
+class _QueryRecorder(_Router):
+    """Records the queries of conditions: the query of one token of each, in the last layer.
 
     Attributes:
-        found: (m, d).
+        queries: The queries, (m, d).
     """
 
-    def __init__(self, csr: CsrPasses, places: list[int], device: torch.device) -> None:
-        """Take the place of each condition's token among all of a pass, m of them."""
+    def __init__(self, csr: CsrPasses, positions: list[int], device: torch.device) -> None:
+        """Record the queries of the tokens at m positions among all tokens of a pass."""
         super().__init__(csr)
-        self._places, self.found = to_device(torch.tensor(places), device), torch.empty(0)
+        self._positions, self.queries = to_device(torch.tensor(positions), device), torch.empty(0)
 
+    @override
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        attend_plain: PlainAttention,
     ) -> Tensor:
-        # The last layer is the last to write.
+        # Each layer overwrites the queries of the previous one, so those of the last layer remain.
         queries = self.keys(q)
-        self.found = queries.index_select(0, self._places.to(queries.device)).float()
-        return usual()
+        self.queries = queries.index_select(0, self._positions.to(queries.device)).float()
+        return attend_plain()
 
 
-class _CaptureForward:
-    """The pass of conditions, which gives their queries."""
+class _ConditionForward:
+    """The pass of conditions, whose result is their queries."""
 
     def __init__(self, csr: CsrPasses, forward: PaddedForward | PackedForward) -> None:
         self._csr, self._forward, self.n_tokens = csr, forward, forward.n_tokens
 
     def prepare(self) -> None:
+        """Create the network's arguments."""
         forward = self._forward
         forward.prepare()
-        # A condition's query is that of the token that has seen all of it.
+        # A condition's query is that of a token that sees the whole condition.
         tokens = (len(row.ids) - 1 if self._csr.causal else 0 for row in forward.rows)
-        places = [forward.place(index, token) for index, token in enumerate(tokens)]
-        self._router = _Capture(self._csr, places, forward.runtime.device)
+        positions = [forward.place(index, token) for index, token in enumerate(tokens)]
+        self._router = _QueryRecorder(self._csr, positions, forward.runtime.device)
         forward.arguments["router"] = self._router
 
     def pooled(self) -> Tensor:
+        """Run the network; return the query of each condition, (m, d)."""
         self._forward.hidden()
-        return self._router.found
+        return self._router.queries
 
 
 # -- sentences -----------------------------------------------------------------------------------
 
 
-class _Weights(_Router):
-    """Scales the tokens of sentences by their nearness to a query each."""
+class _SentenceRouter(_Router):
+    """Scales the tokens of each sentence by their similarity to the query of its condition."""
 
     def __init__(
         self,
@@ -390,52 +449,74 @@ class _Weights(_Router):
         device: torch.device,
         queries: Tensor,
         real: Tensor,
-        places: Tensor,
+        positions: Tensor,
         n: int,
     ) -> None:
-        """Take queries, (m, d), and where each sentence's tokens are among the ``n`` of a pass.
+        """Create the router of m sentences.
 
-        ``places`` and ``real``, (m, longest) on the CPU: where there is a token.
+        Args:
+            csr: The router's settings, layers and formula.
+            device: Where the network's inputs are.
+            queries: The query of each sentence's condition, (m, d).
+            real: Whether there is a token or padding, (m, longest), on the CPU.
+            positions: The positions of each sentence's tokens among those of the pass,
+                (m, longest), on the CPU.
+            n: Number of tokens of the pass.
         """
         super().__init__(csr)
-        # Of each token of the pass: which of the weights, (m * longest) and a zero behind, it has.
-        back = torch.full((n,), real.numel())
-        back[places[real]] = torch.arange(real.numel())[real.flatten()]
-        # Once, rather than in each layer.
+        # For each token of the pass, the index of its weight among m * longest weights. Tokens
+        # outside the sentences have the zero that is appended to the weights.
+        weight_indices = torch.full((n,), real.numel())
+        weight_indices[positions[real]] = torch.arange(real.numel())[real.flatten()]
+        # Tensors are copied to the device once, rather than in each layer.
         self._queries, self._real = to_device(queries, device), to_device(real, device)
-        self._places, self._back = to_device(places, device), to_device(back, device)
+        self._positions, self._weight_indices = (
+            to_device(positions, device),
+            to_device(weight_indices, device),
+        )
 
+    @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        keys = self.keys(k)
-        places = self._places.to(keys.device)
-        own = keys.index_select(0, places.flatten()).view(*places.shape, -1)
-        scores = self.csr.scores(module, self._queries, own)
-        weights = scores.masked_fill(~self._real.to(keys.device), float("-inf")).softmax(dim=1)
-        spread = pad(weights.flatten(), (0, 1)).index_select(0, self._back.to(keys.device))
-        return spread.view(len(q), -1)
+        all_keys = self.keys(k)
+        positions = self._positions.to(all_keys.device)
+        keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
+        scores = self.csr.scores(module, self._queries, keys)
+        weights = scores.masked_fill(~self._real.to(all_keys.device), float("-inf")).softmax(dim=1)
+        token_weights = pad(weights.flatten(), (0, 1)).index_select(
+            0, self._weight_indices.to(all_keys.device)
+        )
+        return token_weights.view(len(q), -1)
 
 
-class _Widened(_Weights):
-    """The same in a packed row, whose sentences are repeated before the first routed layer."""
+class _ExpandingRouter(_SentenceRouter):
+    """A sentence router that repeats the sentences of a packed row at the first routed layer."""
 
     def __init__(self, expand: Tensor, plan: attention.AttentionPlan, *args: Any) -> None:
-        """Take the row as it is from there on: the place that each of its tokens had, and plan."""
+        """Create the router.
+
+        Args:
+            expand: For each token of the expanded row, its index in the original row.
+            plan: The attention plan of the expanded row.
+            *args: Arguments of ``_SentenceRouter``.
+        """
         super().__init__(*args)
         self._expand, self._plan = expand, plan
 
+    @override
     def enter_layer(self, args: Any, kwargs: dict[str, Any], *, first: bool) -> Any:
-        states = _states(args, kwargs)
+        states = _get_states(args, kwargs)
         if first:
             self._n = states.shape[1]
-            args, kwargs = _with_states(self._widen(states), args, kwargs)
-        rest = {key: self._widen(v) for key, v in kwargs.items() if key != "hidden_states"}
+            args, kwargs = _replace_states(self._expand_row(states), args, kwargs)
+        rest = {key: self._expand_row(v) for key, v in kwargs.items() if key != "hidden_states"}
         return args, {**kwargs, **rest, "packed": self._plan}
 
-    def _widen(self, value: Any) -> Any:
+    def _expand_row(self, value: Any) -> Any:
+        """Expand a tensor that has one entry per token of the row; return others as they are."""
         if isinstance(value, tuple):  # the sines and cosines of rotary positions
-            return tuple(self._widen(part) for part in value)
-        own = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._n)
-        return value.index_select(1, self._expand.to(value.device)) if own else value
+            return tuple(self._expand_row(part) for part in value)
+        is_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, self._n)
+        return value.index_select(1, self._expand.to(value.device)) if is_row else value
 
 
 class _RoutedForward:
@@ -446,168 +527,213 @@ class _RoutedForward:
         csr: CsrPasses,
         forward: PaddedForward | PackedForward,
         queries: Sequence[Any],
-        begins: Sequence[int] = (),
+        distinct_indices: Sequence[int] = (),
     ) -> None:
-        """Take a pass, a query for each of its rows, and as which of its texts each row begins.
+        """Create a routed pass.
 
-        Without ``begins``, each is a text of its own.
+        Args:
+            csr: The router's settings, layers and formula.
+            forward: The pass of the sentences without a router.
+            queries: The query of each sentence's condition.
+            distinct_indices: For each sentence, the index of its segment in the row that enters the
+                network, if some sentences share a segment.
         """
         self._csr, self._forward, self._queries = csr, forward, queries
-        self._begins, self.n_tokens = torch.tensor(begins), forward.n_tokens
+        self._distinct_indices, self.n_tokens = torch.tensor(distinct_indices), forward.n_tokens
 
     def prepare(self) -> None:
+        """Create the network's arguments."""
         forward, device = self._forward, self._forward.runtime.device
         forward.prepare()
         lengths = torch.tensor([len(row.ids) for row in forward.rows])
         starts = torch.tensor([forward.place(index, 0) for index in range(len(lengths))])
-        at = torch.arange(int(lengths.max()))
-        real = at < lengths[:, None]
-        places = torch.where(real, starts[:, None] + at, 0)
+        offsets = torch.arange(int(lengths.max()))
+        real = offsets < lengths[:, None]
+        positions = torch.where(real, starts[:, None] + offsets, 0)
         queries = torch.stack([torch.as_tensor(query) for query in self._queries])
-        weights = self._csr, device, queries, real, places, self.n_tokens
+        arguments = self._csr, device, queries, real, positions, self.n_tokens
         if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
-            forward.arguments["router"] = _Weights(*weights)
+            forward.arguments["router"] = _SentenceRouter(*arguments)
             return
-        began = torch.tensor([segment.start for segment in forward.batch.segments])[self._begins]
+        segment_starts = torch.tensor([segment.start for segment in forward.batch.segments])[
+            self._distinct_indices
+        ]
         expand = torch.zeros(self.n_tokens, dtype=torch.long)
-        expand[places[real]] = torch.where(real, began[:, None] + at, 0)[real]
+        expand[positions[real]] = torch.where(real, segment_starts[:, None] + offsets, 0)[real]
         plan = attention_plan(forward.runtime, forward.leaving)
-        forward.arguments["router"] = _Widened(to_device(expand, device), plan, *weights)
+        forward.arguments["router"] = _ExpandingRouter(to_device(expand, device), plan, *arguments)
 
     def pooled(self) -> Tensor:
+        """Run the network; return one vector per sentence, (m, width) in float32."""
         return self._forward.pooled()
 
 
-# -- as the authors released it --------------------------------------------------------------------
+# -- the variants in the authors' code -------------------------------------------------------------
 
 
-class _ReleasedTri(PaddedForward):
+class _TriEncoderForward(PaddedForward):
     """The tri-encoder of the authors' code: sentences attend to their condition in every layer.
 
-    A sentence begins with its separator once more, whose state is its vector. Keys and values of
-    every layer are those of the condition's final states, and the sentence's own; the separator's
-    attention to the sentence's tokens, the mean of its heads, is their weight. Positions are those
-    of the sentence itself: the released ones depend on the longest condition of the batch.
+    The separator of a sentence is repeated at its beginning, and the state of this first token is
+    the sentence's vector. The keys and values of every layer are those of the condition's final
+    states and of the sentence. The weights of the sentence's tokens are the attention of the first
+    token to them, averaged over heads. Positions are those within the sentence. In the released
+    code, they depend on the longest condition of the batch.
     """
 
     def __init__(
         self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
-        super().__init__(runtime, [_begun(row, runtime) for row in rows])
+        super().__init__(runtime, [_prepend_separator(row, runtime) for row in rows])
         distinct = {id(query): query for query in queries}
-        number = {key: at for at, key in enumerate(distinct)}
-        self._csr, self._which = csr, torch.tensor([number[id(query)] for query in queries])
+        index_of = {key: index for index, key in enumerate(distinct)}
+        self._csr, self._condition_indices = (
+            csr,
+            torch.tensor([index_of[id(query)] for query in queries]),
+        )
         self._conditions = PaddedForward(runtime, list(distinct.values()))
         self.n_tokens += self._conditions.n_tokens
 
+    @override
     def prepare(self) -> None:
         super().prepare()
         self._conditions.prepare()
-        self._which = to_device(self._which, self.runtime.device)
+        self._condition_indices = to_device(self._condition_indices, self.runtime.device)
 
+    @override
     def pooled(self) -> Tensor:
-        conditions, which = self._conditions, self._which
-        states = conditions.hidden().index_select(0, which)
-        masks = conditions.arguments["attention_mask"].index_select(0, which)
+        conditions, indices = self._conditions, self._condition_indices
+        states = conditions.hidden().index_select(0, indices)
+        masks = conditions.arguments["attention_mask"].index_select(0, indices)
         visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
-        self.arguments["router"] = _Crossed(self._csr, states, visible)
+        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible)
         return super().pooled()
 
 
-def _begun(row: Tokens, runtime: Runtime) -> Tokens:
-    """Return a sentence that begins with its last token, a separator, once more."""
-    # One that has all the positions there are gives up its last word.
+def _prepend_separator(row: Tokens, runtime: Runtime) -> Tokens:
+    """Return a sentence with its last token, a separator, repeated at its beginning."""
+    # A sentence of the maximum length loses its last word.
     words = row.ids[:-1] if len(row.ids) < runtime.max_length else row.ids[:-2]
     ids = [row.ids[-1], *words, row.ids[-1]]
     return replace(row, ids=ids, first=0, last=len(ids), second=len(ids))
 
 
-class _Crossed(_Router):
+class _TriEncoderRouter(_Router):
+    """The router of the tri-encoder, which adds the condition's states to those of sentences."""
+
     def __init__(self, csr: CsrPasses, condition: Tensor, visible: Tensor) -> None:
-        """Take the conditions' states, (m, c, d), and which keys there are, (m, c + n)."""
+        """Create the router from conditions' states, (m, c, d), and a mask of keys, (m, c + n)."""
         super().__init__(csr)
         self._condition, self._visible = condition, visible[:, None, None]
         self._n = condition.shape[1]
 
+    @override
     def enter_attention(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        states = _states(args, kwargs)
+        states = _get_states(args, kwargs)
         both = torch.cat([self._condition.to(states), states], dim=1)
-        return _with_states(both, args, kwargs)
+        return _replace_states(both, args, kwargs)
 
+    @override
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: Any, usual: Usual
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        attend_plain: PlainAttention,
     ) -> Tensor:
-        own, visible = q[:, :, self._n :], self._visible.to(q.device)
-        attended = scaled_dot_product_attention(own, k, v, attn_mask=visible, scale=scale)
+        queries, visible = q[:, :, self._n :], self._visible.to(q.device)
+        attended = scaled_dot_product_attention(queries, k, v, attn_mask=visible, scale=scale)
         attended = attended.transpose(1, 2)
         if self.csr.routes(module):
-            weights = _row(own[:, :, :1], k, visible, scale)
+            weights = _attention_weights(queries[:, :, :1], k, visible, scale)
             attended = self.csr.scale(attended, weights[:, self._n :])
-        # As many as there were states; those of the condition are cut off again.
+        # The module expects as many tokens as there were states. leave_attention removes those of
+        # the condition again.
         return pad(attended, (0, 0, 0, 0, self._n, 0))
 
+    @override
     def leave_attention(self, output: Any) -> Any:
         return (output[0][:, self._n :], *output[1:])
 
 
-class _ReleasedBi(PaddedForward):
+class _BiEncoderForward(PaddedForward):
     """The bi-encoder of the authors' code: sentence and condition in one sequence.
 
-    Nobody but itself attends to the condition's first token, whose attention to the sentence's
-    tokens, the mean of its heads, is their weight; the sentence's first token is the vector.
+    No other token attends to the condition's first token. The weights of the sentence's tokens are
+    the attention of that token to them, averaged over heads. The state of the sentence's first
+    token is the vector.
     """
 
     def __init__(
         self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
     ) -> None:
-        joined, lengths = [], []
+        joined_rows, lengths = [], []
         for row, condition in zip(rows, queries, strict=True):
             room = runtime.max_length - len(condition.ids) - 1
             if room < 2:
                 raise UserError(
-                    f"router_mode is 'released-bi', which reads sentence and condition as one, and "
-                    f"a condition has {len(condition.ids)} of the {runtime.max_length} tokens that "
-                    "the encoder takes. Shorten it, or encode with a larger max_length (llmcond "
-                    "extract --max-length)."
+                    "router_mode is 'released-bi', which reads sentence and condition as one text, "
+                    f"but a condition has {len(condition.ids)} of the {runtime.max_length} tokens "
+                    "that the encoder takes. Shorten it, or encode with a larger max_length "
+                    "(llmcond extract --max-length)."
                 )
-            own = row.ids if len(row.ids) <= room else [*row.ids[: room - 1], row.ids[-1]]
-            ids = [*own, row.ids[-1], *condition.ids]
-            lengths.append(len(own))
-            joined.append(replace(row, ids=ids, first=0, last=len(own), second=len(ids)))
-        super().__init__(runtime, joined)
+            sentence = row.ids if len(row.ids) <= room else [*row.ids[: room - 1], row.ids[-1]]
+            ids = [*sentence, row.ids[-1], *condition.ids]
+            lengths.append(len(sentence))
+            joined_rows.append(replace(row, ids=ids, first=0, last=len(sentence), second=len(ids)))
+        super().__init__(runtime, joined_rows)
         self._csr, self._lengths = csr, torch.tensor(lengths)
 
+    @override
     def prepare(self) -> None:
         super().prepare()
         device = self.runtime.device
         real = self.arguments["attention_mask"].bool()
-        lengths, at = to_device(self._lengths, device), torch.arange(self.width, device=device)
+        lengths, offsets = (
+            to_device(self._lengths, device),
+            torch.arange(self.width, device=device),
+        )
         first = lengths + 1
-        own = at == first[:, None]
-        # (m, queries, keys): all that are there, but of the condition's first token by itself only.
-        visible = real[:, None] & (~own[:, None] | own[:, :, None])
-        # Padding sees something too, or its states would be NaN.
+        is_first = offsets == first[:, None]
+        # (m, queries, keys): all real tokens are visible, but the condition's first token is
+        # visible to itself only.
+        visible = real[:, None] & (~is_first[:, None] | is_first[:, :, None])
+        # Padding must see something too, or its states would be NaN.
         visible |= ~real[:, :, None]
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         self.arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
-        self.arguments["router"] = _Joined(self._csr, first, real, at < lengths[:, None])
+        self.arguments["router"] = _BiEncoderRouter(
+            self._csr, first, real, offsets < lengths[:, None]
+        )
 
 
-class _Joined(_Router):
+class _BiEncoderRouter(_Router):
+    """The router of the bi-encoder."""
+
     def __init__(self, csr: CsrPasses, first: Tensor, real: Tensor, sentence: Tensor) -> None:
-        """Take the place of each condition's first token, (m,), and which tokens are what."""
+        """Create the router.
+
+        Args:
+            csr: The router's settings, layers and formula.
+            first: Position of each condition's first token, (m,).
+            real: Whether there is a token or padding, (m, tokens).
+            sentence: Whether a token belongs to the sentence, (m, tokens).
+        """
         super().__init__(csr)
         self._first, self._real, self._sentence = first, real, sentence
 
+    @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        own = q[torch.arange(len(q), device=q.device), :, self._first.to(q.device)][:, :, None]
-        weights = _row(own, k, self._real.to(q.device)[:, None, None], scale)
+        queries = q[torch.arange(len(q), device=q.device), :, self._first.to(q.device)][:, :, None]
+        weights = _attention_weights(queries, k, self._real.to(q.device)[:, None, None], scale)
         weights = weights * self._sentence.to(q.device)
         return weights / weights.sum(dim=1, keepdim=True)
 
 
-def _row(query: Tensor, key: Tensor, visible: Tensor, scale: float | None) -> Tensor:
-    """Return what one query of each text attends to, (m, keys), the mean of its heads."""
+def _attention_weights(query: Tensor, key: Tensor, visible: Tensor, scale: float | None) -> Tensor:
+    """Return the attention weights of one query per text, averaged over heads, (m, keys)."""
     with torch.autocast(query.device.type, enabled=False):
         scale = query.shape[3] ** -0.5 if scale is None else scale
         scores = (query.float() @ key.float().transpose(2, 3)) * scale

@@ -1,4 +1,4 @@
-"""The routers that can act inside an encoder's network, by their names in its identity."""
+"""The routers that can act inside an encoder's network, by their names in its settings."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ _PASSES: Mapping[RouterPlace, type[Passes]] = {"none": Passes, "csr": CsrPasses}
 
 
 def passes_of(identity: EncoderIdentity) -> type[Passes]:
-    """Return the forward passes that an encoder is run by."""
+    """Return the class that creates an encoder's forward passes."""
     return _PASSES[identity.router]

@@ -628,14 +628,18 @@ def test_bidirectional_model_that_runs_causally_is_caught(tmp_path, monkeypatch,
     made = checkpoints.make(kind, tmp_path / "model")
     like = {"gte-qwen2": "Alibaba-NLP/gte-Qwen2-7B-instruct"}.get(kind)
     turned(monkeypatch, to_causal=True)
-    with pytest.raises(LlmcondError, match=r"in a bidirectional way, but does so in a causal way"):
+    with pytest.raises(
+        LlmcondError, match=r"have bidirectional attention, but its attention is causal"
+    ):
         load(made.folder, like=like)
 
 
 def test_causal_model_that_runs_in_both_directions_is_caught(tmp_path, monkeypatch):
     made = checkpoints.make("mistral", tmp_path / "model")
     turned(monkeypatch, to_causal=False)
-    with pytest.raises(LlmcondError, match=r"in a causal way, but does so in a bidirectional way"):
+    with pytest.raises(
+        LlmcondError, match=r"have causal attention, but its attention is bidirectional"
+    ):
         load(made.folder, like="intfloat/e5-mistral-7b-instruct")
 
 
@@ -652,7 +656,7 @@ def test_direction_that_holds_without_padding_only_is_caught(tmp_path, monkeypat
 
     turned(monkeypatch, to_causal=None)
     monkeypatch.setattr(engine, "load_model", load_model)
-    with pytest.raises(LlmcondError, match=r"causal way in a padded batch"):
+    with pytest.raises(LlmcondError, match=r"attention is causal in a padded batch"):
         load(made.folder, like="Alibaba-NLP/gte-Qwen2-7B-instruct")
 
 
@@ -660,7 +664,9 @@ def test_direction_that_holds_without_padding_only_is_caught(tmp_path, monkeypat
 def test_direction_of_a_quantised_model_is_checked(tmp_path, monkeypatch, quantize):
     made = checkpoints.make("nv-embed", tmp_path / "model")
     turned(monkeypatch, to_causal=True)
-    with pytest.raises(LlmcondError, match=r"in a bidirectional way, but does so in a causal way"):
+    with pytest.raises(
+        LlmcondError, match=r"have bidirectional attention, but its attention is causal"
+    ):
         load(made.folder, quantize=quantize)
 
 

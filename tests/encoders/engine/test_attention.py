@@ -100,9 +100,9 @@ CONSTANTS = st.one_of(
         {
             "BRANCH_TOKENS": st.sampled_from([1, 3, 10]),
             "SHORT": st.sampled_from([4, 64]),
-            "_CALL": st.sampled_from([0, 5, 64]),
-            "_GATHERED": st.sampled_from([1, 2]),
-            "_WIDEN": st.sampled_from([1, 9]),
+            "_CALL_COST": st.sampled_from([0, 5, 64]),
+            "_MAX_GATHERED": st.sampled_from([1, 2]),
+            "_MAX_WIDENING": st.sampled_from([1, 9]),
         }
     ),
 )
@@ -257,7 +257,7 @@ def test_pieces_are_few_where_branches_are_small():
 
 def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
     (batch,) = tree(nasty)
-    limit = max(varlen._GATHERED * batch.n_tokens, *map(len, nasty))
+    limit = max(varlen._MAX_GATHERED * batch.n_tokens, *map(len, nasty))
     calls = []
 
     def note(query, key, value, *ends, **options):
@@ -284,7 +284,7 @@ def test_row_without_a_layout_is_attended_as_transformers_does():
     module = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
     states = [x[None] for x in projected(pack([9], 9)[0])]
     mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.eye(9).bool(), float("-inf"))
-    found = attention._attention(module, *states, mask, scaling=SCALE)[0]
+    found = attention._compute_attention(module, *states, mask, scaling=SCALE)[0]
     expected = attention.sdpa_attention_forward(module, *states, mask, scaling=SCALE)[0]
     assert torch.equal(found, expected)
 
@@ -294,8 +294,8 @@ def test_what_packed_attention_has_not_is_refused(option):
     batch = pack([5, 3], 8)[0]
     states = [x[None] for x in projected(batch)]
     plan = plan_attention(batch, True, CPU, torch.float32)
-    with pytest.raises(NotImplementedError, match=f"has no {next(iter(option))}"):
-        attention._attention(None, *states, None, packed=plan, **option)
+    with pytest.raises(NotImplementedError, match=f"does not support {next(iter(option))}"):
+        attention._compute_attention(None, *states, None, packed=plan, **option)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

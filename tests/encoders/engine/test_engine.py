@@ -340,7 +340,7 @@ def test_encoder_whose_positions_would_be_wrong_is_padded(make, monkeypatch, nam
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, TypeError, KeyError])
 def test_encoder_that_fails_on_a_packed_row_is_padded(make, monkeypatch, error):
-    honest = attention._attention
+    honest = attention._compute_attention
 
     def failing(*states, packed=None, **options):
         if packed is not None:
@@ -371,7 +371,9 @@ def test_end_without_an_embedding_is_told(tmp_path, make):
     folder = shutil.copytree(make("nv-embed"), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", additional_special_tokens=["[END]"])
     encoder = load(folder, case, special_tokens="<s> {text} [END]")
-    with pytest.raises(UserError, match=r"gives the token id .*the tokenizer that it was trained"):
+    with pytest.raises(
+        UserError, match=r"produces the token id .*the tokenizer that the model was trained"
+    ):
         encoder.encode([EncoderInput("", "dogs")])
 
 
@@ -458,7 +460,7 @@ def of_torch_2_11(
 @pytest.mark.parametrize("older", [of_torch_2_10, of_torch_2_11])
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
 def test_kernels_of_older_versions_of_torch_are_taken(make, loaded, monkeypatch, name, older):
-    encoder = with_kernels(make, name, monkeypatch, varlen._of_torch(older))
+    encoder = with_kernels(make, name, monkeypatch, varlen._adapt_torch_kernel(older))
     assert encoder.engine.kernel_name == "varlen_attn"
     items = mix(encoder, seed=7, n_inputs=15)
     near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
@@ -466,7 +468,7 @@ def test_kernels_of_older_versions_of_torch_are_taken(make, loaded, monkeypatch,
 
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
 def test_flash_attn_is_called_as_its_library_has_it(make, loaded, monkeypatch, name):
-    encoder = with_kernels(make, name, monkeypatch, varlen._as_varlen(of_flash_attn))
+    encoder = with_kernels(make, name, monkeypatch, varlen._adapt_flash_attn(of_flash_attn))
     assert encoder.engine.kernel_name == "flash_attn"
     items = mix(encoder, seed=7, n_inputs=15)
     near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)

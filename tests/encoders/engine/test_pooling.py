@@ -94,7 +94,7 @@ def test_identity_names_the_function_and_what_its_file_holds(tiny_checkpoint, so
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("wrong_shape", r"gave \(3,\) for an input; expected a tensor of shape \(32,\)"),
+        ("wrong_shape", r"returned \(3,\) for an input; expected a tensor of shape \(32,\)"),
         ("failing", r"own_poolings\.py:failing@\w+ failed: index 10000 is out of bounds"),
         ("LEVEL", "is no function in a Python file"),
         ("own_meen", "has no 'own_meen'"),

@@ -718,7 +718,7 @@ def test_special_token_that_the_tokenizer_lacks_is_named(decoder_tokenizer, stat
     with pytest.raises(UserError) as raised:
         tokenise(decoder_tokenizer, plain(["red"]), special_tokens=stated)
     assert f"needs the token {token}" in str(raised.value)
-    assert "its tokenizer has none" in str(raised.value)
+    assert "its tokenizer does not have it" in str(raised.value)
 
 
 def test_the_unknown_token_itself_may_be_stated(decoder_tokenizer):
@@ -783,7 +783,7 @@ def test_special_tokens_are_found_for_other_alphabets():
 
 
 def test_tokenizer_that_knows_no_plain_text_is_refused():
-    with pytest.raises(UserError, match="gives no tokens for texts as plain as"):
+    with pytest.raises(UserError, match="produces no tokens for the simple texts"):
         tokenise(own_alphabet("ქ"), plain(["ქ"]))
 
 
@@ -792,10 +792,10 @@ def test_tokenizer_that_knows_no_plain_text_is_refused():
     [
         ("abc", "one str was given; give a list"),
         (EncoderInput("", "a"), "one EncoderInput was given; give a list"),
-        ([5], "position 0 holds 5, not an EncoderInput"),
+        ([5], "the input at position 0 is 5, not an EncoderInput"),
         ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
         ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
-        ([EncoderInput("", "\ud800")], "the text at position 0 is no Unicode text"),
+        ([EncoderInput("", "\ud800")], "the text at position 0 is not valid Unicode"),
     ],
 )
 def test_what_is_no_input_is_named(minilm, inputs, message):

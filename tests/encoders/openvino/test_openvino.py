@@ -372,7 +372,7 @@ def test_cpu_that_openvino_fails_on_is_left_to_pytorch():
 
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
     items = inputs([f"two dogs {number}" for number in range(10)])
-    expected, finish, sizes = minilm.encode(items), engine._Begun.finish, []
+    expected, finish, sizes = minilm.encode(items), engine._RunningBatch.finish, []
 
     def short(begun):
         sizes.append(len(begun.batch))
@@ -381,7 +381,7 @@ def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
             raise RuntimeError("Cannot allocate memory")
         return states
 
-    monkeypatch.setattr(engine._Begun, "finish", short)
+    monkeypatch.setattr(engine._RunningBatch, "finish", short)
     most = 2
     np.testing.assert_array_equal(minilm.encode(items), expected)
     assert max(sizes) > 2

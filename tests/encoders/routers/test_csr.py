@@ -325,14 +325,14 @@ def test_gradients_are_those_of_finite_differences(mode, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gemma", {}, "changes nothing. Leave out --router: routed pooling goes with any"),
-        ("e5-xlm-r", {"layers": 3}, "router_layers is 3, and .* has 2 layers"),
+        ("gemma", {}, "change nothing. Leave out --router: routed pooling works with any"),
+        ("e5-xlm-r", {"layers": 3}, "router_layers is 3, but .* has 2 layers"),
         ("e5-xlm-r", {"layers": 0}, "router_layers is 0; it must be at least 1"),
-        ("bge-m3", {"layers": 1}, "pools by cls: .* Give --router-layers 3, or --pooling mean"),
+        ("bge-m3", {"layers": 1}, "pools by cls, .* Use --router-layers 3, or --pooling mean"),
         ("e5-xlm-r", {"router_strength": 0.0}, "router_strength is 0; it must be above 0"),
         ("sfr", {"mode": "released-tri"}, "router_mode is 'released-tri', which is for bidirect"),
         ("nv-embed", {"mode": "released-bi"}, "router_mode is 'released-bi', which is for bidir"),
-        ("e5-xlm-r", {"router": "none"}, "router_mode is 'paper', and there is no router in the"),
+        ("e5-xlm-r", {"router": "none"}, "router_mode is 'paper', but the encoder has no router"),
         ("e5-xlm-r", {"mode": "released-bi", "pooling": "mean"}, "Leave out --pooling"),
     ],
 )
@@ -381,7 +381,7 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 )
 def test_layers_are_found_in_other_architectures(name, config, tmp_path):
     encoder = other(name, tmp_path, **config)
-    assert encoder.engine.passes.first == 1
+    assert encoder.engine.passes.first_layer == 1
     items = [item for item in mixed(5) if len(item.text) < 100]
     found = encoder.encode_counted(items).vectors
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
@@ -406,8 +406,10 @@ def test_a_heavy_router_has_trained_weights(tmp_path):
         str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2
     )
     assert again.identity.weights != weights
-    with pytest.raises(LlmcondError, match="holds no router of 1 layers and 32 dimensions"):
+    with pytest.raises(
+        LlmcondError, match="does not contain a router of 1 layers and 32 dimensions"
+    ):
         load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=1)
     path.unlink()
-    with pytest.raises(UserError, match=r"whose weights are trained, and .* has none\. Train"):
+    with pytest.raises(UserError, match=r"which needs trained weights, but .* has none\. Train"):
         load_encoder(str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2)
