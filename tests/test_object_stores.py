@@ -76,7 +76,7 @@ def killed_in_bucket(point):
     if point != "half sent":
         killed_at(point, 3)
         return
-    original, seen = outputs.Output._put, []
+    original, seen = outputs.Output._write_object, []
 
     def half(self, name, content):
         seen.append(name)
@@ -87,7 +87,7 @@ def killed_in_bucket(point):
         original(self, name, content)
 
     embed_stream.UNIT_ROWS = 40
-    outputs.Output._put = half
+    outputs.Output._write_object = half
 
 
 @pytest.mark.parametrize("out", ["out", "out.lance"])

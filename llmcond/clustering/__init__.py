@@ -1,1 +1,1 @@
-"""Clusters of texts: how they are found, guided, named, scored and drawn."""
+"""Clustering of texts: finding, guiding, naming, scoring and drawing clusters."""

@@ -1,18 +1,18 @@
 (() => {
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
-  const at = (id) => document.getElementById(id);
-  const canvas = at("canvas");
+  const byId = (id) => document.getElementById(id);
+  const canvas = byId("canvas");
   const pen = canvas.getContext("2d");
   const n = data.texts.length;
   const lower = data.texts.map((text) => text.toLowerCase());
-  // Those of the page's colours that are far apart; then the next shape.
+  // The page's most distinct colours; further clusters use the same colours with another shape.
   const COLOURS = [1, 2, 3, 4, 5, 7].map((i) => `var(--series-${i})`);
   const NOISE = -1;
   const MARGIN = 14;
-  const still = matchMedia("(prefers-reduced-motion: reduce)");
+  const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
-  // Texts become text nodes and nothing else, whatever they hold.
+  // Text is only ever inserted as text nodes, never as HTML.
   function make(tag, attributes = {}, ...children) {
     const element = document.createElement(tag);
     for (const [key, value] of Object.entries(attributes)) {
@@ -23,21 +23,21 @@
     return element;
   }
 
-  let system = 0;       // which clustering is shown
-  let alone = null;     // the cluster that is shown alone
-  let found = null;     // which texts the search finds; null: nothing is searched
-  let current = null;   // the text that is read
+  let shownIndex = 0;       // index of the clustering that is displayed
+  let selected = null;      // number of the only cluster that is displayed; null: all are
+  let matches = null;       // whether each text matches the search; null: there is no search
+  let current = null;       // index of the text that is being read
   const colours = new Map();
-  let where = Float64Array.from(data.shown[0].places);
-  let from = where, began = 0, moving = 0;
+  let points = Float64Array.from(data.shown[0].places);
+  let from = points, startTime = 0, moving = 0;
 
-  const own = () => data.shown[system];
+  const clustering = () => data.shown[shownIndex];
   const hue = (cluster) => (cluster === NOISE ? "var(--muted)" : COLOURS[cluster % COLOURS.length]);
   const colourOf = (cluster) => colours.get(hue(cluster));
   const shapeOf = (cluster) => (cluster === NOISE ? 3 : Math.floor(cluster / COLOURS.length) % 3);
-  const nameOf = (cluster) => own().clusters.find(([number]) => number === cluster)?.[1] || "";
-  const called = (cluster) => (cluster === NOISE ? "in no cluster" : `cluster ${cluster}${nameOf(cluster) ? `: ${nameOf(cluster)}` : ""}`);
-  const visible = (i) => (alone === null || own().labels[i] === alone) && (found === null || found[i]);
+  const nameOf = (cluster) => clustering().clusters.find(([number]) => number === cluster)?.[1] || "";
+  const describe = (cluster) => (cluster === NOISE ? "in no cluster" : `cluster ${cluster}${nameOf(cluster) ? `: ${nameOf(cluster)}` : ""}`);
+  const visible = (i) => (selected === null || clustering().labels[i] === selected) && (matches === null || matches[i]);
 
   // -- drawing ----------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@
 
   let width = 0, height = 0;
   const size = () => Math.max(2, Math.min(5, Math.sqrt((width * height) / n) / 5));
-  const spot = (i) => [
-    width / 2 + (where[2 * i] / data.steps - 0.5) * (width - 2 * MARGIN),
-    height / 2 + (where[2 * i + 1] / data.steps - 0.5) * (height - 2 * MARGIN),
+  const position = (i) => [
+    width / 2 + (points[2 * i] / data.steps - 0.5) * (width - 2 * MARGIN),
+    height / 2 + (points[2 * i + 1] / data.steps - 0.5) * (height - 2 * MARGIN),
   ];
 
   function draw() {
@@ -83,14 +83,14 @@
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     const r = size();
-    // What is not looked for stays behind, faint.
+    // Texts that are filtered out are drawn first, faintly.
     for (const front of [false, true]) {
       const paths = new Map();
       for (let i = 0; i < n; i++) {
         if (visible(i) !== front) continue;
-        const cluster = own().labels[i];
+        const cluster = clustering().labels[i];
         if (!paths.has(cluster)) paths.set(cluster, new Path2D());
-        outline(paths.get(cluster), shapeOf(cluster), ...spot(i), front && found ? r * 1.3 : r);
+        outline(paths.get(cluster), shapeOf(cluster), ...position(i), front && matches ? r * 1.3 : r);
       }
       pen.globalAlpha = front ? 0.8 : 0.12;
       for (const [cluster, path] of paths) {
@@ -101,8 +101,8 @@
     pen.globalAlpha = 1;
     if (current !== null) {
       const path = new Path2D();
-      outline(path, shapeOf(own().labels[current]), ...spot(current), r * 1.6);
-      pen.fillStyle = colourOf(own().labels[current]);
+      outline(path, shapeOf(clustering().labels[current]), ...position(current), r * 1.6);
+      pen.fillStyle = colourOf(clustering().labels[current]);
       pen.fill(path);
       pen.lineWidth = 2;
       pen.strokeStyle = colours.get("var(--ink)");
@@ -111,10 +111,10 @@
   }
 
   function step(now) {
-    const share = Math.min(1, (now - began) / 900);
+    const share = Math.min(1, (now - startTime) / 900);
     const eased = share < 0.5 ? 4 * share ** 3 : 1 - (2 - 2 * share) ** 3 / 2;
-    const to = own().places;
-    where = Float64Array.from(to, (value, i) => from[i] + (value - from[i]) * eased);
+    const to = clustering().places;
+    points = Float64Array.from(to, (value, i) => from[i] + (value - from[i]) * eased);
     draw();
     moving = share < 1 ? requestAnimationFrame(step) : 0;
     canvas.dataset.moving = String(share < 1);
@@ -122,21 +122,21 @@
 
   function move() {
     cancelAnimationFrame(moving);
-    from = where;
-    began = still.matches ? -Infinity : performance.now();
+    from = points;
+    startTime = reducedMotion.matches ? -Infinity : performance.now();
     step(performance.now());
   }
 
   // -- reading ----------------------------------------------------------------------------------
 
-  const tooltip = at("tooltip");
+  const tooltip = byId("tooltip");
   function read(i, pointer = null) {
     current = i;
-    at("text").textContent = i === null ? "–" : data.texts[i];
-    at("of").textContent = i === null ? "" : called(own().labels[i]);
+    byId("text").textContent = i === null ? "–" : data.texts[i];
+    byId("of").textContent = i === null ? "" : describe(clustering().labels[i]);
     tooltip.hidden = pointer === null || i === null;
     if (!tooltip.hidden) {
-      tooltip.replaceChildren(make("p", { class: "clamped", dir: "auto" }, data.texts[i]), called(own().labels[i]));
+      tooltip.replaceChildren(make("p", { class: "clamped", dir: "auto" }, data.texts[i]), describe(clustering().labels[i]));
       const box = tooltip.getBoundingClientRect();
       tooltip.style.left = `${Math.max(4, Math.min(pointer.clientX + 14, innerWidth - box.width - 4))}px`;
       const below = pointer.clientY + 18;
@@ -145,13 +145,13 @@
     draw();
   }
 
-  function nearest(x, y, most) {
-    let best = null, least = most * most;
+  function nearest(x, y, maxDistance) {
+    let best = null, smallest = maxDistance * maxDistance;
     for (let i = 0; i < n; i++) {
       if (!visible(i)) continue;
-      const [a, b] = spot(i);
-      const apart = (a - x) ** 2 + (b - y) ** 2;
-      if (apart <= least) [best, least] = [i, apart];
+      const [a, b] = position(i);
+      const distance = (a - x) ** 2 + (b - y) ** 2;
+      if (distance <= smallest) [best, smallest] = [i, distance];
     }
     return best;
   }
@@ -166,30 +166,30 @@
   canvas.addEventListener("pointerdown", point);
   canvas.addEventListener("pointerleave", () => { tooltip.hidden = true; });
 
-  const WAYS = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
+  const DIRECTIONS = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "Escape") read(null);
-    const way = WAYS[event.key];
-    if (!way) return;
+    const direction = DIRECTIONS[event.key];
+    if (!direction) return;
     event.preventDefault();
     if (current === null || !visible(current)) {
       read(nearest(width / 2, height / 2, Infinity));
       return;
     }
-    // The next text in that direction: sideways counts double.
-    const [x, y] = spot(current);
-    let best = null, least = Infinity;
+    // Find the next text in that direction; sideways distance counts double.
+    const [x, y] = position(current);
+    let best = null, smallest = Infinity;
     for (let i = 0; i < n; i++) {
       if (i === current || !visible(i)) continue;
-      const [a, b] = spot(i);
-      const along = (a - x) * way[0] + (b - y) * way[1];
-      const aside = Math.abs((a - x) * way[1] + (b - y) * way[0]);
-      if (along > 0.01 && aside <= along && along + 2 * aside < least) [best, least] = [i, along + 2 * aside];
+      const [a, b] = position(i);
+      const along = (a - x) * direction[0] + (b - y) * direction[1];
+      const sideways = Math.abs((a - x) * direction[1] + (b - y) * direction[0]);
+      if (along > 0.01 && sideways <= along && along + 2 * sideways < smallest) [best, smallest] = [i, along + 2 * sideways];
     }
     if (best !== null) read(best);
   });
 
-  // -- what is shown ----------------------------------------------------------------------------
+  // -- legend and search ------------------------------------------------------------------------
 
   const SVG = "http://www.w3.org/2000/svg";
   function swatch(cluster) {
@@ -206,15 +206,15 @@
   }
 
   function choose(cluster) {
-    alone = alone === cluster ? null : cluster;
-    for (const button of at("legend").querySelectorAll("button")) {
-      button.setAttribute("aria-pressed", String(Number(button.dataset.cluster) === alone));
+    selected = selected === cluster ? null : cluster;
+    for (const button of byId("legend").querySelectorAll("button")) {
+      button.setAttribute("aria-pressed", String(Number(button.dataset.cluster) === selected));
     }
     count();
   }
 
   function legend() {
-    at("legend").replaceChildren(...own().clusters.map(([cluster, name, texts]) => make("li", {},
+    byId("legend").replaceChildren(...clustering().clusters.map(([cluster, name, texts]) => make("li", {},
       make("button", { type: "button", "aria-pressed": "false", "data-cluster": cluster, onclick: () => choose(cluster) },
         swatch(cluster),
         make("span", {}, make("b", {}, cluster === NOISE ? "in no cluster" : cluster), " ", make("bdi", {}, name)),
@@ -224,31 +224,31 @@
   function count() {
     let seen = 0;
     for (let i = 0; i < n; i++) seen += visible(i);
-    at("count").textContent = `${seen.toLocaleString("en")} of ${n.toLocaleString("en")} texts`;
+    byId("count").textContent = `${seen.toLocaleString("en")} of ${n.toLocaleString("en")} texts`;
     draw();
   }
 
   function show(next) {
-    system = next;
-    alone = null;
+    shownIndex = next;
+    selected = null;
     legend();
     count();
     read(current);
     move();
   }
 
-  at("search").addEventListener("input", (event) => {
-    const wanted = event.target.value.trim().toLowerCase();
-    found = wanted ? lower.map((text) => text.includes(wanted)) : null;
+  byId("search").addEventListener("input", (event) => {
+    const needle = event.target.value.trim().toLowerCase();
+    matches = needle ? lower.map((text) => text.includes(needle)) : null;
     count();
   });
-  at("switch").append(...data.shown.map((one, i) => make("label", {},
+  byId("switch").append(...data.shown.map((item, i) => make("label", {},
     make("input", { type: "radio", name: "shown", value: i, ...(i ? {} : { checked: "" }), onchange: () => show(i) }),
-    make("span", { dir: "auto" }, one.title))));
+    make("span", { dir: "auto" }, item.title))));
 
-  const again = () => { readColours(); draw(); };
-  new MutationObserver(again).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  const redraw = () => { readColours(); draw(); };
+  new MutationObserver(redraw).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   new ResizeObserver(draw).observe(canvas);
   const wide = new ResizeObserver((entries) => {
     for (const { target } of entries) target.classList.toggle("wide", target.scrollWidth > target.clientWidth);

@@ -1,4 +1,4 @@
-"""Clusters as one HTML file that needs nothing else: a map of the texts, and what it shows."""
+"""Clusters as one self-contained HTML file: a map of the texts, and tables."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from llmcond.report.page.render import write_html
 from llmcond.version import __version__
 
 _FOLDER = Path(__file__).parent
-#: Texts on the map: t-SNE of more takes minutes.
-_DRAWN = 5_000
-#: Characters of a text on the map.
-_CHARACTERS = 1_000
-#: Steps of the map from one side to the other.
+#: Maximal number of texts on the map: t-SNE of more takes minutes.
+_MAX_TEXTS = 5_000
+#: Maximal number of characters of a text on the map.
+_MAX_CHARACTERS = 1_000
+#: Resolution of the map: number of steps from one side to the other.
 _STEPS = 2_000
 
 
 class Drawing:
-    """What a page shows of clusterings of the same texts, drawn by the seed where there are many.
+    """The map of a page: clusterings of the same texts, which are sampled if there are many.
 
     Attributes:
-        texts: those on the map.
-        shown: the clusterings, in the order they are shown in.
+        texts: the texts on the map.
+        shown: the clusterings, in the order in which they are displayed.
     """
 
     def __init__(self, texts: Sequence[str], seed: int) -> None:
-        self._kept, self._seed = sample(len(texts), _DRAWN, seed), seed
-        self.texts = [texts[i] for i in self._kept.tolist()]
+        self._sampled, self._seed = sample(len(texts), _MAX_TEXTS, seed), seed
+        self.texts = [texts[i] for i in self._sampled.tolist()]
         self.shown: list[Clustering] = []
         self._vectors: list[Vectors] = []
 
-    def add(self, found: Clustering, vectors: Vectors) -> None:
-        """Add a clustering of all texts, and the vectors (n, d) that it is of."""
-        self.shown.append(found)
-        self._vectors.append(vectors[self._kept])
+    def add(self, clustering: Clustering, vectors: Vectors) -> None:
+        """Add a clustering of all texts, and the vectors, (n, d), that were clustered."""
+        self.shown.append(clustering)
+        self._vectors.append(vectors[self._sampled])
 
     def data(self) -> dict[str, Any]:
-        """Return what the page's script needs, as JSON has it."""
+        """Return the data that the page's script needs, as JSON values."""
         maps = places(self._vectors, self._seed)
         return {
             "texts": [
-                text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}…"
+                text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
                 for text in self.texts
             ],
             "shown": [
                 {
-                    "title": one.title,
-                    "places": np.rint(_STEPS * where).astype(int).ravel().tolist(),
-                    "labels": one.labels[self._kept].tolist(),
-                    "clusters": [[own.cluster, own.name, own.size] for own in one.clusters],
+                    "title": clustering.title,
+                    "places": np.rint(_STEPS * points).astype(int).ravel().tolist(),
+                    "labels": clustering.labels[self._sampled].tolist(),
+                    "clusters": [[c.cluster, c.name, c.size] for c in clustering.clusters],
                 }
-                for one, where in zip(self.shown, maps, strict=True)
+                for clustering, points in zip(self.shown, maps, strict=True)
             ],
             "steps": _STEPS,
         }
@@ -71,53 +71,55 @@ class Drawing:
 
 def write_page(result: ClusterResult, drawing: Drawing, path: Path) -> None:
     """Write the page of a result."""
-    scored = [(one.title, one.scores) for one in result.clusterings if one.scores is not None]
+    scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     log.info(f"drawing a map of {len(drawing.texts):,} texts")
     values: dict[str, Any] = {
         "result": result,
         "shown": drawing.shown,
         "drawn": len(drawing.texts),
-        "labelled": sum(sum((one.guide or {}).values()) for one in result.clusterings),
+        "labelled": sum(sum((c.guide or {}).values()) for c in result.clusterings),
         "noise": NOISE,
-        "crossings": [_crossing(a, b) for a, b in combinations(drawing.shown, 2)],
+        "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.shown, 2)],
         "scores": [(title, scores, figures(scores)) for title, scores in scored],
         "headings": headings(scored[0][1].base_name) if scored else [],
         "base": scored[0][1].base_name if scored else "",
         "starts": starts_text(result),
         "factors": factors_text(METRICS),
-        "made": _made(result),
+        "provenance": _describe_provenance(result),
     }
-    script, style = ((_FOLDER / f"clusters.{end}").read_text("utf-8") for end in ("js", "css"))
+    script, style = (
+        (_FOLDER / f"clusters.{suffix}").read_text("utf-8") for suffix in ("js", "css")
+    )
     write_html(path, _FOLDER / "clusters.html.j2", [script], style, drawing.data(), **values)
 
 
-def _crossing(first: Clustering, second: Clustering) -> tuple[Clustering, Clustering, list[Any]]:
-    """Return two clusterings, and how many texts each cluster of one shares with each of the other.
+def _cross_table(first: Clustering, second: Clustering) -> tuple[Clustering, Clustering, list[Any]]:
+    """Return two clusterings, with the number of texts that each pair of their clusters shares.
 
-    Rows and columns are in the order of their clusters.
+    Rows and columns are in the order of the clusters.
     """
-    rows, columns = ([own.cluster for own in one.clusters] for one in (first, second))
+    rows, columns = ([c.cluster for c in clustering.clusters] for clustering in (first, second))
     counts = np.zeros((len(rows), len(columns)), dtype=np.int64)
-    # The number -1, of what is in none, is the last of each.
+    # The label -1 of texts in no cluster indexes the last row or column, which is theirs.
     np.add.at(counts, (first.labels, second.labels), 1)
     return first, second, counts.tolist()
 
 
-def _made(result: ClusterResult) -> dict[str, str]:
-    """Return what made the page, in words."""
-    conditions = [one.condition for one in result.clusterings]
+def _describe_provenance(result: ClusterResult) -> dict[str, str]:
+    """Return how the page was made, as labelled texts."""
+    conditions = [clustering.condition for clustering in result.clusterings]
     values = {
-        f"values of {one.text}": ", ".join(one.values)
-        for one in conditions
-        if isinstance(one, Condition) and one.values
+        f"values of {condition.text}": ", ".join(condition.values)
+        for condition in conditions
+        if isinstance(condition, Condition) and condition.values
     }
     guides = {
-        f"guide of {one.title}": ", ".join(f"{name}: {n:,}" for name, n in one.guide.items())
-        for one in result.clusterings
-        if one.guide
+        f"guide of {c.title}": ", ".join(f"{name}: {n:,}" for name, n in c.guide.items())
+        for c in result.clusterings
+        if c.guide
     }
     return {
-        "texts": f"{result.file}, {result.texts:,}, of which {result.distinct:,} differ",
+        "texts": f"{result.file}: {result.texts:,} texts, {result.distinct:,} of them distinct",
         **values,
         "encoder": result.encoder,
         "prompt": result.prompt,

@@ -1,4 +1,4 @@
-"""Places of texts on maps that can be compared: t-SNE, each map fitted onto the one before."""
+"""Positions of texts on comparable maps: t-SNE, where each map is aligned with the previous one."""
 
 from __future__ import annotations
 
@@ -11,63 +11,65 @@ from llmcond.clustering.methods import Vectors
 
 Places = NDArray[np.float64]
 
-#: Dimensions that are kept of vectors, by principal components, as is usual before t-SNE.
+#: Number of principal components that vectors are reduced to, as is customary before t-SNE.
 _COMPONENTS = 50
 _PERPLEXITY = 30.0
-#: How much the first map's clusters are pulled together at the start, scikit-learn's default. A map
-#: that continues from another has its clusters already: pulling would undo their arrangement.
+#: Early exaggeration: how strongly the first map's clusters are pulled together at the start, by
+#: scikit-learn's default. A map that starts from another map already has its clusters, and pulling
+#: would undo their arrangement.
 _EXAGGERATION, _NO_EXAGGERATION = 12.0, 1.0
 
 
 def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
-    """Return (n, 2) places of the same n texts for each of several kinds of vectors, in 0 to 1.
+    """Return positions, (n, 2) in 0 to 1, of the same n texts for each of several sets of vectors.
 
     t-SNE has many equally good solutions, and rounding decides between them. So that maps can be
-    compared on every processor, each map continues from the one before, which is already a solution
-    for the same vectors, and is then rotated, mirrored, moved and scaled to fit onto it. Fewer than
-    four texts lie on a line, in their order.
+    compared, and look alike on every processor, each map starts from the previous one, which is
+    already a solution if the vectors are the same, and is then rotated, mirrored, moved and scaled
+    to fit onto it. Fewer than four texts are placed on a line, in their order.
     """
     maps: list[Places] = []
     for vectors in systems:
-        before = maps[-1] if maps else None
-        points = _tsne(vectors, before, seed)
-        maps.append(points if before is None else _fit(points, before))
-    every = np.concatenate(maps)
-    low, high = every.min(axis=0), every.max(axis=0)
+        previous = maps[-1] if maps else None
+        points = _compute_map(vectors, previous, seed)
+        maps.append(points if previous is None else _align(points, previous))
+    all_points = np.concatenate(maps)
+    low, high = all_points.min(axis=0), all_points.max(axis=0)
     width = float((high - low).max()) or 1.0
     return [(points - (low + high) / 2) / width + 0.5 for points in maps]
 
 
-def _tsne(vectors: Vectors, before: Places | None, seed: int) -> Places:
+def _compute_map(vectors: Vectors, previous: Places | None, seed: int) -> Places:
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
     n = len(vectors)
     if n < 4:
         return np.stack([np.arange(n, dtype=np.float64), np.zeros(n)], axis=1)
-    kept = min(_COMPONENTS, *vectors.shape)
-    if kept < 2:
-        vectors, kept = np.repeat(vectors, 2, axis=1), 2
-    with np.errstate(invalid="ignore"):  # of equal vectors no component explains a share
-        components = PCA(kept, random_state=seed).fit_transform(vectors)
-    # As its authors advise: small, so that far-apart points can still pass each other.
+    n_components = min(_COMPONENTS, *vectors.shape)
+    if n_components < 2:
+        vectors, n_components = np.repeat(vectors, 2, axis=1), 2
+    with np.errstate(invalid="ignore"):  # equal vectors have no variance to explain
+        components = PCA(n_components, random_state=seed).fit_transform(vectors)
+    # The initial map is small, as the authors of t-SNE advise, so that distant points can still
+    # pass each other.
     small = 1e-4 * components[:, :2] / (components[:, :2].std() or 1.0)
-    start = small if before is None else before
+    start = small if previous is None else previous
     reducer = TSNE(
         2,
         perplexity=min(_PERPLEXITY, (n - 1) / 3),
-        early_exaggeration=_EXAGGERATION if before is None else _NO_EXAGGERATION,
+        early_exaggeration=_EXAGGERATION if previous is None else _NO_EXAGGERATION,
         init=start.astype(np.float32),
         random_state=seed,
     )
     return np.asarray(reducer.fit_transform(components), dtype=np.float64)
 
 
-def _fit(points: Places, onto: Places) -> Places:
+def _align(points: Places, onto: Places) -> Places:
     """Rotate, mirror, move and scale a map so that its points are nearest to those of another.
 
-    The scale is that which makes them equally wide. The one with the least distances would shrink a
-    map the more, the less the two have in common.
+    The scale makes both maps equally wide. The scale with the smallest distances would shrink a map
+    the more, the less the two have in common.
     """
     from scipy.linalg import orthogonal_procrustes
 

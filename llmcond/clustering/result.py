@@ -1,4 +1,4 @@
-"""What clustering found, as programs read it."""
+"""The results of clustering."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from llmcond.clustering.describe import Cluster
 from llmcond.clustering.methods import NOISE, Labels
@@ -16,7 +18,7 @@ from llmcond.metrics import finite
 
 
 def without_condition(encoder: str) -> str:
-    """Return what an encoder's vectors of texts by themselves are called; a folder by its name."""
+    """Return the title of an encoder's vectors without a condition; a path is shortened."""
     return f"{Path(encoder).name}, no condition"
 
 
@@ -25,14 +27,24 @@ class Clustering(Displayed):
     """Clusters of texts under one condition.
 
     Attributes:
-        encoder: whose vectors were clustered.
-        condition: None: of the texts by themselves.
-        labels: (n,) the number of each text's cluster, -1: in none.
-        clusters: the largest first, what is in none last.
-        silhouette: the mean of the clusters', on at most 2,000 texts; None: undefined.
-        silhouettes: of every K that was tried, where K was chosen by them.
-        scores: beside known labels, where some were given.
-        guide: label -> how many labelled texts of the guide have it; None: there is no guide.
+        encoder: name of the encoder whose vectors were clustered.
+        condition: the condition; None: vectors of the texts without a condition.
+        labels: (n,) the number of each text's cluster; -1: in no cluster.
+        clusters: the clusters, the largest first; texts in no cluster come last.
+        silhouette: mean silhouette, on at most 2,000 texts; None: undefined.
+        silhouettes: mean silhouette of every candidate K, if K was chosen.
+        scores: agreement with known labels, if there are any.
+        guide: number of labelled texts of each label in the guide; None: there is no guide.
+
+    Example:
+        >>> import llmcond
+        >>> texts = ["A dog runs.", "Two dogs run.", "A cat sleeps.", "Three cats sleep."]
+        >>> result = llmcond.cluster(texts=texts, condition="the activity", clusters=2)
+        >>> clustering = result.clusterings[0]
+        >>> clustering.k, clustering.title
+        (2, 'the activity')
+        >>> clustering.labels.tolist()
+        [..., ..., ..., ...]
     """
 
     encoder: str
@@ -46,22 +58,27 @@ class Clustering(Displayed):
 
     @property
     def title(self) -> str:
-        """Return what tables and the page call it."""
+        """The heading of the clustering in tables and on the page."""
         condition = self.condition
         return without_condition(self.encoder) if condition is None else condition_text(condition)
 
     @property
     def k(self) -> int:
-        """Return how many clusters there are, less what is in none."""
-        return sum(one.cluster != NOISE for one in self.clusters)
+        """The number of clusters, without the texts that are in none."""
+        return sum(cluster.cluster != NOISE for cluster in self.clusters)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it, without the label of each text."""
+        """Convert the clustering to the dictionary that ``--json`` prints.
+
+        Returns:
+            The condition, the number of clusters and of texts in none, the clusters, silhouettes,
+            scores and guide; not the label of each text.
+        """
         return {
             **condition_json(self.condition),
             "k": self.k,
             "noise": int((self.labels == NOISE).sum()),
-            "clusters": [one.to_json() for one in self.clusters],
+            "clusters": [cluster.to_json() for cluster in self.clusters],
             "silhouette": finite(self.silhouette),
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
             "scores": None if self.scores is None else self.scores.to_json(),
@@ -71,13 +88,30 @@ class Clustering(Displayed):
 
 @dataclass(frozen=True)
 class ClusterResult(Displayed):
-    """Clusters of texts under each condition, and what made them.
+    """Clusters of texts under each condition, with the settings that they were computed with.
 
     Attributes:
-        out: the table that was written; None: there is none.
-        file: where the texts are from.
-        texts, distinct: how many, and how many of them differ.
-        clusterings: one for each condition.
+        out: the table that was written, or None.
+        report: the HTML page that was written, or None.
+        file: source of the texts.
+        texts: number of texts.
+        distinct: number of distinct texts.
+        encoder: name of the encoder.
+        prompt: name of the prompt.
+        head: name of the head.
+        method: ``kmeans`` or ``hdbscan``.
+        seed: random seed.
+        clusterings: the clustering under each condition.
+
+    Example:
+        >>> import llmcond
+        >>> texts = ["A dog runs.", "Two dogs run.", "A cat sleeps.", "Three cats sleep."]
+        >>> conditions = ["the animal", "the activity"]
+        >>> result = llmcond.cluster(texts=texts, condition=conditions, clusters=2)
+        >>> result.method, result.texts
+        ('kmeans', 4)
+        >>> [clustering.condition for clustering in result.clusterings]
+        ['the animal', 'the activity']
     """
 
     out: Path | None
@@ -93,22 +127,27 @@ class ClusterResult(Displayed):
     clusterings: Sequence[Clustering]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints; the labels of texts too, where no file has them."""
+        """Convert the result to the dictionary that ``--json`` prints.
+
+        Returns:
+            The attributes as JSON values. The label of each text is included if no table was
+            written.
+        """
         values = super().to_json()
         if self.out is None:
-            for one, own in zip(self.clusterings, values["clusterings"], strict=True):
-                own["labels"] = one.labels.tolist()
+            for clustering, record in zip(self.clusterings, values["clusterings"], strict=True):
+                record["labels"] = clustering.labels.tolist()
         return values
 
+    @override
     def _displayed(self) -> Mapping[str, Any]:
-        """Return the texts, the model and the clusters under each condition."""
-        made = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head", "out")}
+        facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head", "out")}
         clusters = {
-            f"clusters: {one.title}": [
-                {"cluster": own.cluster, "texts": own.size, "name": own.name, "typical": text}
-                for own in one.clusters
-                for text in own.typical[:1] or ("",)
+            f"clusters: {clustering.title}": [
+                {"cluster": c.cluster, "texts": c.size, "name": c.name, "typical": text}
+                for c in clustering.clusters
+                for text in c.typical[:1] or ("",)
             ]
-            for one in self.clusterings
+            for clustering in self.clusterings
         }
-        return made | clusters
+        return facts | clusters

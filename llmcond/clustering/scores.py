@@ -1,4 +1,4 @@
-"""How well clusters agree with labels that are known: V-measure and adjusted Rand index."""
+"""Agreement of clusters with known labels: V-measure and adjusted Rand index."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from llmcond.data.candidates import is_missing
 from llmcond.evaluation.paired import LEAST_PAIRS, LEVEL, ROUNDING
 from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json
 
-# Both metrics depend on sums over the counts of a contingency table, so that the figures without
-# each text in turn, which intervals rest on, need no loop over texts.
+# Both metrics depend only on sums over the counts of a contingency table. So the jackknife, which
+# needs the metric without each text in turn, works without a loop over texts.
 
 
 def _v_measure(n: int, cells: Floats, clusters: Floats, labels: Floats) -> Floats:
     """Return the V-measure of n texts from sums of x log x over cells, clusters and labels."""
-    both, of_clusters, of_labels = (np.log(n) - part / n for part in (cells, clusters, labels))
-    total = of_clusters + of_labels
-    value = np.divide(2 * (total - both), total, out=np.ones_like(total), where=total > ROUNDING)
+    joint, cluster_entropy, label_entropy = (
+        np.log(n) - total_log / n for total_log in (cells, clusters, labels)
+    )
+    total = cluster_entropy + label_entropy
+    value = np.divide(2 * (total - joint), total, out=np.ones_like(total), where=total > ROUNDING)
     return np.asarray(np.maximum(value, 0.0))
 
 
 def _rand(n: int, cells: Floats, clusters: Floats, labels: Floats) -> Floats:
     """Return the adjusted Rand index of n texts from sums of x (x - 1)."""
-    chance, most = clusters * labels / max(n * (n - 1), 1), (clusters + labels) / 2
-    room = most - chance
+    chance, upper = clusters * labels / max(n * (n - 1), 1), (clusters + labels) / 2
+    room = upper - chance
     return np.divide(cells - chance, room, out=np.ones_like(room), where=room > ROUNDING)
 
 
@@ -38,25 +40,23 @@ _Term = Callable[[Floats], Floats]
 _Figure = Callable[[int, Floats, Floats, Floats], Floats]
 
 
-def _agreement(term: _Term, figure: _Figure, counts: Floats) -> float:
-    """Return a metric of a contingency table."""
+def _compute_metric(term: _Term, figure: _Figure, counts: Floats) -> float:
+    """Compute a metric of a contingency table."""
     sides = counts, counts.sum(axis=1), counts.sum(axis=0)
-    return float(figure(int(counts.sum()), *(np.atleast_1d(term(one).sum()) for one in sides))[0])
+    return float(figure(int(counts.sum()), *(np.atleast_1d(term(side).sum()) for side in sides))[0])
 
 
-def _without_each(term: _Term, figure: _Figure, counts: Floats, cells: Indices) -> Floats:
-    """Return (n,) a metric without each of n texts, whose places in the table ``cells`` are."""
+def _leave_one_out(term: _Term, figure: _Figure, counts: Floats, cells: Indices) -> Floats:
+    """Compute (n,) a metric without each of n texts, whose positions in the table are ``cells``."""
     row, column = np.unravel_index(cells, counts.shape)
     sides = counts, counts.sum(axis=1), counts.sum(axis=0)
     each = counts[row, column], sides[1][row], sides[2][column]
-    sums = (
-        term(side).sum() - term(own) + term(own - 1) for side, own in zip(sides, each, strict=True)
-    )
+    sums = (term(side).sum() - term(x) + term(x - 1) for side, x in zip(sides, each, strict=True))
     return figure(len(cells) - 1, *sums)
 
 
 def _entropy_term(x: Floats) -> Floats:
-    """Return x log x, 0 of 0."""
+    """Return x log x, which is 0 at 0."""
     from scipy.special import xlogy
 
     return np.asarray(xlogy(x, x))
@@ -68,20 +68,20 @@ _PARTS: Mapping[str, tuple[_Term, _Figure]] = {
 }
 
 
-def _metric(name: str, label: str, least: float) -> Metric:
+def _make_metric(name: str, label: str, least: float) -> Metric:
     def function(clusters: Floats, labels: Floats, _: Indices) -> float:
-        return _agreement(*_PARTS[name], _table(clusters, labels)[0])
+        return _compute_metric(*_PARTS[name], _contingency_table(clusters, labels)[0])
 
     return Metric(name, function, label, least=least, most=1.0)
 
 
-METRICS = (_metric("v_measure", "V-measure", 0.0), _metric("ari", "ARI", -0.5))
+METRICS = (_make_metric("v_measure", "V-measure", 0.0), _make_metric("ari", "ARI", -0.5))
 
 
-def _table(clusters: Any, labels: Any) -> tuple[Floats, Indices]:
-    """Return (clusters, labels) how many texts each two share, and each text's place in there."""
+def _contingency_table(clusters: Any, labels: Any) -> tuple[Floats, Indices]:
+    """Return the contingency table, (clusters, labels), and the position of each text in it."""
     (names, rows), (classes, columns) = (
-        np.unique(one, return_inverse=True) for one in (clusters, labels)
+        np.unique(values, return_inverse=True) for values in (clusters, labels)
     )
     shape = len(names), len(classes)
     cells = np.asarray(rows * shape[1] + columns, dtype=np.int64)
@@ -90,14 +90,15 @@ def _table(clusters: Any, labels: Any) -> tuple[Floats, Indices]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """A metric of clusters, and what its interval is made of.
+class _MeasuredMetric:
+    """A metric of clusters, and the figures that its interval is computed from.
 
     Attributes:
-        corrected: the metric less what it would be by chance, which is more than 0 for the
+        value: the metric.
+        corrected: the metric without its expected value by chance, which is above 0 for the
             V-measure of few texts in many clusters.
-        influence: (n,) how much each text brings, by the jackknife.
-        astray: what one more text in a wrong cluster would cost: perhaps none was sampled.
+        influence: (n,) the influence of each text, by the jackknife.
+        astray: the loss from one more text in a wrong cluster, which the sample may lack by chance.
     """
 
     value: float
@@ -106,26 +107,26 @@ class _Measured:
     astray: float
 
     @classmethod
-    def of(cls, metric: Metric, clusters: Labels, labels: Indices) -> _Measured:
+    def of(cls, metric: Metric, clusters: Labels, labels: Indices) -> _MeasuredMetric:
         from sklearn.metrics import adjusted_mutual_info_score
 
-        parts, (counts, cells) = _PARTS[metric.name], _table(clusters, labels)
-        value = _agreement(*parts, counts)
-        # Adjusted mutual information is the V-measure with chance taken out of it.
+        parts, (counts, cells) = _PARTS[metric.name], _contingency_table(clusters, labels)
+        value = _compute_metric(*parts, counts)
+        # Adjusted mutual information is the V-measure corrected for chance.
         adjusts = metric.name == "v_measure"
         corrected = float(adjusted_mutual_info_score(labels, clusters)) if adjusts else value
-        influence = (len(labels) - 1) * (value - _without_each(*parts, counts, cells))
+        influence = (len(labels) - 1) * (value - _leave_one_out(*parts, counts, cells))
         moved = np.vstack([counts, np.zeros(counts.shape[1])])
         row, column = np.unravel_index(np.argmax(counts), counts.shape)
         moved[row, column] -= 1
         moved[(row + 1) % len(moved), column] += 1
-        return cls(value, corrected, influence, abs(value - _agreement(*parts, moved)))
+        return cls(value, corrected, influence, abs(value - _compute_metric(*parts, moved)))
 
-    def minus(self, other: _Measured) -> _Measured:
-        """Return the difference to other clusters of the same texts; exactly 0 of equal ones."""
+    def minus(self, other: _MeasuredMetric) -> _MeasuredMetric:
+        """Return the difference to other clusters of the same texts; 0 for equal clusters."""
         influence = self.influence - other.influence
         is_equal = np.abs(influence).max() < ROUNDING
-        return _Measured(
+        return _MeasuredMetric(
             self.value - other.value,
             self.corrected - other.corrected,
             influence,
@@ -133,7 +134,7 @@ class _Measured:
         )
 
     def estimate(self, least: float, most: float) -> Estimate:
-        """Return the figure with its 95 % interval, from ``least`` to ``most`` at the outside."""
+        """Return the metric with its 95 % interval, clipped to ``least`` and ``most``."""
         n = len(self.influence)
         if not self.astray and not self.influence.any():
             return Estimate(self.value, self.value, self.value)
@@ -149,16 +150,17 @@ class _Measured:
 
 @dataclass(frozen=True)
 class Scores:
-    """Clusters beside known labels.
+    """Agreement of clusters with known labels.
 
     Attributes:
-        column: where the labels are.
-        n: texts that have one.
-        classes: different labels.
-        own: metric -> the figure of the clusters, with a 95 % interval over texts.
-        base_name: whose vectors the clusters are compared with, such as ``minilm, no condition``.
-        base: the same of clusters of those vectors, by the same method and as many.
-        difference: metric -> own minus base, on the same texts.
+        column: column of the labels.
+        n: number of texts that have a label.
+        classes: number of distinct labels.
+        own: for each metric, its value for the clusters, with a 95 % interval over texts.
+        base_name: title of the vectors to compare with, such as ``minilm, no condition``.
+        base: the metrics for clusters of those vectors, found by the same method with the same
+            number of clusters.
+        difference: for each metric, own minus base, on the same texts.
     """
 
     column: str
@@ -170,7 +172,7 @@ class Scores:
     difference: Mapping[str, Estimate]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it."""
+        """Return the scores as ``--json`` prints them."""
         values: dict[str, Any] = {"column": self.column, "n": self.n, "classes": self.classes}
         values["base"] = self.base_name
         kinds = {"": self.own, "base_": self.base, "minus_base_": self.difference}
@@ -182,29 +184,32 @@ class Scores:
 def score(
     clusters: Labels, base: Labels, labels: Sequence[Any], column: str, base_name: str
 ) -> Scores:
-    """Compare two clusterings of n texts with known labels; texts in no cluster count as one.
+    """Compare two clusterings of n texts with known labels.
 
-    Intervals are Student's, with the jackknife's standard error, to which one more text in a wrong
-    cluster is added. Those of the V-measure reach down to the figure without chance.
+    Texts in no cluster count as one cluster. Intervals are Student's t intervals with the
+    jackknife's standard error, to which the loss from one more text in a wrong cluster is added.
+    Intervals of the V-measure extend to the value corrected for chance.
 
     Args:
-        clusters: (n,) under a condition.
-        base: (n,) of the vectors that it is compared with.
-        labels: (n,) known ones; texts without a label (None, NaN) are left out.
-        column: where those are.
-        base_name: what the vectors that it is compared with are called.
+        clusters: (n,) cluster numbers under a condition.
+        base: (n,) cluster numbers of the vectors to compare with.
+        labels: (n,) known labels; texts without a label (None, NaN) are ignored.
+        column: column of the labels.
+        base_name: title of the vectors to compare with.
     """
-    known = np.array([not is_missing(label) for label in labels])
+    has_label = np.array([not is_missing(label) for label in labels])
     classes, truth = np.unique(
         np.array([str(label) for label in labels if not is_missing(label)]), return_inverse=True
     )
-    own, other, difference = {}, {}, {}
+    estimates, base_estimates, difference = {}, {}, {}
     for metric in METRICS:
         first, second = (
-            _Measured.of(metric, labelled[known], truth) for labelled in (clusters, base)
+            _MeasuredMetric.of(metric, assigned[has_label], truth) for assigned in (clusters, base)
         )
-        own[metric.name] = first.estimate(metric.least, metric.most)
-        other[metric.name] = second.estimate(metric.least, metric.most)
+        estimates[metric.name] = first.estimate(metric.least, metric.most)
+        base_estimates[metric.name] = second.estimate(metric.least, metric.most)
         width = metric.most - metric.least
         difference[metric.name] = first.minus(second).estimate(-width, width)
-    return Scores(column, len(truth), len(classes), own, base_name, other, difference)
+    return Scores(
+        column, len(truth), len(classes), estimates, base_name, base_estimates, difference
+    )

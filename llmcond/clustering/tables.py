@@ -1,4 +1,4 @@
-"""Clusters as tables for people."""
+"""Clusters as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -11,69 +11,69 @@ from llmcond.clustering.scores import METRICS, Scores
 from llmcond.report.format import INTERVALS, estimate_text, factors_text, range_text
 from llmcond.report.terminal import add_figures, plain, show
 
-#: Clusters of a condition that are shown, and characters of a typical text; ``--json`` has all.
-_SHOWN, _CHARACTERS = 20, 80
+#: Maximal number of clusters in a table and of characters of a typical text; ``--json`` has all.
+_MAX_CLUSTERS, _MAX_CHARACTERS = 20, 80
 
 
 def show_clusters(result: ClusterResult, form: str = "table") -> None:
-    """Print the clusters under each condition, and how they agree with known labels."""
-    for one in result.clusterings:
-        show(_clusters(one), form)
-    scored = [(one.title, one.scores) for one in result.clusterings if one.scores is not None]
+    """Print the clusters under each condition, and their agreement with known labels."""
+    for clustering in result.clusterings:
+        show(_cluster_table(clustering), form)
+    scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     if scored:
-        show(_scores(scored, starts_text(result)), form)
+        show(_score_table(scored, starts_text(result)), form)
 
 
-def _clusters(found: Clustering) -> Table:
-    shown = found.clusters[:_SHOWN]
-    n = len(found.clusters)
-    cut = f", {len(shown)} of {n} shown" if len(shown) < n else ""
-    title = plain(f"{found.title}: {found.k} clusters{cut}")
+def _cluster_table(clustering: Clustering) -> Table:
+    shown = clustering.clusters[:_MAX_CLUSTERS]
+    n = len(clustering.clusters)
+    note = f", the {len(shown)} largest of {n} shown" if len(shown) < n else ""
+    title = plain(f"{clustering.title}: {clustering.k} clusters{note}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     add_figures(table, "cluster", "texts")
     table.add_column("name", overflow="fold")
     table.add_column("a typical text", overflow="fold")
-    for one in shown:
-        number = "none" if one.cluster == NOISE else str(one.cluster)
-        text = " ".join(next(iter(one.typical), "").split())
-        text = text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}…"
-        table.add_row(number, f"{one.size:,}", plain(one.name), plain(text))
+    for cluster in shown:
+        number = "none" if cluster.cluster == NOISE else str(cluster.cluster)
+        text = " ".join(next(iter(cluster.typical), "").split())
+        text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+        table.add_row(number, f"{cluster.size:,}", plain(cluster.name), plain(text))
     return table
 
 
-def _scores(found: list[tuple[str, Scores]], starts: str) -> Table:
+def _score_table(scored: list[tuple[str, Scores]], starts: str) -> Table:
     intervals = INTERVALS.format(groups="texts").replace(" and, of several fits, seeds", "")
-    title = f"Clusters beside known labels. {factors_text(METRICS)}{intervals}{starts}"
+    title = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("condition", "labels"):
         table.add_column(heading, overflow="fold")
-    add_figures(table, "texts", *headings(found[0][1].base_name))
-    for name, scores in found:
+    add_figures(table, "texts", *headings(scored[0][1].base_name))
+    for name, scores in scored:
         table.add_row(plain(name), plain(scores.column), f"{scores.n:,}", *figures(scores))
     return table
 
 
 def headings(base_name: str) -> list[str]:
-    """Return the headings of what :func:`figures` gives, beside vectors of this name."""
+    """Return the headings of the columns of ``figures``, for base vectors of this name."""
     return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
 
 
 def starts_text(result: ClusterResult) -> str:
-    """Return what a title says of the starts that figures of K-means depend on."""
+    """Return a note for titles on the random starts that K-means depends on."""
     if result.method != "kmeans":
         return ""
-    return f" K-means, best of {STARTS} starts, seed {result.seed}; other seeds give other figures."
+    return f" K-means: best of {STARTS} starts, seed {result.seed}; other seeds change the results."
 
 
 def figures(scores: Scores) -> list[str]:
-    """Return each metric of clusters, of those of the base's vectors, and their difference."""
+    """Return each metric of the clusters, of the base's clusters, and the difference."""
     texts = []
     for metric in METRICS:
-        found = scores.difference[metric.name]
-        between = range_text(metric, found.low, found.high, signed=True)
+        difference = scores.difference[metric.name]
+        interval = range_text(metric, difference.low, difference.high, signed=True)
         texts += [
             estimate_text(metric, scores.own[metric.name]),
             estimate_text(metric, scores.base[metric.name]),
-            metric.show(found.value, signed=True) + (f" ({between})" if between else ""),
+            metric.show(difference.value, signed=True) + (f" ({interval})" if interval else ""),
         ]
     return texts

@@ -1,1 +1,1 @@
-"""Extraction on several machines."""
+"""Extraction on several cores or machines, with Ray."""

@@ -1,8 +1,8 @@
-"""Extraction by actors of Ray: they encode and write, this process commits.
+"""Extraction with Ray actors: they encode and write fragments, and this process commits them.
 
-What actors write becomes part of the store when this process says so: only keys and the metadata
-of files travel to it. So nothing that is lost with an actor was ever seen, and what this process
-loses when it is killed is written again by the next extraction.
+Fragments become part of the store only when this process commits them, and only keys and metadata
+of fragments are sent to it. So whatever is lost with an actor was never visible in the store, and
+uncommitted work of a killed process is repeated by the next extraction.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ from llmcond.system import compute_on_one_thread
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
 
-#: Committed after so many fragments, or seconds.
-_FRAGMENTS, _SECONDS = 16, 10.0
-#: An actor gets parts for so many seconds at a time, and no more than so many parts: a fragment
-#: has up to 65,536 rows, or half of that from a GPU.
-_ITEM_SECONDS, _MOST_PARTS = 10.0, 64
+#: A commit takes place after this number of fragments, or of seconds.
+_COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10.0
+#: An actor gets parts for about this number of seconds at a time, and at most this number of parts:
+#: a fragment has up to 65,536 rows, or half of that from a GPU.
+_ITEM_SECONDS, _MAX_PARTS = 10.0, 64
 
 
 @dataclass(frozen=True)
 class EncoderOf:
-    """What actors make their encoder and their side of the store of.
+    """Everything that an actor needs to create its encoder and its side of the store.
 
     Attributes:
-        model: found in the same way on every machine.
-        options: all that decides vectors, and the device.
-        fingerprint: that its encoder must have.
-        root: the store's, without what tells encoders apart: a folder, or a URI.
+        model: name or path that finds the model on every machine.
+        options: all settings that affect vectors, and the device.
+        fingerprint: expected fingerprint of the encoder.
+        root: root of the store, without the encoder's own folder: a folder or a URI.
+        dtype: data type of the stored vectors.
     """
 
     model: str
@@ -65,13 +66,13 @@ class EncoderOf:
 
 
 class Written(NamedTuple):
-    """What an actor did with some parts.
+    """The result of an actor for some parts.
 
     Attributes:
-        fragment: of the rows that could be encoded; None: there were none.
-        done: inputs that it is done with; nothing is added to the store yet.
-        cpu_seconds: of all threads of the actor.
-        failed: the first input that has no vector, and why.
+        fragment: fragment of the rows that could be encoded; None: there were none.
+        done: counts of the inputs that are finished; nothing has been added to the store yet.
+        cpu_seconds: CPU time of all threads of the actor.
+        failed: the first input without a vector, with the reason.
     """
 
     fragment: Fragment | None
@@ -81,127 +82,127 @@ class Written(NamedTuple):
 
 
 class FragmentWriter:
-    """An actor's encoder, which writes what it encodes beside a store."""
+    """An actor's encoder, which writes fragments that do not belong to the store yet."""
 
-    def __init__(self, made_of: EncoderOf) -> None:
+    def __init__(self, spec: EncoderOf) -> None:
         """Load the encoder.
 
         Raises:
-            UserError: it is not there, or another one.
+            UserError: if this machine does not have the encoder, or has another version of it.
         """
         from llmcond.encoders.encoder import Encoder
         from llmcond.encoders.threads import WorkerThreads
 
-        if made_of.options.device == "cpu":
+        if spec.options.device == "cpu":
             compute_on_one_thread()
-        resolved = resolve(made_of.model, made_of.options)
-        if resolved.identity.fingerprint != made_of.fingerprint:
+        resolved = resolve(spec.model, spec.options)
+        if resolved.identity.fingerprint != spec.fingerprint:
             import socket
 
             raise UserError(
-                f"{made_of.model} is another encoder on {socket.gethostname()} (fingerprint "
-                f"{resolved.identity.fingerprint}, expected {made_of.fingerprint}). Let every "
-                "machine have the same files and versions."
+                f"{spec.model} is a different encoder on {socket.gethostname()} (fingerprint "
+                f"{resolved.identity.fingerprint}, expected {spec.fingerprint}). Install the "
+                "same files and versions on every machine."
             )
         encoder = Encoder(resolved)
         self._encode = PartEncoder(encoder).encode
         self._threads = WorkerThreads(encoder.concurrency)
-        self._store = FeatureStore(made_of.root, resolved.identity, made_of.dtype, only_write=True)
+        self._store = FeatureStore(spec.root, resolved.identity, spec.dtype, only_write=True)
 
     def work(self, item: list[Part]) -> Written:
-        """Encode parts, and write what is finite in the store's type into one fragment.
+        """Encode parts, and write vectors that are finite in the store's type to one fragment.
 
-        Parts behind an input that the encoder cannot take are left out.
+        Parts after an input that cannot be encoded are skipped.
 
         Raises:
-            LlmcondError: the encoder fails.
-            DiskFullError: no room.
+            LlmcondError: if the encoder fails.
+            DiskFullError: if there is not enough space.
         """
         from llmcond.encoders.encoder import Encoded
 
-        began, cpu = time.monotonic(), time.process_time()
+        start_time, start_cpu = time.monotonic(), time.process_time()
         parts: list[Encoded] = []
         inputs: list[EncoderInput] = []
         failed: InputError | None = None
         try:
-            for part, one in zip(item, self._threads.map(self._encode, item), strict=True):
-                parts.append(one)
+            for part, vectors in zip(item, self._threads.map(self._encode, item), strict=True):
+                parts.append(vectors)
                 inputs += part.inputs
         except InputError as error:
             failed = error
         fragment = None
         if parts:
             encoded = Encoded(
-                np.concatenate([one.vectors for one in parts]),
-                np.concatenate([one.n_tokens for one in parts]),
-                np.concatenate([one.truncated for one in parts]),
+                np.concatenate([part.vectors for part in parts]),
+                np.concatenate([part.n_tokens for part in parts]),
+                np.concatenate([part.truncated for part in parts]),
             )
             finite = np.isfinite(self._store.cast(encoded.vectors)).all(axis=1)
             good = np.flatnonzero(finite).tolist()
             if good:
-                own = [inputs[i] for i in good]
-                fragment = self._store.write_fragment(own, encoded.take(good))
+                good_inputs = [inputs[i] for i in good]
+                fragment = self._store.write_fragment(good_inputs, encoded.take(good))
             if len(good) < len(inputs):
                 failed = not_finite(inputs[int(np.argmin(finite))], self._store.dtype)
-        characters = sum(one.size for one in inputs)
-        n_tokens = sum(int(one.n_tokens.sum()) for one in parts)
-        done = Committed(len(inputs), 0, characters, n_tokens, time.monotonic() - began)
-        why = None if failed is None else (failed.item, str(failed))
-        return Written(fragment, done, time.process_time() - cpu, why)
+        characters = sum(text.size for text in inputs)
+        n_tokens = sum(int(part.n_tokens.sum()) for part in parts)
+        done = Committed(len(inputs), 0, characters, n_tokens, time.monotonic() - start_time)
+        failure = None if failed is None else (failed.item, str(failed))
+        return Written(fragment, done, time.process_time() - start_cpu, failure)
 
 
 class RayExecution(ExitStack):
-    """Carries plans out by actors, which start with the first one that lacks something.
+    """Executes extraction plans with actors, which start with the first plan that lacks vectors.
 
-    To be called as ``execute`` of :func:`llmcond.features.extract.extract`, within a ``with`` block
+    It is passed as ``execute`` to ``llmcond.features.extract.extract``, within a ``with`` block
     that ends the actors.
 
     Attributes:
-        cpu_seconds: that actors have encoded and written for.
+        cpu_seconds: CPU time in which actors have encoded and written.
     """
 
-    #: What actors hold, made of an :class:`EncoderOf`.
+    #: Creates an actor's worker from an ``EncoderOf``.
     worker: Callable[[EncoderOf], Any] = FragmentWriter
 
-    def __init__(self, cluster: Cluster, made_of: EncoderOf) -> None:
+    def __init__(self, cluster: Cluster, spec: EncoderOf) -> None:
         super().__init__()
-        self._cluster, self._made_of = cluster, made_of
+        self._cluster, self._spec = cluster, spec
         self.cpu_seconds = 0.0
 
     @cached_property
     def _pool(self) -> Pool[list[Part], Written]:
-        began = time.monotonic()
-        made = actors(self._cluster, self.worker, self._made_of)
-        pool: Pool[list[Part], Written] = self.enter_context(made)
+        start_time = time.monotonic()
+        manager = actors(self._cluster, self.worker, self._spec)
+        pool: Pool[list[Part], Written] = self.enter_context(manager)
         where = "this machine" if self._cluster.address is None else "the cluster"
-        took = time.monotonic() - began
-        log.info(f"Ray on {where}: {pool.size} actors, connected in {took:.1f} s")
+        seconds = time.monotonic() - start_time
+        log.info(f"Ray on {where}: {pool.size} actors, connected in {seconds:.1f} s")
         return pool
 
     def __call__(self, plan: Plan, progress: Progress | None, begun: Callable[[], None]) -> Tally:
         """Encode and store everything that a plan lacks.
 
         Raises:
-            InputError: the encoder cannot take one, or gave NaN or infinity for it; all good ones
-                that were done are stored.
-            LlmcondError: as of :meth:`Pool.map` and :meth:`FragmentWriter.work`.
+            InputError: if an input cannot be encoded, or its vector has NaN or infinity. All
+                vectors that were finished before are stored.
+            LlmcondError: for the reasons of ``Pool.map`` and ``FragmentWriter.work``.
         """
-        parts_of = _parts_of_a_chunk(self._cluster)
-        parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_of))
-        first, tally, count = next(parts, None), Tally(progress), 1
+        parts_per_chunk = _parts_per_chunk(self._cluster)
+        parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_per_chunk))
+        first, tally, parts_per_item = next(parts, None), Tally(progress), 1
         if first is None:
             return tally
         pool = self._pool
         begun()
 
         def items() -> Iterator[list[Part]]:
-            left = chain([first], parts)
-            while item := list(islice(left, count)):
+            remaining = chain([first], parts)
+            while item := list(islice(remaining, parts_per_item)):
                 yield item
 
         with plan.store.writing(), _Committer(plan.store) as committer:
             for item, written in pool.map(items()):
-                count = _parts_in(written.done.seconds, len(item))
+                parts_per_item = _parts_per_item(written.done.seconds, len(item))
                 committer.add(written)
                 self.cpu_seconds += written.cpu_seconds
                 tally.add(written.done, at_once=pool.size)
@@ -214,30 +215,33 @@ class RayExecution(ExitStack):
 def fragments_and_commits(
     rows: int, seconds: float, cluster: Cluster, count: int
 ) -> tuple[int, int]:
-    """Return how many fragments and commits there are about, by so many actors in so many seconds.
+    """Estimate the numbers of fragments and commits of ``count`` actors within some seconds.
 
     Small fragments are merged afterwards.
     """
-    parts = math.ceil(rows * _parts_of_a_chunk(cluster) / CHUNK)
-    first = min(parts, 2 * count)  # of a part each, as nobody knows yet how long they take
-    later = (parts - first) / _parts_in(seconds * count, max(parts, 1))
+    parts = math.ceil(rows * _parts_per_chunk(cluster) / CHUNK)
+    first = min(parts, 2 * count)  # one part each, because the speed is not known yet
+    later = (parts - first) / _parts_per_item(seconds * count, max(parts, 1))
     fragments = first + math.ceil(later)
-    commits = max(math.ceil(fragments / _FRAGMENTS), min(fragments, int(seconds / _SECONDS)))
+    commits = max(
+        math.ceil(fragments / _COMMIT_FRAGMENTS), min(fragments, int(seconds / _COMMIT_SECONDS))
+    )
     return fragments, commits
 
 
-def _parts_of_a_chunk(cluster: Cluster) -> int:
-    """Return into how many parts a chunk is cut, as an encoder's threads would."""
-    return 2 if cluster.gpus_per_actor else 1  # on a GPU one prepares what the other computes
+def _parts_per_chunk(cluster: Cluster) -> int:
+    """Return the number of parts that a chunk is split into, as an encoder's threads would."""
+    # On a GPU, one thread prepares a part while the other computes.
+    return 2 if cluster.gpus_per_actor else 1
 
 
-def _parts_in(seconds: float, count: int) -> int:
-    """Return how many parts an item has, where so many took so long."""
-    return max(1, min(_MOST_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
+def _parts_per_item(seconds: float, count: int) -> int:
+    """Return how many parts an item should have, if ``count`` parts took some seconds."""
+    return max(1, min(_MAX_PARTS, int(_ITEM_SECONDS * count / max(seconds, 1e-3))))
 
 
 class _Committer:
-    """Adds fragments to a store, several in one commit; all that came when its block ends."""
+    """Adds fragments to a store, several per commit; the rest when its block ends."""
 
     def __init__(self, store: FeatureStore) -> None:
         self._store, self._waiting = store, list[Fragment]()
@@ -253,8 +257,8 @@ class _Committer:
     def add(self, written: Written) -> None:
         if written.fragment is not None:
             self._waiting.append(written.fragment)
-        late = time.monotonic() - self._since > _SECONDS
-        if len(self._waiting) >= _FRAGMENTS or (self._waiting and late):
+        late = time.monotonic() - self._since > _COMMIT_SECONDS
+        if len(self._waiting) >= _COMMIT_FRAGMENTS or (self._waiting and late):
             self._commit()
 
     def _commit(self) -> None:
@@ -267,12 +271,12 @@ class _Committer:
 def ray_execution(
     cluster: Cluster, model: str, resolved: ResolvedEncoder, store: FeatureStore
 ) -> RayExecution:
-    """Return what encodes by actors with a resolved encoder, into a store of its vectors.
+    """Return an executor that encodes with actors, into a store of the resolved encoder's vectors.
 
     ``model`` finds the encoder on every machine.
     """
     device = "cuda" if cluster.gpus_per_actor else "cpu"
-    # What is left open is decided here, not by each machine.
+    # Automatic settings are resolved in this process, so that they are equal on every machine.
     options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
     fingerprint = resolved.identity.fingerprint
     return RayExecution(cluster, EncoderOf(model, options, fingerprint, store.root, store.dtype))

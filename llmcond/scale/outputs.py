@@ -1,7 +1,7 @@
-"""Embeddings of texts that do not fit in memory, written unit by unit: Parquet files or Lance.
+"""Outputs for embeddings of texts that do not fit in memory: Parquet files or a Lance dataset.
 
-A unit is there completely or not at all, in the order of the source. What a killed call left of
-others is removed by the next one.
+Embeddings are written in work units, in the order of the source. A work unit exists either
+completely or not at all. Leftovers of a killed process are removed by the next one.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ from llmcond.files import check_room, replacing, write_json
 from llmcond.lance_io import PreemptedError, Target, clean, newest
 from llmcond.object_stores import failure, is_remote, lance_options, open_filesystem
 
-#: What made the rows, beside them.
+#: File with the settings that the embeddings were made with, in the same folder.
 RECORD = "_llmcond.json"
 VECTOR = "embedding"
 _LOCK = "_llmcond.lock"
-#: Key of a Parquet file's metadata: which rows of the source it has.
-_UNIT = b"llmcond.rows"
+#: Key of a Parquet file's metadata that names the rows of the source in the file.
+_ROWS_KEY = b"llmcond.rows"
 _FILE = re.compile(r"part-\d{6}\.parquet")
-#: What a kill leaves of a file that was being written.
-_LEFT = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
-#: Files that are opened at a time: an object store answers late, and many at once.
-_AT_ONCE = 8
-#: Fragments that are committed together, and how long one waits for others.
+#: Names of temporary files that a killed process leaves.
+_LEFTOVER = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
+#: Number of files that are opened at a time: an object store has a high latency, but serves many
+#: requests at once.
+_OPEN_THREADS = 8
+#: Number of fragments per commit, and how many seconds a fragment waits for others.
 _COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10
-#: How many commits old versions stay.
-_TIDY_COMMITS = 64
+#: Old versions are removed after this number of commits.
+_CLEANUP_COMMITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Rows that are embedded and written together.
+    """A work unit: rows that are embedded and written together.
 
     Attributes:
-        number: in the order of the source, from 0.
-        part: of the source.
-        start, stop: which rows of that part.
-        first: rows of the whole source before it.
+        number: index of the unit in the order of the source, from 0.
+        part: the part of the source, such as a file.
+        start: first row of the unit in that part.
+        stop: row after the last one in that part.
+        first: number of rows of the whole source before the unit.
     """
 
     number: int
@@ -63,17 +65,17 @@ class Unit:
 
     @property
     def rows(self) -> int:
-        """Return how many there are."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 class Output(ABC):
-    """Where units are written. Make one with :func:`open_output`.
+    """The output for work units; ``open_output`` creates one.
 
     Attributes:
-        name: as the user gave it.
-        uri: as any process finds it, a path from the root on this machine.
-        dim: of the embeddings that :meth:`done` found, 0 if there are none.
+        name: the output as the user named it.
+        uri: the output as any process can find it; on this machine an absolute path.
+        dim: dimension of the embeddings that ``done`` has found; 0 if there are none.
     """
 
     dim = 0
@@ -82,81 +84,83 @@ class Output(ABC):
         self.name = name
         self._remote = is_remote(name)
         self._filesystem, self._root = open_filesystem(name, patient=patient)
-        # Also since Lance sees the name of a storage service in a relative one with a colon.
+        # The path is absolute, also because Lance takes a relative path with a colon for a store
+        # URI.
         self.uri = name if self._remote else self._root
 
     @property
     def _folder(self) -> Path:
         return Path(self._root)
 
-    # -- what made it --------------------------------------------------------------------------
+    # -- the record ----------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any] | None:
-        """Return what was recorded of what makes the units; None where nothing was begun.
+        """Read the settings of the embeddings; None if there are no embeddings yet.
 
         Raises:
-            UserError: something else is there.
+            UserError: if the output holds something else.
         """
-        found = None
-        with self._failing():
+        record = None
+        with self._convert_errors():
             try:
                 with self._open(RECORD) as stream:
-                    found = json.loads(stream.read())
+                    record = json.loads(stream.read())
             except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
                 return None
             except (ValueError, RecursionError):
                 pass
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.")
-        return found
+        return record
 
     def _check_vacant(self) -> None:
         info = self._filesystem.get_file_info(self._root)
         if info.type == fs.FileType.File:
             raise UserError(f"{self.name} is a file; name a folder.")
-        if any(not (name.endswith(_LOCK) or _LEFT.fullmatch(name)) for name in self._names()):
+        if any(not (name.endswith(_LOCK) or _LEFTOVER.fullmatch(name)) for name in self._names()):
             raise UserError(
-                f"{self.name} holds other files, which are no embeddings that were begun by "
-                "llmcond embed. Name a new or an empty folder."
+                f"{self.name} holds other files, which llmcond embed has not written. Name a new "
+                "or an empty folder."
             )
 
     def _open(self, name: str) -> Any:
-        """Open a file of the folder to read.
+        """Open a file of the folder for reading.
 
         Raises:
-            ValueError: a pipe, a device or a folder, of which some would never end.
+            ValueError: if it is not a regular file; reading a pipe or device might never end.
         """
         path = self._folder / name
         if not self._remote and path.exists() and not path.is_file():
-            raise ValueError(f"{name} is no file")
+            raise ValueError(f"{name} is not a regular file")
         return self._filesystem.open_input_file(f"{self._root}/{name}")
 
     def _names(self) -> list[str]:
-        """Return what lies in the folder."""
+        """List the file names in the folder."""
         selector = fs.FileSelector(self._root, allow_not_found=True)
         return [info.base_name for info in self._filesystem.get_file_info(selector)]
 
     def write_record(self, record: Mapping[str, Any]) -> None:
-        """Record what makes the units."""
+        """Write the settings that the embeddings are made with."""
         if not self._remote:
             write_json(self._folder / RECORD, record)
             return
-        with self._failing():
-            self._put(RECORD, json.dumps(record).encode())
+        with self._convert_errors():
+            self._write_object(RECORD, json.dumps(record).encode())
 
-    def _put(self, name: str, content: Any) -> None:
-        # Closed only after all was written: that is what makes an object, out of a part as well.
+    def _write_object(self, name: str, content: Any) -> None:
+        # Closing the stream creates the object, even from partial content. So the stream is only
+        # closed once everything has been written.
         stream = self._filesystem.open_output_stream(f"{self._root}/{name}")
         stream.write(content)
         stream.close()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Be the one that writes, for the block; what killed ones left is removed.
+        """Hold the write lock during the block, after removing leftovers of killed processes.
 
         Raises:
-            UserError: another process writes there.
+            UserError: if another process is writing to the output.
         """
         if self._remote:
             self._filesystem, _ = open_filesystem(self.name, patient=True)
@@ -168,13 +172,13 @@ class Output(ABC):
             lock.acquire(blocking=False)
         except Timeout as error:
             raise UserError(
-                f"another llmcond embed writes into {self.name}. Wait for it, or name another "
-                "--out."
+                f"another llmcond embed is writing to {self.name}. Wait until it has finished, or "
+                "name another --out."
             ) from error
         except OSError as error:
             raise UserError(f"{self.name} cannot be written: {error.strerror or error}.") from error
         try:
-            with self._failing():
+            with self._convert_errors():
                 self._remove_leftovers()
             yield
         finally:
@@ -184,31 +188,31 @@ class Output(ABC):
 
     @abstractmethod
     def done(self, units: Sequence[Unit]) -> set[int]:
-        """Return the numbers of the units that are there.
+        """Return the numbers of the units that have been written.
 
         Raises:
-            UserError: what is there was changed by others, or is damaged.
+            UserError: if the existing output was modified by another program, or is damaged.
         """
 
     @abstractmethod
     def write(self, unit: Unit, rows: pa.Table) -> str:
-        """Write a unit, in whatever process; return what :meth:`add` is to be told.
+        """Write a unit, in any process; return the argument ``written`` of ``add``.
 
         Raises:
-            DiskFullError: no room; what was written before is kept.
+            DiskFullError: if there is not enough space; earlier units remain.
         """
 
     @abstractmethod
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
-        """Let a unit that was written belong to the rest, now or soon; in one process alone."""
+        """Add a written unit to the output, now or soon; only one process may call this."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Let all units that were added belong to the rest."""
+        """Complete the output with all units that were added."""
 
     def _remove_leftovers(self) -> None:
         if not self._remote:
-            for name in filter(_LEFT.fullmatch, self._names()):
+            for name in filter(_LEFTOVER.fullmatch, self._names()):
                 (self._folder / name).unlink(missing_ok=True)
 
     def _check_room(self, size: int) -> None:
@@ -216,105 +220,107 @@ class Output(ABC):
             check_room(self._folder, size)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Tell what fails as our own errors."""
+    def _convert_errors(self) -> Iterator[None]:
+        """Convert errors of files and stores to errors of this package."""
         try:
             yield
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise_disk_error(error, self.name, "what is there is kept")
-            # Not from the error: what a server writes of keys and signatures is told to nobody.
+            raise_disk_error(error, self.name, "finished rows are kept")
+            # The original error is not chained: a server's message may hold keys and signatures.
             raise LlmcondError(
                 f"{self.name} cannot be written or read: {failure(self.name, error)}"
             ) from None
 
 
 def open_output(name: str, *, patient: bool = False) -> Output:
-    """Return where units are written: a Lance dataset, or a folder of Parquet files.
+    """Open an output: a Lance dataset if the name ends with ``.lance``, else Parquet files.
 
-    ``patient``: see :func:`open_filesystem`.
+    Args:
+        name: a folder, a path that ends with ``.lance``, or a store URI.
+        patient: as in ``open_filesystem``.
 
     Raises:
-        UserError: a URI that cannot be opened.
+        UserError: if the URI cannot be opened.
     """
-    made = LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput
-    return made(name, patient)
+    output_class = LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput
+    return output_class(name, patient)
 
 
 class ParquetOutput(Output):
-    """A Parquet file for each unit, in a folder: in the order of their names that of the source."""
+    """A folder with a Parquet file for each unit; the order of file names is that of the source."""
 
     def done(self, units: Sequence[Unit]) -> set[int]:
-        """Return the numbers of the units whose files are there, with as many rows as they have."""
-        with self._failing():
-            there = sorted(name for name in self._names() if name.endswith(".parquet"))
-        named = {_file(unit): unit for unit in units}
-        others = [name for name in there if name not in named]
+        """Return the numbers of the units whose files exist and have the expected rows."""
+        with self._convert_errors():
+            existing = sorted(name for name in self._names() if name.endswith(".parquet"))
+        units_by_name = {_file_name(unit): unit for unit in units}
+        others = [name for name in existing if name not in units_by_name]
         if others:
             raise UserError(
-                f"{self.name} holds {others[0]}, which is not of these embeddings. Remove it, or "
-                "name another --out."
+                f"{self.name} holds {others[0]}, which does not belong to these embeddings. "
+                "Remove it, or name another --out."
             )
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            units_there = [named[name] for name in there]
-            schemas = set(threads.map(self._schema, there, units_there))
+        with ThreadPoolExecutor(_OPEN_THREADS) as threads:
+            existing_units = [units_by_name[name] for name in existing]
+            schemas = set(threads.map(self._read_schema, existing, existing_units))
         if len(schemas) > 1:
             raise UserError(
-                f"{self.name} holds files of several dimensions or columns; name another --out."
+                f"{self.name} holds files with different dimensions or columns; name another --out."
             )
         for schema in schemas:
             self.dim = int(schema.field(VECTOR).type.list_size)
-        return {named[name].number for name in there}
+        return {units_by_name[name].number for name in existing}
 
-    def _schema(self, name: str, unit: Unit) -> pa.Schema:
-        """Return the columns of a unit's file, which has the rows of the unit."""
+    def _read_schema(self, name: str, unit: Unit) -> pa.Schema:
+        """Return the schema of a unit's file, after checking that the file has the unit's rows."""
         try:
             with self._open(name) as stream, pq.ParquetFile(stream) as file:
                 rows, schema = file.metadata.num_rows, file.schema_arrow
-                known = (schema.metadata or {}).get(_UNIT, _rows_of(unit))
-                damaged = (rows, known) != (unit.rows, _rows_of(unit))
+                recorded_rows = (schema.metadata or {}).get(_ROWS_KEY, _rows_value(unit))
+                damaged = (rows, recorded_rows) != (unit.rows, _rows_value(unit))
                 damaged = damaged or not schema.field(VECTOR).type.list_size
         except (OSError, KeyError, AttributeError, ValueError, pa.ArrowException):
             damaged = True
         if damaged:
             raise UserError(
-                f"{self.name}/{name} does not hold the {unit.rows:,} embeddings that belong there: "
-                "it was damaged. Remove it, and run the same command again."
+                f"{self.name}/{name} is damaged: it does not hold the expected {unit.rows:,} "
+                "embeddings. Remove it, and run the same command again."
             )
         return schema.remove_metadata()
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
-        """Write a unit's file: beside its place, and then there."""
+        """Write a unit's file under a temporary name, and rename it."""
         texts = [name for name in rows.column_names if name != VECTOR]
-        rows = rows.replace_schema_metadata({_UNIT: _rows_of(unit)})
-        with self._failing():
+        rows = rows.replace_schema_metadata({_ROWS_KEY: _rows_value(unit)})
+        with self._convert_errors():
             if self._remote:
                 sink = pa.BufferOutputStream()
                 pq.write_table(rows, sink, use_dictionary=texts)
-                self._put(_file(unit), sink.getvalue())
+                self._write_object(_file_name(unit), sink.getvalue())
             else:
                 self._check_room(rows.nbytes)
-                with replacing(self._folder / _file(unit)) as path:
+                with replacing(self._folder / _file_name(unit)) as path:
                     pq.write_table(rows, path.absolute(), use_dictionary=texts)
         return ""
 
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
-        """Do nothing: it belongs to the rest by being there."""
+        """Do nothing: the file already belongs to the output."""
 
     def finish(self) -> None:
         """Do nothing."""
 
 
-def _file(unit: Unit) -> str:
+def _file_name(unit: Unit) -> str:
     return f"part-{unit.number:06}.parquet"
 
 
-def _rows_of(unit: Unit) -> bytes:
-    """Return which rows of the source a unit's file says that it has."""
+def _rows_value(unit: Unit) -> bytes:
+    """Return the value that identifies a unit's rows in the metadata of its file."""
     return f"{unit.start}-{unit.stop} of {unit.part}".encode()
 
 
 class LanceOutput(Output):
-    """A Lance dataset. Units are committed in the order of the source, so that its rows are too."""
+    """A Lance dataset. Units are committed in the order of the source, and so are its rows."""
 
     def __init__(self, name: str, patient: bool) -> None:
         super().__init__(name, patient)
@@ -326,41 +332,45 @@ class LanceOutput(Output):
 
     @property
     def _target(self) -> Target:
-        # By now somebody has looked for the record.
+        # Requests are repeated (`patient`), because reading the record has shown that the store
+        # exists.
         return Target(self.uri, lance_options(self.name, patient=True), self._dataset)
 
     def _latest(self) -> Any:
-        """Return the newest version; None: there is none yet."""
+        """Return the newest version; None if there is none yet."""
         return newest(self.uri, self._target.options)
 
     def done(self, units: Sequence[Unit]) -> set[int]:
-        """Return the numbers of the units whose rows are there, which are the first ones."""
-        with self._failing():
+        """Return the numbers of the units whose rows exist; these are the first ones."""
+        with self._convert_errors():
             self._dataset = self._latest()
             self._rows = self._dataset.count_rows() if self._dataset else 0
-            lost = self._first_lost()
-        if lost:
-            raise UserError(f"{self.name} lacks {lost}; it was damaged. Name another --out.")
-        found = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
-        if sum(unit.rows for unit in units if unit.number in found) != self._rows:
+            damaged_file = self._find_damaged_file()
+        if damaged_file:
             raise UserError(
-                f"{self.name} has {self._rows:,} rows, which none of its units ends with: rows "
-                "were added or deleted by others. Name another --out."
+                f"{self.name} is damaged: {damaged_file} is missing or incomplete. Name another "
+                "--out."
             )
-        self._next = len(found)
+        finished = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
+        if sum(unit.rows for unit in units if unit.number in finished) != self._rows:
+            raise UserError(
+                f"{self.name} has {self._rows:,} rows, but no work unit ends there: another "
+                "program has added or deleted rows. Name another --out."
+            )
+        self._next = len(finished)
         if self._rows:
             try:
                 self.dim = int(self._dataset.schema.field(VECTOR).type.list_size)
             except (KeyError, AttributeError) as error:
                 raise UserError(
-                    f"{self.name} has no column {VECTOR} of vectors: it was written by others. "
-                    "Name another --out."
+                    f"{self.name} has no column {VECTOR} of vectors, so another program has "
+                    "written it. Name another --out."
                 ) from error
-        return found
+        return finished
 
     def write(self, unit: Unit, rows: pa.Table) -> str:
-        """Write a unit's rows into a file of the dataset, which no version names yet."""
-        with self._failing():
+        """Write a unit's rows into a file of the dataset that no version refers to yet."""
+        with self._convert_errors():
             self._check_room(2 * rows.nbytes)
             if self._dataset is None:
                 self._dataset = self._latest()
@@ -368,7 +378,7 @@ class LanceOutput(Output):
         return json.dumps(fragment.to_json())
 
     def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
-        """Commit a unit with others once all before it are there."""
+        """Commit a unit, together with others, once all units before it are there."""
         self._schema = schema
         self._waiting[unit.number] = written
         while self._next in self._waiting:
@@ -379,46 +389,48 @@ class LanceOutput(Output):
             self._commit()
 
     def finish(self) -> None:
-        """Commit what was added, and remove old versions."""
+        """Commit the units that were added, and remove old versions."""
         if self._ready:
             self._commit()
-        with self._failing():
+        with self._convert_errors():
             self._remove_leftovers()
 
     def _commit(self) -> None:
         from lance.fragment import FragmentMetadata
 
-        made = [FragmentMetadata.from_json(json.dumps(one)) for one in self._ready]
-        rows = self._rows + sum(int(one["physical_rows"]) for one in self._ready)
-        with self._failing():
+        fragments = [FragmentMetadata.from_json(json.dumps(record)) for record in self._ready]
+        rows = self._rows + sum(int(record["physical_rows"]) for record in self._ready)
+        with self._convert_errors():
             self._check_room(0)
             target = self._target
             try:
                 self._dataset = (
-                    target.commit(made) if self._dataset else target.create(self._schema, made)
+                    target.commit(fragments)
+                    if self._dataset
+                    else target.create(self._schema, fragments)
                 )
             except PreemptedError:
-                # A commit whose answer was lost on the way is there, and refused when repeated.
+                # If the response to a commit was lost, the commit exists, and a repetition fails.
                 self._dataset = self._latest()
-            if not self._holds(made[-1]) or self._dataset.count_rows() != rows:
+            if not self._ends_with(fragments[-1]) or self._dataset.count_rows() != rows:
                 self._ready, self._waiting = [], {}  # nothing more is committed
                 raise LlmcondError(
-                    f"{self.name} was written by others meanwhile. Name another --out, and let one "
-                    "llmcond embed write into it at a time."
+                    f"another program has written to {self.name} in the meantime. Name another "
+                    "--out, and let only one llmcond embed write to it at a time."
                 )
             self._rows, self._ready, self._committed = rows, [], time.monotonic()
             self._commits += 1
-            if self._commits % _TIDY_COMMITS == 0:
+            if self._commits % _CLEANUP_COMMITS == 0:
                 clean(self.uri, self._dataset, alone=False)
 
-    def _holds(self, last: Any) -> bool:
-        """Return whether a fragment that was committed is the last one of the dataset."""
-        there = self._dataset.get_fragments()[-1:] if self._dataset else []
-        names = [file.path for own in there for file in own.data_files()]
+    def _ends_with(self, last: Any) -> bool:
+        """Return whether a committed fragment is the last one of the dataset."""
+        newest_fragments = self._dataset.get_fragments()[-1:] if self._dataset else []
+        names = [file.path for fragment in newest_fragments for file in fragment.data_files()]
         return names == [file.path for file in last.files]
 
-    def _first_lost(self) -> str:
-        """Return the first of the dataset's files here that is gone or was cut; empty: none."""
+    def _find_damaged_file(self) -> str:
+        """Return the first local data file that is missing or incomplete, or an empty text."""
         if self._remote or self._dataset is None:
             return ""
         for fragment in self._dataset.get_fragments():
@@ -430,5 +442,5 @@ class LanceOutput(Output):
 
     def _remove_leftovers(self) -> None:
         super()._remove_leftovers()
-        # On this machine nobody else writes, so what no version names is what a kill left.
+        # On this machine nothing else writes, so files without a version are leftovers of a kill.
         clean(self.uri, self._latest(), alone=not self._remote)

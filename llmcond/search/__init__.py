@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Hits", "Index"]
 
 
-if not TYPE_CHECKING:  # type checkers would take any name for one of the package
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name of the package
     __getattr__ = lazy_getattr(
         __name__, {"Hits": "llmcond.search.hits", "Index": "llmcond.search.index"}
     )

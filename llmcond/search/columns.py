@@ -1,4 +1,4 @@
-"""Types of columns that come from a file of texts: numbers and truth values are read as such."""
+"""Type inference for the columns of a text file such as CSV, where every value is a string."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-#: What all values of a column look like, and its type. Leading zeros and more digits than a number
-#: has make it a text: these are keys, not amounts.
+#: Pattern that all values of a column must match, and the type that the column then gets. Values
+#: with leading zeros, or with more digits than the type can hold, are keys rather than amounts:
+#: such a column remains a text column.
 _TYPES = (
     (r"^-?(0|[1-9]\d{0,17})$", pa.int64()),
     (r"^-?(0|[1-9]\d{0,15})(\.\d+)?(e[-+]?\d{1,2})?$", pa.float64()),
@@ -20,27 +21,31 @@ _TYPES = (
 def infer_types(
     columns: Mapping[str, Sequence[str]], schema: pa.Schema | None = None
 ) -> dict[str, Any]:
-    """Return columns of texts as Arrow arrays of the type that all their values have.
+    """Convert columns of strings to Arrow arrays of the type that all values of a column share.
 
-    Empty values are missing where the others are numbers or truth values. Columns that ``schema``,
-    an index's, has as texts stay texts; others that it has are read as its types where they are
-    added.
+    An empty value becomes null in a column of numbers or Boolean values.
+
+    Args:
+        columns: the strings of each column, by column name.
+        schema: the schema of an index that the columns will be added to, if there is one. Columns
+            that it declares as text remain text. Its other columns are returned as strings, because
+            they are cast to the index's types when the rows are added.
     """
-    known = {} if schema is None else {field.name: field.type for field in schema}
+    known_types = {} if schema is None else {field.name: field.type for field in schema}
     return {
-        name: _infer(pa.array(texts, pa.string()), known.get(name))
+        name: _infer_column(pa.array(texts, pa.string()), known_types.get(name))
         for name, texts in columns.items()
     }
 
 
-def _infer(texts: Any, known: Any) -> Any:
-    if known is not None and pa.types.is_string(known):
+def _infer_column(texts: Any, known_type: Any) -> Any:
+    if known_type is not None and pa.types.is_string(known_type):
         return texts
     trimmed = pc.utf8_trim_whitespace(texts)
     values = pc.if_else(pc.equal(trimmed, ""), pa.scalar(None, pa.string()), trimmed)
-    if known is not None:
+    if known_type is not None:
         return values
-    for pattern, kind in _TYPES if values.null_count < len(values) else ():
+    for pattern, arrow_type in _TYPES if values.null_count < len(values) else ():
         if pc.all(pc.match_substring_regex(values, pattern, ignore_case=True)).as_py():
-            return values.cast(kind)
+            return values.cast(arrow_type)
     return texts

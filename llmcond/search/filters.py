@@ -1,7 +1,7 @@
-"""Filters: conditions on columns in a small part of SQL, parsed into Arrow expressions.
+"""Filters: conditions on columns, written in a small subset of SQL and parsed to Arrow expressions.
 
-There are no functions and no arithmetic, and length, nesting and wildcards are limited, so that
-nobody can write a filter whose cost is out of proportion.
+The grammar has no functions and no arithmetic. Length, nesting and wildcards are limited, so that
+no filter can be disproportionately expensive to evaluate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from llmcond.errors import UserError, brief, did_you_mean
 
-#: Limits of a filter: characters, levels of nesting, and % and _ in a pattern of LIKE.
+#: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.
 MAX_LENGTH, MAX_NESTING, MAX_WILDCARDS = 2_000, 20, 20
 
 _TOKEN = re.compile(
@@ -65,13 +65,13 @@ class _Token(NamedTuple):
 
     @property
     def keyword(self) -> str:
-        """Return the keyword or symbol that it is; nothing for others."""
+        """The keyword or symbol in upper case; empty for other tokens."""
         word = self.text.upper()
         return word if self.kind == "symbol" or word in _WORDS else ""
 
 
 class _Operand(NamedTuple):
-    """A part of a filter that has a value for each row."""
+    """Part of a filter that has one value per row."""
 
     start: int
     type: Any
@@ -79,24 +79,28 @@ class _Operand(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return what it can be compared with: others of the same kind."""
+        """The kind of value; only operands of the same kind can be compared."""
         names = (name for name, tests in _KINDS.items() if any(test(self.type) for test in tests))
         return next(names, str(self.type))
 
 
 class Filter(NamedTuple):
-    """A filter: what it reads, and what is to be true of a row."""
+    """A parsed filter: the columns that it reads and the predicate that a row must satisfy."""
 
     columns: list[str]
     predicate: Any  # an Arrow expression
 
 
 def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
-    """Return a filter on columns of some Arrow types.
+    """Parse a filter.
+
+    Args:
+        text: the filter, for example ``kind = 'news' AND year > 2020``.
+        types: the Arrow type of each column that may be used, by column name.
 
     Raises:
-        UserError: something else than the grammar allows, an unknown column, or values that cannot
-            be compared with each other.
+        UserError: if the filter does not follow the grammar, names an unknown column, or compares
+            values of different kinds.
     """
     parser = _Parser(text, types)
     predicate = parser.filter()
@@ -104,7 +108,7 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
 
 
 class _Parser:
-    """Recursive descent, with one method for each rule of the grammar."""
+    """Recursive descent parser with one method for each rule of the grammar."""
 
     def __init__(self, text: str, types: Mapping[str, Any]) -> None:
         if len(text) > MAX_LENGTH:
@@ -122,20 +126,20 @@ class _Parser:
     # -- tokens and errors -----------------------------------------------------------------------
 
     def _accept(self, *keywords: str) -> _Token | None:
-        """Return the next token and pass it, if it is one of these keywords."""
+        """Return the next token and advance, if it is one of these keywords."""
         token = self._tokens[self._next]
         self._next += token.keyword in keywords
         return token if token.keyword in keywords else None
 
     def _expect(self, *keywords: str) -> _Token:
-        return self._accept(*keywords) or self._refuse(f"expected {' or '.join(keywords)}")
+        return self._accept(*keywords) or self._raise_error(f"expected {' or '.join(keywords)}")
 
-    def _refuse(self, problem: str, start: int | None = None) -> NoReturn:
-        """Raise the error; without ``start`` it is about the next token."""
+    def _raise_error(self, problem: str, start: int | None = None) -> NoReturn:
+        """Raise an error about the character at ``start``, by default that of the next token."""
         if start is None:
             token = self._tokens[self._next]
-            start, got = token.start, brief(token.text) if token.text else "the end"
-            problem = f"{problem}, got {got}"
+            start, found_text = token.start, brief(token.text) if token.text else "the end"
+            problem = f"{problem}, got {found_text}"
         problem += "" if problem.endswith("?") else "."
         raise UserError(
             f"the filter {brief(self._text)} cannot be applied: character {start + 1}: {problem} "
@@ -145,191 +149,200 @@ class _Parser:
     # -- rules -----------------------------------------------------------------------------------
 
     def filter(self) -> Any:
-        found = self._either()
+        condition = self._parse_or()
         if self._tokens[self._next].kind != "end":
-            self._refuse("expected AND, OR or the end")
-        return self._truth(found)
+            self._raise_error("expected AND, OR or the end")
+        return self._as_condition(condition)
 
-    def _truth(self, operand: _Operand) -> Any:
+    def _as_condition(self, operand: _Operand) -> Any:
         if operand.kind not in ("truth value", "NULL"):
-            self._refuse(f"expected a condition, got a {operand.kind} alone", operand.start)
+            self._raise_error(f"expected a condition, got a {operand.kind} alone", operand.start)
         return operand.value.cast(pa.bool_())
 
-    def _either(self) -> _Operand:
-        return self._joined("OR", or_, lambda: self._joined("AND", and_, self._negation))
+    def _parse_or(self) -> _Operand:
+        return self._parse_chain("OR", or_, lambda: self._parse_chain("AND", and_, self._parse_not))
 
-    def _joined(
-        self, keyword: str, join: Callable[[Any, Any], Any], part: Callable[[], _Operand]
+    def _parse_chain(
+        self, keyword: str, join: Callable[[Any, Any], Any], parse_part: Callable[[], _Operand]
     ) -> _Operand:
-        found = part()
+        operand = parse_part()
         while self._accept(keyword):
-            value = join(self._truth(found), self._truth(part()))
-            found = _Operand(found.start, pa.bool_(), value)
-        return found
+            value = join(self._as_condition(operand), self._as_condition(parse_part()))
+            operand = _Operand(operand.start, pa.bool_(), value)
+        return operand
 
-    def _negation(self) -> _Operand:
+    def _parse_not(self) -> _Operand:
         token = self._accept("NOT")
         if token is None:
-            return self._test()
-        return _Operand(token.start, pa.bool_(), ~self._truth(self._nested(self._negation)))
+            return self._parse_test()
+        return _Operand(
+            token.start, pa.bool_(), ~self._as_condition(self._parse_nested(self._parse_not))
+        )
 
-    def _nested(self, rule: Callable[[], _Operand]) -> _Operand:
+    def _parse_nested(self, rule: Callable[[], _Operand]) -> _Operand:
         self._level += 1
         if self._level > MAX_NESTING:
-            self._refuse(f"expected at most {MAX_NESTING} levels of nesting")
-        found = rule()
+            self._raise_error(f"expected at most {MAX_NESTING} levels of nesting")
+        operand = rule()
         self._level -= 1
-        return found
+        return operand
 
-    def _test(self) -> _Operand:
-        left = self._operand()
+    def _parse_test(self) -> _Operand:
+        left = self._parse_operand()
         sign = self._accept(*_COMPARISONS)
         if sign:
-            value = self._compared(_COMPARISONS[sign.text], left, self._operand())
+            value = self._compare(_COMPARISONS[sign.text], left, self._parse_operand())
         elif self._accept("IS"):
-            value = self._state(left)
+            value = self._parse_is(left)
         else:
             negated = self._accept("NOT")
             keyword = self._accept("IN", "BETWEEN", "LIKE", "ILIKE")
             if keyword is None:
-                return self._refuse("expected IN, BETWEEN or LIKE") if negated else left
-            value = self._membership(left, keyword.keyword)
+                return self._raise_error("expected IN, BETWEEN or LIKE") if negated else left
+            value = self._parse_predicate(left, keyword.keyword)
             value = ~value if negated else value
         return _Operand(left.start, pa.bool_(), value)
 
-    def _compared(self, compare: Callable[[Any, Any], Any], left: _Operand, right: _Operand) -> Any:
+    def _compare(self, compare: Callable[[Any, Any], Any], left: _Operand, right: _Operand) -> Any:
         kinds = {left.kind, right.kind}
         if "NULL" in kinds:
             return pc.scalar(pa.scalar(None, pa.bool_()))
-        if kinds == {"time", "text"}:  # dates are written as texts
-            kind = left.type if left.kind == "time" else right.type
-            return compare(self._cast(left, kind), self._cast(right, kind))
+        if kinds == {"time", "text"}:  # dates are written as quoted texts
+            time_type = left.type if left.kind == "time" else right.type
+            return compare(self._cast(left, time_type), self._cast(right, time_type))
         if len(kinds) > 1 or not kinds <= set(_KINDS):
             advice = ", or CAST(... AS INT)" if kinds == {"number", "text"} else ""
-            self._refuse(
+            self._raise_error(
                 f"a {left.kind} cannot be compared with a {right.kind}; compare values of one "
                 f"kind{advice}",
                 right.start,
             )
         return compare(left.value, right.value)
 
-    def _state(self, left: _Operand) -> Any:
+    def _parse_is(self, left: _Operand) -> Any:
         negated = self._accept("NOT")
         state = self._expect("NULL", "TRUE", "FALSE").keyword
         if state == "NULL":
             value = left.value.is_null()
         else:
-            truth = self._truth(left)
+            truth = self._as_condition(left)
             value = pc.coalesce(truth if state == "TRUE" else ~truth, pc.scalar(False))
         return ~value if negated else value
 
-    def _membership(self, left: _Operand, keyword: str) -> Any:
+    def _parse_predicate(self, left: _Operand, keyword: str) -> Any:
         if keyword in ("LIKE", "ILIKE"):
-            return self._pattern(left, ignore_case=keyword == "ILIKE")
+            return self._parse_like(left, ignore_case=keyword == "ILIKE")
         if keyword == "BETWEEN":
-            low = self._compared(ge, left, self._operand())
+            low = self._compare(ge, left, self._parse_operand())
             self._expect("AND")
-            return low & self._compared(le, left, self._operand())
+            return low & self._compare(le, left, self._parse_operand())
         self._expect("(")
-        values = [self._compared(eq, left, self._operand())]
+        values = [self._compare(eq, left, self._parse_operand())]
         while self._accept(","):
-            values.append(self._compared(eq, left, self._operand()))
+            values.append(self._compare(eq, left, self._parse_operand()))
         self._expect(")")
         return reduce(or_, values)
 
-    def _pattern(self, left: _Operand, *, ignore_case: bool) -> Any:
+    def _parse_like(self, left: _Operand, *, ignore_case: bool) -> Any:
         token = self._tokens[self._next]
         if token.kind != "text":
-            self._refuse("expected a pattern in single quotes")
+            self._raise_error("expected a pattern in single quotes")
         if left.kind != "text":
-            self._refuse(f"LIKE is for texts, and this is a {left.kind}", left.start)
+            self._raise_error(f"LIKE applies to texts, but this is a {left.kind}", left.start)
         self._next += 1
-        pattern = _unquoted(token.text)
+        pattern = _unquote(token.text)
         if pattern.count("%") + pattern.count("_") > MAX_WILDCARDS:
-            # A pattern of many _ takes a time that grows with their number and the text's length.
-            self._refuse(f"a pattern has at most {MAX_WILDCARDS} of % and _", token.start)
+            # The time to match many wildcards grows with their number times the text's length.
+            self._raise_error(
+                f"a LIKE pattern may contain at most {MAX_WILDCARDS} wildcards (% and _)",
+                token.start,
+            )
         return pc.match_like(left.value, pattern, ignore_case=ignore_case)
 
-    def _operand(self) -> _Operand:
+    def _parse_operand(self) -> _Operand:
         token = self._tokens[self._next]
         if self._accept("("):
-            found = self._nested(self._either)
+            operand = self._parse_nested(self._parse_or)
             self._expect(")")
-            return found
+            return operand
         if self._accept("CAST"):
-            return self._explicit_cast(token)
+            return self._parse_cast(token)
         if self._accept("NULL"):
             return _Operand(token.start, pa.null(), pc.scalar(None))
         if self._accept("TRUE", "FALSE"):
             return _Operand(token.start, pa.bool_(), pc.scalar(token.keyword == "TRUE"))
         if token.kind not in ("number", "text", "name") or token.keyword:
-            self._refuse("expected a column, a number or a text")
+            self._raise_error("expected a column, a number or a text")
         self._next += 1
         if token.kind == "name":
-            return self._name(token)
-        return self._literal(token)
+            return self._parse_name(token)
+        return self._parse_literal(token)
 
-    def _literal(self, token: _Token) -> _Operand:
+    def _parse_literal(self, token: _Token) -> _Operand:
         if token.kind == "text":
-            return _Operand(token.start, pa.string(), pc.scalar(_unquoted(token.text)))
+            return _Operand(token.start, pa.string(), pc.scalar(_unquote(token.text)))
         digits = "".join(token.text.split())
-        whole = re.fullmatch(r"-?\d{1,18}", digits)
-        value = pa.scalar(int(digits) if whole else float(digits))
+        is_integer = re.fullmatch(r"-?\d{1,18}", digits)
+        value = pa.scalar(int(digits) if is_integer else float(digits))
         return _Operand(token.start, value.type, pc.scalar(value))
 
-    def _name(self, token: _Token) -> _Operand:
-        """A column, a field of one, or a date such as DATE '2024-01-31'."""
-        following = self._tokens[self._next]
-        if following.text == "(":
-            self._refuse(
+    def _parse_name(self, token: _Token) -> _Operand:
+        """Parse a column, a field of a struct column, or a date such as ``DATE '2024-01-31'``."""
+        next_token = self._tokens[self._next]
+        if next_token.text == "(":
+            self._raise_error(
                 f"{token.text} is used as a function, and functions are not allowed", token.start
             )
-        if token.text.upper() in ("DATE", "TIMESTAMP") and following.kind == "text":
+        if token.text.upper() in ("DATE", "TIMESTAMP") and next_token.kind == "text":
             self._next += 1
-            kind = _TYPES[token.text.upper()]
-            return _Operand(token.start, kind, self._cast(self._literal(following), kind))
+            arrow_type = _TYPES[token.text.upper()]
+            return _Operand(
+                token.start, arrow_type, self._cast(self._parse_literal(next_token), arrow_type)
+            )
         first, *fields = (part.strip("`") for part in re.findall(r"`[^`]+`|[^.`]+", token.text))
-        column = self._column(first, token.start)
-        kind = self._types[column]
+        column = self._find_column(first, token.start)
+        arrow_type = self._types[column]
         for field in fields:
-            index = kind.get_field_index(field) if pa.types.is_struct(kind) else -1
+            index = arrow_type.get_field_index(field) if pa.types.is_struct(arrow_type) else -1
             if index < 0:
-                self._refuse(f"{column} has no field {brief(field)}", token.start)
-            kind = kind.field(index).type
+                self._raise_error(f"{column} has no field {brief(field)}", token.start)
+            arrow_type = arrow_type.field(index).type
         value = pc.field(column, *fields)
         self.columns[column] = None
-        if pa.types.is_dictionary(kind):
-            kind = kind.value_type
-            value = value.cast(kind)
-        return _Operand(token.start, kind, value)
+        if pa.types.is_dictionary(arrow_type):
+            arrow_type = arrow_type.value_type
+            value = value.cast(arrow_type)
+        return _Operand(token.start, arrow_type, value)
 
-    def _column(self, name: str, start: int) -> str:
+    def _find_column(self, name: str, start: int) -> str:
         if name in self._types:
             return name
-        alike = [column for column in self._types if column.lower() == name.lower()]
-        if len(alike) != 1:
-            near = did_you_mean(name, self._types)
-            self._refuse(f"there is no column {brief(name)}{'. ' + near if near else ''}", start)
-        return alike[0]
+        matches = [column for column in self._types if column.lower() == name.lower()]
+        if len(matches) != 1:
+            suggestion = did_you_mean(name, self._types)
+            self._raise_error(
+                f"there is no column {brief(name)}{'. ' + suggestion if suggestion else ''}", start
+            )
+        return matches[0]
 
-    def _explicit_cast(self, token: _Token) -> _Operand:
+    def _parse_cast(self, token: _Token) -> _Operand:
         self._expect("(")
-        operand = self._nested(self._either)
+        operand = self._parse_nested(self._parse_or)
         self._expect("AS")
-        name = self._tokens[self._next]
-        kind = _TYPES.get(name.text.upper())
-        if kind is None:
-            self._refuse(f"expected one of the types {', '.join(_TYPES)}")
+        type_name = self._tokens[self._next]
+        target_type = _TYPES.get(type_name.text.upper())
+        if target_type is None:
+            self._raise_error(f"expected one of the types {', '.join(_TYPES)}")
         self._next += 1
         self._expect(")")
-        return _Operand(token.start, kind, self._cast(operand, kind))
+        return _Operand(token.start, target_type, self._cast(operand, target_type))
 
-    def _cast(self, operand: _Operand, kind: Any) -> Any:
-        if pa.types.is_integer(kind) and pa.types.is_floating(operand.type):
-            return pc.trunc(operand.value).cast(kind)
-        return operand.value.cast(kind)
+    def _cast(self, operand: _Operand, target_type: Any) -> Any:
+        if pa.types.is_integer(target_type) and pa.types.is_floating(operand.type):
+            return pc.trunc(operand.value).cast(target_type)
+        return operand.value.cast(target_type)
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     quote = text[0]
     return text[1:-1].replace(2 * quote, quote)

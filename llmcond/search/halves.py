@@ -1,8 +1,8 @@
-"""Vectors in half precision: widened, narrowed and multiplied, (n, k) at a time.
+"""Conversion and multiplication of vectors in half precision (float16).
 
 PyTorch converts half precision several times as fast as NumPy, but takes more than a second to
-import. So it is used where there are many values. Which one it is depends on their number alone, so
-that equal searches have equal scores.
+import, so it is only used for large arrays. The choice depends on the number of values alone, so
+that equal searches give equal scores.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-#: Values that NumPy converts in about 10 ms.
-_FEW = 2**22
-#: Rows that are multiplied at a time: half precision is widened in the processor's cache.
-_ROWS = 4_096
+#: Largest number of values that NumPy is used for; NumPy converts that many in about 10 ms.
+_MAX_NUMPY_VALUES = 2**22
+#: Rows that are multiplied at a time, so that the float32 copy of them fits the CPU cache.
+_BLOCK_ROWS = 4_096
 
 
 def converted(
     vectors: NDArray[Any], dtype: Literal["float16", "float32"], n_values: int
 ) -> NDArray[Any]:
-    """Return vectors in another type; ``n_values`` are converted in all, block by block."""
-    if n_values <= _FEW:
+    """Convert vectors to another float type.
+
+    Args:
+        vectors: (n, k) vectors.
+        dtype: the type to convert to.
+        n_values: number of values that are converted in total, where the caller converts a large
+            array block by block.
+    """
+    if n_values <= _MAX_NUMPY_VALUES:
         return vectors.astype(dtype)
     import torch
 
@@ -30,25 +37,26 @@ def converted(
 
 
 def products(vectors: NDArray[np.float16], queries: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the inner products of queries, (q, k), with vectors, (n, k): (q, n)."""
-    if vectors.size <= _FEW:
+    """Return the (q, n) inner products of queries, (q, k), with vectors, (n, k)."""
+    if vectors.size <= _MAX_NUMPY_VALUES:
         return queries @ vectors.astype(np.float32).T
     import torch
 
-    given, held = torch.from_numpy(np.ascontiguousarray(queries.T)), torch.from_numpy(vectors)
-    # One buffer for all: to allocate and fault in memory takes longer than the products.
-    wide = torch.empty(min(_ROWS, len(held)), held.shape[1])
-    found = torch.empty(len(held), len(queries))
-    for start in range(0, len(held), _ROWS):
-        part = held[start : start + _ROWS]
-        rows = wide[: len(part)].copy_(part)
-        torch.mm(rows, given, out=found[start : start + len(part)])
-    return np.asarray(found.numpy().T)
+    queries_t, halves = torch.from_numpy(np.ascontiguousarray(queries.T)), torch.from_numpy(vectors)
+    # All blocks share one buffer: allocating and page-faulting memory takes longer than the
+    # multiplication.
+    buffer = torch.empty(min(_BLOCK_ROWS, len(halves)), halves.shape[1])
+    scores = torch.empty(len(halves), len(queries))
+    for start in range(0, len(halves), _BLOCK_ROWS):
+        block = halves[start : start + _BLOCK_ROWS]
+        floats = buffer[: len(block)].copy_(block)
+        torch.mm(floats, queries_t, out=scores[start : start + len(block)])
+    return np.asarray(scores.numpy().T)
 
 
 def largest(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the positions of the k largest of n values, in any order."""
-    if values.size <= _FEW:
+    """Return the indices of the k largest of n values, in any order."""
+    if values.size <= _MAX_NUMPY_VALUES:
         return np.argpartition(values, -k)[-k:] if k < len(values) else np.arange(len(values))
     import torch
 

@@ -1,4 +1,4 @@
-"""What a search found."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -16,15 +16,27 @@ class Hits(Displayed):
     """The texts nearest to a query under a condition, best first.
 
     Attributes:
-        query: what was searched for.
-        conditions: its conditions with their weights.
-        rows: a dictionary for each hit: ``rank`` from 1, ``score``, ``text``, ``id``, and the other
-            columns; with ``explain`` also its score under each condition and without one.
-        searched: texts that were compared: all, or those that a filter lets through.
-        plain: name of the encoder that gave the scores without a condition, if there are any.
-        exact: whether all of these were compared under the condition; else only the nearest of them
-            by their embeddings without it.
-        guides: those of its conditions that the index has.
+        query: the text that was searched for.
+        conditions: weight of each condition.
+        rows: a dictionary for each hit: ``rank`` (from 1), ``score``, ``text``, ``id``, and the
+            index's other columns. With ``explain`` also the hit's score under each condition and
+            without a condition.
+        searched: number of texts that were compared: all texts, or those that match the filter.
+        plain: with ``explain``, name of the encoder that gave the scores without a condition, if
+            there are any.
+        exact: whether all of these texts were compared under the condition. Otherwise only the
+            texts nearest to the query without the condition were.
+        guides: the guides of those conditions that have one in the index.
+
+    Example:
+        >>> import llmcond
+        >>> texts = ["The parcel never arrived.", "I was charged twice."]
+        >>> index = llmcond.Index.build("complaints", texts)
+        >>> hits = index.search("Where is my order?", "the problem", k=1)
+        >>> hits.rows[0]["text"]
+        'The parcel never arrived.'
+        >>> len(hits), hits.searched
+        (1, 2)
     """
 
     query: str
@@ -39,7 +51,12 @@ class Hits(Displayed):
         return len(self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Convert the result to the dictionary that ``--json`` prints.
+
+        Returns:
+            A dictionary with ``results`` (the rows), ``query``, ``conditions``, ``searched``,
+            ``exact``, ``plain`` if there are scores without a condition, and the guides.
+        """
         return {
             "results": [dict(row) for row in self.rows],
             "query": self.query,
@@ -51,7 +68,11 @@ class Hits(Displayed):
         }
 
     def to_pandas(self) -> Any:
-        """Return the hits as a data frame."""
+        """Convert the hits to a data frame.
+
+        Returns:
+            A ``pandas.DataFrame`` with one row per hit and the columns of ``rows``.
+        """
         import pandas as pd  # type: ignore[import-untyped,unused-ignore]
 
         return pd.DataFrame([dict(row) for row in self.rows])

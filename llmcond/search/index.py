@@ -1,10 +1,14 @@
-"""An index: a collection of texts in a folder, searched by their similarity under any condition.
+"""An index: a folder of texts that can be searched by similarity under any condition.
 
-``index.json`` says what makes the vectors: a run, or a bundled model, and its head. ``texts.lance``
-holds the texts with their ids, other columns, and e(s) where the prompt gives it; ``views/`` the
-vectors under conditions that were asked for; ``guides/`` what a few labelled texts make of these.
-``encoding/`` is there while texts are encoded, so that what was encoded is not lost when that is
-interrupted.
+The folder holds:
+
+- ``index.json``: the model of the vectors, which is a run or a bundled model, and its head.
+- ``texts.lance``: the texts with their ids and further columns, and their embeddings e(s) if the
+  prompt has an input for the text alone.
+- ``views/``: the vectors under the conditions that have been used.
+- ``guides/``: linear maps of these vectors that were fitted on a few labelled texts.
+- ``encoding/``: the features of texts that are being encoded, so that an interruption loses
+  nothing. It exists only during that time.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ from llmcond.search.version import Version
 from llmcond.search.views import Views
 
 FORMAT = 1
-#: Weights of conditions; sums of larger ones could overflow.
+#: Largest weight of a condition. Sums of scores with larger weights could overflow.
 MAX_WEIGHT = 1_000_000
 
 #: A condition, or several with weights.
@@ -59,7 +63,7 @@ Weighted = str | Mapping[str, float]
 
 
 class SearchOptions(TypedDict, total=False):
-    """The options of :meth:`Index.search`, which has their meanings and defaults."""
+    """The options of ``Index.search``, which documents their meanings and defaults."""
 
     where: str | None
     rerank: int | None
@@ -68,18 +72,36 @@ class SearchOptions(TypedDict, total=False):
 
 
 class Index:
-    """A collection of texts, searched under any condition; make one with :meth:`build`.
+    """A collection of texts on disk that is searched under any condition.
 
-    Searches are exact: every text is compared. Several threads may search at once, also while texts
-    are added; other processes go on with the version that they opened, until they :meth:`refresh`.
+    Create an index with ``build``, or open an existing one with ``open``. Searches are exact: every
+    text is compared. Several threads may search at once, also while texts are added. Another
+    process keeps searching the version that it opened until it calls ``refresh``.
 
     Attributes:
-        folder: where it is.
-        written: what became of the texts that were added last by this object.
+        folder: the folder of the index.
+        written: numbers of texts that the last call of ``add`` or ``build`` on this object added,
+            replaced and left unchanged.
+
+    Example:
+        >>> import llmcond
+        >>> index = llmcond.Index.build(
+        ...     "letters",
+        ...     ["The parcel never arrived.", "I was charged twice.", "Thank you, it fits well."],
+        ...     ids=["a", "b", "c"],
+        ...     columns={"year": [2023, 2024, 2024]},
+        ... )
+        >>> hits = index.search("Where is my order?", "the problem", k=1, where="year < 2024")
+        >>> [hit["id"] for hit in hits.rows]
+        ['a']
+        >>> index.delete(["c"])
+        1
+        >>> len(llmcond.Index.open("letters"))
+        2
     """
 
     def __init__(self, folder: Path, model: SearchModel) -> None:
-        """Open a folder whose index.json was checked; use :meth:`build` or :meth:`open`."""
+        """Open a folder whose index.json has been checked; callers use ``build`` or ``open``."""
         self.folder = folder
         self.written = Written(0, 0, 0)
         self._model = model
@@ -104,42 +126,53 @@ class Index:
         prompt: str | None = None,
         device: str = "auto",
     ) -> Index:
-        """Make an index of texts, or add to the one that is there; see :meth:`add`.
+        """Create an index of texts, or add the texts to an existing index.
 
         Args:
-            folder: where it is.
+            folder: folder of the index. It must hold an index, be empty, or not exist.
             texts: n texts.
-            ids: n of them, see :meth:`add`.
-            columns: n values each, by name: shown with hits, and searched by ``where``.
-            conditions: see :meth:`prepare`.
-            run: a run's folder; None: of an index that is there its own, and else as of
-                :func:`llmcond.load_embedder`. So it is with the next three.
-            model: the name of a bundled model instead.
-            head: a fitted head's name; ``none``: zero-shot.
-            prompt: for zero-shot.
+            ids: n ids; default: digests of the texts. See ``add``.
+            columns: n values per column, by column name. They are returned with the hits, and can
+                be used in the filter ``where`` of a search.
+            conditions: conditions to prepare, as ``prepare`` does.
+            run: folder of the run whose model encodes the texts. If ``run``, ``model``, ``head``
+                and ``prompt`` are all None, an existing index keeps its model, and a new one
+                chooses it as ``llmcond.load_embedder`` does.
+            model: name of a bundled model, instead of a run.
+            head: name of a fitted head, or ``none`` for zero-shot embeddings.
+            prompt: name of the prompt of zero-shot embeddings.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
+        Returns:
+            The open index.
+
         Raises:
-            UserError: an index of another model or head, a folder of something else, or as
-                :meth:`add`.
+            UserError: if the folder holds something else, or an index with another model or head;
+                also for the reasons of ``add`` and ``prepare``.
+            DiskFullError: if there is not enough space.
         """
-        rows, conditions = Rows.checked(texts, ids, columns), _checked(conditions)
+        rows, conditions = Rows.checked(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
-        given: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
-        given = {name: value for name, value in given.items() if value is not None}
-        made = (folder / "index.json").exists()
-        if made and not (given and Table(folder).version == 0):
-            index = cls._open(folder, device, given)
+        settings: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        exists = (folder / "index.json").exists()
+        if exists and not (settings and Table(folder).version == 0):
+            index = cls._open(folder, device, settings)
         else:
-            if not made and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            if (
+                not exists
+                and folder.exists()
+                and not (folder.is_dir() and not any(folder.iterdir()))
+            ):
                 raise UserError(
-                    f"{folder} is no index (it has no index.json). Name another folder; nothing in "
-                    "it was touched."
+                    f"{folder} is not an index (it has no index.json). Name another folder; "
+                    "nothing in this one was changed."
                 )
-            found = SearchModel.find(**given, device=device)
-            _record(folder, found)  # of one that nothing was written into, another
+            search_model = SearchModel.find(**settings, device=device)
+            # An index without any texts may still change its model.
+            _write_record(folder, search_model)
             shutil.rmtree(folder / "guides", ignore_errors=True)
-            index = cls(folder, found)
+            index = cls(folder, search_model)
         conditions = index._with_recorded_values(conditions)
         if len(rows):
             index._add(rows, conditions)
@@ -148,45 +181,53 @@ class Index:
 
     @classmethod
     def open(cls, folder: str | Path, *, device: str = "auto") -> Index:
-        """Open an index.
+        """Open an existing index.
+
+        Args:
+            folder: folder of the index.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+        Returns:
+            The index, at its newest version.
 
         Raises:
-            UserError: no index there, or its run is gone or has changed.
+            UserError: if the folder holds no index, or its run is missing or has changed.
+            LlmcondError: if the index cannot be read.
         """
         folder = Path(folder)
         if not (folder / "index.json").exists():
-            what = "is no index (it has no index.json)" if folder.exists() else "does not exist"
-            raise UserError(f"{folder} {what}. Make one: llmcond index TEXTS --out {folder}")
+            what = "is not an index (it has no index.json)" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {what}. Build one: llmcond index TEXTS --out {folder}")
         return cls._open(folder, device, {})
 
     @classmethod
-    def _open(cls, folder: Path, device: str, given: Mapping[str, Any]) -> Index:
+    def _open(cls, folder: Path, device: str, settings: Mapping[str, Any]) -> Index:
         record = read_json(folder / "index.json")
         check_format(record, FORMAT, str(folder))
-        check_record(record, _Record, str(folder / "index.json"), "Make another index.")
-        made_by: dict[str, Any] = dict.fromkeys(("run", "model", "head", "prompt"))
-        made_by |= record["made_by"]
-        if "run" in given or "model" in given:
-            made_by |= {"run": None, "model": None}
-        if "head" in given:
-            made_by["prompt"] = None
-        told = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
+        check_record(record, _Record, str(folder / "index.json"), "Build another index.")
+        model_args: dict[str, Any] = dict.fromkeys(("run", "model", "head", "prompt"))
+        model_args |= record["made_by"]
+        if "run" in settings or "model" in settings:
+            model_args |= {"run": None, "model": None}
+        if "head" in settings:
+            model_args["prompt"] = None
+        source = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
         try:
-            model = SearchModel.find(**{**made_by, **given}, device=device)
+            model = SearchModel.find(**{**model_args, **settings}, device=device)
         except UserError as error:
-            if "head" in given or "prompt" in given:
+            if "head" in settings or "prompt" in settings:
                 raise
-            moved = f"If it was moved, say where: llmcond index --out {folder} --run DIR"
-            raise UserError(f"{folder} was made with {told}: {error} {moved}") from error
+            advice = f"If the run was moved, name it: llmcond index --out {folder} --run DIR"
+            raise UserError(f"{folder} was built with {source}: {error} {advice}") from error
         differences = model.differences(record["identity"])
         if differences:
             raise UserError(
-                f"{folder} was made with {told}; what is {'named' if given else 'there'} now has "
-                f"another {' and another '.join(differences)}. Name what it was made with, or make "
-                "another index: llmcond index TEXTS --out DIR"
+                f"{folder} was built with {source}; the {'given' if settings else 'current'} model "
+                f"has another {' and another '.join(differences)}. Name the original model, or "
+                "build another index: llmcond index TEXTS --out DIR"
             )
-        if model.made_by != record["made_by"]:  # the run was moved
-            _record(folder, model, record["conditions"], record.get("values"))
+        if model.made_by != record["made_by"]:  # the run has been moved
+            _write_record(folder, model, record["conditions"], record.get("values"))
         model.guides.update(load_guides(folder / "guides"))
         return cls(folder, model)
 
@@ -194,34 +235,46 @@ class Index:
         return len(self._version.table)
 
     def __repr__(self) -> str:
-        made = ", ".join(f"{key} {value}" for key, value in self._model.made_by.items())
-        return f"Index({str(self.folder)!r}, {plural(len(self), 'text')}, {made})"
+        source = ", ".join(f"{key} {value}" for key, value in self._model.made_by.items())
+        return f"Index({str(self.folder)!r}, {plural(len(self), 'text')}, {source})"
 
     @property
     def embedder(self) -> Embedder:
-        """Return what it encodes by, loaded when it is first needed."""
+        """The embedder of the index, loaded at first use.
+
+        Returns:
+            An ``Embedder`` that encodes as the index does, with its guides.
+        """
         return self._model.embedder
 
     @property
     def conditions(self) -> list[str]:
-        """Return the conditions that it holds vectors for; values are a part of their texts."""
+        """The conditions that the index holds vectors of.
+
+        Returns:
+            The conditions, sorted. The values of a ``Condition`` are part of its text.
+        """
         return self._views.conditions()
 
     @property
     def guides(self) -> dict[str, Guide]:
-        """Return the guides of conditions; see :meth:`guide`."""
+        """The guides of conditions, see ``guide``.
+
+        Returns:
+            A dictionary from the condition to its guide.
+        """
         return dict(self._version.guides)
 
     @property
     def columns(self) -> list[str]:
-        """Return the names of its columns besides ``id`` and ``text``."""
+        """The names of the columns besides ``id`` and ``text``."""
         return self._version.table.columns
 
     @property
     def encodes_pairs(self) -> bool:
-        """Return whether each text is encoded together with the condition.
+        """Whether each text is encoded together with the condition.
 
-        If not, any condition costs no more than a small product for each text.
+        If it is False, a new condition costs only a small matrix product per text.
         """
         return bool(self._model.sources.joint)
 
@@ -234,100 +287,131 @@ class Index:
         ids: Sequence[object] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> Written:
-        """Add texts, and encode them under the conditions that :meth:`prepare` was called with.
+        """Add texts, and encode them under the conditions that ``prepare`` was called with.
 
-        A text whose id is there replaces that one; the same id with the same text costs nothing.
+        A text with an existing id replaces the previous text. A text that the index already holds
+        under the same id costs nothing.
 
         Args:
             texts: n texts.
-            ids: n of them; None: made of the texts.
-            columns: n values each, by name; the same names as the texts that are there have.
+            ids: n ids, which are stored as strings; default: digests of the texts.
+            columns: n values per column, by column name. The names must be those that the index
+                has.
+
+        Returns:
+            The numbers of texts that were added, replaced and left unchanged.
 
         Raises:
-            UserError: an empty text, an id that repeats, other columns than those that are there.
-            DiskFullError: no room; the texts that were there are as they were, and what was
-                encoded is kept for the next time.
+            UserError: if a text is empty, an id repeats, or the columns differ from those of the
+                index.
+            DiskFullError: if there is not enough space. The index is unchanged then, and what has
+                been encoded is stored for the next attempt.
         """
         return self._add(Rows.checked(texts, ids, columns))
 
     def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
         with self._writing():
             self._record_values(conditions)
-            conditions = self._remembered(conditions)
+            conditions = self._record_conditions(conditions)
             plan = rows.against(self._version.table)
             if plan.n_new:
                 self._encode(plan.new_texts, self._model.sources.alone, [""])
                 self._encode(plan.new_texts, self._model.sources.joint, conditions)
             if len(plan):
-                plan.write(self._store(), self._model.sources.stored)
-                self._adopt()
+                plan.write(self._open_store(), self._model.sources.stored)
+                self._switch_to_newest()
             self._complete(conditions)
         self.written = plan.written
         log.info(f"{plan.written.told} -> {self.folder}, {plural(len(self), 'text')}")
         return plan.written
 
     def delete(self, ids: Sequence[object]) -> int:
-        """Delete texts by their ids, and return how many of these there were."""
-        named = list(dict.fromkeys(map(str, ids)))
+        """Delete texts by their ids. Unknown ids are logged as a warning.
+
+        Args:
+            ids: the ids, which are compared as strings.
+
+        Returns:
+            The number of texts that were deleted.
+
+        Raises:
+            UserError: if the folder cannot be written.
+            DiskFullError: if there is not enough space.
+        """
+        row_ids = list(dict.fromkeys(map(str, ids)))
         with self._writing():
             table = self._version.table
-            absent = [named[i] for i in np.flatnonzero(table.find(named) < 0)]
-            if absent:
-                log.warning(f"not there, of {plural(len(named), 'id')}: {listed(absent, 5)}")
-            if len(absent) < len(named):
-                table.delete(named)
-                self._adopt()
-        count = len(named) - len(absent)
-        left = plural(len(self), "text")
-        log.info(f"{plural(count, 'text')} deleted; {self.folder} has {left} left")
+            unknown = [row_ids[i] for i in np.flatnonzero(table.find(row_ids) < 0)]
+            if unknown:
+                log.warning(f"of {plural(len(row_ids), 'id')}, not found: {listed(unknown, 5)}")
+            if len(unknown) < len(row_ids):
+                table.delete(row_ids)
+                self._switch_to_newest()
+        count = len(row_ids) - len(unknown)
+        remaining = plural(len(self), "text")
+        log.info(f"deleted {plural(count, 'text')}; {self.folder} has {remaining} left")
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
-        """Make the vectors of all texts under conditions, where they are not there yet.
+        """Compute the vectors of all texts under conditions, as far as they are missing.
 
-        Where each text is encoded together with the condition (:attr:`encodes_pairs`), texts that
-        are added later are encoded under these as well, and what others wrote is taken up.
+        Where each text is encoded together with the condition (``encodes_pairs``), texts that are
+        added later are encoded under these conditions too, and texts that other processes added are
+        included.
 
-        Values of a :class:`llmcond.Condition` are recorded: from now on its text alone, here and in
-        :meth:`search`, means the condition with these values. Without values it means the text
-        alone again.
+        The values of a ``llmcond.Condition`` are recorded: its text alone then means the condition
+        with these values, also in ``search``. A ``Condition`` without values removes recorded
+        values.
+
+        Args:
+            conditions: the conditions, each a text or a ``Condition``.
 
         Raises:
-            UserError: an empty condition, or a folder that cannot be written.
-            DiskFullError: no room; what was encoded is kept for the next time.
+            UserError: if a condition is empty, or the folder cannot be written.
+            DiskFullError: if there is not enough space. What has been encoded is stored for the
+                next attempt.
         """
-        wanted = list(dict.fromkeys(self._with_recorded_values(_checked(conditions))))
-        if any(isinstance(one, Condition) for one in wanted) or (wanted and self.encodes_pairs):
+        to_prepare = list(dict.fromkeys(self._with_recorded_values(_check_conditions(conditions))))
+        if any(isinstance(c, Condition) for c in to_prepare) or (to_prepare and self.encodes_pairs):
             with self._writing():
-                self._record_values(wanted)
-                self._remembered(wanted)
-                self._complete(wanted)
-        for condition in wanted:
+                self._record_values(to_prepare)
+                self._record_conditions(to_prepare)
+                self._complete(to_prepare)
+        for condition in to_prepare:
             self._version.view(condition)
 
     def guide(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> None:
-        """Let searches under a condition follow a few labelled texts, from now on.
+        """Fit a guide: from now on, searches under a condition follow a few labelled texts.
 
-        A linear map of the vectors under the condition brings texts of one label together; see
-        :meth:`llmcond.Embedder.guided`. No text of the index is encoded again. The map is kept, in
-        the place of a former one; an index that is open elsewhere has it when it is opened again.
+        The guide is a linear map of the vectors under the condition that brings texts with the same
+        label together, see ``llmcond.Embedder.guided``. No text of the index is encoded again. The
+        guide is saved, and replaces a previous one of the same condition. Other open ``Index``
+        objects of the folder use it once they are opened again.
 
         Args:
             texts: m texts, which need not be in the index; 8 to 64 often help.
-            labels: m labels, two different ones at least.
-            condition: a text alone has the values that the index records for it.
+            labels: m labels, of which at least two differ.
+            condition: the condition. A text alone has the values that the index records for it.
 
         Raises:
-            UserError: a text that is empty or has two labels, fewer than two labels, or a folder
-                that cannot be written.
-            DiskFullError: no room.
+            UserError: if a text is empty or has two labels, if there are fewer than two labels, or
+                if the folder cannot be written.
+            DiskFullError: if there is not enough space.
         """
         self.follow(check_labelled(condition, as_list(texts), as_list(labels)))
 
     def follow(self, labelled: LabelledTexts) -> None:
-        """Let searches follow labelled texts; see :meth:`guide`."""
-        given = check_text(labelled.condition or "", "the condition")
-        (condition,) = self._with_recorded_values([given])
+        """Fit a guide on labelled texts and save it, as ``guide`` does.
+
+        Args:
+            labelled: the texts with their labels and the condition.
+
+        Raises:
+            UserError: for the reasons of ``guide``.
+            DiskFullError: if there is not enough space.
+        """
+        text = check_text(labelled.condition or "", "the condition")
+        (condition,) = self._with_recorded_values([text])
         guide = self._model.fit_guide(replace(labelled, condition=condition))
         with self._writing():
             self._record_values([condition])
@@ -336,8 +420,15 @@ class Index:
             self._version = Version(self._version.table, self._views, self._model)
 
     def unguide(self, condition: str) -> None:
-        """Remove the guide of a condition, if it has one."""
-        (condition,) = self._with_recorded_values(_checked([condition]))
+        """Remove the guide of a condition, if it has one.
+
+        Args:
+            condition: the condition. A text alone has the values that the index records for it.
+
+        Raises:
+            UserError: if the condition is empty, or the folder cannot be written.
+        """
+        (condition,) = self._with_recorded_values(_check_conditions([condition]))
         with self._writing():
             guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
             self._model.guides.pop(condition, None)
@@ -345,114 +436,128 @@ class Index:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Be the one writer, with the newest version of the texts."""
+        """Hold the write lock, and start from the newest version of the texts."""
         with self._writer:
             try:
                 self._file_lock.acquire(timeout=0)
             except Timeout:
-                log.info(f"another process writes {self.folder}; waiting for it")
+                log.info(f"another process is writing to {self.folder}; waiting for it to finish")
                 self._file_lock.acquire()
             except OSError as error:
                 raise UserError(f"{self.folder} cannot be written: {error.strerror}.") from error
             try:
-                self._adopt()
+                self._switch_to_newest()
                 yield
                 shutil.rmtree(self.folder / "encoding", ignore_errors=True)
             finally:
                 self._file_lock.release()
 
-    def _adopt(self) -> None:
-        """Go on with the newest version."""
+    def _switch_to_newest(self) -> None:
+        """Switch to the newest version."""
         newest = Table(self.folder)
         if newest.version != self._version.table.version:
             self._version = Version(newest, self._views, self._model)
 
     def refresh(self) -> None:
-        """Go on with what other processes have written since it was opened; cheap if that is none.
+        """Switch to the newest version that other processes have written.
 
-        Where each text is encoded together with the condition, it goes on as it was until the
-        texts that were added are encoded under the conditions of :meth:`prepare`.
+        This is cheap if there is no newer version. Where each text is encoded together with the
+        condition, the index keeps its version until the added texts have been encoded under the
+        conditions of ``prepare``.
+
+        Raises:
+            LlmcondError: if the index cannot be read.
         """
-        # A writer of this process has the newest version anyway.
+        # A thread of this process that writes switches to the newest version itself.
         if self._version.table.is_newest or not self._writer.acquire(blocking=False):
             return
         try:
             newest = Version(Table(self.folder), self._views, self._model)
-            if not any(len(newest.absent(condition)) for condition in self._remembered(())):
+            if not any(len(newest.absent(condition)) for condition in self._record_conditions(())):
                 self._version = newest
         finally:
             self._writer.release()
 
-    def _remembered(self, conditions: Sequence[str]) -> list[str]:
-        """Remember conditions that texts are encoded under when they are added; return all."""
+    def _record_conditions(self, conditions: Sequence[str]) -> list[str]:
+        """Record conditions that added texts are encoded under, and return all recorded ones."""
         if not self.encodes_pairs:
             return []
         record = read_json(self.folder / "index.json")
-        known = list(record["conditions"])
-        every = list(dict.fromkeys([*known, *_checked(conditions)]))
-        if every != known:
-            write_json(self.folder / "index.json", {**record, "conditions": every})
-        return every
+        recorded = list(record["conditions"])
+        merged = list(dict.fromkeys([*recorded, *_check_conditions(conditions)]))
+        if merged != recorded:
+            write_json(self.folder / "index.json", {**record, "conditions": merged})
+        return merged
 
     def _record_values(self, conditions: Sequence[str]) -> None:
-        """Record the values of conditions that have been named with values, or with none."""
-        named = {one.text: [*one.values] for one in conditions if isinstance(one, Condition)}
+        """Record the values of each ``Condition``; one without values removes recorded values."""
+        new_values = {c.text: [*c.values] for c in conditions if isinstance(c, Condition)}
         record = read_json(self.folder / "index.json")
-        values = {t: v for t, v in {**record.get("values", {}), **named}.items() if v}
+        values = {t: v for t, v in {**record.get("values", {}), **new_values}.items() if v}
         if values != record.get("values", {}):
             write_json(self.folder / "index.json", {**record, "values": values})
 
     def _with_recorded_values(self, conditions: Sequence[str]) -> list[str]:
-        """Return conditions; those given as a text alone with the values recorded for the text."""
+        """Return the conditions, with recorded values for those that are given as text alone."""
         recorded = read_json(self.folder / "index.json").get("values", {})
         return [
-            Condition(one, recorded[one])
-            if one in recorded and not isinstance(one, Condition)
-            else one
-            for one in conditions
+            Condition(condition, recorded[condition])
+            if condition in recorded and not isinstance(condition, Condition)
+            else condition
+            for condition in conditions
         ]
 
-    def _store(self) -> FeatureStore:
-        """Return where vectors are until the texts that are encoded are all there."""
+    def _open_store(self) -> FeatureStore:
+        """Return the store for features of texts that are being encoded."""
         run = self._model.run
         return FeatureStore(self.folder / "encoding", run.identity, run.manifest["store_dtype"])
 
     def _encode(
         self, texts: Sequence[str], parts: Sequence[Part], conditions: Sequence[str]
     ) -> None:
-        """Encode texts under conditions, as far as that is not done yet."""
+        """Encode texts under conditions, as far as their features are missing."""
         if not (parts and conditions):
             return
-        store, inputs = self._store(), ViewInputs(_Pairs(texts, conditions), parts)
-        few = len(inputs) <= COUNTED_FIRST
-        missing = count_missing(store, inputs, WINDOW) if few else None
+        store, inputs = self._open_store(), ViewInputs(_Pairs(texts, conditions), parts)
+        is_small = len(inputs) <= COUNTED_FIRST
+        missing = count_missing(store, inputs, WINDOW) if is_small else None
         if missing is None or missing.n_missing:
             name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
             extract_inputs(store, self._model.encoder, name, inputs, missing)
 
     def _complete(self, conditions: Sequence[str]) -> None:
-        """Make the vectors of all texts under conditions that each is encoded together with."""
+        """Compute the vectors of all texts under conditions, if each text is encoded with them."""
         version = self._version
+        # Conditions by the positions of the texts that lack vectors under them, as bytes.
         alike: dict[bytes, list[str]] = {}
         for condition in conditions if self.encodes_pairs else ():
-            absent = version.absent(condition)
-            if len(absent):
-                alike.setdefault(absent.tobytes(), []).append(condition)
-        for places, own in alike.items():
-            # In one go: what is the same of a text under several conditions is encoded once.
-            rows = version.table.take(np.frombuffer(places, dtype=np.int64), ["text"])
-            self._encode(rows["text"].to_pylist(), self._model.sources.joint, own)
-        lookup = self._store().lookup if alike else None
-        for condition in [one for own in alike.values() for one in own]:
+            missing = version.absent(condition)
+            if len(missing):
+                alike.setdefault(missing.tobytes(), []).append(condition)
+        for positions, group in alike.items():
+            # Conditions that lack the same texts are encoded together, so that inputs that are
+            # equal under several of them are encoded once.
+            rows = version.table.take(np.frombuffer(positions, dtype=np.int64), ["text"])
+            self._encode(rows["text"].to_pylist(), self._model.sources.joint, group)
+        lookup = self._open_store().lookup if alike else None
+        for condition in [name for group in alike.values() for name in group]:
             version.view(condition, lookup)
 
     # -- checking ------------------------------------------------------------------------------
 
     def check(self, condition: str) -> ConditionCheck | None:
-        """Say whether a condition is expected to work on the texts, by a sample of 200 of them.
+        """Check whether a condition is expected to work on the texts, on a sample of 200 of them.
 
-        None: there is no calibration that tells conditions apart, or there are no vectors of the
-        texts under the condition; :meth:`prepare` or a search makes them.
+        Args:
+            condition: the condition. A text alone has the values that the index records for it.
+
+        Returns:
+            The result of the check. It is None if the model has no calibration that can distinguish
+            conditions, or if the index holds no vectors under the condition and would have to
+            encode texts. ``prepare`` or a search computes them.
+
+        Raises:
+            UserError: if the condition is empty.
         """
         calibration = find_calibration(self._model.run.folder)
         if calibration is None or not calibration.tells_apart:
@@ -461,7 +566,7 @@ class Index:
         view, table = self._version.view(condition), self._version.table
         if view is None or not len(table):
             return None
-        # More than are compared, as texts may repeat.
+        # Some texts may repeat, so twice as many are read as are compared.
         rows = np.sort(np.random.default_rng(0).permutation(len(table))[: 2 * MOST_TEXTS])
         texts = table.take(rows, ["text"])["text"].to_pylist()
         return ConditionCheck.of(condition, view.rows(rows[sample_texts(texts)]), calibration)
@@ -469,7 +574,7 @@ class Index:
     # -- searching -----------------------------------------------------------------------------
 
     @overload
-    def search(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+    def search(  # type: ignore[overload-overlap]  # a string is also a sequence of strings
         self, query: str, condition: Weighted, k: int = 10, **options: Unpack[SearchOptions]
     ) -> Hits: ...
 
@@ -493,32 +598,37 @@ class Index:
         explain: bool = False,
         prepare: bool = True,
     ) -> Hits | list[Hits]:
-        """Return the k texts nearest to a query under a condition; of several queries, a list.
+        """Find the k texts nearest to a query under a condition.
 
         Args:
-            query: a text, or several.
-            condition: a text, or several with weights: scores are then weighted sums of cosines.
-                A text alone has the values that the index records for it (:meth:`prepare`), a
-                :class:`llmcond.Condition` its own.
-            k: hits; all texts if there are fewer.
-            where: a filter on the columns in a small part of SQL, such as
+            query: a text, or several texts.
+            condition: a condition, or several with weights: scores are then weighted sums of
+                cosines. A text alone has the values that the index records for it (see
+                ``prepare``); a ``llmcond.Condition`` has its own values.
+            k: maximal number of hits; default: 10.
+            where: a filter on the columns in a small subset of SQL, such as
                 ``kind = 'news' AND year > 2020``; see docs/search.md.
-            rerank: where the model encodes each text together with the condition, encode only so
-                many texts, those nearest without a condition; then the result is not exact.
-            explain: add each hit's score under each condition and under none, and its rank there.
-            prepare: whether texts are encoded under a condition that the index holds no vectors of.
+            rerank: where the model encodes each text together with the condition, encode only this
+                many texts, those nearest without the condition. The result is then not exact.
+                Default: all texts.
+            explain: add to each hit its score under each condition, and its score and rank without
+                a condition.
+            prepare: whether to encode texts under a condition that the index has no vectors of.
+
+        Returns:
+            The hits; for several queries, a list with the hits of each query.
 
         Raises:
-            UserError: an empty query or condition, k below 1, a filter that cannot be applied,
-                ``rerank`` where there is nothing to rank by without a condition, or texts that
-                would have to be encoded and ``prepare`` is False.
+            UserError: if the query or a condition is empty, ``k`` is below 1, the filter is
+                invalid, ``rerank`` does not apply to the model, or texts would have to be encoded
+                and ``prepare`` is False.
         """
         queries = [query] if isinstance(query, str) else list(query)
         options: SearchOptions = {
             "where": where, "rerank": rerank, "explain": explain, "prepare": prepare
         }  # fmt: skip
-        found = self.plan_search(queries, condition, k, **options)()
-        return found[0] if isinstance(query, str) else found
+        hits = self.plan_search(queries, condition, k, **options)()
+        return hits[0] if isinstance(query, str) else hits
 
     def plan_search(
         self,
@@ -529,51 +639,68 @@ class Index:
         seconds: float = math.inf,
         **options: Unpack[SearchOptions],
     ) -> Callable[[], list[Hits]]:
-        """Check a search and evaluate its filter; return a function that encodes and compares.
+        """Check a search and evaluate its filter, without encoding anything yet.
 
-        Arguments and errors as of :meth:`search`; a filter that takes longer than ``seconds`` is
-        refused. A server calls this on another thread than the model's.
+        A server calls this on another thread than the model's.
+
+        Args:
+            queries: the texts to search for.
+            condition: as in ``search``.
+            k: as in ``search``.
+            seconds: time limit for the filter; default: none.
+            **options: as in ``search``.
+
+        Returns:
+            A function that encodes the queries, compares them with the texts, and returns the hits
+            of each query.
+
+        Raises:
+            UserError: for the reasons of ``search``, or if the filter takes longer than
+                ``seconds``.
+            TypeError: if an option is unknown.
         """
         unknown = options.keys() - SearchOptions.__annotations__
         if unknown:
             raise TypeError(f"search takes no argument {min(unknown)!r}")
         for text in queries:
             check_text(text, "the query")
-        given = _weights(condition)
-        weights = dict(zip(self._with_recorded_values([*given]), given.values(), strict=True))
+        raw_weights = _check_weights(condition)
+        weights = dict(
+            zip(self._with_recorded_values([*raw_weights]), raw_weights.values(), strict=True)
+        )
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
         rerank = options.get("rerank")
         if options.get("prepare", True) and rerank is None and self.encodes_pairs:
-            self._make_ready(list(weights))
+            self._encode_missing(list(weights))
         where, explain = options.get("where"), options.get("explain", False)
-        asked = Searched.of(self._version, weights, k, where, explain, seconds)
+        searched = Searched.of(self._version, weights, k, where, explain, seconds)
 
         def search() -> list[Hits]:
-            if not asked.k:
-                return [Hits(text, weights, [], asked.n) for text in queries]
-            return asked.exact(queries) if rerank is None else asked.reranked(queries, rerank)
+            if not searched.k:
+                return [Hits(text, weights, [], searched.n) for text in queries]
+            return searched.exact(queries) if rerank is None else searched.reranked(queries, rerank)
 
         return search
 
-    def _make_ready(self, conditions: Sequence[str]) -> None:
-        """Encode texts under conditions that a search needs, and say so."""
+    def _encode_missing(self, conditions: Sequence[str]) -> None:
+        """Encode texts under conditions that a search needs, and log how many."""
         counts = {condition: len(self._version.absent(condition)) for condition in conditions}
-        absent = {condition: count for condition, count in counts.items() if count}
-        if not absent:
+        missing = {condition: count for condition, count in counts.items() if count}
+        if not missing:
             return
-        for condition, count in absent.items():
+        for condition, count in missing.items():
             log.info(
                 "this model encodes each text together with the condition: "
-                f"{plural(count, 'text')} under {condition!r}, which is kept"
+                f"encoding {plural(count, 'text')} under {condition!r} and storing the vectors"
             )
         with self._writing():
-            self._complete(list(absent))
+            self._complete(list(missing))
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What index.json holds."""
+    """The contents of index.json."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -583,7 +710,7 @@ class _Record:
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def _record(
+def _write_record(
     folder: Path,
     model: SearchModel,
     conditions: Sequence[str] = (),
@@ -594,7 +721,7 @@ def _record(
 
 
 class _Pairs(Sequence[tuple[str, str]]):
-    """Each text under each condition, those of a text side by side; made when asked for."""
+    """Every pair of a text and a condition, text by text; each pair is created on access."""
 
     def __init__(self, texts: Sequence[str], conditions: Sequence[str]) -> None:
         self._texts, self._conditions = texts, conditions
@@ -602,28 +729,28 @@ class _Pairs(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return len(self._texts) * len(self._conditions)
 
-    def __getitem__(self, place: Any) -> Any:
-        text, condition = divmod(place, len(self._conditions))
+    def __getitem__(self, index: Any) -> Any:
+        text, condition = divmod(index, len(self._conditions))
         return self._texts[text], self._conditions[condition]
 
 
-def _checked(conditions: Sequence[str]) -> list[str]:
-    return [check_text(one, "the condition") for one in conditions]
+def _check_conditions(conditions: Sequence[str]) -> list[str]:
+    return [check_text(condition, "the condition") for condition in conditions]
 
 
-def _weights(condition: Weighted) -> dict[str, float]:
-    given = {condition: 1.0} if isinstance(condition, str) else dict(condition)
-    if not given:
-        raise UserError("no condition was given; give one at least.")
-    for text, weight in given.items():
+def _check_weights(condition: Weighted) -> dict[str, float]:
+    weights = {condition: 1.0} if isinstance(condition, str) else dict(condition)
+    if not weights:
+        raise UserError("no condition was given; give at least one.")
+    for text, weight in weights.items():
         check_text(text, "the condition")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise UserError(f"the weight of {brief(text)} is {brief(weight)}, not a number.")
-        if not abs(weight) <= MAX_WEIGHT:  # neither is NaN
+        if not abs(weight) <= MAX_WEIGHT:  # `not <=` also rejects NaN
             raise UserError(
                 f"the weight of {brief(text)} is {brief(weight)}; it must be between "
                 f"-{MAX_WEIGHT:,} and {MAX_WEIGHT:,}."
             )
-    if not any(given.values()):
-        raise UserError("all weights are 0, so that no text is nearer than another.")
-    return {text: float(weight) for text, weight in given.items()}
+    if not any(weights.values()):
+        raise UserError("all weights are 0, so all texts get the same score. Give another weight.")
+    return {text: float(weight) for text, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""What makes the vectors of an index: a run and its head, and how they are recorded."""
+"""The model of an index: a run with its head, and how an index records them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SearchModel(EmbeddingModel):
-    """A model whose vectors are searched. The encoder is loaded when it is needed.
+    """The model whose vectors an index searches. The encoder is loaded at first use.
 
     Attributes:
-        guides: what maps vectors under some conditions.
+        guides: the guide of each condition that has one.
 
     Raises:
-        UserError: the head does not compare embeddings by their cosine.
+        UserError: if the head does not compare embeddings by their cosine.
     """
 
     guides: dict[Any, Guide] = field(default_factory=dict)
@@ -35,26 +35,26 @@ class SearchModel(EmbeddingModel):
     def __post_init__(self) -> None:
         if not self.head.head.compares_by_cosine:
             raise UserError(
-                f"the head {self.head.name} compares embeddings in a way of its own, and an index "
-                "compares by cosine. Choose another --head."
+                f"the head {self.head.name} does not compare embeddings by their cosine, but an "
+                "index does. Choose another --head."
             )
 
     @property
     def made_by(self) -> dict[str, str]:
-        """Return how it is found again: the arguments of :meth:`find`, as texts."""
+        """The arguments of ``find``, as strings, that find this model again."""
         folder = self.run.folder
         source = {"model": folder.name} if self.run.is_bundled else {"run": str(folder.resolve())}
         prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
         return {**source, "head": self.head.reference, **prompt}
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Return in what it is not what :attr:`identity` was recorded of."""
-        own = self.identity
-        return [name for name in own if own[name] != recorded.get(name)]
+        """Return the names of the parts of ``identity`` that differ from a recorded identity."""
+        identity = self.identity
+        return [name for name in identity if identity[name] != recorded.get(name)]
 
     @cached_property
     def sources(self) -> Sources:
-        """Return the inputs behind its vectors."""
+        """The encoder inputs that its vectors are computed from."""
         return Sources(self.view)
 
     def is_joint(self, condition: str | None) -> bool:
@@ -63,19 +63,22 @@ class SearchModel(EmbeddingModel):
 
     @cached_property
     def projections(self) -> Projections:
-        """Return what makes vectors under conditions."""
+        """The projections of texts to vectors under a condition."""
         return Projections(self.sources, self.head.head, self.encoder)
 
     @cached_property
     def base(self) -> Encoder | None:
-        """Return the encoder whose plain embeddings conditions are compared with; None: unknown."""
+        """The encoder without adapters, whose embeddings give scores without a condition.
+
+        It is None where that encoder is unknown.
+        """
         return base_encoder(self.encoder())
 
     def fit_guide(self, labelled: LabelledTexts) -> Guide:
-        """Fit a guide of the vectors that searches compare.
+        """Fit a guide on the vectors that searches compare.
 
         Raises:
-            UserError: the encoder gave NaN.
+            UserError: if the encoder returns NaN.
         """
         project, texts = self.projections.of(labelled.condition), labelled.texts
         vectors = project(texts, self.projections.stored(texts), self.projections.encode)
@@ -87,7 +90,7 @@ class SearchModel(EmbeddingModel):
 
     @property
     def embedder(self) -> Embedder:
-        """Return it as an embedder, which loads the encoder."""
+        """An embedder with the same run, head and guides. Access loads the encoder."""
         guides = {}
         for condition, guide in self.guides.items():
             basis = self.projections.of(condition).basis
@@ -96,6 +99,6 @@ class SearchModel(EmbeddingModel):
 
 
 def short_name(encoder: Encoder) -> str:
-    """Return an encoder's name on the hub, or the last part of its path."""
+    """Return an encoder's name on the Hugging Face Hub, or the last part of its local path."""
     name = encoder.name
     return name if name == encoder.resolved.checkpoint.repo else PurePath(name).name

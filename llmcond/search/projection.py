@@ -1,9 +1,9 @@
-"""From what is stored of texts to their vectors under a condition.
+"""Projections: functions that compute vectors of texts under a condition.
 
-What a head sees of a text under a condition is made of up to three kinds of inputs: of the text
-alone, e(s), which is encoded once and stored; of the condition alone, e(c), encoded when one comes;
-and of both together, e(s|c). A view without inputs of the last kind is a map of e(s), and costs no
-encoding: so it is with heads on separate features.
+The input of a head comes from up to three kinds of encoder inputs: the text alone, e(s), which is
+encoded once and stored; the condition alone, e(c), which is encoded when a condition is first used;
+and both together, e(s|c). A view without inputs of the last kind, as heads on separate features
+have, is a function of e(s), and no text needs to be encoded again for a new condition.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from llmcond.runs.embedder import unit_length
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
 
-#: From inputs to their vectors, (n, dim).
+#: Function that computes the vectors, (n, dim), of encoder inputs.
 Encode = Callable[[Sequence[EncoderInput]], Matrix]
-#: In the place of a condition: embeddings without one, e(s) of unit length.
+#: Value that replaces a condition to select embeddings without one: e(s), of unit length.
 ALONE = None
-#: Conditions whose projections are kept in memory.
-_KEPT = 64
+#: Number of conditions whose projections stay in memory.
+_MAX_PROJECTIONS = 64
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The inputs behind a view, by what they are made of."""
+    """The encoder inputs of a view, by whether they contain the text, the condition, or both."""
 
     view: View
 
     @cached_property
     def alone(self) -> list[templates.Part]:
-        """Return what makes e(s), for each prompt that gives it."""
-        found = [prompt.alone for prompt in self.view.prompts]
-        return list(dict.fromkeys(part for part in found if part is not None))
+        """The templates of e(s), the text alone, of the prompts that have one."""
+        templates_alone = [prompt.alone for prompt in self.view.prompts]
+        return list(dict.fromkeys(part for part in templates_alone if part is not None))
 
     @cached_property
     def joint(self) -> list[templates.Part]:
-        """Return what makes inputs of a text and the condition together."""
+        """The templates that contain both the text and the condition."""
         parts = (getattr(prompt, part) for prompt, part in self.view.needed())
         return [part for part in parts if len(part.placeholders) > 1]
 
     @cached_property
     def of_condition(self) -> list[templates.Part]:
-        """Return what makes inputs of the condition alone."""
+        """The templates that contain only the condition."""
         parts = (getattr(prompt, part) for prompt, part in self.view.needed())
         return [part for part in parts if part.placeholders == {"condition"}]
 
     def stored(self, texts: Sequence[str]) -> list[EncoderInput]:
-        """Return the inputs of texts alone, all of a text side by side."""
+        """Return the inputs of texts alone, with all inputs of one text next to each other."""
         return [part.render(text, "") for text in texts for part in self.alone]
 
     def conditions(self, condition: str) -> list[EncoderInput]:
-        """Return the inputs of the condition alone."""
+        """Return the inputs that contain only the condition."""
         return [part.render("", condition) for part in self.of_condition]
 
 
 class Projection:
-    """Makes vectors of texts under one condition."""
+    """A function that computes vectors of texts under one condition."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class Projection:
         condition: str | None,
         of_condition: dict[EncoderInput, Array],
     ) -> None:
-        """``of_condition`` are the vectors, (dim,), of the condition's own inputs."""
+        """Create a projection; ``of_condition`` has the vectors, (dim,), of its inputs."""
         self._sources, self._head = sources, head
         self._condition, self._of_condition = condition, of_condition
 
     def __call__(self, texts: Sequence[str], stored: NDArray[Any], encode: Encode) -> Array:
-        """Return unit vectors, (n, k) float32.
+        """Compute unit vectors, (n, k) float32.
 
         Args:
             texts: n texts.
-            stored: (n, parts * dim) vectors of :meth:`Sources.stored`, side by side; (n, 0) where
-                there are none.
-            encode: gives the vectors of inputs of texts with the condition.
+            stored: (n, parts * dim): the vectors of ``Sources.stored``, concatenated for each text;
+                (n, 0) if there are none.
+            encode: computes the vectors of inputs that contain both the text and the condition.
         """
         if self._condition is ALONE:
             return unit_length(np.asarray(stored, dtype=np.float32))
@@ -113,24 +113,27 @@ class Projection:
         features = self._sources.view.sentence(read)
         matrix = self._factored[0]
         if matrix is None:
-            made = self._head.transform(features, self._sources.view.condition(read))
+            vectors = self._head.transform(features, self._sources.view.condition(read))
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
-            made = activation(features.read() @ matrix)
-        return unit_length(made, self._head)
+            vectors = activation(features.read() @ matrix)
+        return unit_length(vectors, self._head)
 
     @property
     def basis(self) -> Array | None:
-        """Return Q, (k, r), with which vectors z of this are embeddings zQ^T; None: they are."""
+        """Q, (k, r): a vector z of this projection stands for the embedding zQ^T.
+
+        It is None where the vectors are the embeddings themselves.
+        """
         return self._factored[1]
 
     @cached_property
     def _factored(self) -> tuple[Array | None, Array | None]:
-        """Return what a hypernetwork multiplies features by, and the basis; None: it is none.
+        """The matrix that a hypernetwork multiplies features by, and the basis, if there are any.
 
-        Where nothing comes behind, it is M, (dim, r), with r as small as can be, so that x M has
-        the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner products of
-        x W_1 W_2 are those of x W_1 R^T, of K numbers in the place of k.
+        If no activation follows, the matrix is M, (dim, r), with r as small as possible, such that
+        x M has the cosines of x W_c. In low rank W_c = W_1 W_2, and with W_2^T = Q R the inner
+        products of x W_1 W_2 equal those of x W_1 R^T, which has K numbers instead of k.
         """
         head, prompt = self._head, self._sources.view.of_condition()
         if isinstance(head, PlainHead) or not head.generates_matrices or prompt is None:
@@ -148,41 +151,41 @@ class Projection:
 
 
 class Projections:
-    """The projections of conditions that were asked for, and the queries that they are made of.
+    """The projections of recently used conditions, and the encoding of queries.
 
-    Several threads may use it.
+    Several threads may use it at once.
     """
 
     def __init__(
         self, sources: Sources, head: EmbeddingHead, encoder: Callable[[], Encoder]
     ) -> None:
         self._sources, self._head, self._encoder = sources, head, encoder
-        self._kept: OrderedDict[str | None, Projection] = OrderedDict()
+        self._projections: OrderedDict[str | None, Projection] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
     def of(self, condition: str | None) -> Projection:
-        """Return the projection of a condition, whose own inputs are encoded if that is needed."""
+        """Return the projection of a condition, and encode the condition's inputs if needed."""
         with self._lock:
-            found = self._kept.get(condition)
-            if found is None:
+            projection = self._projections.get(condition)
+            if projection is None:
                 inputs = [] if condition is ALONE else self._sources.conditions(condition)
-                own = dict(zip(inputs, self.encode(inputs)[:], strict=True))
-                found = Projection(self._sources, self._head, condition, own)
-                self._kept[condition] = found
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(condition)
-            return found
+                vectors = dict(zip(inputs, self.encode(inputs)[:], strict=True))
+                projection = Projection(self._sources, self._head, condition, vectors)
+                self._projections[condition] = projection
+                if len(self._projections) > _MAX_PROJECTIONS:
+                    self._projections.popitem(last=False)
+            self._projections.move_to_end(condition)
+            return projection
 
     def stored(self, texts: Sequence[str]) -> Array:
-        """Return of queries what is stored of texts, (q, parts * dim)."""
+        """Encode queries in the form in which texts are stored, (q, parts * dim)."""
         return self.encode(self._sources.stored(texts))[:].reshape(len(texts), -1)
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Matrix:
-        """Return the vectors of a few inputs, which are not kept.
+        """Return the vectors of a few inputs, without storing them.
 
         Raises:
-            UserError: the encoder gave NaN.
+            UserError: if the encoder returns NaN or infinity.
         """
         if not inputs:
             return Dense(np.zeros((0, 0), dtype=np.float32))
@@ -191,5 +194,7 @@ class Projections:
         vectors = encoder.encode(inputs)
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
-            raise UserError(f"the encoder gave NaN or infinity for {brief(inputs[bad[0]].text)}.")
+            raise UserError(
+                f"the encoder returned NaN or infinity for {brief(inputs[bad[0]].text)}."
+            )
         return Dense(vectors)

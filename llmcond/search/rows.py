@@ -1,4 +1,4 @@
-"""Rows that are to be written into an index: checked, and compared with those that are there."""
+"""Rows to write into an index: validated, and compared with the rows that it already holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from llmcond.search.table import BLOCK, NUMBER, RESERVED, VECTOR, Positions, Tab
 
 @dataclass(frozen=True)
 class Written:
-    """What became of rows: texts added, replaced, and left as they were."""
+    """Numbers of texts that were added, replaced or left unchanged.
+
+    Attributes:
+        added: texts with a new id.
+        replaced: texts with an existing id whose text or columns changed.
+        unchanged: texts that the index already held with the same id and columns.
+    """
 
     added: int
     replaced: int
@@ -33,17 +39,17 @@ class Written:
 
     @property
     def told(self) -> str:
-        """Return it in words."""
+        """The counts in words, for the log."""
         return f"{self.added:,} added, {self.replaced:,} replaced, {self.unchanged:,} unchanged"
 
     def to_json(self) -> dict[str, int]:
-        """Return what ``--json`` prints."""
+        """Return the counts as ``--json`` prints them."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts with their ids, and other columns as Arrow arrays."""
+    """Texts with their ids, and further columns as Arrow arrays."""
 
     texts: Sequence[str]
     ids: Sequence[str]
@@ -59,73 +65,81 @@ class Rows:
         ids: Sequence[object] | None,
         columns: Mapping[str, Sequence[Any]] | None,
     ) -> Rows:
-        """Return rows with ids, which are made of the texts where none are given.
+        """Validate rows; without ``ids``, the ids are digests of the texts.
 
         Raises:
-            UserError: an empty text, an id that repeats, columns of another length or with names
-                that are taken.
+            UserError: if a text is empty, an id repeats, or a column has another length or a
+                reserved name.
         """
         if isinstance(texts, str):
-            raise UserError("one text was given; give a list of texts.")
+            raise UserError("texts is a single string; give a list of texts.")
         texts = as_list(texts)
         for number, text in enumerate(texts, 1):
             check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))
         if repeated:
-            log.info(f"texts that repeat others, which are kept: {repeated:,}")
-        own = _made_of(texts) if ids is None else _checked_ids(ids, len(texts))
+            log.info(f"duplicate texts, which are all indexed: {repeated:,}")
+        row_ids = _digest_ids(texts) if ids is None else _check_ids(ids, len(texts))
         columns = dict(columns or {})
         for name, values in columns.items():
             if name in RESERVED or name.startswith("_"):
                 raise UserError(
-                    f"the column {name!r} cannot be kept: {', '.join(RESERVED)} and names that "
-                    "begin with _ are taken. Rename it."
+                    f"the column name {name!r} is reserved, like {', '.join(RESERVED)} and all "
+                    "names that begin with _. Rename the column."
                 )
             if len(values) != len(texts):
                 raise UserError(
                     f"the column {name!r} has {plural(len(values), 'value')} for "
-                    f"{plural(len(texts), 'text')}; they must be as many."
+                    f"{plural(len(texts), 'text')}; the numbers must be equal."
                 )
-        return cls(texts, own, {name: _arrow(name, values) for name, values in columns.items()})
+        return cls(
+            texts, row_ids, {name: _to_arrow(name, values) for name, values in columns.items()}
+        )
 
     def against(self, table: Table) -> Plan:
-        """Return what is to be done so that a table holds the rows.
+        """Compare the rows with a table, and return what must be written so that it holds them.
 
         Raises:
-            UserError: other columns than the table has.
+            UserError: if the columns differ from those of the table.
         """
         rows, schema = self, table.schema()
         if schema is not None and self.columns:
-            rows = Rows(self.texts, self.ids, _cast(self.columns, schema, table.columns))
-        places = table.find(self.ids)
-        there = np.flatnonzero(places >= 0)
+            rows = Rows(self.texts, self.ids, _cast_columns(self.columns, schema, table.columns))
+        positions = table.find(self.ids)
+        existing = np.flatnonzero(positions >= 0)
         numbers = np.full(len(self), -1, dtype=np.int64)
         changed = np.ones(len(self), dtype=np.bool_)
-        if len(there):
-            names = ["text", *rows.columns]
-            old = table.take(places[there], [NUMBER, *names])
-            known, texts = old[NUMBER].to_numpy(), old["text"].to_pylist()
-            own = (rows.texts[i] for i in there.tolist())
-            same = np.array([a == b for a, b in zip(own, texts, strict=True)])
-            numbers[there[same]] = known[same]
-            changed[there] = ~same
+        if len(existing):
+            columns = ["text", *rows.columns]
+            old_rows = table.take(positions[existing], [NUMBER, *columns])
+            old_numbers, old_texts = old_rows[NUMBER].to_numpy(), old_rows["text"].to_pylist()
+            new_texts = (rows.texts[i] for i in existing.tolist())
+            same = np.array([new == old for new, old in zip(new_texts, old_texts, strict=True)])
+            numbers[existing[same]] = old_numbers[same]
+            changed[existing] = ~same
             for name, column in rows.columns.items():
-                before, now = old[name].to_pylist(), column.take(there).to_pylist()
-                changed[there] |= [a != b for a, b in zip(before, now, strict=True)]
-        todo = np.flatnonzero(changed)
-        replaced = int((places[todo] >= 0).sum())
-        written = Written(len(todo) - replaced, replaced, len(self) - len(todo))
-        return Plan(rows, table, todo, places, numbers, written)
+                old_values, new_values = (
+                    old_rows[name].to_pylist(),
+                    column.take(existing).to_pylist(),
+                )
+                changed[existing] |= [
+                    old != new for old, new in zip(old_values, new_values, strict=True)
+                ]
+        to_write = np.flatnonzero(changed)
+        replaced = int((positions[to_write] >= 0).sum())
+        written = Written(len(to_write) - replaced, replaced, len(self) - len(to_write))
+        return Plan(rows, table, to_write, positions, numbers, written)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done so that a table holds rows.
+    """The changes to a table so that it holds all given rows.
 
     Attributes:
-        todo: rows to write, ascending.
-        places: (n,) of each row's id in the table, -1 where it is new.
-        numbers: (n,) of each row whose text is there, -1 where it is to be encoded.
+        todo: indices of the rows to write, ascending.
+        places: (n,): position in the table of each row's id, -1 if the id is new.
+        numbers: (n,): row number of each row whose text the table holds, -1 if the text has to be
+            encoded.
     """
 
     rows: Rows
@@ -139,77 +153,89 @@ class Plan:
         return len(self.todo)
 
     @cached_property
-    def _new(self) -> Positions:
+    def _new_rows(self) -> Positions:
         return self.todo[self.numbers[self.todo] < 0]
 
     @property
     def n_new(self) -> int:
-        """Return how many texts are to be encoded."""
-        return len(self._new)
+        """Number of texts to encode."""
+        return len(self._new_rows)
 
     @property
     def new_texts(self) -> list[str]:
-        """Return them."""
-        return [self.rows.texts[i] for i in self._new]
+        """The texts to encode."""
+        return [self.rows.texts[i] for i in self._new_rows]
 
     def write(
         self, store: FeatureStore, stored: Callable[[Sequence[str]], list[EncoderInput]]
     ) -> None:
-        """Write the rows in one commit; the store holds the vectors of all new texts' inputs.
+        """Write the rows in one commit.
+
+        Args:
+            store: the feature store that holds the vectors of all new texts' inputs.
+            stored: returns the inputs whose vectors are stored for given texts.
 
         Raises:
-            DiskFullError: no room; nothing was changed.
+            DiskFullError: if there is not enough space; nothing is changed then.
         """
-        self.numbers[self._new] = self.table.first_number() + np.arange(self.n_new)
-        new = np.zeros(len(self.rows), dtype=np.bool_)
-        new[self._new] = True
+        self.numbers[self._new_rows] = self.table.first_number() + np.arange(self.n_new)
+        is_new = np.zeros(len(self.rows), dtype=np.bool_)
+        is_new[self._new_rows] = True
 
         starts = range(0, len(self.todo), BLOCK)
-        made = (self._batch(self.todo[i : i + BLOCK], new, store, stored) for i in starts)
-        first = next(made)
+        batches = (
+            self._make_batch(self.todo[i : i + BLOCK], is_new, store, stored) for i in starts
+        )
+        first = next(batches)
         size = len(self.todo) * first.nbytes // len(first)
         all_new = bool((self.places[self.todo] < 0).all())
-        self.table.put(chain([first], made), first.schema, size, all_new)
+        self.table.put(chain([first], batches), first.schema, size, all_new)
 
-    def _batch(
+    def _make_batch(
         self,
-        part: Positions,
-        new: Any,
+        indices: Positions,
+        is_new: Any,
         store: FeatureStore,
         stored: Callable[[Sequence[str]], list[EncoderInput]],
     ) -> pa.RecordBatch:
-        texts = [self.rows.texts[i] for i in part]
-        found = {
-            "id": pa.array([self.rows.ids[i] for i in part], pa.string()),
+        texts = [self.rows.texts[i] for i in indices]
+        columns = {
+            "id": pa.array([self.rows.ids[i] for i in indices], pa.string()),
             "text": pa.array(texts, pa.string()),
         }
         schema = self.table.schema() or ()
-        absent = set(self.table.columns) - set(self.rows.columns)
-        found |= {name: column.take(part) for name, column in self.rows.columns.items()}
-        found |= {own.name: pa.nulls(len(part), own.type) for own in schema if own.name in absent}
-        found[NUMBER] = pa.array(self.numbers[part])
+        missing = set(self.table.columns) - set(self.rows.columns)
+        columns |= {name: column.take(indices) for name, column in self.rows.columns.items()}
+        columns |= {
+            field.name: pa.nulls(len(indices), field.type)
+            for field in schema
+            if field.name in missing
+        }
+        columns[NUMBER] = pa.array(self.numbers[indices])
         inputs = stored(texts[:1])
         if inputs:
-            found[VECTOR] = self._vectors(part, new[part], texts, store, stored)
-        return pa.record_batch(found)
+            columns[VECTOR] = self._read_vectors(indices, is_new[indices], texts, store, stored)
+        return pa.record_batch(columns)
 
-    def _vectors(self, part: Positions, new: Any, texts: Any, store: Any, stored: Any) -> Any:
-        """Return the vectors of rows: of new texts from the store, of others from the table."""
-        made = []
-        if new.any():
-            inputs = stored([text for text, own in zip(texts, new, strict=True) if own])
-            made.append(store.lookup(inputs)[:].reshape(int(new.sum()), -1))
-        if not new.all():
-            made.append(vectors_of(self.table.take(self.places[part][~new], [VECTOR])))
-        vectors = np.empty((len(part), made[0].shape[1]), dtype=made[0].dtype)
-        for own in (new, ~new):
-            if own.any():
-                vectors[own] = made.pop(0)
+    def _read_vectors(
+        self, indices: Positions, is_new: Any, texts: Any, store: Any, stored: Any
+    ) -> Any:
+        """Read the vectors of new texts from the store, and of the others from the table."""
+        pieces = []
+        if is_new.any():
+            inputs = stored([text for text, new in zip(texts, is_new, strict=True) if new])
+            pieces.append(store.lookup(inputs)[:].reshape(int(is_new.sum()), -1))
+        if not is_new.all():
+            pieces.append(vectors_of(self.table.take(self.places[indices][~is_new], [VECTOR])))
+        vectors = np.empty((len(indices), pieces[0].shape[1]), dtype=pieces[0].dtype)
+        for selected in (is_new, ~is_new):
+            if selected.any():
+                vectors[selected] = pieces.pop(0)
         return pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
 
 
 def check_text(text: str, what: str) -> str:
-    """Return a text that can be encoded; a UserError that begins with ``what`` if it is none."""
+    """Return a text that can be encoded; else raise a UserError that begins with ``what``."""
     try:
         cell_text(text)
     except ValueError as error:
@@ -217,8 +243,8 @@ def check_text(text: str, what: str) -> str:
     return text
 
 
-def _made_of(texts: Sequence[str]) -> list[str]:
-    """Return an id for each text: a digest, with a number where the text repeats others."""
+def _digest_ids(texts: Sequence[str]) -> list[str]:
+    """Return an id for each text: a digest, with a number appended where the text repeats."""
     seen: Counter[str] = Counter()
     ids = []
     for text in texts:
@@ -228,44 +254,49 @@ def _made_of(texts: Sequence[str]) -> list[str]:
     return ids
 
 
-def _checked_ids(ids: Sequence[object], n: int) -> list[str]:
+def _check_ids(ids: Sequence[object], n: int) -> list[str]:
     if len(ids) != n:
-        raise UserError(f"{plural(len(ids), 'id')} for {plural(n, 'text')}; they must be as many.")
-    own = ["" if value is None else str(value) for value in ids]
+        raise UserError(
+            f"there are {plural(len(ids), 'id')} for {plural(n, 'text')}; "
+            "the numbers must be equal."
+        )
+    row_ids = ["" if value is None else str(value) for value in ids]
     rows: dict[str, int] = {}
-    for number, value in enumerate(own, 1):
+    for number, value in enumerate(row_ids, 1):
         check_text(value, f"row {number}: the id")
         if value in rows:
             raise UserError(
-                f"the id {brief(value)} is that of row {rows[value]} and of row {number}; an id "
-                "stands for one text."
+                f"the rows {rows[value]} and {number} have the same id, {brief(value)}; each row "
+                "needs a different id."
             )
         rows[value] = number
-    return own
+    return row_ids
 
 
-def _arrow(name: str, values: Sequence[Any]) -> Any:
+def _to_arrow(name: str, values: Sequence[Any]) -> Any:
     try:
         column = column_of(values)
     except UnicodeEncodeError as error:
-        raise UserError(f"the column {name!r} holds what is no text: {error.reason}.") from error
+        raise UserError(f"the column {name!r} holds invalid text: {error.reason}.") from error
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 
-def _cast(columns: Mapping[str, Any], schema: pa.Schema, known: Sequence[str]) -> dict[str, Any]:
-    if set(columns) != set(known):
+def _cast_columns(
+    columns: Mapping[str, Any], schema: pa.Schema, index_columns: Sequence[str]
+) -> dict[str, Any]:
+    if set(columns) != set(index_columns):
         raise UserError(
-            f"the texts have the columns {listed(sorted(columns))}, and those of the index "
-            f"{listed(sorted(known))}. Give the same ones."
+            f"the texts have the columns {listed(sorted(columns))}, but the index has "
+            f"{listed(sorted(index_columns))}. Give the same columns."
         )
-    found = {}
+    cast_columns = {}
     for name, column in columns.items():
-        kind = schema.field(name).type
+        arrow_type = schema.field(name).type
         try:
-            found[name] = column.cast(kind)
+            cast_columns[name] = column.cast(arrow_type)
         except pa.ArrowException as error:
             raise UserError(
-                f"the column {name!r} is of the type {kind} in the index: {first_line(error)}. "
-                "Correct the value, or make another index."
+                f"the column {name!r} has the type {arrow_type} in the index: {first_line(error)}. "
+                "Correct the value, or build another index."
             ) from error
-    return found
+    return cast_columns

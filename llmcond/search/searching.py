@@ -1,4 +1,4 @@
-"""Queries against one version of an index: scores of all its texts, and the best of them."""
+"""Queries against one version of an index: the scores of all its texts, and the best of them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from llmcond.search.projection import ALONE
 from llmcond.search.table import VECTOR, Positions, vectors_of
 from llmcond.search.version import Version
 
-#: Scores that are in memory at a time.
-_SCORES = 2**25
-#: Texts beside the best whose scores are computed once more.
+#: Number of scores that are in memory at a time.
+_MAX_SCORES = 2**25
+#: Texts besides the k best whose scores are computed again, in full precision.
 _SPARE = 6
 
 Scores = NDArray[np.float32]
 
 
-class _Encoded(NamedTuple):
-    """A few texts, and what is stored of such without a condition, (n, parts * dim)."""
+class _EncodedTexts(NamedTuple):
+    """Queries or texts, and their vectors without a condition, (n, parts * dim)."""
 
     texts: Sequence[str]
     stored: NDArray[Any]
@@ -40,13 +40,13 @@ class _Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Searched:
-    """Where is searched, and by what.
+    """A search whose filter has been evaluated and which is ready to run.
 
     Attributes:
-        weights: of each condition.
-        mask: which positions a filter lets through; None: all.
-        n: how many these are.
-        k: hits, no more than n.
+        weights: weight of each condition.
+        mask: (n,), true for the positions that match the filter; None: all match.
+        n: number of texts that match the filter.
+        k: number of hits, at most n.
         explain: whether hits are explained.
     """
 
@@ -67,123 +67,138 @@ class Searched:
         explain: bool,
         seconds: float,
     ) -> Searched:
-        """Return it for at most k hits that a filter lets through.
+        """Evaluate the filter of a search for at most k hits.
 
         Raises:
-            UserError: the filter cannot be applied, or takes longer than so many seconds.
+            UserError: if the filter cannot be applied, or takes longer than ``seconds``.
         """
         mask = None if where is None else version.table.matching(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
-            which = "in the index" if mask is None else "that the filter lets through"
-            few = f"fewer than the {k:,} asked for: {plural(n, 'text')} {which}"
-            log.info(f"all hits are shown, {few}")
+            where_found = "in the index" if mask is None else "that match the filter"
+            log.info(f"only {plural(n, 'text')} {where_found}: fewer than the {k:,} hits requested")
         return cls(version, weights, mask, n, min(k, n), explain)
 
     def exact(self, queries: Sequence[str]) -> list[Hits]:
         """Return the hits of each query among all texts.
 
         Raises:
-            UserError: texts would have to be encoded under a condition.
+            UserError: if texts would have to be encoded under a condition.
         """
         n, joint = len(self.version.table), bool(self.version.model.sources.joint)
-        at_once = max(1, _SCORES // max(1, n))
-        found: list[Hits] = []
-        for start in range(0, len(queries), at_once):
-            part = self._encoded(queries[start : start + at_once])
-            scores = {condition: self._scores(part, condition) for condition in self.weights}
-            for i, query in enumerate(part.texts):
-                own = _Encoded([query], part.stored[i : i + 1])
-                under = {condition: every[i] for condition, every in scores.items()}
-                # Views are in half precision: of the best the scores are computed once more.
-                count = self.k if joint else min(self.n, self.k + _SPARE)
-                near = self._best(self._total(under), count, self.mask)
-                rows = self._rows(near)
-                at = {condition: every[near] for condition, every in under.items()}
-                found.append(
-                    self._hits(own, near, rows, at if joint else self._compared(own, rows))
+        batch_size = max(1, _MAX_SCORES // max(1, n))
+        hits: list[Hits] = []
+        for start in range(0, len(queries), batch_size):
+            batch = self._encode(queries[start : start + batch_size])
+            scores = {condition: self._score_all(batch, condition) for condition in self.weights}
+            for index, query in enumerate(batch.texts):
+                encoded = _EncodedTexts([query], batch.stored[index : index + 1])
+                query_scores = {
+                    condition: all_scores[index] for condition, all_scores in scores.items()
+                }
+                # Stored vectors have half precision, so the best scores are computed again.
+                n_near = self.k if joint else min(self.n, self.k + _SPARE)
+                near = self._find_best(self._sum_scores(query_scores), n_near, self.mask)
+                rows = self._read_rows(near)
+                near_scores = {
+                    condition: all_scores[near] for condition, all_scores in query_scores.items()
+                }
+                hits.append(
+                    self._make_hits(
+                        encoded, near, rows, near_scores if joint else self._compare(encoded, rows)
+                    )
                 )
-        return found
+        return hits
 
     def reranked(self, queries: Sequence[str], count: int) -> list[Hits]:
         """Return the hits of each query among the ``count`` texts nearest without a condition.
 
         Raises:
-            UserError: texts are not encoded together with conditions, or not without any.
+            UserError: if the model does not encode texts together with conditions, or has no
+                vectors without a condition.
         """
         model = self.version.model
         if not model.sources.joint:
             raise UserError(
-                "--rerank is for models that encode each text together with the condition; this "
-                "one compares every text under any condition. Leave it out."
+                "--rerank is for models that encode each text together with the condition, but "
+                "this model encodes them separately and compares every text anyway. Leave it out."
             )
         if not model.sources.alone:
             raise UserError(
-                f"--rerank takes the texts nearest without a condition, and the prompt "
-                f"{model.view.name} encodes none without one. Leave it out."
+                f"--rerank first searches without a condition, but the prompt {model.view.name} "
+                "does not encode texts without one. Leave it out."
             )
         if count < self.k:
-            raise UserError(f"--rerank is {count:,}, fewer than the {self.k:,} hits asked for.")
+            raise UserError(
+                f"--rerank is {count:,}, but {self.k:,} hits are requested. Give --rerank at "
+                f"least {self.k:,}."
+            )
         hits: list[Hits] = []
         for query in queries:
-            own = self._encoded([query])
-            near = self._best(self._scores(own, ALONE)[0], min(count, self.n), self.mask)
-            rows, exact = self._rows(near), len(near) == self.n
-            hits.append(self._hits(own, near, rows, self._compared(own, rows), exact=exact))
+            encoded = self._encode([query])
+            near = self._find_best(
+                self._score_all(encoded, ALONE)[0], min(count, self.n), self.mask
+            )
+            rows, exact = self._read_rows(near), len(near) == self.n
+            hits.append(
+                self._make_hits(encoded, near, rows, self._compare(encoded, rows), exact=exact)
+            )
         if self.n > count:
             log.info(
-                f"of {self.n:,} texts only the {count:,} nearest without a condition were encoded "
-                "under it, so that others may be nearer"
+                f"of {self.n:,} texts, only the {count:,} nearest without the condition were "
+                "encoded under it; others may be nearer"
             )
         return hits
 
-    def _encoded(self, texts: Sequence[str]) -> _Encoded:
-        return _Encoded(texts, self.version.model.projections.stored(texts))
+    def _encode(self, texts: Sequence[str]) -> _EncodedTexts:
+        return _EncodedTexts(texts, self.version.model.projections.stored(texts))
 
-    def _under(self, given: _Encoded, condition: str | None) -> Array:
-        """Return the unit vectors of a few texts under a condition, (n, k)."""
+    def _project(self, encoded: _EncodedTexts, condition: str | None) -> Array:
+        """Return the unit vectors of encoded texts under a condition, (n, k)."""
         projections = self.version.model.projections
-        made = projections.of(condition)(given.texts, given.stored, projections.encode)
+        vectors = projections.of(condition)(encoded.texts, encoded.stored, projections.encode)
         guide = self.version.guides.get(condition)
-        return made if guide is None else guide.transform(made)
+        return vectors if guide is None else guide.transform(vectors)
 
-    def _scores(self, queries: _Encoded, condition: str | None) -> Scores:
+    def _score_all(self, queries: _EncodedTexts, condition: str | None) -> Scores:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
         view = self.version.view(condition)
         if view is None:
-            absent, n = len(self.version.absent(condition)), len(self.version.table)
+            n_missing, n_texts = len(self.version.absent(condition)), len(self.version.table)
             raise UserError(
-                "this model encodes each text together with the condition, which is still to be "
-                f"done under {brief(condition)} for {absent:,} of {plural(n, 'text')}. Encode "
-                f"them: llmcond index --out {self.version.table.folder} "
+                "this model encodes each text together with the condition, but "
+                f"{n_missing:,} of {plural(n_texts, 'text')} have no vectors under "
+                f"{brief(condition)}. Encode them: llmcond index --out {self.version.table.folder} "
                 f"{condition_flags(condition or '')}"
             )
-        return view.scores(self._under(queries, condition))
+        return view.scores(self._project(queries, condition))
 
-    def _rows(self, near: Positions) -> Any:
-        """Return texts with all that is stored of them, as an Arrow table."""
-        alone = [VECTOR] if self.version.model.sources.alone else []
-        return self.version.table.take(near, ["id", "text", *self.version.table.columns, *alone])
+    def _read_rows(self, near: Positions) -> Any:
+        """Return texts with their columns and stored vectors, as an Arrow table."""
+        vector_column = [VECTOR] if self.version.model.sources.alone else []
+        return self.version.table.take(
+            near, ["id", "text", *self.version.table.columns, *vector_column]
+        )
 
-    def _compared(self, query: _Encoded, rows: Any) -> dict[str, Scores]:
+    def _compare(self, query: _EncodedTexts, rows: Any) -> dict[str, Scores]:
         """Return the cosines of a query with a few texts under each condition, (m,)."""
-        given = _Encoded(rows["text"].to_pylist(), vectors_of(rows))
-        return {c: self._under(given, c) @ self._under(query, c)[0] for c in self.weights}
+        texts = _EncodedTexts(rows["text"].to_pylist(), vectors_of(rows))
+        return {c: self._project(texts, c) @ self._project(query, c)[0] for c in self.weights}
 
-    def _total(self, scores: Mapping[str, Scores]) -> Scores:
+    def _sum_scores(self, scores: Mapping[str, Scores]) -> Scores:
         weighted = [weight * scores[name] for name, weight in self.weights.items()]
         return np.asarray(np.sum(weighted, axis=0, dtype=np.float32))
 
     @staticmethod
-    def _best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
-        """Return the places of the k best scores, (n,); of equal ones the first."""
-        given = scores if mask is None else np.where(mask, scores, -np.inf)
-        found = largest(given, k)
-        return np.asarray(found[np.lexsort((found, -scores[found]))])
+    def _find_best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
+        """Return the indices of the k best scores, best first; ties go to the lower index."""
+        allowed = scores if mask is None else np.where(mask, scores, -np.inf)
+        candidates = largest(allowed, k)
+        return np.asarray(candidates[np.lexsort((candidates, -scores[candidates]))])
 
-    def _hits(
+    def _make_hits(
         self,
-        query: _Encoded,
+        query: _EncodedTexts,
         near: Positions,
         rows: Any,
         scores: Mapping[str, Scores],
@@ -191,54 +206,58 @@ class Searched:
         exact: bool = True,
     ) -> Hits:
         """Return the hits of a query among some positions, (m,), by their scores, (m,)."""
-        total, others = self._total(scores), self.version.table.columns
-        best = self._best(total, self.k)
-        texts = rows.select(["id", "text", *others]).take(best).to_pylist()
-        plain = self._plain(query, near[best], texts) if self.explain else []
-        found: list[dict[str, Any]] = []
-        for place, text in zip(best.tolist(), texts, strict=True):
-            row: dict[str, Any] = {"rank": len(found) + 1, "score": _rounded(total[place])}
+        total, columns = self._sum_scores(scores), self.version.table.columns
+        best = self._find_best(total, self.k)
+        texts = rows.select(["id", "text", *columns]).take(best).to_pylist()
+        plain_scores = self._score_without(query, near[best], texts) if self.explain else []
+        hit_rows: list[dict[str, Any]] = []
+        for index, text in zip(best.tolist(), texts, strict=True):
+            row: dict[str, Any] = {"rank": len(hit_rows) + 1, "score": _round(total[index])}
             row |= {"text": text["text"], "id": text["id"]}
-            row |= {name: _as_json(text[name]) for name in others}
+            row |= {name: _as_json(text[name]) for name in columns}
             if self.explain:
-                own = {name: _rounded(scores[name][place]) for name in self.weights}
-                row["explain"] = {"under": own, **plain[len(found)]}
-            found.append(row)
-        base = self.version.model.base if self.explain else None
-        name = None if base is None else short_name(base)
-        every = self.version.guides
-        guides = {condition: every[condition] for condition in self.weights if condition in every}
-        return Hits(query.texts[0], dict(self.weights), found, self.n, exact, name, guides)
+                under = {name: _round(scores[name][index]) for name in self.weights}
+                row["explain"] = {"under": under, **plain_scores[len(hit_rows)]}
+            hit_rows.append(row)
+        base_encoder = self.version.model.base if self.explain else None
+        name = None if base_encoder is None else short_name(base_encoder)
+        all_guides = self.version.guides
+        guides = {
+            condition: all_guides[condition]
+            for condition in self.weights
+            if condition in all_guides
+        }
+        return Hits(query.texts[0], dict(self.weights), hit_rows, self.n, exact, name, guides)
 
-    def _plain(
-        self, query: _Encoded, near: Positions, hits: Sequence[Mapping[str, Any]]
+    def _score_without(
+        self, query: _EncodedTexts, near: Positions, hits: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return the scores and ranks of hits without a condition, None where there are none.
+        """Return the scores and ranks of hits without a condition; None where there are none.
 
-        They are those of the encoder before any adapter: an adapter changes the embeddings of texts
-        without a condition, and was not trained for them.
+        They come from the encoder without any adapter, because an adapter changes the embeddings of
+        texts without a condition, although it was not trained for them.
         """
         model = self.version.model
         if model.base is None:
             return [{"without": None, "rank_without": None} for _ in hits]
         if model.sources.alone and model.base is model.encoder():
-            scores = self._scores(query, ALONE)[0]
-            let_through = scores if self.mask is None else scores[self.mask]
+            scores = self._score_all(query, ALONE)[0]
+            allowed = scores if self.mask is None else scores[self.mask]
             return [
-                {"without": _rounded(own), "rank_without": 1 + int((let_through > own).sum())}
-                for own in scores[near]
+                {"without": _round(hit_score), "rank_without": 1 + int((allowed > hit_score).sum())}
+                for hit_score in scores[near]
             ]
         texts = [query.texts[0], *(hit["text"] for hit in hits)]
         vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]))
         return [
-            {"without": _rounded(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
+            {"without": _round(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
         ]
 
 
-def _rounded(score: Any) -> float:
+def _round(score: Any) -> float:
     return round(float(score), 6)
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as JSON has it: NaN and infinity are no numbers there."""
+    """Return a JSON value: NaN and infinity, which JSON lacks, become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

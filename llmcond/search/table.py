@@ -1,7 +1,7 @@
-"""The texts of an index: a Lance dataset, read at one version while others write newer ones.
+"""The texts of an index: a Lance dataset, read at one version while others write newer versions.
 
-A row's number (``_row``) stands for its text for good: a row whose text is replaced gets a new one,
-and none is given twice. So whatever was computed of a numbered row stays right.
+A row number (``_row``) identifies a row with its text permanently: a row whose text is replaced
+gets a new number, and no number is used twice. So anything computed for a row number stays valid.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from llmcond.lance_io import UNREADABLE, newest, without_panic
 from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
-#: Columns that every index has, or that hits have.
+#: Names of columns that every index has, or that every hit has.
 RESERVED = ("id", "text", "rank", "score", "explain")
-#: Rows that are read, and computed with, at a time.
+#: Number of rows that are read and processed at a time.
 BLOCK = 8_192
 
-#: More files than this are merged.
-_FRAGMENTS = 32
-#: For so long a version stays readable for who opened it.
-_KEPT = datetime.timedelta(days=7)
-#: Row numbers of a version begin with it.
+#: Files are merged if there are more than this.
+_MAX_FRAGMENTS = 32
+#: How long an old version stays readable for processes that have opened it.
+_RETENTION = datetime.timedelta(days=7)
+#: Number of low bits of a row number that count within a version; the high bits are the version.
 _VERSION_BITS = 32
 
 Positions = NDArray[np.int64]
@@ -54,9 +54,9 @@ class Table:
     """One version of the texts. A row's position counts from 0 in the order of this version."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the newest version; of a folder without one, an empty table."""
+        """Open the newest version; a folder without one gives an empty table."""
         self.folder = folder
-        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
+        # The path is absolute, because Lance takes a relative path with a colon for a store URI.
         self._uri = str(folder.absolute() / "texts.lance")
         self.numbers: Positions = np.zeros(0, dtype=np.int64)
         with _reading(folder):
@@ -69,12 +69,12 @@ class Table:
 
     @property
     def version(self) -> int:
-        """Return the number of the version; 0: nothing was written yet."""
+        """The number of the version; 0 if nothing has been written yet."""
         return int(self._dataset.version) if self._dataset else 0
 
     @property
     def is_newest(self) -> bool:
-        """Return whether nobody has written a newer version since."""
+        """Whether this is still the newest version."""
         with _reading(self.folder):
             if self._dataset is None:
                 return newest(self._uri) is None
@@ -82,33 +82,33 @@ class Table:
 
     @cached_property
     def columns(self) -> list[str]:
-        """Return the names of the other columns."""
+        """The names of the columns besides ``id`` and ``text``."""
         names = self._dataset.schema.names if self._dataset else []
         return [name for name in names if name not in ("id", "text", NUMBER, VECTOR)]
 
     @cached_property
     def _order(self) -> Positions | None:
-        """Return positions in the order of row numbers; None if they are in that order."""
+        """Positions in ascending order of row number; None if the rows have that order already."""
         in_order = bool((np.diff(self.numbers) > 0).all())
         return None if in_order else np.argsort(self.numbers)
 
     def positions(self, numbers: Positions) -> Positions:
-        """Return the positions of row numbers, -1 for those that are not there."""
+        """Return the positions of row numbers, -1 for rows that the table does not have."""
         if not len(self):
             return np.full(len(numbers), -1)
         order = self._order
         ordered = self.numbers if order is None else self.numbers[order]
-        found = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
-        there = ordered[found] == numbers
-        places = found if order is None else order[found]
-        return np.where(there, places, -1)
+        candidates = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
+        exists = ordered[candidates] == numbers
+        positions = candidates if order is None else order[candidates]
+        return np.where(exists, positions, -1)
 
     def matching(self, where: str, seconds: float = math.inf) -> NDArray[np.bool_]:
-        """Return which positions a filter lets through, (n,); see :mod:`llmcond.search.filters`.
+        """Return which rows match a filter, (n,); see ``llmcond.search.filters`` for the grammar.
 
         Raises:
-            UserError: it cannot be read, names a column that is not there, casts a value that
-                cannot be cast, or takes longer than so many seconds.
+            UserError: if the filter cannot be parsed, names an unknown column, casts a value that
+                cannot be cast, or takes longer than ``seconds``.
         """
         mask = np.zeros(len(self), dtype=np.bool_)
         if not len(self):
@@ -117,14 +117,14 @@ class Table:
         schema = self._dataset.schema
         types = {name: schema.field(name).type for name in ("id", "text", *self.columns)}
         columns, predicate = parse_filter(where, types)
-        for part, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
+        for block, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
             if time.monotonic() > deadline:
                 raise UserError(
                     f"the filter {brief(where)} takes longer than {seconds:g} s. Use fewer "
                     "conditions."
                 )
             try:
-                matches = rows.append_column(NUMBER, pa.array(part)).filter(predicate)
+                matches = rows.append_column(NUMBER, pa.array(block)).filter(predicate)
             except pa.ArrowException as error:
                 raise UserError(
                     f"the filter {brief(where)} cannot be applied: {first_line(error)}"
@@ -133,18 +133,18 @@ class Table:
         return mask
 
     def take(self, positions: Positions, columns: Sequence[str]) -> pa.Table:
-        """Return some rows."""
+        """Read some columns of the rows at some positions."""
         with _reading(self.folder):
             return self._dataset.take(positions, columns=list(columns))
 
     def blocks(
         self, positions: Positions, columns: Sequence[str]
     ) -> Iterator[tuple[Positions, Any]]:
-        """Yield ascending positions, some at a time, with an Arrow batch of their columns."""
+        """Yield blocks of the ascending positions, each with an Arrow batch of the columns."""
         if len(positions) < len(self):
             for start in range(0, len(positions), BLOCK):
-                part = positions[start : start + BLOCK]
-                yield part, self.take(part, columns)
+                block = positions[start : start + BLOCK]
+                yield block, self.take(block, columns)
             return
         start = 0
         with _reading(self.folder):
@@ -153,29 +153,33 @@ class Table:
                 start += len(batch)
 
     def find(self, ids: Sequence[str]) -> Positions:
-        """Return the positions of ids, -1 for those that are not there."""
+        """Return the positions of ids, -1 for unknown ids."""
         if not len(self):
             return np.full(len(ids), -1)
         with _reading(self.folder):
-            known = self._dataset.to_table(columns=["id"])["id"].combine_chunks()
-        found = pc.index_in(pa.array(ids, pa.string()), value_set=known)
-        return np.asarray(found.fill_null(-1).to_numpy().astype(np.int64))
+            stored_ids = self._dataset.to_table(columns=["id"])["id"].combine_chunks()
+        matches = pc.index_in(pa.array(ids, pa.string()), value_set=stored_ids)
+        return np.asarray(matches.fill_null(-1).to_numpy().astype(np.int64))
 
     def first_number(self) -> int:
-        """Return the first row number that the next version may give; the writer's lock is held."""
+        """Return the first row number of the next version; the caller holds the write lock."""
         return (self.version + 1) << _VERSION_BITS
 
     def schema(self) -> pa.Schema | None:
-        """Return its columns with their types; None: there are none yet."""
+        """Return the Arrow schema; None if nothing has been written yet."""
         return self._dataset.schema if self._dataset else None
 
     def put(self, rows: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, new: bool) -> None:
-        """Add rows in one commit, each in the place of one of the same id: a newer version.
+        """Write rows in one commit, each replacing the row with the same id: a newer version.
 
-        ``size`` is about how many bytes they have; ``new`` says that no id is there yet.
+        Args:
+            rows: batches of rows.
+            schema: their schema.
+            size: their approximate size in bytes.
+            new: whether none of the ids exists yet.
 
         Raises:
-            DiskFullError: no room; nothing was changed.
+            DiskFullError: if there is not enough space; nothing is changed then.
         """
         with self._writing(size):
             reader = pa.RecordBatchReader.from_batches(schema, iter(rows))
@@ -189,18 +193,18 @@ class Table:
             self._tidy()
 
     def delete(self, ids: Sequence[str]) -> None:
-        """Delete rows in one commit: a newer version."""
+        """Delete rows by id in one commit: a newer version."""
         with self._writing(0):
             merge = lance.dataset(self._uri).merge_insert("id")
             merge.when_matched_delete().execute(pa.table({"id": pa.array(ids, pa.string())}))
             self._tidy()
 
     def _tidy(self) -> None:
-        """Keep files few; those of older versions go when nobody reads them any more."""
+        """Merge files if there are many, and delete versions past the retention time."""
         dataset = lance.dataset(self._uri)
-        if len(dataset.get_fragments()) > _FRAGMENTS:
+        if len(dataset.get_fragments()) > _MAX_FRAGMENTS:
             dataset.optimize.compact_files()
-            dataset.cleanup_old_versions(older_than=_KEPT)
+            dataset.cleanup_old_versions(older_than=_RETENTION)
 
     @contextmanager
     def _writing(self, size: int) -> Iterator[None]:
@@ -208,8 +212,8 @@ class Table:
             check_room(self.folder, 2 * size)
             yield
         except Exception as error:
-            kept = f"what was in it is as it was ({plural(len(self), 'text')})"
-            raise_disk_error(error, self.folder, kept)
+            unchanged = f"its previous contents are unchanged ({plural(len(self), 'text')})"
+            raise_disk_error(error, self.folder, unchanged)
             raise
 
 
@@ -219,8 +223,8 @@ def vectors_of(rows: Any) -> NDArray[Any]:
         return np.zeros((len(rows), 0), dtype=np.float32)
     column = rows[VECTOR]
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    found: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
-    return found.reshape(len(rows), -1)
+    vectors: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
+    return vectors.reshape(len(rows), -1)
 
 
 @contextmanager
@@ -233,5 +237,5 @@ def _reading(folder: Path) -> Iterator[None]:
             raise
         raise LlmcondError(
             f"{folder} cannot be read: {first_line(error)}. If it was changed since it was opened, "
-            "open it again; if it is damaged, make it anew: llmcond index"
+            "open it again; if it is damaged, build it again: llmcond index"
         ) from error

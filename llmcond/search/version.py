@@ -17,117 +17,123 @@ from llmcond.search.projection import Encode
 from llmcond.search.table import VECTOR, Positions, Table, vectors_of
 from llmcond.search.views import Segment, View, Views, view_of
 
-#: Views that are kept open.
-_OPEN = 64
-#: Rows that a guide maps at a time.
-_ROWS = 4_096
+#: Number of views that stay open.
+_MAX_OPEN = 64
+#: Number of rows that a guide maps at a time.
+_BLOCK_ROWS = 4_096
 
 
 class Version:
-    """The texts and guides as they were when it was opened. Several threads may read it."""
+    """The texts and guides of an index at the time it was opened. Several threads may read it."""
 
     def __init__(self, table: Table, views: Views, model: SearchModel) -> None:
         self.table, self.model, self.guides = table, model, dict(model.guides)
         self._views = views
         self._open: OrderedDict[str | None, View] = OrderedDict()
-        self._making = threading.Lock()
+        self._compute_lock = threading.Lock()
 
     def absent(self, condition: str | None) -> Positions:
-        """Return the positions of texts that there are no vectors of under a condition."""
+        """Return the positions of texts that have no vectors under a condition yet."""
         if condition in self._open:
             return np.zeros(0, dtype=np.int64)
         return view_of(self._views.read(condition), self.table)[1]
 
     def view(self, condition: str | None, encode: Encode | None = None) -> View | None:
-        """Return the vectors of all texts under a condition, made where they are not there yet.
+        """Return the vectors of all texts under a condition; compute those that are missing.
 
-        ``encode`` gives the vectors of inputs of texts with the condition; None: nothing does, and
-        where these are needed, None is returned.
+        Args:
+            condition: the condition; None: vectors without a condition.
+            encode: computes the vectors of inputs that contain both a text and the condition.
+                Without it, the result is None if such vectors are missing.
 
         Raises:
-            DiskFullError, UserError: vectors that were encoded cannot be kept.
+            DiskFullError, UserError: if vectors that were encoded cannot be stored.
         """
-        found = self._open.get(condition)
-        if found is not None:
-            return found
-        with self._making:
-            found = self._open.get(condition)
-            if found is not None:
-                return found
-            segments = self._unguided(condition, encode)
+        view = self._open.get(condition)
+        if view is not None:
+            return view
+        with self._compute_lock:
+            view = self._open.get(condition)
+            if view is not None:
+                return view
+            segments = self._compute_unguided(condition, encode)
             if segments is None:
                 return None
             if condition in self.guides:
-                segments = self._guided(str(condition), segments)
-            found = self._open[condition] = view_of(segments, self.table)[0]
-            if len(self._open) > _OPEN:
+                segments = self._apply_guide(str(condition), segments)
+            view = self._open[condition] = view_of(segments, self.table)[0]
+            if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-            return found
+            return view
 
-    def _unguided(self, condition: str | None, encode: Encode | None) -> Sequence[Segment] | None:
-        """Return the vectors of all texts as the model makes them; None: some are to be encoded."""
+    def _compute_unguided(
+        self, condition: str | None, encode: Encode | None
+    ) -> Sequence[Segment] | None:
+        """Return the model's vectors of all texts; None if some would have to be encoded."""
         segments: Sequence[Segment] = self._views.read(condition)
-        absent = view_of(segments, self.table)[1]
+        missing = view_of(segments, self.table)[1]
         joint = self.model.is_joint(condition)
-        if not len(absent):
+        if not len(missing):
             return segments
         if joint and encode is None:
             return None
-        made = self._made(condition, absent, encode if joint else None)
-        return self._kept(condition, segments, made, joint)
+        segment = self._compute_segment(condition, missing, encode if joint else None)
+        return self._save_segment(condition, segments, segment, joint)
 
-    def _guided(self, condition: str, unguided: Sequence[Segment]) -> Sequence[Segment]:
-        """Return what the condition's guide makes of the vectors of all texts."""
+    def _apply_guide(self, condition: str, unguided: Sequence[Segment]) -> Sequence[Segment]:
+        """Return the vectors of all texts, mapped by the condition's guide."""
         guide = self.guides[condition]
         segments: Sequence[Segment] = self._views.read(condition, guide.digest)
-        absent = view_of(segments, self.table)[1]
-        if not len(absent):
+        missing = view_of(segments, self.table)[1]
+        if not len(missing):
             return segments
-        vectors = np.empty((len(absent), unguided[0].vectors.shape[1]), dtype=np.float16)
-        # The last number stands for rows that are not in the table.
-        places = np.full(len(self.table) + 1, -1)
-        places[absent] = np.arange(len(absent))
+        vectors = np.empty((len(missing), unguided[0].vectors.shape[1]), dtype=np.float16)
+        # Rows that are not in the table have position -1, which indexes the last element: -1 again.
+        target_rows = np.full(len(self.table) + 1, -1)
+        target_rows[missing] = np.arange(len(missing))
         for segment in unguided:
-            targets = places[self.table.positions(segment.numbers)]
-            wanted = np.flatnonzero(targets >= 0)
-            for start in range(0, len(wanted), _ROWS):
-                rows = wanted[start : start + _ROWS]
-                given = converted(segment.vectors[rows], "float32", vectors.size)
-                mapped = guide.transform(given)
+            targets = target_rows[self.table.positions(segment.numbers)]
+            needed = np.flatnonzero(targets >= 0)
+            for start in range(0, len(needed), _BLOCK_ROWS):
+                rows = needed[start : start + _BLOCK_ROWS]
+                block = converted(segment.vectors[rows], "float32", vectors.size)
+                mapped = guide.transform(block)
                 vectors[targets[rows]] = converted(mapped, "float16", vectors.size)
-        made = Segment(self.table.numbers[absent], vectors)
-        return self._kept(condition, segments, made, False, guide.digest)
+        mapped_segment = Segment(self.table.numbers[missing], vectors)
+        return self._save_segment(condition, segments, mapped_segment, False, guide.digest)
 
-    def _made(self, condition: str | None, absent: Positions, encode: Encode | None) -> Segment:
+    def _compute_segment(
+        self, condition: str | None, missing: Positions, encode: Encode | None
+    ) -> Segment:
         project, columns = self.model.projections.of(condition), ["text"] if encode else []
         if self.model.sources.alone:
             columns.append(VECTOR)
         vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
         done = 0
-        for part, rows in self.table.blocks(absent, columns):
-            texts = rows["text"].to_pylist() if encode else [""] * len(part)
-            given = vectors_of(rows).copy()
-            stored = converted(given, "float32", len(absent) * given.shape[1])
-            made = project(texts, stored, encode or self.model.projections.encode)
+        for block, rows in self.table.blocks(missing, columns):
+            texts = rows["text"].to_pylist() if encode else [""] * len(block)
+            half = vectors_of(rows).copy()
+            stored = converted(half, "float32", len(missing) * half.shape[1])
+            projected = project(texts, stored, encode or self.model.projections.encode)
             if not done:
-                vectors = np.empty((len(absent), made.shape[1]), dtype=np.float16)
-            vectors[done : done + len(part)] = converted(made, "float16", vectors.size)
-            done += len(part)
-        return Segment(self.table.numbers[absent], vectors)
+                vectors = np.empty((len(missing), projected.shape[1]), dtype=np.float16)
+            vectors[done : done + len(block)] = converted(projected, "float16", vectors.size)
+            done += len(block)
+        return Segment(self.table.numbers[missing], vectors)
 
-    def _kept(
+    def _save_segment(
         self,
         condition: str | None,
         segments: Sequence[Segment],
-        made: Segment,
+        segment: Segment,
         joint: bool,
         guide: str = "",
     ) -> Sequence[Segment]:
-        """Keep a segment on disk; one that costs no encoding also goes without that."""
+        """Save a segment. A failure is only logged if no encoding is needed to recompute it."""
         try:
-            return self._views.add(condition, made, self.table, lasting=joint, guide=guide)
+            return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)
         except (OSError, UserError) as error:
             if joint:
                 raise
-            log.info(f"the vectors under {condition!r} are not kept for the next time: {error}")
-            return [*segments, made]
+            log.info(f"the vectors under {condition!r} cannot be saved for later use: {error}")
+            return [*segments, segment]

@@ -1,9 +1,10 @@
-"""Vectors of a collection under conditions, on disk: unit length, float16, memory-mapped.
+"""Views: vectors of a collection under a condition, stored as unit-length float16 in mapped files.
 
-A view is a folder of segments, each the vectors of some rows, by their row numbers. What was
-computed of a row stays right, so that a view only grows: rows that were deleted are left out when
-segments are merged. ``view.json`` names the segments, and is replaced as a whole. What a guide
-makes of the vectors under a condition is another view, under the guide's digest.
+A view is a folder of segments, each of which holds the vectors of some rows by their row numbers.
+Anything computed for a row number stays valid, so a view only grows; vectors of deleted rows are
+dropped when segments are merged. ``view.json`` names the segments, and is replaced atomically. The
+vectors under a condition that a guide has mapped form another view, whose name depends on the
+guide's digest.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from llmcond.files import digest_text, read_json, replacing, write_json
 from llmcond.search.halves import products
 from llmcond.search.table import Positions, Table
 
-#: Bytes of views that can be made again at any time, above which the least recently used ones go.
+#: Total size in bytes of the views that can be computed again without encoding. Above it, the least
+#: recently used of them are deleted.
 BUDGET = 2**31
-#: More segments than this are merged.
-_SEGMENTS = 8
+#: Segments are merged if there are more than this.
+_MAX_SEGMENTS = 8
 
 
 class Segment(NamedTuple):
-    """The vectors of some rows: row numbers (m,), and (m, k) float16."""
+    """The vectors of some rows: their row numbers, (m,), and the vectors, (m, k) float16."""
 
     numbers: Positions
     vectors: NDArray[np.float16]
@@ -44,10 +46,10 @@ class View:
     """The vectors of a table's rows under one condition.
 
     Attributes:
-        segments: with vectors, (m, k) each.
-        positions: of each segment's rows in the table, -1 for those that are not in it; None: it
-            has all rows in the table's order.
-        n: rows of the table.
+        segments: the segments with the vectors.
+        positions: for each segment, the positions of its rows in the table, -1 for rows that the
+            table does not have; None if the segment has all rows in the table's order.
+        n: number of rows of the table.
     """
 
     segments: Sequence[Segment]
@@ -55,43 +57,45 @@ class View:
     n: int
 
     def scores(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return cosines with unit queries, (q, k), of all the table's rows: (q, n)."""
-        found = np.full((len(queries), self.n), -np.inf, dtype=np.float32)
+        """Return the cosines of unit-length queries, (q, k), with all rows of the table: (q, n)."""
+        scores = np.full((len(queries), self.n), -np.inf, dtype=np.float32)
         for segment, positions in zip(self.segments, self.positions, strict=True):
-            own = products(segment.vectors, queries)
+            segment_scores = products(segment.vectors, queries)
             if positions is None:
-                found = own
+                scores = segment_scores
             else:
-                there = positions >= 0
-                found[:, positions[there]] = own[:, there]
-        return found
+                exists = positions >= 0
+                scores[:, positions[exists]] = segment_scores[:, exists]
+        return scores
 
     def rows(self, rows: Positions) -> NDArray[np.float32]:
-        """Return the (m, k) vectors of m rows of the table."""
-        found = np.empty((len(rows), self.segments[0].vectors.shape[1]), dtype=np.float32)
-        place = np.empty(self.n, dtype=np.int64)
+        """Return the vectors, (m, k), of m rows of the table."""
+        vectors = np.empty((len(rows), self.segments[0].vectors.shape[1]), dtype=np.float32)
+        index_in_segment = np.empty(self.n, dtype=np.int64)
         for segment, positions in zip(self.segments, self.positions, strict=True):
-            place[:] = -1
-            own = np.arange(self.n) if positions is None else positions
-            place[own[own >= 0]] = np.flatnonzero(own >= 0)
-            there = place[rows] >= 0
-            found[there] = segment.vectors[place[rows][there]]
-        return found
+            index_in_segment[:] = -1
+            table_positions = np.arange(self.n) if positions is None else positions
+            index_in_segment[table_positions[table_positions >= 0]] = np.flatnonzero(
+                table_positions >= 0
+            )
+            exists = index_in_segment[rows] >= 0
+            vectors[exists] = segment.vectors[index_in_segment[rows][exists]]
+        return vectors
 
 
 def view_of(segments: Sequence[Segment], table: Table) -> tuple[View, Positions]:
     """Return a view of a table's rows, and the positions of rows that no segment has."""
     positions: list[Positions | None] = []
-    absent = np.ones(len(table), dtype=np.bool_)
+    is_missing = np.ones(len(table), dtype=np.bool_)
     for segment in segments:
         if np.array_equal(segment.numbers, table.numbers):
             positions.append(None)
-            absent[:] = False
+            is_missing[:] = False
             continue
-        own = table.positions(segment.numbers)
-        absent[own[own >= 0]] = False
-        positions.append(own)
-    return View(segments, positions, len(table)), np.flatnonzero(absent)
+        table_positions = table.positions(segment.numbers)
+        is_missing[table_positions[table_positions >= 0]] = False
+        positions.append(table_positions)
+    return View(segments, positions, len(table)), np.flatnonzero(is_missing)
 
 
 class Views:
@@ -100,37 +104,41 @@ class Views:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _place(self, condition: str | None, guide: str) -> Path:
+    def _view_folder(self, condition: str | None, guide: str) -> Path:
         if condition is None:
             return self.folder / "alone"
         return self.folder / digest_text(condition, *filter(None, [guide]), size=12)
 
     def conditions(self) -> list[str]:
-        """Return the conditions that there are views of, sorted."""
-        records = (self._record(path.parent) for path in self.folder.glob("*/view.json"))
+        """Return the conditions that have a view, sorted."""
+        records = (self._read_record(path.parent) for path in self.folder.glob("*/view.json"))
         return sorted({record["condition"] for record in records if record.get("condition")})
 
-    def _record(self, place: Path) -> dict[str, Any]:
+    def _read_record(self, folder: Path) -> dict[str, Any]:
         try:
-            return {"segments": [], **read_json(place / "view.json")}
-        except UserError:  # there is none, or it was removed just now
+            return {"segments": [], **read_json(folder / "view.json")}
+        except UserError:  # there is no view, or another process has just removed it
             return {"segments": []}
 
     def read(self, condition: str | None, guide: str = "") -> list[Segment]:
-        """Return the segments of a view; none where there is no view."""
-        place, problem = self._place(condition, guide), "lacks files"
-        for _ in range(3):  # others may merge segments while they are opened
+        """Return the segments of a view; an empty list if there is no view."""
+        folder, problem = self._view_folder(condition, guide), "lacks files"
+        for _ in range(3):  # another process may merge segments while they are opened
             try:
-                found = [_open(place, name) for name in self._record(place)["segments"]]
+                segments = [
+                    _open_segment(folder, name) for name in self._read_record(folder)["segments"]
+                ]
             except FileNotFoundError:
                 continue
             except (EOFError, ValueError):
                 problem = "is damaged"
                 break
-            with suppress(OSError):  # a disk that is only read
-                os.utime(place / "view.json")
-            return found
-        raise LlmcondError(f"{place} {problem}. Delete it: it is made anew when it is needed.")
+            with suppress(OSError):  # the file system may be read-only
+                os.utime(folder / "view.json")
+            return segments
+        raise LlmcondError(
+            f"{folder} {problem}. Delete it; it is computed again when it is needed."
+        )
 
     def add(
         self,
@@ -141,69 +149,78 @@ class Views:
         lasting: bool,
         guide: str = "",
     ) -> list[Segment]:
-        """Add a segment to a view, and return all; ``lasting`` ones are never dropped for room.
+        """Add a segment to a view, and return all its segments.
+
+        Args:
+            condition: the condition of the view.
+            segment: the vectors to add; rows that the view already has are skipped.
+            table: the current table, for merging.
+            lasting: whether the view must not be deleted to save space.
+            guide: the digest of the guide that mapped the vectors.
 
         Raises:
-            DiskFullError, UserError: it cannot be written.
+            DiskFullError, UserError: if the segment cannot be written.
         """
-        place = self._place(condition, guide)
-        place.mkdir(parents=True, exist_ok=True)
+        folder = self._view_folder(condition, guide)
+        folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
-            names = list(self._record(place)["segments"])
-            _sweep(place, names)
-            segment = _without(segment, [_open(place, name) for name in names])
+            names = list(self._read_record(folder)["segments"])
+            _remove_leftovers(folder, names)
+            segment = _exclude_rows(segment, [_open_segment(folder, name) for name in names])
             if not len(segment.numbers):
                 return self.read(condition, guide)
-            if len(names) >= _SEGMENTS:
-                old = [_open(place, name) for name in names]
-                segment, dropped, names = _merged([*old, segment], table), names, []
+            if len(names) >= _MAX_SEGMENTS:
+                segments = [_open_segment(folder, name) for name in names]
+                segment, dropped, names = _merge_segments([*segments, segment], table), names, []
             else:
                 dropped = []
-            names.append(_write(place, segment))
+            names.append(_write_segment(folder, segment))
             record = {"condition": condition, "lasting": lasting, "segments": names}
-            write_json(place / "view.json", record)
+            write_json(folder / "view.json", record)
             for name in dropped:
-                for end in (".npy", ".rows.npy"):
-                    (place / f"{name}{end}").unlink(missing_ok=True)
-            self._drop_oldest(place)
+                for suffix in (".npy", ".rows.npy"):
+                    (folder / f"{name}{suffix}").unlink(missing_ok=True)
+            self._drop_oldest(folder)
         return self.read(condition, guide)
 
-    def _drop_oldest(self, kept: Path) -> None:
-        """Remove the least recently used views above the budget, but for one."""
-        places = [path.parent for path in self.folder.glob("*/view.json")]
-        places = [place for place in places if not self._record(place).get("lasting")]
-        sizes = {place: sum(file.stat().st_size for file in place.iterdir()) for place in places}
+    def _drop_oldest(self, current: Path) -> None:
+        """Delete the least recently used views above the budget, except ``current``."""
+        folders = [path.parent for path in self.folder.glob("*/view.json")]
+        folders = [folder for folder in folders if not self._read_record(folder).get("lasting")]
+        sizes = {
+            folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in folders
+        }
         total = sum(sizes.values())
-        for place in sorted(sizes, key=lambda one: (one / "view.json").stat().st_mtime_ns):
-            if total > BUDGET and place != kept:
-                (place / "view.json").unlink()
-                shutil.rmtree(place)
-                total -= sizes[place]
+        for folder in sorted(sizes, key=lambda view: (view / "view.json").stat().st_mtime_ns):
+            if total > BUDGET and folder != current:
+                (folder / "view.json").unlink()
+                shutil.rmtree(folder)
+                total -= sizes[folder]
 
 
-def _open(place: Path, name: str) -> Segment:
-    numbers = np.load(place / f"{name}.rows.npy")
-    vectors = np.load(place / f"{name}.npy", mmap_mode="c")  # torch takes no read-only arrays
+def _open_segment(folder: Path, name: str) -> Segment:
+    numbers = np.load(folder / f"{name}.rows.npy")
+    vectors = np.load(folder / f"{name}.npy", mmap_mode="c")  # torch requires writable arrays
     return Segment(numbers, vectors)
 
 
-def _write(place: Path, segment: Segment) -> str:
+def _write_segment(folder: Path, segment: Segment) -> str:
     name = secrets.token_hex(6)
     for path, array in ((f"{name}.npy", segment.vectors), (f"{name}.rows.npy", segment.numbers)):
-        with replacing(place / path) as temporary, temporary.open("wb") as stream:
+        with replacing(folder / path) as temporary, temporary.open("wb") as stream:
             np.save(stream, array)
     return name
 
 
-def _sweep(place: Path, names: Sequence[str]) -> None:
-    """Remove what writers left that were killed; the lock is held."""
-    for path in place.iterdir():
+def _remove_leftovers(folder: Path, names: Sequence[str]) -> None:
+    """Remove files of writers that were killed; the caller holds the lock."""
+    for path in folder.iterdir():
         if path.name != "view.json" and path.name.partition(".")[0] not in names:
             path.unlink(missing_ok=True)
 
 
-def _without(segment: Segment, others: Sequence[Segment]) -> Segment:
-    """Return a segment without rows that others have, as another process made them meanwhile."""
+def _exclude_rows(segment: Segment, others: Sequence[Segment]) -> Segment:
+    """Return a segment without rows that another process has added in the meantime."""
     for other in others:
         new = np.isin(segment.numbers, other.numbers, invert=True)
         if not new.all():
@@ -211,9 +228,9 @@ def _without(segment: Segment, others: Sequence[Segment]) -> Segment:
     return segment
 
 
-def _merged(segments: Sequence[Segment], table: Table) -> Segment:
-    """Return segments as one, without rows that are not in the table any more."""
-    kept: Iterator[Any] = (table.positions(segment.numbers) >= 0 for segment in segments)
-    parts = [(s.numbers[own], s.vectors[own]) for s, own in zip(segments, kept, strict=True)]
-    numbers, first = np.unique(np.concatenate([own for own, _ in parts]), return_index=True)
-    return Segment(numbers, np.concatenate([own for _, own in parts])[first])
+def _merge_segments(segments: Sequence[Segment], table: Table) -> Segment:
+    """Merge segments into one, without rows that the table no longer has."""
+    masks: Iterator[Any] = (table.positions(segment.numbers) >= 0 for segment in segments)
+    parts = [(s.numbers[mask], s.vectors[mask]) for s, mask in zip(segments, masks, strict=True)]
+    numbers, first = np.unique(np.concatenate([part for part, _ in parts]), return_index=True)
+    return Segment(numbers, np.concatenate([part for _, part in parts])[first])

@@ -1,4 +1,4 @@
-"""A server of embeddings under a condition, for applications and for clients of OpenAI's protocol.
+"""An HTTP server of embeddings under a condition, with OpenAI's embeddings protocol.
 
-Requests wait in one queue, of which a thread that owns the model takes batches.
+Requests wait in one queue. A single thread owns the model and takes batches from the queue.
 """

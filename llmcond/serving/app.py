@@ -1,4 +1,4 @@
-"""The endpoints."""
+"""The HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -37,235 +37,247 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
     from llmcond.search import Hits
 
-#: What answers a request.
-_Answer = Callable[[Request], Awaitable[Response]]
+#: A function that answers a request.
+_Handler = Callable[[Request], Awaitable[Response]]
 
-#: Time limit of a search's filter.
+#: Time limit of a search's filter in seconds.
 _FILTER_SECONDS = 5.0
-#: The largest answer, in vectors, that is written on the thread that reads the requests.
-_FEW = 16
+#: Largest number of vectors that is serialised on the thread that reads the requests.
+_MAX_INLINE_VECTORS = 16
 
 
 class Endpoints:
-    """What can be asked of one model, as an application of ASGI; :class:`Gate` is in front of it.
+    """The endpoints of one model as an ASGI application, which ``Gate`` wraps.
 
     Attributes:
-        routes: the method and what answers, by path.
+        routes: the method and the handler of each path.
     """
 
     def __init__(
         self, model: ServedModel, batcher: Batcher, metrics: Metrics, settings: ServerSettings
     ) -> None:
         self._model, self._batcher, self._metrics = model, batcher, metrics
-        self._most, self._limit = settings.max_client_batch_size, settings.payload_limit
+        self._max_texts, self._max_bytes = settings.max_client_batch_size, settings.payload_limit
         self._page = page_response(model, needs_key=settings.api_key_file is not None)
-        #: Filters are evaluated here, so that a slow one delays neither the model nor the others.
+        #: Threads that evaluate filters, so that a slow one delays neither the model nor other
+        #: requests.
         self._planners = ThreadPoolExecutor(2, thread_name_prefix="llmcond-filter")
         self._probe: asyncio.Future[Any] | None = None
-        self._began, self._name = int(time.time()), model.name
-        read: dict[str, _Answer] = {
+        self._start_time, self._name = int(time.time()), model.name
+        get_routes: dict[str, _Handler] = {
             "/": self.page,
             "/healthz": self.healthz,
             "/readyz": self.readyz,
             "/metrics": self.metrics,
             "/v1/models": self.models,
         }
-        posted: dict[str, tuple[_Answer, type[BaseModel]]] = {
+        post_routes: dict[str, tuple[_Handler, type[BaseModel]]] = {
             "/v1/embeddings": (self.embeddings, EmbeddingsRequest),
             "/v1/similarity": (self.similarity, SimilarityRequest),
             "/v1/search": (self.search, SearchRequest),
         }
-        self._document = json_response(_describe(read, posted))
-        self.routes = {path: ("GET", answer) for path, answer in read.items()}
-        self.routes |= {path: ("POST", answer) for path, (answer, _) in posted.items()}
+        self._document = json_response(_describe_api(get_routes, post_routes))
+        self.routes = {path: ("GET", handler) for path, handler in get_routes.items()}
+        self.routes |= {path: ("POST", handler) for path, (handler, _) in post_routes.items()}
         self.routes["/openapi.json"] = "GET", self.openapi
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as an application of ASGI.
+        """Answer a request, as an ASGI application.
 
         Raises:
-            RequestError: nothing answers at this path, or the request is not right.
-            ClientDisconnect: the client hung up.
-            ClosedError: the server is stopping.
+            RequestError: if there is no such path, or the request is invalid.
+            ClientDisconnect: if the client has closed the connection.
+            ClosedError: if the server is stopping.
         """
         request = Request(scope, receive)
-        response = await self._answer_of(request)(request)
+        response = await self._find_handler(request)(request)
         await response(scope, receive, send)
 
-    def _answer_of(self, request: Request) -> _Answer:
-        """Return what answers a request; a RequestError where nothing does."""
+    def _find_handler(self, request: Request) -> _Handler:
+        """Return the handler of a request; raise a RequestError if there is none."""
         path = request.scope["path"]
         if path not in self.routes:
             path = path[:80]
-            near = did_you_mean(path, [*self.routes]) or f"There are {', '.join(self.routes)}."
-            raise RequestError(404, "not_found", f"there is no {path!r}. {near}")
-        method, answer = self.routes[path]
+            suggestion = (
+                did_you_mean(path, [*self.routes]) or f"Use one of {', '.join(self.routes)}."
+            )
+            raise RequestError(404, "not_found", f"there is no path {path!r}. {suggestion}")
+        method, handler = self.routes[path]
         if request.method != method:
-            text = f"{path} does not take {request.method}, but {method}."
-            raise RequestError(405, "method_not_allowed", text, headers={"Allow": method})
-        return answer
+            message = f"{path} does not accept {request.method}; use {method}."
+            raise RequestError(405, "method_not_allowed", message, headers={"Allow": method})
+        return handler
 
-    # -- what tells of the server ----------------------------------------------------------------
+    # -- information about the server ------------------------------------------------------------
 
     async def page(self, _: Request) -> Response:
-        """Return a page to try the others by hand."""
+        """Return a page on which the endpoints can be tried by hand."""
         return self._page
 
     async def healthz(self, _: Request) -> Response:
-        """Return whether the thread of the model runs."""
+        """Report whether the model's thread is running."""
         if not self._batcher.alive:
-            raise RequestError(503, "not_running", "the model's thread has ended.")
+            raise RequestError(503, "not_running", "the model's thread has stopped.")
         return json_response({"status": "ok", "model": self._name})
 
     async def readyz(self, _: Request) -> Response:
-        """Encode a text to see whether the server is ready; requests at the same time share it."""
+        """Encode a text to check that the server is ready; concurrent requests share one check."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.wrap_future(self._batcher.submit([self._model.ready_row()]))
         try:
             await asyncio.wait_for(asyncio.shield(self._probe), 10)
         except Exception as error:
-            raise RequestError(503, "not_ready", "a text does not come through in 10 s.") from error
+            raise RequestError(
+                503, "not_ready", "the model did not encode a text within 10 s."
+            ) from error
         return json_response({"status": "ready", "model": self._name})
 
     async def openapi(self, _: Request) -> Response:
-        """Return the endpoints and their fields as an OpenAPI document."""
+        """Return the OpenAPI document of the endpoints and their fields."""
         return self._document
 
     async def metrics(self, _: Request) -> Response:
-        """Return figures for Prometheus."""
+        """Return metrics in Prometheus's text format."""
         return self._metrics.response()
 
     async def models(self, _: Request) -> Response:
-        """Return the one model, in the shape of OpenAI's list."""
-        entry = {"id": self._name, "object": "model", "created": self._began}
+        """Return the served model as a list of one, in OpenAI's format."""
+        entry = {"id": self._name, "object": "model", "created": self._start_time}
         entry |= {"owned_by": "llmcond", **self._model.describe()}
         return json_response({"object": "list", "data": [entry]})
 
-    # -- what is asked of the model --------------------------------------------------------------
+    # -- work for the model ----------------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> Response:
-        """Return embeddings of texts under conditions, in OpenAI's shape."""
-        asked = await read_request(request, EmbeddingsRequest, self._limit)
+        """Return embeddings of texts under conditions, in OpenAI's format."""
+        body = await read_request(request, EmbeddingsRequest, self._max_bytes)
         embedder = self._model.model
         if not isinstance(embedder, Embedder):
-            raise _not_served("a cross-encoder is served, which has no embeddings: /v1/similarity.")
-        if asked.dimensions not in (None, embedder.dim):
+            raise _not_served_error(
+                "this server has a cross-encoder, which has no embeddings. Use /v1/similarity."
+            )
+        if body.dimensions not in (None, embedder.dim):
             raise invalid_value(
                 "dimensions",
-                f"dimensions is {asked.dimensions}; embeddings of this model have {embedder.dim}, "
-                "and a part of one is none.",
+                f"dimensions is {body.dimensions}, but this model's embeddings have "
+                f"{embedder.dim} and cannot be shortened. Omit dimensions.",
             )
-        texts = [asked.input] if isinstance(asked.input, str) else asked.input
-        rows = self._rows("input", texts, self._condition(asked))
-        encoded = await self._encoded(request, rows, len(texts))
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        rows = self._make_rows("input", texts, self._choose_condition(body))
+        encoded = await self._encode(request, rows, len(texts))
 
         def response() -> Response:
             vectors = unit_length(encoded.vectors, embedder.head)
-            written: list[Any] = (
+            embeddings: list[Any] = (
                 vectors.tolist()
-                if asked.encoding_format == "float"
+                if body.encoding_format == "float"
                 else [
                     base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, "<f4")
                 ]
             )
             data = [
                 {"object": "embedding", "index": index, "embedding": embedding}
-                for index, embedding in enumerate(written)
+                for index, embedding in enumerate(embeddings)
             ]
             return json_response(
-                {"object": "list", "model": self._name, "data": data, **self._usage(encoded)}
+                {"object": "list", "model": self._name, "data": data, **self._count_usage(encoded)}
             )
 
-        # Writing many takes so long that other requests would wait for it.
-        return response() if len(rows) <= _FEW else await asyncio.to_thread(response)
+        # Serialising many vectors takes so long that it would block other requests.
+        return response() if len(rows) <= _MAX_INLINE_VECTORS else await asyncio.to_thread(response)
 
     async def similarity(self, request: Request) -> Response:
-        """Return how similar pairs of texts are under conditions."""
-        asked = await read_request(request, SimilarityRequest, self._limit)
-        condition = self._condition(asked)
-        given: dict[str, Texts] = {
-            "sentence1": asked.sentence1,
-            "sentence2": asked.sentence2,
+        """Return the similarities of pairs of texts under conditions."""
+        body = await read_request(request, SimilarityRequest, self._max_bytes)
+        condition = self._choose_condition(body)
+        fields: dict[str, Texts] = {
+            "sentence1": body.sentence1,
+            "sentence2": body.sentence2,
             "condition": condition,
         }
-        counts = {name: len(own) for name, own in given.items() if not isinstance(own, str)}
+        counts = {name: len(value) for name, value in fields.items() if not isinstance(value, str)}
         count = next(iter(counts.values()), 1)
         if set(counts.values()) - {count}:
-            told = ", ".join(f"{number} in {name}" for name, number in counts.items())
+            listing = ", ".join(f"{number} in {name}" for name, number in counts.items())
             raise invalid_value(
-                [*counts][-1], f"there are {told}; they must be as many, or one text for all."
+                [*counts][-1],
+                f"the numbers of texts differ: {listing}. Give equally many, or one text for all.",
             )
-        one, other = (
-            self._rows(name, [own] * count if isinstance(own, str) else own, condition)
-            for name, own in [*given.items()][:2]
+        rows1, rows2 = (
+            self._make_rows(name, [value] * count if isinstance(value, str) else value, condition)
+            for name, value in [*fields.items()][:2]
         )
         model = self._model.model
         if isinstance(model, Embedder):
-            encoded = await self._encoded(request, [*one, *other], 2 * count)
+            encoded = await self._encode(request, [*rows1, *rows2], 2 * count)
             values = model.compare(encoded.vectors[:count], encoded.vectors[count:])
         else:
-            joined = [(a, b, c) for (a, c), (b, _) in zip(one, other, strict=True)]
-            encoded = await self._encoded(request, joined, 2 * count)
+            triples = [(a, b, c) for (a, c), (b, _) in zip(rows1, rows2, strict=True)]
+            encoded = await self._encode(request, triples, 2 * count)
             values = encoded.vectors
         answer = {"model": self._name, "similarities": values.tolist()}
-        return json_response({**answer, **self._usage(encoded)})
+        return json_response({**answer, **self._count_usage(encoded)})
 
     async def search(self, request: Request) -> Response:
-        """Return the texts of the index that are nearest to a query under a condition."""
-        asked = await read_request(request, SearchRequest, self._limit)
+        """Search the index for the texts nearest to a query under a condition."""
+        body = await read_request(request, SearchRequest, self._max_bytes)
         index = self._model.index
         if index is None:
-            raise _not_served("there is no index to search; start the server with --index DIR.")
+            raise _not_served_error(
+                "this server has no index to search. Start it with --index DIR."
+            )
         request.state.texts = 1
-        condition = self._condition(asked)
+        condition = self._choose_condition(body)
 
         def plan() -> Callable[[], list[Hits]]:
             index.refresh()
             return index.plan_search(
-                [asked.query],
+                [body.query],
                 condition,
-                asked.k,
-                where=asked.where,
-                explain=asked.explain,
+                body.k,
+                where=body.where,
+                explain=body.explain,
                 prepare=False,
                 seconds=_FILTER_SECONDS,
             )
 
-        if asked.where is None:
-            calls = self._batcher.call(lambda: plan()())  # noqa: PLW0108 - all by the model's thread
+        if body.where is None:
+            calls = self._batcher.call(lambda: plan()())  # noqa: PLW0108 - the model's thread runs both
         else:
-            calls = self._batcher.call(await self._waited(request, self._planners.submit(plan)))
-        (hits,) = await self._waited(request, calls)
+            calls = self._batcher.call(
+                await self._await_result(request, self._planners.submit(plan))
+            )
+        (hits,) = await self._await_result(request, calls)
         return json_response({"model": self._name, **hits.to_json()})
 
-    def _condition(self, asked: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
-        """Return a request's condition, or the server's own; a RequestError where neither is."""
+    def _choose_condition(self, body: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
+        """Return a request's condition or the server's default; without either, raise an error."""
         try:
-            given = asked.conditions()
+            requested = body.conditions()
         except UserError as error:
             raise invalid_value("values", f"values: {error}") from None
-        found = self._model.condition if given is None else given
-        if found is None:
+        condition = self._model.condition if requested is None else requested
+        if condition is None:
             raise RequestError(
                 422,
                 "condition_required",
-                'condition is missing: what the texts are embedded under, such as "the place". '
-                "Give one for all texts, or one for each; a server may have a default "
+                'condition is missing: the aspect to embed the texts under, such as "the place". '
+                "Give one for all texts, or one for each; or start the server with a default "
                 "(--condition).",
                 param="condition",
             )
-        return found
+        return condition
 
-    def _rows(self, name: str, texts: list[str], conditions: Texts) -> list[Row]:
-        """Return texts with their conditions; a RequestError if they are not right."""
+    def _make_rows(self, name: str, texts: list[str], conditions: Texts) -> list[Row]:
+        """Pair texts with their conditions; raise a RequestError if they are invalid."""
         if not texts:
-            raise invalid_value(name, f"{name} holds no texts.")
-        if len(texts) > self._most:
+            raise invalid_value(name, f"{name} is empty; give at least one text.")
+        if len(texts) > self._max_texts:
             raise RequestError(
                 413,
                 "too_many_texts",
-                f"{name} has {plural(len(texts), 'text')}; at most {self._most:,} are taken at a "
-                "time (--max-client-batch-size).",
+                f"{name} has {plural(len(texts), 'text')}; a request may have at most "
+                f"{self._max_texts:,} (--max-client-batch-size).",
                 param=name,
             )
         try:
@@ -273,14 +285,14 @@ class Endpoints:
         except UserError as error:
             raise invalid_value(name, f"{name}: {error}") from None
 
-    async def _encoded(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
+    async def _encode(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
         request.state.texts = n_texts
-        encoded: Encoded = await self._waited(request, self._batcher.submit(rows))
+        encoded: Encoded = await self._await_result(request, self._batcher.submit(rows))
         request.state.tokens = int(encoded.n_tokens.sum())
         return encoded
 
-    def _usage(self, encoded: Encoded) -> dict[str, Any]:
-        """Return the number of tokens, of texts that were cut, and of embeddings that are zero."""
+    def _count_usage(self, encoded: Encoded) -> dict[str, Any]:
+        """Count the tokens, the truncated texts, and the embeddings that are zero vectors."""
         tokens = int(encoded.n_tokens.sum())
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         counts = {"usage": usage, "truncated": int(encoded.truncated.sum())}
@@ -288,16 +300,16 @@ class Endpoints:
             counts["zero_vectors"] = int((~encoded.vectors.any(axis=1)).sum())
         return counts
 
-    async def _waited(self, request: Request, future: Future[Any]) -> Any:
-        """Return what will be there; give it up if the client hangs up or the time is over."""
+    async def _await_result(self, request: Request, future: Future[Any]) -> Any:
+        """Wait for a result; cancel it if the client disconnects or the request times out."""
         self._batcher.awaited += 1
         result = asyncio.wrap_future(future)
-        gone = asyncio.ensure_future(_gone(request.receive))
-        gone.add_done_callback(lambda _: result.cancel())
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+        disconnect.add_done_callback(lambda _: result.cancel())
         try:
             return await result
         except asyncio.CancelledError:
-            if not gone.done():  # it is this request that was cancelled
+            if not disconnect.done():  # the request itself was cancelled, by its time limit
                 raise
             raise ClientDisconnect from None
         except UserError as error:
@@ -306,32 +318,32 @@ class Endpoints:
             raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:
             self._batcher.awaited -= 1
-            gone.cancel()
+            disconnect.cancel()
             result.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _describe(
-    read: Mapping[str, _Answer], posted: Mapping[str, tuple[_Answer, type[BaseModel]]]
+def _describe_api(
+    get_routes: Mapping[str, _Handler], post_routes: Mapping[str, tuple[_Handler, type[BaseModel]]]
 ) -> dict[str, Any]:
-    """Return the OpenAPI document of endpoints that are read, and of those that take a body."""
+    """Return the OpenAPI document of the GET and POST endpoints, with the fields of bodies."""
 
-    def operation(answer: _Answer, **request: Any) -> dict[str, Any]:
-        said = (answer.__doc__ or "").partition("\n")[0]
-        return {"summary": said, **request, "responses": {"200": {"description": "Success"}}}
+    def operation(answer: _Handler, **request: Any) -> dict[str, Any]:
+        summary = (answer.__doc__ or "").partition("\n")[0]
+        return {"summary": summary, **request, "responses": {"200": {"description": "Success"}}}
 
-    paths = {path: {"get": operation(answer)} for path, answer in read.items()}
-    for path, (answer, kind) in posted.items():
-        content = {"application/json": {"schema": kind.model_json_schema()}}
+    paths = {path: {"get": operation(handler)} for path, handler in get_routes.items()}
+    for path, (handler, body_type) in post_routes.items():
+        content = {"application/json": {"schema": body_type.model_json_schema()}}
         body = {"required": True, "content": content}
-        paths[path] = {"post": operation(answer, requestBody=body)}
-    about = {"title": "llmcond", "version": __version__}
-    return {"openapi": "3.1.0", "info": about, "paths": paths}
+        paths[path] = {"post": operation(handler, requestBody=body)}
+    info = {"title": "llmcond", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
-def _not_served(why: str) -> RequestError:
+def _not_served_error(why: str) -> RequestError:
     return RequestError(404, "not_served", why)

@@ -1,4 +1,4 @@
-"""Errors of requests, in the shape that clients of OpenAI's protocol read."""
+"""Errors of requests, in the format that clients of OpenAI's protocol read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from starlette.responses import Response
 
 from llmcond.serving.batching import ClosedError
 
-#: Status in logs and figures of a request whose client hung up before it was answered.
+#: Status, in logs and metrics, of a request whose client disconnected before the response.
 GONE = 499
 
-#: What OpenAI's clients are told of a status.
+#: Error type of OpenAI's protocol for a status; other statuses use a general type.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class RequestError(Exception):
-    """A request that is not answered as it was meant.
+    """An error that is reported to the client.
 
-    It has a status of HTTP, a code for programs, a message for people in one line, the field that
-    is wrong, and headers of the response.
+    It has an HTTP status, a code for programs, a one-line message, the name of the invalid field if
+    there is one, and response headers.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class RequestError(Exception):
         self.headers = dict(headers or {})
 
     def response(self) -> Response:
-        """Return it as a response."""
-        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        """Convert the error to a response."""
+        default_type = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": " ".join(str(self).split()),
-            "type": _TYPES.get(self.status, usual),
+            "type": _TYPES.get(self.status, default_type),
             "param": self.param,
             "code": self.code,
         }
@@ -50,29 +50,32 @@ class RequestError(Exception):
 
 
 def invalid_value(param: str | None, message: str) -> RequestError:
-    """Return the error of a field whose value is wrong."""
+    """Return the error of a field whose value is invalid."""
     return RequestError(422, "invalid_value", message, param=param)
 
 
 def refusal(error: Exception) -> RequestError:
-    """Return what a client is told of an error; what is no error of a request is told of no more.
+    """Convert an exception to the error that the client receives.
 
-    Its message may hold what somebody else sent.
+    The message of an unexpected exception is not passed on, because it may contain data of another
+    client.
     """
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ClientDisconnect):
-        return RequestError(GONE, "client_gone", "the client hung up.")
+        return RequestError(GONE, "client_gone", "the client closed the connection.")
     if isinstance(error, ClosedError):
-        later = {"Retry-After": "1"}
-        return RequestError(503, "closing", "the server is stopping.", headers=later)
+        headers = {"Retry-After": "1"}
+        return RequestError(503, "closing", "the server is stopping.", headers=headers)
     return RequestError(
-        500, "internal_error", "the server failed; its log tells where, by the X-Request-Id."
+        500,
+        "internal_error",
+        "the server failed; its log names the cause under the X-Request-Id of this response.",
     )
 
 
 def json_response(
     value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return a value as a response of JSON."""
+    """Return a value as a JSON response."""
     return Response(to_json(value, inf_nan_mode="null"), status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""What every request passes: its key, how many there are at a time, its time limit, and the log."""
+"""Checks of every request: API key, number of concurrent requests, time limit; and its logging."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from llmcond.serving.batching import Batcher, ClosedError
 from llmcond.serving.errors import GONE, RequestError, refusal
 from llmcond.serving.metrics import Metrics
 
-#: A line for each request, without its texts and without its key.
+#: Log of one line for each request, without its texts and its key.
 request_log = logging.getLogger("llmcond.requests")
 
-#: What needs no key: it tells nothing of texts, and takes none.
-_OPEN = ("/", "/healthz", "/readyz")
+#: Paths that need no key, because they neither read nor return texts.
+_PUBLIC_PATHS = ("/", "/healthz", "/readyz")
 _HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
 class Gate:
-    """The application as the server calls it.
+    """The ASGI application that the server calls.
 
     Attributes:
-        closing: whether further requests are refused.
+        closing: whether further requests are rejected.
     """
 
     def __init__(
@@ -49,102 +49,119 @@ class Gate:
         timeout: float,
         local: bool,
     ) -> None:
-        """Let requests with one of these keys through, so many at a time, for so many seconds.
+        """Wrap the endpoints.
 
-        ``local``: it listens to this machine only. Without keys, a name that leads here is refused
-        then: a page of anybody, in a browser on this machine, could have it lead here (DNS
-        rebinding), and would read what it likes.
+        Args:
+            app: the endpoints.
+            batcher: the queue in front of the model.
+            metrics: the server's metrics.
+            keys: valid API keys; without any, no key is required.
+            most: maximal number of concurrent requests.
+            timeout: time limit of a request in seconds.
+            local: whether the server listens on this machine only. Without keys, requests under any
+                host name but localhost are then rejected: otherwise a website that is open in a
+                browser on this machine could let its own name resolve to this server (DNS
+                rebinding), and read whatever the server returns.
         """
         self._app, self._batcher, self._metrics = app, batcher, metrics
-        #: Others may hold anything: they are neither logged nor counted each by itself.
+        #: Known paths. Other paths may contain anything, so they are logged and counted as "other".
         self._paths = app.routes.keys()
-        self._keys, self._most, self._timeout = keys, most, timeout
+        self._keys, self._max_requests, self._timeout = keys, most, timeout
         self._checks_host = local and not keys
         self._in_progress = 0
         self.closing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, whatever goes wrong."""
-        began, status = time.perf_counter(), GONE
-        number = _request_id(dict(scope["headers"]).get(b"x-request-id", b""))
+        """Answer a request, whatever fails."""
+        start_time, status = time.perf_counter(), GONE
+        request_id = _choose_request_id(dict(scope["headers"]).get(b"x-request-id", b""))
 
-        async def sending(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = [*_HEADERS, (b"x-request-id", number.encode())]
-                message = {**message, "headers": [*message["headers"], *own]}
+                extra_headers = [*_HEADERS, (b"x-request-id", request_id.encode())]
+                message = {**message, "headers": [*message["headers"], *extra_headers]}
             await send(message)
 
         scope["state"] = facts = dict[str, Any]()
-        # uvicorn has answered a malformed body by then, and drops a second answer.
+        # Let uvicorn answer a malformed body first; it then drops a second answer.
         await asyncio.sleep(0)
         try:
-            await self._pass(scope, receive, sending)
+            await self._handle(scope, receive, send_with_id)
         except TimeoutError:
-            # Before anything of it was counted, its body was being read.
-            late, limit = 504 if facts else 408, f"{self._timeout:g} s (--timeout)"
-            error = RequestError(late, "timeout", f"this took longer than {limit}.")
-            await error.response()(scope, receive, sending)
+            # If no facts were recorded, the time was spent on reading the body.
+            timeout_status, limit = 504 if facts else 408, f"{self._timeout:g} s (--timeout)"
+            error = RequestError(
+                timeout_status, "timeout", f"the request took longer than {limit}."
+            )
+            await error.response()(scope, receive, send_with_id)
         except Exception as error:
-            told = refusal(error)
-            if told.code == "internal_error":
-                request_log.error("%s id=%s", _place(error), number)
-            if status == GONE:  # nothing was sent yet
-                await told.response()(scope, receive, sending)
-        seconds = time.perf_counter() - began
+            reported = refusal(error)
+            if reported.code == "internal_error":
+                request_log.error("%s id=%s", _locate(error), request_id)
+            if status == GONE:  # nothing has been sent yet
+                await reported.response()(scope, receive, send_with_id)
+        seconds = time.perf_counter() - start_time
         route = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.on_request(route, status, seconds)
-        given = "".join(f" {name}={value}" for name, value in facts.items())
+        details = "".join(f" {name}={value}" for name, value in facts.items())
         request_log.info(
-            "%s %s %d%s ms=%.1f id=%s", scope["method"], route, status, given, 1e3 * seconds, number
+            "%s %s %d%s ms=%.1f id=%s",
+            scope["method"],
+            route,
+            status,
+            details,
+            1e3 * seconds,
+            request_id,
         )
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if {b"transfer-encoding", b"content-length"} <= headers.keys():
-            # A proxy that reads the other one sees the requests of this connection end elsewhere.
+            # A proxy that evaluates the other header would split this connection into different
+            # requests.
             raise RequestError(
                 400,
                 "two_lengths",
-                "the request has both Transfer-Encoding and Content-Length; send one of them.",
+                "the request has both Transfer-Encoding and Content-Length; send only one of them.",
                 headers={"Connection": "close"},
             )
         if self._checks_host:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
-        if scope["path"] not in _OPEN:
+        if scope["path"] not in _PUBLIC_PATHS:
             self._check_key(headers.get(b"authorization", b""))
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        with self._admitted():
+        with self._limit_concurrency():
             async with asyncio.timeout(self._timeout):
                 await self._app(scope, receive, send)
 
-    def _check_key(self, given: bytes) -> None:
+    def _check_key(self, authorization: bytes) -> None:
         if not self._keys:
             return
-        kind, _, key = given.partition(b" ")
-        # All are compared, so that the time tells nothing.
-        right = [hmac.compare_digest(key.strip(), own) for own in self._keys]
-        if kind.lower() != b"bearer" or not any(right):
+        scheme, _, key = authorization.partition(b" ")
+        # Every key is compared, so that the time reveals nothing.
+        matches = [hmac.compare_digest(key.strip(), valid) for valid in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
             raise RequestError(
                 401,
                 "invalid_api_key",
-                "this server needs a key that is right: Authorization: Bearer KEY",
+                "the API key is missing or wrong. Send one: Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
+    def _limit_concurrency(self) -> Iterator[None]:
         if self.closing:
             raise ClosedError
-        if self._in_progress >= self._most:
+        if self._in_progress >= self._max_requests:
             raise RequestError(
                 429,
                 "too_many_requests",
-                f"{self._in_progress} requests are being answered, as many as are taken at a time. "
-                "Try again later.",
+                f"the server is busy with {self._in_progress} requests, its limit "
+                "(--max-concurrent-requests). Try again later.",
                 headers={"Retry-After": str(min(60, max(1, math.ceil(self._batcher.delay))))},
             )
         self._in_progress += 1
@@ -156,28 +173,28 @@ class Gate:
             self._metrics.in_progress.set(self._in_progress)
 
 
-def _check_host(given: str) -> None:
+def _check_host(host: str) -> None:
     try:
-        name = urlsplit(f"//{given}").hostname or ""
+        name = urlsplit(f"//{host}").hostname or ""
         if name != "localhost":
             ipaddress.ip_address(name)
     except ValueError:
         raise RequestError(
             403,
             "host",
-            "this server has no keys and answers as localhost or by an address, not as "
-            f"{brief(given)}. Give it keys: --api-key-file",
+            "this server has no API keys, so it answers only under localhost or an IP address, "
+            f"not under {brief(host)}. Give it keys with --api-key-file.",
         ) from None
 
 
-def _request_id(given: bytes) -> str:
-    """Return the id that a client or a proxy gave, if it is one, or a new one."""
-    if re.fullmatch(rb"[\w.:-]{1,64}", given, re.ASCII):
-        return given.decode()
+def _choose_request_id(header: bytes) -> str:
+    """Return the request id that a client or a proxy sent, if it is valid, or a new one."""
+    if re.fullmatch(rb"[\w.:-]{1,64}", header, re.ASCII):
+        return header.decode()
     return secrets.token_hex(8)
 
 
-def _place(error: Exception) -> str:
-    """Return the kind of an error and where it was raised, without its message."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__} in {last.filename}:{last.lineno}"
+def _locate(error: Exception) -> str:
+    """Return the type of an error and where it was raised, without its message."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frame.filename}:{frame.lineno}"

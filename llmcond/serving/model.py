@@ -1,4 +1,4 @@
-"""What a server serves: one model, and what can be asked of it."""
+"""The model of a server, with an optional index."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ServedModel:
     """A model with its index, if it has one.
 
     Attributes:
-        model: what encodes, or compares.
-        condition: of requests that name none; None: they must.
-        index: the collection that is searched.
+        model: an embedder or a cross-encoder.
+        condition: default condition of requests; None: every request must name one.
+        index: the index to search, or None.
     """
 
     model: Embedder | CrossEncoder
@@ -36,17 +36,17 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Return what answers call it."""
+        """The model's name in responses."""
         return short_name(self.encoder)
 
     @property
     def encoder(self) -> Encoder:
-        """Return its encoder."""
+        """The model's encoder."""
         return self.model.encoder
 
     @property
     def longest(self) -> int:
-        """Return how many tokens a row has at most, once its texts are cut."""
+        """Maximal number of tokens of a row after truncation."""
         inputs = len(self.model.view.needed()) if isinstance(self.model, Embedder) else 1
         return inputs * self.encoder.identity.max_length
 
@@ -57,36 +57,37 @@ class ServedModel:
         counted.
 
         Raises:
-            LlmcondError: as ``encode_counted`` of an embedder, or ``similarity``.
+            LlmcondError: for the reasons of ``Embedder.encode_counted`` or
+                ``CrossEncoder.similarity``.
         """
         if isinstance(self.model, Embedder):
             return self.model.encode_counted([(text, condition) for text, condition in rows])
         from llmcond.encoders.encoder import Encoded
 
         similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))
-        none = np.zeros(len(rows), dtype=np.int32)
-        return Encoded(similarities, none, none.astype(bool), 0)
+        zeros = np.zeros(len(rows), dtype=np.int32)
+        return Encoded(similarities, zeros, zeros.astype(bool), 0)
 
     def ready_row(self) -> Row:
-        """Return a row that is encoded before the first request, and by each check of readiness."""
+        """Return a row to encode before the first request and at each readiness check."""
         return ("ready",) * (2 if isinstance(self.model, Embedder) else 3)
 
     def describe(self) -> dict[str, Any]:
-        """Return what it is made of, without paths."""
+        """Return what the model consists of, without paths."""
         model = self.model
-        about = describe(model) if isinstance(model, Embedder) else cross.describe(model)
-        data = about["fitted_on"]
-        data = data if data.startswith("hf://") else PurePath(data).name
-        return {**about, "encoder": self.name, "fitted_on": data}
+        description = describe(model) if isinstance(model, Embedder) else cross.describe(model)
+        source = description["fitted_on"]
+        source = source if source.startswith("hf://") else PurePath(source).name
+        return {**description, "encoder": self.name, "fitted_on": source}
 
     def without_paths(self, error: Exception) -> str:
-        """Return an error's message with names in the place of the paths of model and index."""
+        """Return an error's message with the paths of model and index shortened to their names."""
         text, folders = str(error), [self.encoder.resolved.checkpoint.folder]
         if self.index is not None:
             folders.append(self.index.folder)
         for folder in folders:
             absolute = str(folder.resolve())
-            # Lance leaves out the first slash.
+            # Lance omits the leading slash.
             for path in (absolute, absolute.lstrip("/"), str(folder)):
                 if "/" in path:
                     text = text.replace(path, folder.resolve().name)

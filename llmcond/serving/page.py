@@ -1,4 +1,4 @@
-"""A page to try the server by hand: complete in itself, and asking nobody but the server."""
+"""A self-contained page for trying the server by hand; it sends requests to the server only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FOLDER = Path(__file__).parent
 
 
 def page_response(model: ServedModel, *, needs_key: bool) -> Response:
-    """Return the page, with a policy that allows its own script and requests to this server."""
+    """Return the page, with a policy that only allows its script and requests to this server."""
     from markupsafe import Markup
 
-    # The look is that of the pages of results.
-    common = (Path(report.__file__).parent / "page.css").read_text("utf-8")
-    style = common + (_FOLDER / "page.css").read_text("utf-8")
+    # The base style sheet is that of the report pages.
+    base_style = (Path(report.__file__).parent / "page.css").read_text("utf-8")
+    style = base_style + (_FOLDER / "page.css").read_text("utf-8")
     script = (_FOLDER / "page.js").read_text("utf-8")
     template = page_templates(_FOLDER).get_template("page.html.j2")
     text = template.render(

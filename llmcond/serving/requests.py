@@ -1,4 +1,4 @@
-"""Requests: bodies that are read up to a limit, and the fields that they may have."""
+"""Request bodies: reading them up to a size limit, and the fields that they may have."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _Values = Annotated[list[str], Field(fail_fast=True)]
 _Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
-_NO_CONDITION = "there is no condition that they are values of; give it as well."
+_NO_CONDITION = "there is no condition that the values belong to; give condition as well."
 
 
-class _Body(BaseModel):
+class _RequestBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    #: There is one model, whatever clients call it.
+    #: Ignored: the server has one model, whatever name clients use.
     model: str | None = None
 
 
-class _ConditionedRequest(_Body):
-    """A condition for all texts, or one for each, with values for all conditions or for each."""
+class _ConditionedRequest(_RequestBody):
+    """One condition for all texts or one per text, with values for all conditions or for each."""
 
     condition: Texts | None = None
     values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
 
     def conditions(self) -> Texts | None:
-        """Return the conditions with their values; None: there are none.
+        """Return the conditions with their values; None if there are none.
 
         Raises:
-            UserError: values that are not right, or do not go with the conditions.
+            UserError: if the values are invalid, or do not fit the conditions.
         """
         condition, values = self.condition, self.values
         if values is None:
@@ -54,19 +54,21 @@ class _ConditionedRequest(_Body):
         nested = bool(values) and not isinstance(values[0], str)
         if isinstance(condition, str):
             if nested:
-                raise UserError("there is one condition, and values is a list of lists; give one.")
+                raise UserError(
+                    "there is one condition, but values is a list of lists; give one list."
+                )
             return Condition(condition, values)  # type: ignore[arg-type]
         each = values if nested else [values] * len(condition)
         if len(each) != len(condition):
             raise UserError(
-                f"there are values of {plural(len(each), 'condition')}, and {len(condition)} in "
-                "condition; give a list for each, or one list for all."
+                f"there are values for {plural(len(each), 'condition')}, but condition has "
+                f"{len(condition)}; give one list for each, or one for all."
             )
         return [Condition(*pair) for pair in zip(condition, each, strict=True)]  # type: ignore[arg-type]
 
 
 class EmbeddingsRequest(_ConditionedRequest):
-    """Texts to embed, as in OpenAI's protocol, and the condition, one for all or one for each."""
+    """Texts to embed, as in OpenAI's protocol, with one condition for all or one for each."""
 
     input: Texts
     encoding_format: Literal["float", "base64"] = "float"
@@ -75,14 +77,14 @@ class EmbeddingsRequest(_ConditionedRequest):
 
 
 class SimilarityRequest(_ConditionedRequest):
-    """Pairs of sentences to compare; one text stands for as many as the others are."""
+    """Pairs of sentences to compare; a single text is paired with every text of the other side."""
 
     sentence1: Texts
     sentence2: Texts
 
 
-class SearchRequest(_Body):
-    """A query under a condition, or under several with weights."""
+class SearchRequest(_RequestBody):
+    """A query under a condition, or under several conditions with weights."""
 
     query: str
     condition: str | dict[str, _Weight] | None = None
@@ -92,10 +94,10 @@ class SearchRequest(_Body):
     explain: bool = False
 
     def conditions(self) -> str | Mapping[str, float] | None:
-        """Return the condition, or conditions with weights, with their values; None: there is none.
+        """Return the condition, or weighted conditions, with their values; None if there is none.
 
         Raises:
-            UserError: values that are not right, or do not go with the conditions.
+            UserError: if the values are invalid, or do not fit the conditions.
         """
         condition, values = self.condition, self.values
         if values is None:
@@ -106,48 +108,52 @@ class SearchRequest(_Body):
         if isinstance(values, list):
             if len(weights) != 1:
                 raise UserError(
-                    f"values is a list, and there are {plural(len(weights), 'condition')}; give an "
+                    f"values is a list, but there are {plural(len(weights), 'condition')}; give an "
                     "object with the values of each."
                 )
             values = dict.fromkeys(weights, values)
         for name in values.keys() - weights.keys():
-            raise UserError(f"they are of {brief(name)}, which is not in condition.")
+            raise UserError(f"there are values for {brief(name)}, which is not in condition.")
         return {
-            Condition(one, values[one]) if one in values else one: weight
-            for one, weight in weights.items()
+            Condition(text, values[text]) if text in values else text: weight
+            for text, weight in weights.items()
         }
 
 
 async def read_request(request: Request, kind: type[T], limit: int) -> T:
-    """Return what a request holds.
+    """Read and validate the body of a request.
+
+    Args:
+        request: the request.
+        kind: the model of the body.
+        limit: maximal size of the body in bytes.
 
     Raises:
-        RequestError: no JSON, a body of more than ``limit`` bytes, or fields that are wrong.
+        RequestError: if the body is not JSON, is larger than ``limit``, or has invalid fields.
     """
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":
-        got = f"is {brief(content)}" if content else "is missing"
+        problem = f"is {brief(content)}" if content else "is missing"
         raise RequestError(
-            415, "content_type", f"the Content-Type {got}; expected application/json."
+            415, "content_type", f"the Content-Type {problem}; expected application/json."
         )
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RequestError(415, "content_encoding", "the body is compressed; send it as it is.")
+        raise RequestError(415, "content_encoding", "the body is compressed; send it uncompressed.")
     body = await _read_body(request, limit)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error, kind) from None
+        raise _convert_error(error, kind) from None
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
     too_large = RequestError(
         413,
         "body_too_large",
-        f"the body has more than the {limit:,} bytes that are taken (--payload-limit). Send fewer "
-        "texts at a time.",
+        f"the body is larger than {limit:,} bytes (--payload-limit). Send fewer texts at a time.",
     )
-    stated = request.headers.get("content-length", "0")
-    if stated.isascii() and stated.isdigit() and int(stated[:20]) > limit:
+    content_length = request.headers.get("content-length", "0")
+    if content_length.isascii() and content_length.isdigit() and int(content_length[:20]) > limit:
         raise too_large
     body = bytearray()
     async for chunk in request.stream():
@@ -157,29 +163,29 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-#: Codes of what pydantic finds wrong with a field; anything else is an ``invalid_value``.
+#: Error code for pydantic's type of a validation error; other types give ``invalid_value``.
 _CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
 
 
-def _invalid(error: ValidationError, kind: type[BaseModel]) -> RequestError:
-    """Return what is wrong with the fields, the innermost of the alternatives."""
-    problem = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestError:
+    """Convert a validation error; of several alternatives of a field, use the innermost problem."""
+    problem = max(error.errors(include_url=False), key=lambda entry: len(entry["loc"]))
     reason = problem["type"]
     if reason == "json_invalid":
         detail = str(problem.get("ctx", {}).get("error", problem["msg"]))
-        return RequestError(400, "invalid_json", f"the body is no JSON: {detail}.")
+        return RequestError(400, "invalid_json", f"the body is not valid JSON: {detail}.")
     if not problem["loc"]:
-        return RequestError(422, "invalid_type", "the body is no JSON object; expected one.")
+        return RequestError(422, "invalid_type", "the body must be a JSON object.")
     name, *inner = problem["loc"]
     if name == "input" and reason == "string_type" and isinstance(problem["input"], int | list):
         return RequestError(
             422,
             "token_ids",
-            "input holds token ids of another model's tokenizer; send texts. LangChain's "
-            "OpenAIEmbeddings sends texts with check_embedding_ctx_length=False.",
+            "input holds token ids, which belong to another model's tokenizer; send texts instead. "
+            "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False.",
             param=name,
         )
-    # A location also names the alternatives of a type, which are none of the client's words.
+    # A location also names the alternatives of a type, which the client does not know.
     location = (name, *(part for part in inner if isinstance(part, int)))
     message = explain({**problem, "loc": location}, list(kind.model_fields))
     return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])

@@ -1,4 +1,4 @@
-"""A model, its queue and its endpoints under uvicorn."""
+"""Loading the model to serve, and running its queue and endpoints under uvicorn."""
 
 from __future__ import annotations
 
@@ -23,45 +23,48 @@ from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.settings import Served, ServerSettings
 
-#: Forward passes of a batch: inputs of several are sorted by length among each other.
+#: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2
-#: Where only this machine can reach a server.
+#: Addresses that only this machine can reach.
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def load_model(served: Served) -> ServedModel:
-    """Load what is to be served; errors as of ``serve``."""
+    """Load the model, and the index if there is one; raises the errors of ``serve``."""
     index, condition, guide = served.index, served.condition, served.guide
     if guide is not None and index is not None:
         raise UserError(
-            f"an index has its own guides. Give this one to it: llmcond index --out {index} "
-            "--guide FILE"
+            f"--guide cannot be combined with --index, because an index stores its guides. Add it "
+            f"to the index: llmcond index --out {index} --guide FILE"
         )
     if index is not None:
         from llmcond.search import Index
 
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             name: getattr(served, name) for name in ("run", "model", "head", "prompt")
         }
-        if any(given.values()) and (index / "index.json").exists():
-            # Without texts it is only opened, and refused where another model made it.
-            found = Index.build(index, **given, device=served.device)
+        if any(settings.values()) and (index / "index.json").exists():
+            # Without texts, `build` only opens the index and checks that the model is the same.
+            opened_index = Index.build(index, **settings, device=served.device)
         else:
-            found = Index.open(index, device=served.device)
-        return ServedModel(found.embedder, condition, found)
+            opened_index = Index.open(index, device=served.device)
+        return ServedModel(opened_index.embedder, condition, opened_index)
     loaded = load_comparing(
         usual_run(served.run, served.model), served.head, served.prompt, served.device
     )
     if guide is not None:
         if not isinstance(loaded, Embedder):
-            raise UserError("a cross-encoder has no embeddings that --guide could map; omit it.")
+            raise UserError(
+                "--guide maps embeddings, but a cross-encoder has none. Omit it, or choose an "
+                "embedder."
+            )
         conditions = [] if condition is None else [condition]
         for labelled in read_guide(guide, None, conditions, closed=False):
             loaded = loaded.with_guide(labelled)
     return ServedModel(loaded, condition)
 
 
-def _is_no_hint_at_websockets(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Return False for uvicorn's advice to install a library that this server does not use."""
     return "WebSocket library" not in record.getMessage()
 
@@ -70,17 +73,17 @@ class Running(uvicorn.Server):
     """A server of one model.
 
     Attributes:
-        model: what is served.
-        gate: what every request passes.
+        model: the served model.
+        gate: the application that checks every request.
     """
 
     def __init__(
         self, model: ServedModel, settings: ServerSettings, keys: Sequence[bytes] = ()
     ) -> None:
-        """Try the model by a text, and prepare the rest.
+        """Encode one text to test the model, and set up the server.
 
         Raises:
-            LlmcondError: it encodes nothing.
+            LlmcondError: if the model cannot encode.
         """
         self.model, metrics = model, Metrics(model)
         model.encode([model.ready_row()])
@@ -97,8 +100,8 @@ class Running(uvicorn.Server):
             settings.timeout,
             local=settings.host in _LOCAL,
         )
-        logging.getLogger("uvicorn.error").addFilter(_is_no_hint_at_websockets)
-        # Requests are logged by the gate, which knows what may be told of them.
+        logging.getLogger("uvicorn.error").addFilter(_is_relevant)
+        # The gate logs requests, because it knows what may be disclosed.
         super().__init__(
             uvicorn.Config(
                 self.gate,
@@ -108,21 +111,22 @@ class Running(uvicorn.Server):
                 proxy_headers=False,
                 ws="none",
                 lifespan="off",
-                # What was accepted is answered, or late, by then.
+                # By then, every accepted request has been answered or has timed out.
                 timeout_graceful_shutdown=math.ceil(settings.timeout) + 1,
             )
         )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer requests that come to a socket until a signal."""
+        """Answer requests on the sockets until a signal arrives."""
         try:
             super().run(sockets)
         finally:
             self._batcher.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse what comes from now on, and stop; at a second signal at once."""
-        # Not kept, as the base class does: it would end the process by the signal afterwards.
+        """Reject new requests and finish accepted ones; at a second signal, stop at once."""
+        # The base class also records the signal, to raise it again after the shutdown, which would
+        # kill the process. This method does not.
         self.gate.closing = True
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""Running the server, from what is loaded to the last answer."""
+"""Running a server, from loading the model to the last response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,19 @@ from llmcond.serving.settings import Served, ServerSettings, read_keys
 
 @dataclass(frozen=True)
 class ServeResult(Displayed):
-    """What a server has done, once it is stopped."""
+    """Summary of a server after it has stopped.
+
+    Attributes:
+        url: the URL that it served.
+        model: name of the model.
+        requests: number of requests.
+        seconds: time from start to stop.
+
+    Example:
+        >>> from llmcond import ServeResult
+        >>> ServeResult("http://127.0.0.1:8000", "minilm", requests=3, seconds=4.5)
+        ServeResult(url='http://127.0.0.1:8000', model='minilm', requests=3, seconds=4.5)
+    """
 
     url: str
     model: str
@@ -30,15 +42,16 @@ class ServeResult(Displayed):
 
 
 def serve(served: Served, settings: ServerSettings) -> ServeResult:
-    """Serve a model until SIGTERM or Ctrl-C, and answer what was accepted before.
+    """Serve a model until SIGTERM or Ctrl-C, and finish the requests accepted by then.
 
     Raises:
-        UserError: the extra is not installed, an address that cannot be listened on, keys that
-            cannot be read, or as ``load_embedder``, ``load_cross_encoder`` and ``Index.open``.
-        LlmcondError: the model cannot be loaded, or encodes nothing.
+        UserError: if the extra is not installed, the address is not available, or the keys cannot
+            be read; also for the reasons of ``load_embedder``, ``load_cross_encoder`` and
+            ``Index.open``.
+        LlmcondError: if the model cannot be loaded or cannot encode.
     """
     if served.condition is not None and not served.condition.strip():
-        raise UserError("--condition is empty; name one, or leave it out.")
+        raise UserError("--condition is empty; name a condition, or omit the option.")
     if any(find_spec(name) is None for name in ("prometheus_client", "starlette", "uvicorn")):
         raise UserError(
             "the server needs Starlette, uvicorn and prometheus-client: "
@@ -53,13 +66,17 @@ def serve(served: Served, settings: ServerSettings) -> ServeResult:
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not keys and not ipaddress.ip_address(host).is_loopback:
-            log.warning(f"whoever reaches {url} can use it; --api-key-file lets only some")
-        began = time.monotonic()
-        listening.listen()  # whoever reads the next line and comes at once waits until it serves
-        log.info(f"serving {loaded.name} on {url} (a page to try it there; Ctrl-C to stop)")
-        with _requests_logged():
+            log.warning(
+                f"anyone who can reach {url} can use the server; restrict it with --api-key-file"
+            )
+        start_time = time.monotonic()
+        # Listen before the URL is logged: a client that connects at once then waits for the server
+        # instead of being rejected.
+        listening.listen()
+        log.info(f"serving {loaded.name} on {url} (open it in a browser to try it; Ctrl-C to stop)")
+        with _log_requests():
             running.run([listening])
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
     log.info(
         f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
     )
@@ -67,8 +84,8 @@ def serve(served: Served, settings: ServerSettings) -> ServeResult:
 
 
 @contextmanager
-def _requests_logged() -> Iterator[None]:
-    # Not as other messages are: those are laid out for people, which takes longer than an answer.
+def _log_requests() -> Iterator[None]:
+    # The normal handler formats messages for a terminal, which takes longer than a response.
     requests, handler = logging.getLogger("llmcond.requests"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     requests.addHandler(handler)
@@ -81,25 +98,25 @@ def _requests_logged() -> Iterator[None]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which does not listen yet: a client is refused till it does.
+    """Bind a socket to an address without listening: connections are refused until it listens.
 
     Raises:
-        UserError: no such address, one that is in use, or one that only others may use.
+        UserError: if the address does not exist, is in use, or may not be used by this user.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
+        bound_socket = socket.socket(family, kind, protocol)
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
+            bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound_socket.bind(address)
         except BaseException:
-            found.close()
+            bound_socket.close()
             raise
     except (OSError, UnicodeError) as error:
-        told = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot listen on {host}, port {port}: {told}. Choose another --host or --port."
+            f"cannot listen on {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
-    return found
+    return bound_socket

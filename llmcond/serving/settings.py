@@ -1,4 +1,4 @@
-"""Where a server listens, who may use it, and how much it takes on."""
+"""Settings of a server: its address, API keys and limits; and which model it serves."""
 
 from __future__ import annotations
 
@@ -19,43 +19,60 @@ _LIMITS = "limits"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(Options):
-    """Settings of a server."""
+    """Address, API keys and limits of a server."""
 
-    host: str = option("127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: every one")
+    host: str = option(
+        "127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0: all interfaces"
+    )
     port: Annotated[int, Ge(0), Le(65_535)] = option(
-        8000, metavar="N", help="0: one that is free, which is told"
+        8000, metavar="N", help="port to listen on; 0: any free port, which is logged"
     )
     api_key_file: str | Path | None = option(
         None,
         metavar="FILE",
-        help="keys, one a line, one of which a request needs (Authorization: Bearer KEY)",
+        help="file of API keys, one per line; requests then need one (Authorization: Bearer KEY)",
     )
     max_batch_tokens: Positive | None = option(
         None,
         metavar="N",
         group=_LIMITS,
-        help="tokens that are encoded together, about (default: by the device)",
+        help="approximate number of tokens per batch (default: depends on the device)",
     )
     max_concurrent_requests: Positive = option(
-        512, metavar="N", group=_LIMITS, help="at a time; further ones are answered 429"
+        512,
+        metavar="N",
+        group=_LIMITS,
+        help="maximal number of concurrent requests; further ones get status 429",
     )
     max_client_batch_size: Positive = option(
-        2_048, metavar="N", group=_LIMITS, help="texts of a request; more are answered 413"
+        2_048,
+        metavar="N",
+        group=_LIMITS,
+        help="maximal number of texts per request; above it, status 413",
     )
     payload_limit: Positive = option(
-        2_000_000, metavar="BYTES", group=_LIMITS, help="of a request; more are answered 413"
+        2_000_000,
+        metavar="BYTES",
+        group=_LIMITS,
+        help="maximal size of a request in bytes; above it, status 413",
     )
     timeout: Annotated[float, Gt(0), Lt(1_000_000)] = option(
-        60.0, metavar="S", group=_LIMITS, help="seconds until a request is answered 504"
+        60.0, metavar="S", group=_LIMITS, help="seconds after which a request gets status 504"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served: an embedder, or the index that an embedder made.
+    """The model to serve, or the index whose model is served.
 
     Attributes:
-        condition: of requests that name none; None: such are refused.
+        run: folder of a run.
+        model: name of a bundled model.
+        head: name of a fitted head.
+        prompt: prompt of zero-shot embeddings.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        index: folder of an index to search.
+        condition: default condition of requests; None: every request must name one.
         guide: labelled texts that embeddings follow.
     """
 
@@ -70,25 +87,25 @@ class Served:
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
-    """Return the keys of a file, one a line; a message says if others can read it.
+    """Read a file of API keys, one per line, and warn if other users can read the file.
 
     Raises:
-        UserError: it cannot be read, holds no key, or one that no header can carry.
+        UserError: if the file cannot be read, or holds no key or an invalid key.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"--api-key-file {path} cannot be read: {told}.") from error
+        reason = getattr(error, "strerror", None) or "it is not a text file"
+        raise UserError(f"--api-key-file {path} cannot be read: {reason}.") from error
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise UserError(f"--api-key-file {path} holds no key. Write one a line.")
+        raise UserError(f"--api-key-file {path} holds no key. Write one key per line.")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise UserError(
-            f"--api-key-file {path} holds a key with characters that no header can carry. Use "
-            "letters, digits and punctuation, without spaces."
+            f"--api-key-file {path} holds a key with characters that an HTTP header cannot "
+            "contain. Use letters, digits and punctuation, without spaces."
         )
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
-        log.warning(f"{path} can be read by others than its owner: chmod 600 {path}")
+        log.warning(f"other users can read {path}; protect it: chmod 600 {path}")
     return tuple(key.encode() for key in keys)

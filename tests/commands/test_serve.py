@@ -46,8 +46,8 @@ def test_keys_are_read_and_others_who_could_read_them_told_of(tmp_path, caplog):
     assert "chmod" not in caplog.text
     for content, words in (
         (b"\n \n", "holds no key"),
-        (b"a b\n", "no header"),
-        (b"\xff", "no text"),
+        (b"a b\n", "an HTTP header cannot"),
+        (b"\xff", "not a text file"),
     ):
         file.write_bytes(content)
         with pytest.raises(UserError, match=words):
@@ -61,7 +61,7 @@ def test_a_key_file_that_others_can_read_is_told(tmp_path, monkeypatch):
     file.write_text("one")
     file.chmod(0o644)
     read_keys(file)
-    assert told == [f"{file} can be read by others than its owner: chmod 600 {file}"]
+    assert told == [f"other users can read {file}; protect it: chmod 600 {file}"]
 
 
 def test_sigterm_under_load_answers_what_was_accepted(tiny_run, tmp_path):

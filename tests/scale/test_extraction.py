@@ -165,7 +165,7 @@ def test_actors_that_are_killed_cost_nothing(ray, caplog, model, data, alone, tm
     finally:
         ended.set()
         thread.join()
-    assert "an actor died; another takes its place" in caplog.text
+    assert "an actor died and is replaced" in caplog.text
     check_same(tmp_path, alone)
 
 
@@ -232,7 +232,7 @@ def test_an_actor_refuses_another_encoder(model, tmp_path):
     other = EncoderOf(
         model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
     )
-    with pytest.raises(UserError, match="is another encoder on"):
+    with pytest.raises(UserError, match="is a different encoder on"):
         FragmentWriter(other)
 
 

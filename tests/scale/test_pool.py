@@ -43,11 +43,11 @@ def test_an_actor_that_dies_is_replaced_and_its_items_are_done_by_another(square
     found = dict(squares.map([1, 2, "deadly once", 3, 4, 5]))
     assert [found[i][0] for i in (1, 2, 3, 4, 5)] == [1, 4, 9, 16, 25]
     assert "deadly once" in found
-    assert "an actor died; another takes its place" in caplog.text
+    assert "an actor died and is replaced" in caplog.text
 
 
 def test_what_kills_every_actor_is_given_up(squares):
-    with pytest.raises(LlmcondError, match="5 actors died over one part"):
+    with pytest.raises(LlmcondError, match="5 actors died while working on the same part"):
         list(squares.map([1, "deadly", 2]))
 
 
@@ -67,7 +67,7 @@ def test_an_error_for_people_arrives_as_it_was_raised(squares, ray, tmp_path):
     [
         ({"actors": 0}, "actors is 0; it must be at least 1"),
         ({"gpus_per_actor": -1.0}, "gpus_per_actor is -1.0"),
-        ({"gpus_per_actor": 0.5}, "this machine has 0 GPUs, and each actor needs 0.5"),
+        ({"gpus_per_actor": 0.5}, "this machine has 0 GPUs, but each actor needs 0.5"),
     ],
 )
 def test_what_there_cannot_be_is_told(ray, cluster, words):
@@ -128,10 +128,10 @@ def test_ray_is_started_here_for_its_owner_alone_and_ended(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert not (tmp_path / ".ray").exists()  # where Ray would keep a token
     first, second, third, *others = done.stdout.strip().splitlines()
-    assert first.startswith("there is no Ray cluster to use at 127.0.0.1:1: ")
+    assert first.startswith("there is no usable Ray cluster at 127.0.0.1:1: ")
     assert "`ray start --head`" in first
     assert "expected HOST:PORT, or auto" in second
-    assert third.startswith("Ray cannot be started here: ")
+    assert third.startswith("Ray cannot be started on this machine: ")
     assert others == ["0o700 127.0.0.1 True True in", "14"], done.stderr
     assert done.returncode == 0
 
@@ -160,7 +160,7 @@ def test_a_ray_that_is_late_is_started_again(tmp_path, late, said, starts):
     if late < starts:
         pool._start(ray, 1, tmp_path)
     else:
-        with pytest.raises(LlmcondError, match="Ray cannot be started here: "):
+        with pytest.raises(LlmcondError, match="Ray cannot be started on this machine: "):
             pool._start(ray, 1, tmp_path)
     assert ray.starts == starts
 
@@ -168,7 +168,7 @@ def test_a_ray_that_is_late_is_started_again(tmp_path, late, said, starts):
 @pytest.mark.parametrize(
     ("installed", "mode", "said"),
     [
-        ("2.51.2", None, "needs Ray 2.52 or newer, and 2.51.2 is installed"),
+        ("2.51.2", None, "needs Ray 2.52 or newer. The installed 2.51.2"),
         ("2.9.0", None, "needs Ray 2.52 or newer"),
         ("2.52.0rc1", "disabled", "RAY_AUTH_MODE is 'disabled'"),
         ("3.0", "k8s", "RAY_AUTH_MODE is 'k8s'"),

@@ -112,7 +112,7 @@ def test_several_conditions_are_a_weighted_sum_of_cosines(build):
 def test_several_queries_at_once(build, monkeypatch):
     index = build(TEXTS)
     alone = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
-    monkeypatch.setattr("llmcond.search.searching._SCORES", 100)  # two queries at a time
+    monkeypatch.setattr("llmcond.search.searching._MAX_SCORES", 100)  # two queries at a time
     together = index.search(TEXTS[:5], PLACE, 3)
     assert [[row["id"] for row in hits.rows] for hits in together] == [
         [row["id"] for row in rows] for rows in alone
@@ -128,7 +128,7 @@ def test_any_changes_give_what_an_index_made_at_once_gives(
     build, heads_run: Path, head: str, monkeypatch
 ):
     """Random changes, through several objects, with segments merged again and again."""
-    monkeypatch.setattr(views, "_SEGMENTS", 2)
+    monkeypatch.setattr(views, "_MAX_SEGMENTS", 2)
     rng = np.random.default_rng(0)
     index, held = build(head=head), {}
     for step in range(12):
@@ -229,7 +229,7 @@ def test_a_reader_waits_until_added_texts_are_encoded_with_prepared_conditions(b
 
 
 def test_many_small_additions_stay_few_files(build, monkeypatch):
-    monkeypatch.setattr("llmcond.search.table._FRAGMENTS", 3)
+    monkeypatch.setattr("llmcond.search.table._MAX_FRAGMENTS", 3)
     index = build()
     for start in range(0, 50, 5):
         index.add(TEXTS[start : start + 5])
@@ -243,7 +243,7 @@ def test_many_small_additions_stay_few_files(build, monkeypatch):
 def test_ids_are_made_of_the_texts(build, caplog):
     caplog.set_level("INFO")
     index = build([TEXTS[0], TEXTS[1], TEXTS[0]])
-    assert "texts that repeat others, which are kept: 1" in caplog.text
+    assert "duplicate texts, which are all indexed: 1" in caplog.text
     ids = [row["id"] for row in index.search(TEXTS[0], PLACE).rows]
     assert len(set(ids)) == 3
     assert ids[1] == f"{ids[0]}-2"
@@ -333,22 +333,27 @@ def test_a_condition_that_is_not_prepared(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS, head="linear", conditions=[PLACE])
     assert len(index.search(QUERY, PLACE, prepare=False)) == 10
-    with pytest.raises(UserError, match=r"number of people' for 50 of 50 texts\. Encode them"):
+    with pytest.raises(
+        UserError,
+        match=r"50 of 50 texts have no vectors under 'the number of people'\. Encode them",
+    ):
         index.search(QUERY, NUMBER, prepare=False)
     assert index.conditions == [PLACE]
     caplog.clear()
     index.search(QUERY, NUMBER)
-    assert "50 texts under 'the number of people', which is kept" in caplog.text
+    assert "encoding 50 texts under 'the number of people' and storing the vectors" in caplog.text
     again = Index.open(index.folder, device="cpu")
     caplog.clear()
     again.search(QUERY, NUMBER, prepare=False)
     assert caplog.text == ""
     again.add(["one more"])  # under what was asked for beforehand
     again.search(QUERY, PLACE, prepare=False)
-    with pytest.raises(UserError, match=r"number of people' for 1 of 51 texts\. Encode them"):
+    with pytest.raises(
+        UserError, match=r"1 of 51 texts have no vectors under 'the number of people'\. Encode them"
+    ):
         again.search(QUERY, NUMBER, prepare=False)
     again.search(QUERY, NUMBER)
-    assert "1 text under 'the number of people', which is kept" in caplog.text
+    assert "encoding 1 text under 'the number of people' and storing the vectors" in caplog.text
 
 
 # -- example values ----------------------------------------------------------------------------
@@ -407,7 +412,7 @@ def test_rerank_encodes_the_texts_nearest_without_a_condition(build, head: str, 
     index = build(TEXTS, head=head)
     hits = index.search(QUERY, PLACE, 5, rerank=20)
     assert not hits.exact
-    assert "of 50 texts only the 20 nearest without a condition" in caplog.text
+    assert "of 50 texts, only the 20 nearest without the condition" in caplog.text
     near = index.embedder.encoder.encode([*TEXTS, QUERY])
     near /= np.linalg.norm(near, axis=1, keepdims=True)
     among = [TEXTS[i] for i in np.argsort(-(near[:-1] @ near[-1]))[:20]]
@@ -422,9 +427,9 @@ def test_rerank_encodes_the_texts_nearest_without_a_condition(build, head: str, 
 @pytest.mark.parametrize(
     ("head", "rerank", "said"),
     [
-        ("low", 20, "compares every text under any condition. Leave it out"),
-        ("linear", 20, "the prompt concat-sent-cond encodes none without one"),
-        ("own", 3, "--rerank is 3, fewer than the 5 hits"),
+        ("low", 20, "compares every text anyway. Leave it out"),
+        ("linear", 20, "the prompt concat-sent-cond does not encode texts without one"),
+        ("own", 3, "--rerank is 3, but 5 hits are requested"),
     ],
 )
 def test_rerank_where_it_is_of_no_use(build, head: str, rerank: int, said: str):
@@ -454,13 +459,13 @@ def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkey
         ({"texts": ["a", 3]}, "row 2: the text is 3, not a text"),
         ({"texts": ["a", "\ud800"]}, "row 2: the text holds half of a surrogate pair"),
         ({"texts": "abc"}, "give a list"),
-        ({"texts": ["a", "b"], "ids": ["x", "x"]}, "'x' is that of row 1 and of row 2"),
+        ({"texts": ["a", "b"], "ids": ["x", "x"]}, "the rows 1 and 2 have the same id, 'x'"),
         ({"texts": ["a", "b"], "ids": ["x"]}, "1 id for 2 texts"),
         ({"texts": ["a", "b"], "ids": ["x", None]}, "row 2: the id is empty"),
         ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 text;"),
-        ({"texts": ["a"], "columns": {"score": [1]}}, "'score' cannot be kept"),
-        ({"texts": ["a"], "columns": {"_row": [1]}}, "'_row' cannot be kept"),
-        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' holds what is no text"),
+        ({"texts": ["a"], "columns": {"score": [1]}}, "'score' is reserved"),
+        ({"texts": ["a"], "columns": {"_row": [1]}}, "'_row' is reserved"),
+        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' holds invalid text"),
         ({"texts": ["a"], "conditions": [" "]}, "condition is empty"),
         ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
     ],
@@ -474,9 +479,9 @@ def test_wrong_texts_make_no_index(build, tmp_path: Path, given: dict, said: str
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"year": ["x"], "kind": ["y"]}, "'year' is of the type int64 in the index"),
-        ({"year": [1]}, "the columns 'year', and those of the index 'kind', 'year'"),
-        ({"year": [1], "kind": ["y"], "more": [1]}, "Give the same ones"),
+        ({"year": ["x"], "kind": ["y"]}, "'year' has the type int64 in the index"),
+        ({"year": [1]}, "the columns 'year', but the index has 'kind', 'year'"),
+        ({"year": [1], "kind": ["y"], "more": [1]}, "Give the same columns"),
     ],
 )
 def test_other_columns_than_those_that_are_there(build, columns: dict, said: str):
@@ -521,34 +526,34 @@ def test_an_option_that_a_search_does_not_take(build):
 def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tmp_path: Path):
     index = build(TEXTS[:5])
     with pytest.raises(
-        UserError, match=r"made with run .*, head low; what is named now has another head"
+        UserError, match=r"built with run .*, head low; the given model has another head"
     ):
         build(TEXTS, head="relu")
     with pytest.raises(UserError, match="another prompt and another head"):
         build(TEXTS, head="none", prompt="own")
-    with pytest.raises(UserError, match=r"was made with run .*, head low: .* no fitted head"):
+    with pytest.raises(UserError, match=r"was built with run .*, head low: .* no fitted head"):
         Index.build(index.folder, TEXTS, model="minilm-csts")
     moved = Path(shutil.copytree(heads_run, tmp_path / "moved"))
     Index.build(index.folder, run=moved, device="cpu")  # the same, elsewhere
     assert json.loads((index.folder / "index.json").read_text())["made_by"]["run"] == str(moved)
     shutil.rmtree(moved / "heads" / "low")
     shutil.copytree(moved / "heads" / "relu", moved / "heads" / "low")
-    with pytest.raises(UserError, match="what is there now has another head"):
+    with pytest.raises(UserError, match="the current model has another head"):
         Index.open(index.folder)
     shutil.rmtree(moved)
-    with pytest.raises(UserError, match=r"there is no run .*moved, say where: llmcond index --out"):
+    with pytest.raises(UserError, match=r"there is no run .*moved, name it: llmcond index --out"):
         Index.open(index.folder)
 
 
 def test_folders_that_hold_no_index(build, tmp_path: Path):
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "mine.txt").write_text("x")
-    with pytest.raises(UserError, match="is no index"):
+    with pytest.raises(UserError, match="is not an index"):
         build(TEXTS)
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["mine.txt"]
-    with pytest.raises(UserError, match="is no index"):
+    with pytest.raises(UserError, match="is not an index"):
         Index.open(tmp_path / "index")
-    with pytest.raises(UserError, match=r"does not exist\. Make one: llmcond index TEXTS"):
+    with pytest.raises(UserError, match=r"does not exist\. Build one: llmcond index TEXTS"):
         Index.open(tmp_path / "nowhere")
     newer = build(name="newer")
     record = json.loads((newer.folder / "index.json").read_text())
@@ -645,7 +650,11 @@ def small_files(size: int) -> None:
     ("head", "size", "said"),
     [
         ("linear", 2_000, r"encoding/.* cannot grow"),  # vectors while texts are encoded
-        ("low", 9_000, r"what was in it is as it was \(30 texts\)"),  # the texts, in one piece
+        (
+            "low",
+            9_000,
+            r"its previous contents are unchanged \(30 texts\)",
+        ),  # the texts, in one piece
     ],
 )
 def test_a_full_disk_is_told_in_a_line(build, tmp_path: Path, head: str, size: int, said: str):
@@ -666,9 +675,9 @@ def test_a_full_disk_is_told_in_a_line(build, tmp_path: Path, head: str, size: i
 @pytest.mark.parametrize(
     ("pattern", "keep", "said"),
     [
-        ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, make it anew"),
+        ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, build it again"),
         ("texts.lance/_versions/*", 10, "cannot be read: "),
-        ("views/*/*[0-9a-f].npy", 200, "is damaged. Delete it: it is made anew"),
+        ("views/*/*[0-9a-f].npy", 200, "is damaged. Delete it; it is computed again"),
         ("views/*/*.rows.npy", 0, "is damaged. Delete it"),
         ("index.json", 0, "is not a readable JSON file"),
     ],
@@ -684,7 +693,7 @@ def test_damaged_files_are_told_in_a_line(build, pattern: str, keep: int, said: 
 def test_a_damaged_record_is_told_in_a_line(build):
     folder = build(TEXTS[:2]).folder
     (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
-    with pytest.raises(LlmcondError, match=r"was damaged: .*\. Make another index"):
+    with pytest.raises(LlmcondError, match=r"was damaged: .*\. Build another index"):
         Index.open(folder)
 
 

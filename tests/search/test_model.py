@@ -85,9 +85,9 @@ def test_values_are_those_of_the_index_or_of_the_request(tiny_run, tmp_path):
             {"values": ["Rome", "Paris, Texas"]},
             "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
         ),
-        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values is a list, and there are 2"),
+        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values is a list, but there are 2"),
         ({"values": {"the mood": ["sad"]}}, "'the mood', which is not in condition"),
-        ({"condition": None, "values": ["a"]}, "no condition that they are values of"),
+        ({"condition": None, "values": ["a"]}, "no condition that the values belong to"),
     ],
 )
 def test_what_the_index_refuses_is_told(searched, changes, words):
@@ -163,7 +163,7 @@ def test_an_index_is_served_by_its_own_model_only(folder, tiny_run, tmp_path):
     )
     assert found.index is not None
     assert found.model.encoder is found.index.embedder.encoder
-    with pytest.raises(UserError, match="was made with"):
+    with pytest.raises(UserError, match="was built with"):
         load_model(Served(model="minilm-csts", device="cpu", index=folder))
     with pytest.raises(UserError, match="does not exist"):
         load_model(Served(run=tiny_run, device="cpu", index=tmp_path / "none"))

@@ -51,7 +51,7 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
             tab.locator(f"#{name}") for name in ("similarity", "embeddings", "search")
         )
         compare.get_by_role("button").click()
-        assert "needs a key" in compare.get_by_role("alert").inner_text()
+        assert "key is missing" in compare.get_by_role("alert").inner_text()
         tab.get_by_label("API key").fill("k3y")
         compare.get_by_label("Second text").fill(HOSTILE)
         compare.get_by_label("Conditions").fill(f"{PLACE}\n{HOSTILE}")
@@ -61,7 +61,7 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         wanted = index.embedder.similarity("A man rides a horse along the beach.", HOSTILE, PLACE)
         assert shown.nth(0).locator("td").nth(1).inner_text() == f"{wanted:.3f}"
         assert not compare.get_by_role("alert").is_visible()
-        compare.get_by_text("The request, for curl").click()
+        compare.get_by_text("Request as a curl command").click()
         assert "$KEY" in compare.locator("pre").inner_text()
         assert "k3y" not in compare.locator("pre").inner_text()
         embed.get_by_label("Texts").fill("two men\nchildren\ntwo men")
@@ -84,7 +84,7 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         assert [one for one in found if one["impact"] in ("serious", "critical")] == []
     compare.get_by_role("button").click()
     compare.get_by_role("alert").wait_for()
-    assert compare.get_by_role("alert").inner_text() == "The server does not answer."
+    assert compare.get_by_role("alert").inner_text() == "The server does not respond."
     assert complaints == []
     tab.close()
 

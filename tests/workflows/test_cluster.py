@@ -413,7 +413,7 @@ def test_the_page_holds_every_text_once_and_asks_for_nothing(page):
 
 
 def test_large_collections_are_drawn_in_part(module_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmcond.clustering.page._DRAWN", 20)
+    monkeypatch.setattr("llmcond.clustering.page._MAX_TEXTS", 20)
     llmcond.cluster(
         texts=TEXTS,
         condition="the place",

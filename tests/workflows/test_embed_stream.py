@@ -330,7 +330,9 @@ def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage
     else:
         rows = pq.read_table(path)
         pq.write_table(rows.slice(1) if damage == "rows" else rows.drop(["embedding"]), path)
-    check_refused_as_damaged(capsys, begun, "out", "part-000000.parquet does not hold the 40 emb")
+    check_refused_as_damaged(
+        capsys, begun, "out", "part-000000.parquet is damaged: it does not hold the expected 40 emb"
+    )
     path.unlink()
     assert ok(capsys, *embed("out", begun))["rows"] == 250
 
@@ -338,7 +340,7 @@ def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage
 def test_a_file_of_other_columns_is_told_in_a_line(capsys, begun):
     path = Path("out/part-000000.parquet")
     pq.write_table(pq.read_table(path).drop(["sentence"]), path)
-    check_refused_as_damaged(capsys, begun, "out", "several dimensions or columns")
+    check_refused_as_damaged(capsys, begun, "out", "different dimensions or columns")
 
 
 def test_a_record_that_is_a_pipe_is_not_waited_for(capsys, begun):
@@ -355,7 +357,7 @@ def test_a_dataset_that_others_wrote_over_is_told_in_a_line(capsys, begun, colum
 
 def test_a_dataset_that_lost_a_file_is_told_in_a_line(capsys, begun):
     next(Path("out.lance/data").iterdir()).unlink()
-    check_refused_as_damaged(capsys, begun, "out.lance", "out.lance lacks data/")
+    check_refused_as_damaged(capsys, begun, "out.lance", "out.lance is damaged: data/")
 
 
 @pytest.fixture
@@ -568,16 +570,14 @@ def test_nobody_else_writes_meanwhile(capsys, fitted, source):
 
     ok(capsys, *embed("out", fitted))
     with FileLock("out/_llmcond.lock"):
-        assert "another llmcond embed writes into out" in refused(capsys, *embed("out", fitted))
+        assert "another llmcond embed is writing to out" in refused(capsys, *embed("out", fitted))
     Path("out/foreign.parquet").touch()
-    assert "out holds foreign.parquet, which is not of these" in refused(
+    assert "out holds foreign.parquet, which does not belong to these" in refused(
         capsys, *embed("out", fitted)
     )
     ok(capsys, *embed("out.lance", fitted))
     lance.dataset("out.lance").delete("id = 3")
-    assert "249 rows, which none of its units ends with" in refused(
-        capsys, *embed("out.lance", fitted)
-    )
+    assert "249 rows, but no work unit ends there" in refused(capsys, *embed("out.lance", fitted))
 
 
 @pytest.mark.parametrize("change", ["delete", "append", "unit"])
@@ -600,7 +600,7 @@ def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, m
 
     monkeypatch.setattr(outputs.LanceOutput, "add", add)
     assert run([str(argument) for argument in embed("out.lance", fitted)]) == 1
-    assert "out.lance was written by others meanwhile" in capsys.readouterr().err
+    assert "another program has written to out.lance in the meantime" in capsys.readouterr().err
     found = table("out.lance")["id"].to_pylist()
     assert change != "unit" or found == list(range(100))
 

@@ -85,7 +85,7 @@ def test_columns_of_a_csv_file_have_the_types_of_their_values(tmp_path, heads_ru
     ]
     path.write_text(later.replace("c,three,2025", "d,four,unknown"))
     said = refused(capsys, "index", path, "--out", out, *keep, *made_by)
-    assert "the column 'year' is of the type int64 in the index" in said
+    assert "the column 'year' has the type int64 in the index" in said
     assert "'unknown'" in said
     assert ok(capsys, "search", out, "one", *PLACE)["searched"] == 3
 
@@ -164,7 +164,7 @@ def test_a_text_file_is_indexed_by_its_lines(tmp_path: Path, heads_run: Path, ca
 
 def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
     search = ["search", made, "dogs"]
-    assert "is no index" in refused(capsys, "search", tmp_path, "dogs", *PLACE)
+    assert "is not an index" in refused(capsys, "search", tmp_path, "dogs", *PLACE)
     assert "required: --condition" in refused(capsys, *search)
     assert "the query is empty" in refused(capsys, "search", made, "", *PLACE)
     assert "k is 0" in refused(capsys, *search, *PLACE, "-k", "0")
@@ -174,7 +174,7 @@ def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
         capsys, *search, *PLACE, "--weight", "1", "--weight", "2"
     )
     assert "names a text twice" in refused(capsys, *search, *PLACE, *PLACE)
-    assert "any condition. Leave it out" in refused(capsys, *search, *PLACE, "--rerank", "3")
+    assert "every text anyway. Leave it out" in refused(capsys, *search, *PLACE, "--rerank", "3")
 
 
 def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path, capsys):
@@ -191,13 +191,13 @@ def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path,
     double.write_text("id,text\nx,one\ny, \nx,two\n")
     assert "row 2 of double.csv: text is empty" in told(double, *new, "--id", "id")
     double.write_text("id,text\nx,one\ny,two\nx,three\n")
-    assert "'x' is that of row 1 and of row 3" in told(double, *new, "--id", "id")
+    assert "the rows 1 and 3 have the same id, 'x'" in told(double, *new, "--id", "id")
     assert not (tmp_path / "new").exists()
     assert "another head" in told(texts, "--out", made, "--head", "relu")
-    assert "cannot be kept" in told(texts, "--out", made, "--id", "id", "--keep", "id")
+    assert "is reserved" in told(texts, "--out", made, "--id", "id", "--keep", "id")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.json").write_text(json.dumps({}))
-    assert "is no index" in told(texts, "--out", tmp_path / "folder")
+    assert "is not an index" in told(texts, "--out", tmp_path / "folder")
 
 
 def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
