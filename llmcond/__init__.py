@@ -1,7 +1,7 @@
 """Condition-aware text embeddings on frozen encoders.
 
-The public names are listed in ``__init__.pyi``, and imported when they are first used, so that the
-command line starts at once.
+``__init__.pyi`` lists the public names. Each is imported when it is first used, so that the command
+line starts quickly.
 """
 
 from llmcond.lazy import attach_stub

@@ -1,7 +1,7 @@
-"""The public names of the package, a line each: type checkers and editors read this file.
+"""The public names of the package, one per line, for type checkers and editors.
 
-``__init__.py`` reads it as well, and imports a name when it is first used. A command that is a
-function in Python (``embed = verb(Embed)`` in its module) has a line here too.
+``__init__.py`` reads this file too, and imports a name when it is first used. The names include the
+Python functions of commands, such as ``embed = verb(Embed)`` in ``llmcond/commands/embed.py``.
 """
 
 from llmcond.clustering.result import Clustering as Clustering

@@ -1,4 +1,4 @@
-"""Entry of the ``llmcond`` command and of ``python -m llmcond``."""
+"""Entry point of the ``llmcond`` command and of ``python -m llmcond``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmcond.errors import printable
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    # A warning is for the user of the command: its place in our code says nothing to them.
+    # Users of the command line need a warning's message, but not its file and line in our code.
     warnings.formatwarning = lambda message, *_, **__: (
         f"llmcond: warning: {printable(str(message))}\n"
     )

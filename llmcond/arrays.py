@@ -1,6 +1,7 @@
-"""Feature matrices wherever they lie: in memory, on disk, shared by many rows, or computed.
+"""Feature matrices: in memory, on disk, with vectors shared by rows, or computed from others.
 
-Heads read some rows at a time, so what is stored in 16 bit, or on disk, stays there.
+Heads read a few rows at a time, so that vectors in 16 bit or on disk are never converted or loaded
+as a whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.errors import UserError
 
@@ -24,66 +26,75 @@ def as_list(values: Iterable[T]) -> list[T]:
     """Return the items of a sequence, an iterator, a column or an Arrow array as a list.
 
     Raises:
-        UserError: a whole table, whose items would be the names of its columns.
+        UserError: ``values`` is a table, whose items would be the names of its columns.
     """
     if hasattr(values, "columns") or isinstance(values, Mapping):
-        raise UserError(f"a whole {type(values).__name__} was given; give one of its columns.")
-    if hasattr(values, "to_pylist"):  # the items of Arrow arrays are objects of its own
+        raise UserError(
+            f"a whole {type(values).__name__} was given as a list of values; give one of its "
+            "columns."
+        )
+    if hasattr(values, "to_pylist"):  # Arrow arrays yield Arrow scalars, not Python objects.
         items: list[T] = values.to_pylist()
         return items
     return list(values)
 
 
 class Matrix(ABC):
-    """Vectors, (n, dim), whose rows are read when they are needed, computed from its ``parts``."""
+    """A matrix of vectors, (n, dim), whose rows are read when they are needed.
+
+    Attributes:
+        shape: (n, dim).
+        parts: the matrices that this one is computed from.
+    """
 
     shape: tuple[int, ...]
     parts: Sequence[Matrix] = ()
 
     @abstractmethod
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
-        """Return some rows, by a slice, a mask or positions, in the type they are stored in."""
+        """Return rows, selected by a slice, a mask or positions, in their stored dtype."""
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def read(self, rows: Any = slice(None)) -> Array:
-        """Return some rows, or all, in float32."""
+        """Return some or all rows in float32."""
         return np.asarray(self[rows], dtype=np.float32)
 
     def take(self, rows: NDArray[Any]) -> Matrix:
-        """Return some rows, by positions or a mask (n,), without reading them."""
+        """Return a matrix of some rows, by positions or a mask (n,), without reading it."""
         return Gathered(self, np.arange(len(self))[rows], unique_table=False)
 
     def unique(self) -> tuple[Positions, Positions]:
-        """Return the first row of each distinct vector, (m,), and which of them each row has, (n,).
+        """Find the distinct vectors, whatever their dtype and however they are stored.
 
-        Distinct vectors are numbered by first appearance, whatever type they have and however they
-        are stored.
+        Returns:
+            The first row of each distinct vector, (m,), in the order of first appearance, and for
+            each row the number of its distinct vector, (n,).
         """
         flat = np.ascontiguousarray(self[:])
         if not flat.shape[1]:
             return np.zeros(min(len(flat), 1), dtype=np.int64), np.zeros(len(flat), dtype=np.int64)
         rows = flat.view(np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))).reshape(-1)
-        return _by_appearance(rows)
+        return _number_by_appearance(rows)
 
     @property
     def on_disk(self) -> bool:
-        """Return whether any of it is read from a memory map."""
+        """Whether any part of the matrix is read from a memory map."""
         return any(part.on_disk for part in self.parts)
 
     def release(self) -> None:
-        """Drop the pages that were read of memory maps, which else count as memory in use."""
+        """Release the pages read from memory maps, which count as memory in use until then."""
         for part in self.parts:
             part.release()
 
 
-#: A matrix, a NumPy array or a memory map, (n, dim).
+#: A matrix, NumPy array or memory map, (n, dim).
 MatrixLike = Matrix | NDArray[Any]
 
 
 def as_matrix(vectors: MatrixLike) -> Matrix:
-    """Return a matrix of what may be a NumPy array or a memory map."""
+    """Return a NumPy array or a memory map as a matrix, and a matrix unchanged."""
     return vectors if isinstance(vectors, Matrix) else Dense(vectors)
 
 
@@ -94,30 +105,30 @@ class Dense(Matrix):
         self.array, self.shape = array, array.shape
 
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
-        found: NDArray[Any] = self.array[rows]
-        return found
+        selected: NDArray[Any] = self.array[rows]
+        return selected
 
     @property
+    @override
     def on_disk(self) -> bool:
-        """See :class:`Matrix`."""
-        # NumPy's copies of a memory map are of its class, and lie in memory.
+        # NumPy's copies of a memory map have the same class, but are in memory.
         return isinstance(getattr(self.array, "_mmap", None), mmap.mmap)
 
+    @override
     def release(self) -> None:
-        """See :class:`Matrix`."""
-        # Of a private map (mode c), what was written would be lost.
+        # A private map (mode c) would lose its changes.
         if self.on_disk and getattr(self.array, "mode", "c") != "c":
             mapped: Any = self.array
             mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
 
 class Gathered(Matrix):
-    """Rows that share vectors.
+    """A matrix whose rows share the vectors of a table.
 
     Attributes:
         table: (m, dim) vectors.
-        index: (n,) the position of each row's vector in the table.
-        unique_table: whether no two vectors of the table are equal, so that rows can be compared
+        index: (n,) position of each row's vector in the table.
+        unique_table: whether the vectors of the table are distinct, so that rows can be compared
             by their positions alone.
     """
 
@@ -128,21 +139,21 @@ class Gathered(Matrix):
     def __getitem__(self, rows: Any, /) -> NDArray[Any]:
         return self.table[self.index[rows]]
 
+    @override
     def take(self, rows: NDArray[Any]) -> Gathered:
-        """See :class:`Matrix`."""
         return Gathered(self.table, self.index[rows], self.unique_table)
 
+    @override
     def unique(self) -> tuple[Positions, Positions]:
-        """See :class:`Matrix`."""
-        first, which = _by_appearance(self.index)
+        first, numbers = _number_by_appearance(self.index)
         if self.unique_table:
-            return first, which
+            return first, numbers
         _, equal = Dense(self[first]).unique()
-        return _by_appearance(equal[which])
+        return _number_by_appearance(equal[numbers])
 
 
 class Difference(Matrix):
-    """``first`` - ``second``, computed in float32 for the rows that are read."""
+    """The difference ``first`` - ``second``, computed in float32 for the rows that are read."""
 
     def __init__(self, first: MatrixLike, second: MatrixLike) -> None:
         self.first, self.second = as_matrix(first), as_matrix(second)
@@ -151,13 +162,13 @@ class Difference(Matrix):
     def __getitem__(self, rows: Any, /) -> Array:
         return self.first.read(rows) - self.second.read(rows)
 
+    @override
     def take(self, rows: NDArray[Any]) -> Difference:
-        """See :class:`Matrix`."""
         return Difference(self.first.take(rows), self.second.take(rows))
 
 
 class Concatenated(Matrix):
-    """Several matrices side by side, as wide as all of them."""
+    """Several matrices concatenated along the columns."""
 
     def __init__(self, parts: Sequence[MatrixLike]) -> None:
         self.parts = tuple(as_matrix(part) for part in parts)
@@ -166,13 +177,13 @@ class Concatenated(Matrix):
     def __getitem__(self, rows: Any, /) -> Array:
         return np.concatenate([part.read(rows) for part in self.parts], axis=1)
 
+    @override
     def take(self, rows: NDArray[Any]) -> Concatenated:
-        """See :class:`Matrix`."""
         return Concatenated([part.take(rows) for part in self.parts])
 
 
-def _by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
-    """Return what :meth:`Matrix.unique` does, of single values, (n,)."""
+def _number_by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
+    """Find distinct values, (n,), with the results of ``Matrix.unique``."""
     _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)
@@ -181,9 +192,9 @@ def _by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
 
 
 def cosine(first: Array, second: Array) -> Array:
-    """Return the cosine of each row of ``first`` with that of ``second``, (n,) float32.
+    """Return the cosine of each row of ``first`` with the same row of ``second``, (n,) float32.
 
-    A zero vector has cosine 0 with everything: it says nothing of its text.
+    A zero vector carries no information about its text, so its cosine with any vector is 0.
     """
     product = _inner(first, second)
     norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))
@@ -198,7 +209,7 @@ def _inner(first: Array, second: Array) -> NDArray[np.float64]:
 
 
 def gelu(values: Array) -> Array:
-    """Return x Φ(x) of each value x, with Φ the distribution function of the normal one."""
+    """Return x Φ(x) for each value x, where Φ is the standard normal distribution function."""
     from scipy.special import erf
 
     activated: Array = values * (0.5 * (1 + erf(values * np.float32(0.5**0.5))))

@@ -1,4 +1,4 @@
-"""The command line: the commands by their modules, exit codes, and errors in one line."""
+"""The command line: finds commands by their modules, sets exit codes, prints errors in one line."""
 
 from __future__ import annotations
 
@@ -36,132 +36,140 @@ COMMANDS = frozenset(
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Raised by Ctrl-C, and by SIGTERM, as schedulers and containers send it.
+    """Raised by Ctrl-C, and by SIGTERM, which schedulers and containers send.
 
-    Python ends by the signal where its own exception passed through exec.
+    If Python's own KeyboardInterrupt passed through exec, Python would end the process by the
+    signal instead of with our exit code.
     """
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Let signals that end the process raise; those that somebody else handles stay as they are.
+def _raise_on_signals() -> Iterator[list[int]]:
+    """Raise ``_Interrupted`` on SIGINT and SIGTERM, unless the caller handles them itself.
 
-    Yield those that came: Ray's C++ raises an interrupt of its own in the place of ours.
+    Yields the list of received signals, because Ray's C++ code replaces our exception.
     """
-    came: list[int] = []
-    usual = (signal.default_int_handler, signal.SIG_DFL)
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    mine = [one for one, handler in before.items() if handler in usual]
+    received: list[int] = []
+    default_handlers = (signal.default_int_handler, signal.SIG_DFL)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = [number for number, handler in previous.items() if handler in default_handlers]
     if threading.current_thread() is not threading.main_thread():
-        mine = []
+        handled = []
 
-    def end(number: int, _: object) -> None:
-        came.append(number)
+    def interrupt(number: int, _: object) -> None:
+        received.append(number)
         raise _Interrupted
 
-    for one in mine:
-        signal.signal(one, end)
+    for number in handled:
+        signal.signal(number, interrupt)
     try:
-        yield came
+        yield received
     finally:
-        for one in mine:
-            signal.signal(one, before[one])
+        for number in handled:
+            signal.signal(number, previous[number])
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code.
+    """Run one command, and return its exit code.
 
-    0: done, 2: wrong input, 130: interrupted by Ctrl-C, 143: ended by SIGTERM, 1: anything else.
+    Args:
+        arguments: arguments of the command line, without the program's name.
+
+    Returns:
+        0 for success, 2 for invalid input, 130 after Ctrl-C, 143 after SIGTERM, and 1 for any other
+        error.
     """
-    with _signals() as came:
-        return _run(arguments, came)
+    with _raise_on_signals() as received:
+        return _run(arguments, received)
 
 
 def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     log_to_terminal()
     command: type[Command] = Command
     try:
-        given = vars(_parser().parse_args(arguments))
-        command = _command(given.get("subcommand") or given["command"])
+        options = vars(_parser().parse_args(arguments))
+        command = _command(options.get("subcommand") or options["command"])
         try:
-            run_command(command, given)
+            run_command(command, options)
         except Exception as error:
-            if signals:  # libraries answer a signal by errors of their own
+            if signals:  # Libraries turn our exception into errors of their own.
                 raise _Interrupted from error
             raise
         sys.stdout.flush()
     except LlmcondError as error:
-        return _complain(str(error), error.exit_code)
+        return _print_error(str(error), error.exit_code)
     except KeyboardInterrupt:
-        # 128 and the signal's number, as shells have it.
+        # Shells report 128 plus the signal's number.
         reason, code = ("terminated", 143) if signal.SIGTERM in signals else ("interrupted", 130)
-        return _complain(f"{reason}; {command.if_interrupted}.", code)
+        return _print_error(f"{reason}; {command.if_interrupted}.", code)
     except BrokenPipeError:
-        # The reader of a pipe left (`| head`); nothing more can be said on standard output.
+        # The reader of the pipe has closed it (`| head`), so the rest of the output is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (MemoryError, OSError) as error:
-        return _complain(*_of_the_machine(error))
+        return _print_error(*_describe_system_error(error))
     return 0
 
 
-def _of_the_machine(error: MemoryError | OSError) -> tuple[str, int]:
-    """Return what is said of too little memory, room or rights, and the exit code."""
+def _describe_system_error(error: MemoryError | OSError) -> tuple[str, int]:
+    """Return the message and the exit code for a lack of memory, disk space or permissions."""
     if isinstance(error, MemoryError):
         reason = f" ({first_line(error)})" if str(error) else ""
-        said = f"there is not enough memory{reason}. Free some, or split what is read"
+        message = f"there is not enough memory{reason}. Free some, or split the input"
         code = LlmcondError.exit_code
     elif is_disk_full(error):
-        said, code = f"the disk is full: {error}", DiskFullError.exit_code
+        message, code = f"the disk is full: {error}", DiskFullError.exit_code
     else:
-        wrong = isinstance(error, PermissionError)
-        said, code = str(error), (UserError if wrong else LlmcondError).exit_code
-    return f"{said}. What was stored is kept.", code
+        forbidden = isinstance(error, PermissionError)
+        message, code = str(error), (UserError if forbidden else LlmcondError).exit_code
+    return f"{message}. Stored results are kept.", code
 
 
-def _complain(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     sys.stderr.write(f"llmcond: error: {printable(' '.join(text.split()))}\n")
     return code
 
 
 def _command(name: str) -> type[Command]:
-    """Return the class of a command: the only one that its module defines."""
+    """Import the class of a command, the only ``Command`` that its module defines."""
     module = import_module(f"llmcond.commands.{re.sub('[ -]', '_', name)}")
-    (found,) = (
-        one
-        for one in vars(module).values()
-        if isinstance(one, type) and issubclass(one, Command) and one.__module__ == module.__name__
+    (command,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Command)
+        and value.__module__ == module.__name__
     )
-    return found
+    return command
 
 
-@cache  # commands and their options are the same for every run of a process
+@cache  # Commands and their options do not change within a process.
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="llmcond",
         allow_abbrev=False,
         description="Condition-aware text embeddings: small heads on frozen LLM encoders.",
         epilog="First steps: `llmcond extract --model minilm`, `llmcond fit-head --head mlp`, "
-        "`llmcond evaluate`. Exit codes: 0 done, 2 wrong input, 130 interrupted, "
-        "143 terminated, 1 anything else.",
+        "`llmcond evaluate`. Exit codes: 0 success, 2 invalid input, 130 interrupted, "
+        "143 terminated, 1 any other error.",
     )
     parser.add_argument("--version", action="version", version=f"llmcond {__version__}")
-    places = {
+    subparsers = {
         "": parser.add_subparsers(
             dest="command", metavar="COMMAND", required=True, parser_class=Parser
         )
     }
     for name in sorted(COMMANDS, key=lambda name: _command(name).position):
         parent, _, last = name.rpartition(" ")
-        if parent not in places:
-            places[parent] = (
-                places[""]
+        if parent not in subparsers:
+            subparsers[parent] = (
+                subparsers[""]
                 .choices[parent]
                 .add_subparsers(dest="subcommand", metavar="ACTION", prog=f"llmcond {parent}")
             )
         cls = _command(name)
         summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-        added = places[parent].add_parser(
+        command_parser = subparsers[parent].add_parser(
             last,
             allow_abbrev=False,
             help=summary.replace("%", "%%"),
@@ -169,6 +177,6 @@ def _parser() -> argparse.ArgumentParser:
             epilog=f"Example: {cls.example}",
         )
         if parent:
-            added.set_defaults(subcommand=name)
-        add_arguments(added, cls)
+            command_parser.set_defaults(subcommand=name)
+        add_arguments(command_parser, cls)
     return parser

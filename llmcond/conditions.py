@@ -1,4 +1,4 @@
-"""Conditions with example values: how they are written, read and paired."""
+"""Conditions with example values, and functions that parse and format them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,38 @@ from typing import Any, NoReturn, Self
 
 from llmcond.errors import UserError, brief
 
-#: Example values of one condition: the encoder would cut many more.
+#: Largest number of example values per condition; the encoder would cut longer lists.
 MAX_VALUES = 64
 
 
 class Condition(str):
-    """A condition with example values, usable wherever a condition is a string.
+    """A condition with example values, which can be used like any condition that is a string.
 
-    As a string it is what the encoder reads, such as ``the cuisine, such as Italian, Thai``. Two
-    conditions are equal if they read the same, so that stored vectors are found by it. Tables and
-    pages show ``text``.
+    As a string it is the text that the encoder reads, such as ``the cuisine, such as Italian,
+    Thai``. Two conditions with the same text are equal, so that they share stored vectors. Tables
+    and reports show ``text`` only. A condition cannot be changed.
 
-    >>> embedder.encode(reviews, llmcond.Condition("the cuisine", values=["Italian", "Thai"]))
+    Args:
+        text: the condition, such as ``the cuisine``.
+        values: at most 64 example values: a list, or a text such as ``Italian, Thai``, in which
+            double quotes surround a value that contains a comma, as in CSV. Spaces around a value,
+            empty values and repetitions are removed.
+
+    Raises:
+        UserError: the text is not a string or has values already, the text of values is empty, or a
+            value is not a string, or there are too many values.
 
     Attributes:
         text: the condition without its values.
-        values: the example values; empty: none.
+        values: the example values; empty if there are none.
+
+    Example:
+        >>> import llmcond
+        >>> condition = llmcond.Condition("the cuisine", values=["Italian", "Thai"])
+        >>> print(condition)
+        the cuisine, such as Italian, Thai
+        >>> condition.values
+        ('Italian', 'Thai')
     """
 
     __slots__ = ("text", "values")
@@ -35,26 +51,19 @@ class Condition(str):
     values: tuple[str, ...]
 
     def __new__(cls, text: str, values: str | Iterable[str] = ()) -> Self:
-        """Make a condition.
-
-        Args:
-            text: the condition, such as ``the cuisine``.
-            values: at most 64 example values: a list, or a text such as ``Italian, Thai``, in which
-                a value that has a comma stands in double quotes, as in CSV. Spaces around a value,
-                empty values and repeats are dropped.
-
-        Raises:
-            UserError: a text that is empty or has values already, values that are not texts, or
-                too many.
-        """
+        """Create a condition; see the class."""
         if not isinstance(text, str) or isinstance(text, Condition):
-            expected = "give its text, and all values" if isinstance(text, str) else "give a text"
-            raise UserError(f"the condition is {type(text).__name__} {brief(text)}; {expected}.")
+            expected = "its text and all values" if isinstance(text, str) else "a string"
+            raise UserError(
+                f"the condition is the {type(text).__name__} {brief(text)}; expected {expected}."
+            )
         cleaned = example_values(values)
         if cleaned:
             text = text.strip()
         if cleaned and not text:
-            raise UserError(f"the values {', '.join(cleaned)} have no condition; name one.")
+            raise UserError(
+                f"the values {', '.join(cleaned)} belong to an empty condition. Name the condition."
+            )
         rendered = f"{text}, such as {', '.join(cleaned)}" if cleaned else text
         condition = super().__new__(cls, rendered)
         str.__setattr__(condition, "text", text)
@@ -62,51 +71,53 @@ class Condition(str):
         return condition
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a Condition cannot be changed; make another with other {name}")
+        raise AttributeError(
+            f"a Condition cannot be changed; create a new Condition with another {name}"
+        )
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[str, ...]]]:
-        """Copy and pickle it by what it was made of."""
+        """Copy and pickle a condition by its text and values."""
         return type(self), (self.text, self.values)
 
 
 def example_values(values: str | Iterable[object]) -> tuple[str, ...]:
-    """Return example values without the spaces around them, empty ones and repeats.
+    """Return example values without surrounding spaces, empty values and repetitions.
 
-    Arguments and errors as of :class:`Condition`.
+    ``Condition`` describes the argument and the errors.
     """
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for value in read_values(values) if isinstance(values, str) else values:
         if not isinstance(value, str):
-            raise UserError(f"the example value {brief(value)} is not a text; give texts.")
-        found[value.strip()] = None
-    found.pop("", None)
-    if len(found) > MAX_VALUES:
+            raise UserError(f"the example value {brief(value)} is not a string; expected strings.")
+        unique[value.strip()] = None
+    unique.pop("", None)
+    if len(unique) > MAX_VALUES:
         raise UserError(
-            f"there are {len(found):,} example values of one condition; give at most {MAX_VALUES}."
+            f"one condition has {len(unique):,} example values; give at most {MAX_VALUES}."
         )
-    return tuple(found)
+    return tuple(unique)
 
 
 def read_values(text: str) -> list[str]:
-    """Return the values of a text such as ``a, b, "c, d"``, read as CSV.
+    """Parse a text such as ``a, b, "c, d"`` as CSV, and return its values.
 
     Raises:
-        UserError: a quote that is not closed, or that stands within a value.
+        UserError: a quote is not closed, or is within a value.
     """
-    # CSV knows no spaces behind a closing quote.
+    # The csv module does not allow spaces after a closing quote.
     tidy = re.sub(r'"[ \t]+(?=,|$)', '"', text)
     rows = csv.reader(io.StringIO(tidy), skipinitialspace=True, strict=True)
     try:
         return list(chain.from_iterable(rows))
     except csv.Error as error:
         raise UserError(
-            f"the values {brief(text)} cannot be read: {error}. Separate them by commas, and put a "
-            'value that has a comma in double quotes: Rome, "Paris, Texas".'
+            f"the values {brief(text)} cannot be read: {error}. Separate values by commas, and put "
+            'double quotes around a value that contains a comma: Rome, "Paris, Texas".'
         ) from error
 
 
 def condition_flags(condition: str) -> str:
-    """Return the options of the command line that give a condition."""
+    """Return the command-line options that stand for a condition."""
     if not isinstance(condition, Condition):
         return f"--condition {brief(condition)}"
     line = io.StringIO()
@@ -115,20 +126,20 @@ def condition_flags(condition: str) -> str:
 
 
 def with_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
-    """Return conditions with the values of as many ``--values``, in their order.
+    """Combine the arguments of ``--condition`` and ``--values``, in their order.
 
-    Without ``--values`` conditions stay as they are; an empty one gives its condition no values.
-    A single condition has the values of all of them.
+    Without ``--values``, the conditions are returned unchanged. An empty text gives its condition
+    no values. A single condition gets the values of every ``--values``.
 
     Raises:
-        UserError: other numbers of both, or as of :class:`Condition`.
+        UserError: the numbers of conditions and values differ, or ``Condition`` raises it.
     """
     if len(conditions) == 1 and values:
         return [Condition(conditions[0], [value for text in values for value in read_values(text)])]
     if values and len(values) != len(conditions):
         raise UserError(
-            f"there are {len(values)} --values and {len(conditions)} --condition; give --values "
-            "once for each --condition, in their order, with all values of that condition in one "
+            f"there are {len(values)} --values and {len(conditions)} --condition. Give --values "
+            "once for each --condition, in the same order, with all values of the condition in one "
             "text: --values 'Italian, Thai' ('' for a condition without values)."
         )
     if not values:
@@ -137,18 +148,18 @@ def with_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
 
 
 def condition_text(condition: str) -> str:
-    """Return a condition as tables and pages show it, without its values."""
+    """Return a condition without its values, as tables and reports show it."""
     return condition.text if isinstance(condition, Condition) else condition
 
 
 def condition_titles(conditions: Sequence[str]) -> list[str]:
-    """Return how conditions are shown side by side: their texts, with values where texts repeat."""
+    """Return a distinct title for each condition: its text, with values if texts are repeated."""
     texts = list(map(condition_text, conditions))
     return texts if len(set(texts)) == len(texts) else list(map(str, conditions))
 
 
 def condition_json(condition: str | None) -> dict[str, Any]:
-    """Return a condition as JSON has it: its text, and its values where it has some."""
+    """Return a condition as JSON: its text, and its values if it has any."""
     if not isinstance(condition, Condition):
         return {"condition": condition}
     values = {"values": list(condition.values)} if condition.values else {}
@@ -156,8 +167,8 @@ def condition_json(condition: str | None) -> dict[str, Any]:
 
 
 def with_same_values(conditions: Sequence[str], values: str | Sequence[str] | None) -> list[str]:
-    """Return conditions, each with the same values; None: as they are."""
+    """Return conditions, each with the same values; None: return the conditions unchanged."""
     if values is None:
         return list(conditions)
-    made = {condition: Condition(condition, values) for condition in dict.fromkeys(conditions)}
-    return [made[condition] for condition in conditions]
+    combined = {condition: Condition(condition, values) for condition in dict.fromkeys(conditions)}
+    return [combined[condition] for condition in conditions]

@@ -1,4 +1,4 @@
-"""Strict TOML: a file becomes a frozen dataclass, or an error that lists the legal names."""
+"""Strict reading of TOML files into frozen dataclasses, with errors that list the legal names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        UserError: the file is missing, not UTF-8 or not TOML.
+        UserError: the file does not exist, or is not TOML in UTF-8.
     """
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
@@ -37,18 +37,21 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def build(cls: type[T], values: dict[str, Any], source: str) -> T:
-    """Check ``values``, as TOML or JSON gives them, and return an instance of a dataclass.
+    """Check values read from TOML or JSON, and return them as an instance of a dataclass.
 
-    Its ``__pydantic_config__`` is :data:`STRICT`. Errors name ``source``.
+    Args:
+        cls: dataclass whose ``__pydantic_config__`` is ``STRICT``.
+        values: values of its fields.
+        source: name of the source, for messages.
 
     Raises:
-        UserError: an unknown key, a missing key, or a value of the wrong type or range.
+        UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
     """
     from pydantic import TypeAdapter, ValidationError
 
     try:
         text = json.dumps(values)
-    except (TypeError, RecursionError) as error:  # TOML has dates, which no setting of ours uses
+    except (TypeError, RecursionError) as error:  # TOML has dates, which no setting of ours uses.
         raise UserError(f"{source}: {error}.") from error
     try:
         return TypeAdapter(cls).validate_json(text)
@@ -59,15 +62,17 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
         raise UserError(f"{source}: {'; '.join(problems)}") from error
 
 
-#: What pydantic calls a limit -> how messages say it.
+#: Names of limits in pydantic's errors, with their wording in messages.
 _LIMITS = {**LIMITS, "expected": "one of"}
 
 
 def explain(problem: Mapping[str, Any], legal: Sequence[str]) -> str:
-    """Return one of the ``errors()`` of pydantic as a sentence.
+    """Return one of pydantic's ``errors()`` as a sentence.
 
-    ``legal`` are the keys that may stand where the problem is; of an unknown key the sentence names
-    the nearest of them.
+    Args:
+        problem: the error.
+        legal: legal keys at the place of the error; for an unknown key, the sentence suggests the
+            nearest ones.
     """
     location = [str(part) for part in problem["loc"]]
     key = brief(".".join(location))
@@ -77,7 +82,7 @@ def explain(problem: Mapping[str, Any], legal: Sequence[str]) -> str:
             shown = limit if isinstance(limit, str) else f"{limit:,}"
             message = f"it must be {_LIMITS[name]} {shown}"
     message = message[:1].lower() + message[1:]
-    if not location:  # a check of several settings together; it names them itself
+    if not location:  # A check of several settings, which names them in its message.
         return f"{message}."
     known = f"Legal keys: {', '.join(legal)}." if legal else ""
     if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
@@ -95,12 +100,15 @@ def _legal_keys(cls: Any, location: Sequence[int | str]) -> list[str]:
 
 
 def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
-    """Return the TOML file that a name (``mlp``) or a path (``my/head.toml``) stands for.
+    """Return the path of a TOML file that is given by a bundled name or a path.
 
-    Names are those of a ``task`` where it has files of its own.
+    Args:
+        name_or_file: a bundled name, such as ``mlp``, or a path, such as ``my/head.toml``.
+        kind: ``prompts`` or ``heads``.
+        task: task whose bundled files are searched if it has any.
 
     Raises:
-        UserError: no such file, or no bundled file of that name; the nearest names are given.
+        UserError: there is no such file or bundled name; the message suggests the nearest names.
     """
     path = Path(name_or_file)
     if path.suffix == ".toml":
@@ -110,19 +118,25 @@ def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
     known = bundled_names(kind, task)
     if name_or_file not in known:
         raise UserError(
-            f"unknown {kind[:-1]} {name_or_file!r}. {nearest(name_or_file, known)} "
-            f"A file is named by a path that ends in .toml; `llmcond {kind}` lists what is bundled."
+            f"unknown {kind[:-1]} {name_or_file!r}. {nearest(name_or_file, known)} `llmcond "
+            f"{kind}` lists the bundled ones; the path of any other file must end in .toml."
         )
     return bundled(kind, task) / f"{name_or_file}.toml"
 
 
 def check_name(name: str, what: str, joiners: str = "") -> str:
-    """Return a name that can be a folder's on any system, or part of one.
+    """Check that a name is valid as a folder name, or as part of one, on any system.
 
-    ``joiners`` join several names into one, and are legal in the joined name only.
+    Args:
+        name: the name.
+        what: description of the named object, for the message.
+        joiners: additional legal characters, which join several names.
+
+    Returns:
+        The name.
 
     Raises:
-        UserError: it cannot be.
+        UserError: the name has other characters.
     """
     legal = f"._=-{joiners}"
     if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9{re.escape(legal)}]*", name):

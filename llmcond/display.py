@@ -1,4 +1,4 @@
-"""How results show themselves: one line in a terminal, and tables in notebooks."""
+"""Representations of results: one line in a terminal, and tables in notebooks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from llmcond.errors import brief, plural
 
-#: Characters of a value in the line of a terminal and in a cell, and of the line itself.
+#: Largest numbers of characters of a value (in a line or a cell), and of a line in a terminal.
 _VALUE, _LINE = 60, 240
-#: Rows of a table in a notebook.
+#: Largest number of rows of a table in a notebook.
 _ROWS = 20
 
 
 class Displayed:
-    """A base of results, which shows them by what :meth:`_displayed` returns."""
+    """A base class of results that displays the values of ``_displayed``."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Keep dataclasses from writing a __repr__ of all their fields."""
+        """Prevent ``dataclass`` from generating a __repr__ with all fields."""
         super().__init_subclass__()
         cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints: the fields, each as JSON has it."""
+        """Return the JSON object that ``--json`` prints: the fields and their values."""
         return {name: _as_json(value) for name, value in vars(self).items()}
 
     def _displayed(self) -> Mapping[str, Any]:
-        """Return what is shown, by name: values, and tables as sequences of rows of like keys."""
+        """Return the displayed values and tables by name; a table is a sequence of rows."""
         return self.to_json()
 
     def __repr__(self) -> str:
@@ -52,21 +52,21 @@ class Displayed:
 
 
 class DisplayedDict(Displayed, dict[str, Any]):
-    """A result that is the dictionary which ``--json`` prints."""
+    """A result that is itself the dictionary that ``--json`` prints."""
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the JSON object that ``--json`` prints."""
         return dict(self)
 
 
 def _as_json(value: Any) -> Any:
-    """Return a field's value for JSON: results and dataclasses by their fields, a path as text."""
+    """Return a field's value as JSON: results and dataclasses as objects, paths as text."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if isinstance(value, (list, tuple)):
-        return [_as_json(one) for one in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -75,7 +75,10 @@ def _as_json(value: Any) -> Any:
 def _split(
     values: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Sequence[Mapping[str, Any]]]]:
-    """Return the values that are known and the tables; rows may have names instead of places."""
+    """Split displayed values into single values and tables, and drop empty values.
+
+    A mapping whose values are rows becomes a table with the column ``name``.
+    """
     facts: dict[str, Any] = {}
     tables: dict[str, Sequence[Mapping[str, Any]]] = {}
     for name, value in values.items():
@@ -103,7 +106,7 @@ def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as people read it, on one line."""
+    """Return a value as text on one line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,4 +1,7 @@
-"""Errors that are meant for people: what was got, what was expected, what to do."""
+"""Errors for users, and helpers for their messages.
+
+A message says what was given, what was expected, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,60 @@ from difflib import get_close_matches
 
 
 class LlmcondError(Exception):
-    """Something failed that is not the user's input. The command line exits with 1."""
+    """An operation failed although the input is valid; the base class of all errors of llmcond.
+
+    The command line prints the message in one line and exits with code 1.
+
+    Example:
+        >>> import llmcond
+        >>> try:
+        ...     llmcond.Condition("the cuisine", values=[1])
+        ... except llmcond.LlmcondError as error:
+        ...     error.exit_code
+        2
+    """
 
     exit_code = 1
 
 
 class UserError(LlmcondError):
-    """The user's input was wrong. The message is one line; the command line exits with 2."""
+    """The user's input is invalid.
+
+    The command line prints the message in one line and exits with code 2.
+
+    Example:
+        >>> import llmcond
+        >>> try:
+        ...     llmcond.Condition("the cuisine", values=[1])
+        ... except llmcond.UserError as error:
+        ...     print(error)
+        the example value 1 is not a string; expected strings.
+    """
 
     exit_code = 2
 
 
 class DiskFullError(UserError):
-    """The disk has no room for what was to be written; nothing already stored is lost."""
+    """The disk is full. Everything that was stored before is intact."""
 
 
-#: What pip installs llmcond from: a clone, in whose folder pip runs, as no index has the package.
+#: The argument of ``pip install`` in a clone's folder; no package index has llmcond.
 _DISTRIBUTION = "."
 
 
 def install_command(extra: str) -> str:
-    """Return what installs the libraries of an extra, for messages."""
+    """Return the command that installs an extra, for messages."""
     return f"pip install '{_DISTRIBUTION}[{extra}]' in the repository's folder"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question naming the known spellings nearest to ``name``; empty if none is near."""
+    """Return a question that suggests the known names nearest to ``name``; empty without any."""
     matches = get_close_matches(name, sorted(known), n=3, cutoff=0.5)
     return f"Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence naming the known spellings nearest to ``name``, or all that are known."""
+    """Return a sentence that suggests the known names nearest to ``name``, or lists all of them."""
     names = sorted(known)
     return did_you_mean(name, names) or f"Known: {', '.join(names) or 'none'}."
 
@@ -50,10 +75,10 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether ``error`` says that the disk is full.
+    """Return whether ``error`` reports a full disk.
 
-    Lance reports the operating system's error inside a message of its own, so the text is
-    looked at where there is no ``errno``.
+    Lance reports the operating system's error within its own message, so an error without ``errno``
+    is recognised by its text.
     """
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return True
@@ -61,14 +86,21 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full_error() -> OSError:
-    """Return the OSError of a full disk."""
+    """Return an OSError that reports a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def raise_disk_error(error: BaseException, path: object, remaining: str) -> None:
-    """Raise a DiskFullError or UserError if a disk is full or not writable; otherwise return.
+    """Raise an error for users if a disk is full or not writable; otherwise return.
 
-    ``remaining`` ends the message of a full disk: what at ``path`` stays usable.
+    Args:
+        error: the original error.
+        path: file or folder that was written.
+        remaining: end of the message about a full disk: what at ``path`` is still usable.
+
+    Raises:
+        DiskFullError: the disk is full.
+        UserError: ``path`` may not be written.
     """
     if is_disk_full(error):
         raise DiskFullError(
@@ -80,25 +112,25 @@ def raise_disk_error(error: BaseException, path: object, remaining: str) -> None
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters written out, so that it steers no terminal."""
+    """Escape the control characters of a text, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def brief(value: object, most: int = 80) -> str:
-    """Return how a value is written in Python, cut to so many characters."""
-    # What is cut off need not be written first.
+    """Return the ``repr`` of a value, cut to ``most`` characters."""
+    # A long string is cut before its repr is computed.
     text = repr(value[: most + 1] if isinstance(value, str) else value)
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def listed(values: Sequence[object], most: int = 20) -> str:
-    """Return values for a message, so many of them at most, each one cut."""
-    told = ", ".join(map(brief, values[:most])) or "none"
-    return told if len(values) <= most else f"{told} and {len(values) - most:,} more"
+    """Return a list of values for a message, of at most ``most`` values, each cut."""
+    shown = ", ".join(map(brief, values[:most])) or "none"
+    return shown if len(values) <= most else f"{shown} and {len(values) - most:,} more"
 
 
 def escaped_json(value: object) -> str:
-    """Return JSON on one line, in which what could steer a terminal is escaped."""
+    """Return a value as JSON on one line, with control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
@@ -109,5 +141,5 @@ def plural(number: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its kind if it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

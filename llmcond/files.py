@@ -1,4 +1,4 @@
-"""Writing files so that each is complete or absent, and digests of what they hold."""
+"""Atomic writing of files and folders, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from typing import Any
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, disk_full_error, is_disk_full
 
-#: Temporary files that are in use are written to more often.
+#: Age from which a temporary file counts as abandoned. Files in use are written to more often.
 _STALE_SECONDS = 3_600
-#: Left free beside what is written.
+#: Bytes of the disk that are left free.
 _SPARE_BYTES = 2**20
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``path`` that takes its place when the block succeeds.
+    """Yield a temporary file next to ``path``, which replaces ``path`` if the block succeeds.
 
-    A reader sees the old file or the new one, never a part. On any error the temporary file is
-    removed and ``path`` is as it was.
+    A reader sees the old file or the new one, never a part of it. On any error the temporary file
+    is removed, and ``path`` is unchanged.
 
     Raises:
-        DiskFullError: the disk has no room.
+        DiskFullError: the disk is full.
         UserError: the folder cannot be written.
     """
-    # Not tempfile: its files can be read by their owner alone, and would stay so.
+    # Files of tempfile are readable by their owner only, and would remain so.
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +49,10 @@ def replacing(path: Path) -> Iterator[Path]:
         if is_disk_full(error):
             raise DiskFullError(
                 f"the disk is full: {path} could not be written. Free some space and run the same "
-                "command again; what was stored before is kept."
+                "command again; stored results are kept."
             ) from error
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
+            f"cannot write {path}: {error.strerror or error}. Name a file in a writable folder."
         ) from error
     finally:
         with suppress(OSError):
@@ -61,50 +61,52 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def making(folder: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of ``folder`` that becomes it when the block succeeds.
+    """Yield a temporary folder next to ``folder``, which becomes ``folder`` if the block succeeds.
 
-    There is nothing at ``folder``, or a folder without anything in it. On any error it is as it
-    was.
+    ``folder`` must not exist, or be empty. On any error it is unchanged.
 
     Raises:
-        DiskFullError: the disk has no room.
-        UserError: the folder cannot be made.
+        DiskFullError: the disk is full.
+        UserError: the folder cannot be created.
     """
-    # Not tempfile, whose folders are their owner's alone, whatever the umask.
+    # Folders of tempfile are accessible to their owner only, whatever the umask.
     temporary = temporary_sibling(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         remove_stale(temporary, folder)
         yield temporary
-        # Atomic, also over an empty folder that the user made beforehand.
+        # The rename is atomic, even if an empty folder exists.
         temporary.rename(folder)
     except OSError as error:
         if is_disk_full(error):
-            raise DiskFullError(f"the disk is full: {folder} could not be made.") from error
-        raise UserError(f"cannot make {folder}: {error.strerror or error}.") from error
+            raise DiskFullError(
+                f"the disk is full: {folder} could not be created. Free some space, and run the "
+                "same command again."
+            ) from error
+        raise UserError(f"cannot create {folder}: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_room(folder: Path, n_bytes: int) -> None:
-    """Raise an OSError, as of a full disk, where it lacks so many bytes and some to spare.
+    """Raise the OSError of a full disk if ``n_bytes`` and a reserve do not fit on it.
 
-    Lance commits a file whose very end could not be written: better not to begin.
+    Checking first is necessary because Lance commits a file even if its end could not be written.
     """
     if shutil.disk_usage(folder).free < n_bytes + _SPARE_BYTES:
         raise disk_full_error()
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Return a new name beside ``path`` for what is to take its place."""
+    """Return a new path next to ``path`` for a file or folder that will replace it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def remove_stale(temporary: Path, path: Path) -> None:
-    """Remove temporary siblings of ``path`` that killed processes left.
+    """Remove temporary siblings of ``path`` that killed processes have left.
 
-    They are those that nothing was written to for an hour before ``temporary`` was.
+    A sibling is removed if it was last written more than an hour before ``temporary``.
     """
     now = temporary.stat().st_mtime
     with suppress(OSError), os.scandir(path.parent) as entries:
@@ -114,20 +116,21 @@ def remove_stale(temporary: Path, path: Path) -> None:
                 and re.fullmatch("[0-9a-f]{8}", entry.name[len(path.name) + 2 :])
                 and now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
             ):
-                left = Path(entry)
-                shutil.rmtree(left) if entry.is_dir() else left.unlink()
+                stale = Path(entry)
+                shutil.rmtree(stale) if entry.is_dir() else stale.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, atomically."""
+    """Write a text file in UTF-8, atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
-    """Write a table as CSV in UTF-8, atomically; its lines end in a line feed."""
+    """Write a table as CSV in UTF-8, atomically. Lines end in a line feed."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        # With its own line ends only it quotes carriage returns within texts: taken off behind it.
+        # csv quotes carriage returns within texts only with its default line ends, \r\n, so these
+        # are kept in the writer and removed from each line.
         lines = SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n"))
         writer = csv.writer(lines)
         writer.writerow(headings)
@@ -135,31 +138,34 @@ def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:
-    """Check before long work that a file of results can be written, and takes no input's place.
+    """Check before long work that a file of results can be written, and is not an input file.
 
-    None: no file is asked for. ``inputs`` are files, or folders of data by split; what is no path
-    is not looked at.
+    Args:
+        path: the file; None: nothing will be written.
+        suffixes: legal suffixes of the file.
+        inputs: input files, or folders with one file per split; objects that are not paths are
+            ignored.
 
     Raises:
-        UserError: another suffix, a file that is read, or as :func:`check_writable`.
+        UserError: the file has another suffix, is an input, or cannot be written.
     """
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
         article = "an" if suffixes[0] == ".html" else "a"
         raise UserError(
-            f"{path} ends in {path.suffix or 'nothing'}; name {article} {' or '.join(suffixes)} "
-            "file."
+            f"{path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}; name "
+            f"{article} {' or '.join(suffixes)} file."
         )
-    for given in inputs:
-        if isinstance(given, str | Path) and _is_read(
-            path, Path(str(given).removeprefix("file://"))
+    for source in inputs:
+        if isinstance(source, str | Path) and _is_input(
+            path, Path(str(source).removeprefix("file://"))
         ):
-            raise UserError(f"{path} is the file that is read, or one of them; name another file.")
+            raise UserError(f"{path} is an input of the same command; name another file.")
     check_writable(path)
 
 
-def _is_read(path: Path, source: Path) -> bool:
+def _is_input(path: Path, source: Path) -> bool:
     if not (path.exists() and source.exists()):
         return False
     if source.is_dir():
@@ -169,27 +175,27 @@ def _is_read(path: Path, source: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Check before long work that its result can be written; nothing is left behind.
+    """Check before long work that its result can be written, without leaving a file.
 
     Raises:
         UserError: ``path`` is a folder, or its folder cannot be written.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file.")
-    # Folders are made when there is something to put into them: tried out where one is now.
+    # Missing folders are created only with the result, so the nearest existing one is tested.
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    tried = temporary_sibling(folder / path.name)
+    test_file = temporary_sibling(folder / path.name)
     try:
-        tried.touch(exist_ok=False)
-        tried.unlink()
+        test_file.touch(exist_ok=False)
+        test_file.unlink()
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Name a place that can be written."
+            f"cannot write {path}: {error.strerror or error}. Name a file in a writable folder."
         ) from error
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as indented JSON, atomically. NaN and infinity are refused."""
+    """Write ``value`` as indented JSON, atomically. NaN and infinity raise a ValueError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -197,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        UserError: the file is missing or holds something else.
+        UserError: the file does not exist, or is not a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -211,34 +217,41 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_format(record: dict[str, Any], supported: int, what: str) -> None:
-    """Check that no newer version wrote a record.
+    """Check that this version can read the format of a record.
+
+    Args:
+        record: the record, whose key ``format`` is a number from 1.
+        supported: newest format that this version reads.
+        what: description of the record, for messages.
 
     Raises:
-        UserError: its format is newer than ``supported``.
-        LlmcondError: it states no format; they count from 1.
+        UserError: the format is newer than ``supported``.
+        LlmcondError: the record states no format.
     """
-    found = record.get("format")
-    if type(found) is not int or found < 1:  # not isinstance: true is an int as well
-        raise LlmcondError(f"{what} states no format version; it was damaged or is not ours.")
-    if found > supported:
+    version = record.get("format")
+    if type(version) is not int or version < 1:  # isinstance would accept True.
+        raise LlmcondError(
+            f"{what} states no format version. It is damaged, or was not written by llmcond."
+        )
+    if version > supported:
         raise UserError(
-            f"{what} was written by a newer version of llmcond (format {found}; this one reads up "
-            f"to {supported}). Upgrade llmcond to read it."
+            f"{what} was written by a newer version of llmcond (format {version}; this version "
+            f"reads formats up to {supported}). Upgrade llmcond to read it."
         )
 
 
 def digest_text(*parts: str, size: int = 16) -> str:
-    """Return a hexadecimal BLAKE2b digest of ``size`` bytes; the boundaries of parts count."""
+    """Return a hexadecimal BLAKE2b digest of ``size`` bytes of texts and their boundaries."""
     return digest_bytes(json.dumps(parts).encode(), size=size).hex()
 
 
 def digest_bytes(data: bytes, *, size: int) -> bytes:
-    """Return the BLAKE2b digest of ``data`` with ``size`` bytes."""
+    """Return a BLAKE2b digest of ``size`` bytes."""
     return hashlib.blake2b(data, digest_size=size).digest()
 
 
 def digest_file(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file, which is read once as long as it stays as it is."""
+    """Return the hexadecimal SHA-256 of a file, which is read again only if it has changed."""
     stat = path.stat()
     return _digest_state(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -250,7 +263,7 @@ def _digest_state(path: Path, *_state: int) -> str:
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> str:
-    """Return one SHA-256 over the names (relative to ``root``) and contents of ``paths``."""
+    """Return one hexadecimal SHA-256 of the contents of files and their names below ``root``."""
     total = hashlib.sha256()
     for path in sorted(paths):
         total.update(f"{path.relative_to(root).as_posix()}\0{digest_file(path)}\n".encode())
@@ -258,5 +271,5 @@ def digest_files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def gib(n_bytes: int) -> str:
-    """Write a number of bytes for people."""
+    """Format a number of bytes in GiB or MiB."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -1,7 +1,8 @@
-"""Lance datasets: opened, written, committed and tidied so that nothing is lost or doubled.
+"""Reading, writing, committing and cleaning Lance datasets without losing or duplicating rows.
 
-Lance lets two appends that know nothing of each other both succeed. Ours do not: a commit replaces
-the first fragment by itself, and Lance refuses two that change one fragment at a time.
+Lance lets two concurrent appends both succeed. Our commits prevent that: each also
+updates the first fragment without a change, and Lance rejects one of two concurrent commits that
+update the same fragment.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from llmcond.object_stores import is_remote
 if TYPE_CHECKING:
     from lance.fragment import FragmentMetadata
 
-#: What Lance and Arrow raise for files that are gone, or damaged.
+#: Errors that Lance and Arrow raise for missing or damaged files.
 UNREADABLE = (OSError, ValueError, KeyError)
-#: Versions kept for those who read them. Fewer than a store's commits between two merges: what a
-#: merge replaced is removed at the next one.
+#: Number of versions that are kept for concurrent readers. A store makes more commits between two
+#: merges, so that the next merge removes what the last one replaced.
 _KEPT_VERSIONS = 16
-#: What a kill leaves of a transaction or a version that Lance was writing.
+#: Names of the files that a killed process leaves of a transaction or version being written.
 _STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
-#: Bounds the memory that merging takes.
+#: Number of rows per batch of a merge, which bounds its memory.
 _MERGE_BATCH = 1_024
 
 
 def newest(uri: str, options: dict[str, str] | None = None) -> Any:
-    """Return the newest version of a dataset; None where nothing was committed yet."""
+    """Return the newest version of a dataset; None if nothing has been committed yet."""
     import lance
 
     remote = is_remote(uri)
-    # A folder without a manifest is what a kill before the first commit leaves.
+    # A process that is killed before its first commit leaves a folder without a manifest.
     if not remote and not any(Path(uri, "_versions").glob("*.manifest")):
         return None
     try:
         return lance.dataset(uri, storage_options=options)
     except ValueError as error:
-        # A bucket that is not there is "404 Not Found", with a code of its own.
+        # A missing bucket is also reported as "404 Not Found", but with a <Code>.
         if remote and "was not found: Not found" in str(error) and "<Code>" not in str(error):
             return None
         raise
@@ -50,31 +51,37 @@ def newest(uri: str, options: dict[str, str] | None = None) -> Any:
 
 @contextmanager
 def without_panic() -> Iterator[None]:
-    """Raise a ValueError where Lance's Rust code panics over a damaged file."""
+    """Raise a ValueError if Lance's Rust code panics because of a damaged file."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # which cannot be imported
+        if type(error).__name__ != "PanicException":  # This class cannot be imported.
             raise
         raise ValueError(str(error)) from error
 
 
 class PreemptedError(Exception):
-    """Someone else has committed since the version that a commit was based on."""
+    """Another process has committed since the version that a commit was based on."""
 
 
 class Target(NamedTuple):
-    """A dataset: where it is, Lance's storage options, its newest known version if any."""
+    """A dataset to write to.
+
+    Attributes:
+        uri: folder or URI of the dataset.
+        options: Lance's storage options.
+        dataset: newest known version; None if there is none.
+    """
 
     uri: str
     options: dict[str, str] | None
     dataset: Any = None
 
     def write(self, rows: pa.Table) -> FragmentMetadata:
-        """Write rows, at least one, into a file that no version names.
+        """Write one or more rows into a fragment that belongs to no version yet.
 
         Raises:
-            OSError: no room.
+            OSError: the disk is full.
         """
         from lance.fragment import LanceFragment
 
@@ -91,7 +98,10 @@ class Target(NamedTuple):
         )
 
     def _complete(self, fragments: list[FragmentMetadata]) -> list[FragmentMetadata]:
-        """Return fragments whose files are complete: Lance does not notice if the end is cut."""
+        """Check that the files of fragments are complete, and return the fragments.
+
+        Lance does not notice that the end of a file could not be written.
+        """
         if not is_remote(self.uri):
             for file in (file for fragment in fragments for file in fragment.files):
                 if Path(self.uri, "data", file.path).stat().st_size != file.file_size_bytes:
@@ -99,32 +109,36 @@ class Target(NamedTuple):
         return fragments
 
     def create(self, schema: pa.Schema, fragments: Sequence[FragmentMetadata]) -> Any:
-        """Return the first version, of these fragments.
+        """Commit fragments as the first version, and return it.
 
         Raises:
-            PreemptedError: there is one.
+            PreemptedError: the dataset has a version already.
         """
         import lance
 
         try:
             return self._commit(self.uri, lance.LanceOperation.Overwrite(schema, fragments), None)
-        except OSError as error:  # someone was first while we looked
-            if any(said in str(error) for said in ("already exists", "_versions/0.manifest")):
+        except OSError as error:  # Another process may have committed in the meantime.
+            if any(text in str(error) for text in ("already exists", "_versions/0.manifest")):
                 raise PreemptedError from error
             raise
 
     def commit(self, fragments: Sequence[FragmentMetadata], removed: Sequence[int] = ()) -> Any:
-        """Return a version with fragments behind the others, some of which are removed.
+        """Append and remove fragments, and return the new version.
+
+        Args:
+            fragments: fragments to append.
+            removed: ids of fragments to remove.
 
         Raises:
-            PreemptedError: the dataset is not the newest version.
+            PreemptedError: ``dataset`` is not the newest version.
         """
         import lance
 
         first = self.dataset.get_fragments()[:1]
-        kept = [own.metadata for own in first if own.fragment_id not in removed]
+        updated = [fragment.metadata for fragment in first if fragment.fragment_id not in removed]
         operation = lance.LanceOperation.Update(
-            removed_fragment_ids=list(removed), updated_fragments=kept, new_fragments=fragments
+            removed_fragment_ids=list(removed), updated_fragments=updated, new_fragments=fragments
         )
         return self._commit(self.dataset, operation, self.dataset.version)
 
@@ -140,26 +154,31 @@ class Target(NamedTuple):
             raise PreemptedError from error
 
     def merge_last(self, count: int) -> Any:
-        """Return a version in which the last fragments are one; every row keeps its place.
+        """Merge the last ``count`` fragments into one, and return the new version.
+
+        The order of the rows does not change.
 
         Raises:
-            PreemptedError: the dataset is not the newest version.
+            PreemptedError: ``dataset`` is not the newest version.
         """
         last = self.dataset.get_fragments()[-count:]
         rows = self.dataset.scanner(fragments=last, batch_size=_MERGE_BATCH, batch_readahead=4)
         merged = self._append(rows.to_reader())
-        return self.commit(merged, [own.fragment_id for own in last])
+        return self.commit(merged, [fragment.fragment_id for fragment in last])
 
 
 def clean(uri: str, dataset: Any, *, alone: bool) -> None:
-    """Remove old versions of a dataset, which is None where nothing was committed yet.
+    """Remove old versions of a dataset.
 
-    ``alone`` says that nobody else writes: what no version names, as kills leave it, is removed
-    too. Otherwise Lance removes it after some days.
+    Args:
+        uri: folder or URI of the dataset.
+        dataset: its newest version; None if nothing has been committed yet.
+        alone: whether no other process writes. If so, files that belong to no version, which
+            killed processes leave, are removed too. Otherwise Lance removes them after some days.
     """
     if dataset is not None:
         dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=alone)
-    # Lance's own clean-up passes over files of the metadata that was being written.
+    # Lance's clean-up skips metadata files whose writing was interrupted.
     for name in ("_transactions", "_versions") if alone else ():
         for path in Path(uri, name).glob("*"):
             if _STAGED.fullmatch(path.name):

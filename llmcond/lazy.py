@@ -1,4 +1,4 @@
-"""Public names of packages that are imported when they are first used (PEP 562)."""
+"""Lazy imports of a package's public names (PEP 562)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 
 def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package.
+    """Return a ``__getattr__`` that imports a package's public names when they are first used.
 
-    ``homes`` are the modules of its public names.
+    Args:
+        package: name of the package, for errors.
+        homes: module of each public name.
     """
 
     def load(name: str) -> Any:
@@ -26,10 +28,10 @@ def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
 def attach_stub(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package, as its stub lists names.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the names in a package's stub.
 
-    The stub ``__init__.pyi`` lies beside ``file``, and each name of it is an absolute import, as
-    in SPEC 1 of Scientific Python.
+    The stub is ``__init__.pyi`` next to ``file``. As in SPEC 1 of Scientific Python, it consists of
+    absolute imports.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]

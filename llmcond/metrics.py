@@ -1,7 +1,7 @@
-"""Metrics by name: how well predicted similarities agree with ratings, or how right answers rank.
+"""Metrics: the agreement of predicted similarities with ratings, and the ranks of right answers.
 
-A metric is one function and one entry in ``METRICS``; results, tables, pages and comparisons take
-whatever metrics a result has. A user's own function is named as ``my_metrics.py:kendall``.
+A metric is one function and one entry in ``METRICS``. Results, tables, reports and comparisons
+handle any metric. A custom metric is named as ``my_metrics.py:kendall``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,26 @@ from llmcond.errors import UserError, first_line
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-#: From predictions (n,), ratings (n,) and group ids (n,) to a figure; NaN where it is undefined.
-#: Of queries, the right answers' ranks take the place of predictions, and the number of each
-#: query's stratum (its history length, where there is one) that of ratings.
+#: A function of predictions (n,), ratings (n,) and group ids (n,) that returns the value of the
+#: metric, NaN if it is undefined. For queries, the first argument is the ranks of the right
+#: answers, and the second one the number of each query's stratum (its history length, if any).
 MetricFunction = Callable[[Floats, Floats, Indices], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; NaN where undefined, or where there is no interval."""
+    """A value with its 95 % confidence interval.
+
+    Attributes:
+        value: the value; NaN if it is undefined.
+        low: lower end of the interval; NaN if there is no interval.
+        high: upper end of the interval; NaN if there is no interval.
+
+    Example:
+        >>> import llmcond
+        >>> llmcond.Estimate(0.5, 0.4, 0.6).times(100)
+        Estimate(value=50.0, low=40.0, high=60.0)
+    """
 
     value: float
     low: float = math.nan
@@ -36,29 +47,45 @@ class Estimate:
 
     @classmethod
     def of_json(cls, value: float | None, interval: Sequence[float | None]) -> Estimate:
-        """Return the figure that results have as JSON, where null is undefined."""
-        return cls(*(math.nan if one is None else one for one in (value, *interval)))
+        """Create an estimate from the JSON of results.
+
+        Args:
+            value: the value; None if it is undefined.
+            interval: lower and upper end of the interval; None if undefined.
+
+        Returns:
+            The estimate, with NaN instead of None.
+        """
+        return cls(*(math.nan if number is None else number for number in (value, *interval)))
 
     def times(self, factor: float) -> Estimate:
-        """Return it in another unit."""
+        """Convert the estimate to another unit.
+
+        Args:
+            factor: factor of the value and of both ends of the interval.
+
+        Returns:
+            The converted estimate.
+        """
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
 def finite(value: float | None) -> float | None:
-    """Return a figure as JSON has it: None for NaN and infinity."""
+    """Return a value for JSON, with None instead of NaN and infinity."""
     return float(value) if value is not None and math.isfinite(value) else None
 
 
 def estimates_json(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    """Return figures by name as JSON has them, each with its interval as ``NAME_ci``."""
-    found: dict[str, Any] = {}
-    for name, one in estimates.items():
-        found |= {name: finite(one.value), f"{name}_ci": [finite(one.low), finite(one.high)]}
-    return found
+    """Return estimates as a JSON object with the keys ``NAME`` and ``NAME_ci`` for each."""
+    values: dict[str, Any] = {}
+    for name, estimate in estimates.items():
+        interval = [finite(estimate.low), finite(estimate.high)]
+        values |= {name: finite(estimate.value), f"{name}_ci": interval}
+    return values
 
 
 def number(value: float | None, decimals: int, signed: bool = False) -> str:
-    """Return a figure as text: a dash where it is undefined, no sign before what is shown as 0."""
+    """Format a value: a dash if it is undefined, and no sign if it is shown as 0."""
     if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:.{decimals}f}"
@@ -69,20 +96,21 @@ def number(value: float | None, decimals: int, signed: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, and how its figures are shown.
+    """A metric, and the format of its values.
 
     Attributes:
-        name: its key in results.
-        function: what computes it; the rows of one group are a sentence pair's.
+        name: key of the metric in results.
+        function: function that computes the metric; a group has the rows of one sentence pair.
         label: heading in tables; empty: the name.
-        description: one line.
-        higher_is_better: whether more is better.
-        factor: what shown figures are multiplied by.
-        decimals: of shown figures.
-        secondary: whether tables with little room leave it out.
-        least, most: what it can be.
-        by_row: of a metric that is a mean over rows, from predictions (n,) to its values (n,).
-        by_stratum: whether it is the mean over strata of the means over their rows.
+        description: description in one line.
+        higher_is_better: whether higher values are better.
+        factor: factor of shown values.
+        decimals: number of decimals of shown values.
+        secondary: whether narrow tables leave the metric out.
+        least, most: smallest and largest possible value.
+        by_row: for a metric that is a mean over rows, the function from predictions (n,) to the
+            values of the rows (n,).
+        by_stratum: whether the metric is the mean over strata of the means over their rows.
     """
 
     name: str
@@ -100,28 +128,32 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """Return what tables call it."""
+        """Heading of the metric in tables."""
         return self.label or self.name
 
     @property
     def best(self) -> Callable[..., Any]:
-        """Return what takes the best of figures: ``max``, or ``min`` where less is better."""
+        """Function that selects the best of several values: ``max`` or ``min``."""
         return max if self.higher_is_better else min
 
     def scaled(self, value: float | None) -> float | None:
-        """Return a figure in the unit that it is shown in; None where it is undefined."""
+        """Return a value in the unit that it is shown in; None if it is undefined."""
         defined = finite(value)
         return None if defined is None else self.factor * defined
 
     def show(self, value: float | None, signed: bool = False) -> str:
-        """Return a figure as tables have it."""
+        """Format a value for tables."""
         return number(self.scaled(value), self.decimals, signed)
 
     def __call__(self, prediction: Floats, rating: Floats, group: Indices) -> float:
-        """Return the figure of some rows; a UserError where a user's own function fails."""
+        """Compute the metric on some rows.
+
+        Raises:
+            UserError: a custom function fails.
+        """
         try:
             return float(self.function(prediction, rating, group))
-        except Exception as error:  # whatever a user's code raises
+        except Exception as error:  # A user's code can raise anything.
             raise UserError(f"the metric {self.name} failed: {first_line(error)}.") from error
 
 
@@ -129,7 +161,7 @@ class Metric:
 
 
 def pearson(prediction: Floats, rating: Floats, group: Indices | None = None) -> float:
-    """Return the Pearson correlation; NaN for fewer than 2 rows, or where one side is constant."""
+    """Return the Pearson correlation; NaN for fewer than 2 rows, or if one side is constant."""
     if len(prediction) < 2 or not np.ptp(prediction) or not np.ptp(rating):
         return math.nan
     a, b = prediction - prediction.mean(), rating - rating.mean()
@@ -138,18 +170,18 @@ def pearson(prediction: Floats, rating: Floats, group: Indices | None = None) ->
 
 
 def spearman(prediction: Floats, rating: Floats, group: Indices | None = None) -> float:
-    """Return the Spearman rank correlation; ties share their mean rank, NaN as :func:`pearson`."""
+    """Return the Spearman rank correlation; ties have their mean rank. NaN as in ``pearson``."""
     from scipy.stats import rankdata
 
     return pearson(rankdata(prediction), rankdata(rating))
 
 
 def accuracy(prediction: Floats, rating: Floats, group: Indices) -> float:
-    """Return the share of comparisons that predictions order as ratings do (CASE, equation 9).
+    """Return the share of comparisons that predictions order like the ratings (CASE, equation 9).
 
-    Compared are any two rows of a group whose ratings differ. Equal predictions count one half
-    (in CASE, equation 8, they are wrong), so that predictions which ignore the condition are at
-    chance. NaN where there is nothing to compare.
+    Any two rows of a group with different ratings are compared. Equal predictions count as one half
+    (in CASE, equation 8, they are wrong), so that predictions that ignore the condition are at
+    chance. The result is NaN if there is nothing to compare.
     """
     higher, lower = comparisons(rating, group)
     if not len(higher):
@@ -161,21 +193,21 @@ def comparisons(rating: Floats, group: Indices) -> tuple[Indices, Indices]:
     """Return all comparisons within groups, as the rows rated higher and those rated lower."""
     order = np.argsort(group, kind="stable")
     largest = int(np.unique(group, return_counts=True)[1].max(initial=0))
-    found = [np.empty((2, 0), dtype=np.int64)]
+    pairs = [np.empty((2, 0), dtype=np.int64)]
     for step in range(1, largest):
-        one, other = order[:-step], order[step:]
-        found.append(np.stack([one, other])[:, group[one] == group[other]])
-    one, other = np.concatenate(found, axis=1)
-    rises, falls = rating[one] < rating[other], rating[one] > rating[other]
-    higher = np.concatenate([one[falls], other[rises]])
-    return higher, np.concatenate([other[falls], one[rises]])
+        first, second = order[:-step], order[step:]
+        pairs.append(np.stack([first, second])[:, group[first] == group[second]])
+    first, second = np.concatenate(pairs, axis=1)
+    rises, falls = rating[first] < rating[second], rating[first] > rating[second]
+    higher = np.concatenate([first[falls], second[rises]])
+    return higher, np.concatenate([second[falls], first[rises]])
 
 
-# -- ranks of right answers, which take the place of predictions --------------------------------
+# -- metrics of right answers' ranks, which are passed as predictions ---------------------------
 
 
 def _mean_of(name: str, by_row: Callable[[Floats], Floats], **settings: Any) -> Metric:
-    """Return a metric that is a mean over rows; NaN without any."""
+    """Return a metric that is a mean over rows; NaN if there are none."""
 
     def function(rank: Floats, _: Floats, __: Indices) -> float:
         return float(by_row(rank).mean()) if len(rank) else math.nan
@@ -184,25 +216,29 @@ def _mean_of(name: str, by_row: Callable[[Floats], Floats], **settings: Any) -> 
 
 
 def over_strata(metric: Metric, **changes: Any) -> Metric:
-    """Return the metric that is the mean over strata of a mean over rows, with further changes.
+    """Return a metric that is the mean over strata of a mean over rows.
 
-    Each stratum counts the same, however many rows it has.
+    Each stratum has the same weight, however many rows it has.
+
+    Args:
+        metric: a metric that is a mean over rows.
+        changes: other attributes of the new metric.
     """
     by_row = metric.by_row
     if by_row is None:
-        raise TypeError(f"{metric.name} is no mean over rows")
+        raise TypeError(f"{metric.name} is not a mean over rows")
 
     def function(rank: Floats, stratum: Floats, _: Indices) -> float:
         if not len(rank):
             return math.nan
-        _, which = np.unique(stratum, return_inverse=True)
-        return float((np.bincount(which, by_row(rank)) / np.bincount(which)).mean())
+        _, numbers = np.unique(stratum, return_inverse=True)
+        return float((np.bincount(numbers, by_row(rank)) / np.bincount(numbers)).mean())
 
     return replace(metric, function=function, by_stratum=True, **changes)
 
 
 def _hits(k: int) -> Metric:
-    """Return Hits@k. A mean rank of ties counts as it is: 1.5 is not within the first 1."""
+    """Return Hits@k. The mean rank of ties is not rounded: 1.5 is not within the first 1."""
     return _mean_of(
         f"hits@{k}",
         lambda rank: (rank <= k).astype(np.float64),
@@ -251,10 +287,10 @@ RANKING: tuple[Metric, ...] = (
     ),
 )
 
-#: The metrics of a ranking unless others are asked for; the first is the main one.
+#: The default metrics of a ranking; the first is the main one.
 RANKING_NAMES = ("mrr", "hits@1", "hits@3", "hits@10", "mean_rank")
 
-#: Every metric by its name, those of users once they were named.
+#: All metrics by name; custom metrics are added when they are first named.
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -279,7 +315,7 @@ METRICS: dict[str, Metric] = {
             "accuracy",
             accuracy,
             description="how often the right one of a pair's two conditions is predicted more "
-            "alike",
+            "similar",
             least=0,
             most=1,
         ),
@@ -287,43 +323,51 @@ METRICS: dict[str, Metric] = {
     )
 }
 
-#: Of rated pairs, what is computed unless more is asked for; the first decides which is best.
+#: The default metrics of rated pairs; the first decides which result is best.
 DEFAULT: tuple[Metric, ...] = tuple(METRICS[name] for name in ("spearman", "pearson", "accuracy"))
 _BUNDLED = frozenset(METRICS)
 
 
 def metric_of(name: str) -> Metric:
-    """Return the metric of a result's figure, for how it is shown."""
+    """Return a metric by the name that results have."""
     return METRICS[name]
 
 
 def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Metric, ...]:
-    """Return the metrics of a task, the most important first, and those named in addition.
+    """Return the metrics of a task, the most important first, followed by further metrics.
 
-    A name is of a metric, or of code: ``my_metrics.py:kendall``, a function from predictions,
-    ratings and group ids to a number, or a :class:`Metric`. An installed package adds either by an
-    entry point ``llmcond.metrics``.
+    Args:
+        task: names of the task's metrics.
+        further: names of further metrics. A name is that of a known metric, or of code, such as
+            ``my_metrics.py:kendall``: a ``Metric``, or a function from predictions, ratings and
+            group ids to a number. Installed packages add metrics by entry points
+            ``llmcond.metrics``.
 
     Raises:
-        UserError: no such metric or code, or another metric has its name.
+        UserError: there is no such metric or code, or its name is that of a bundled metric.
     """
-    found: dict[Metric, None] = {}
+    metrics: dict[Metric, None] = {}
     for name in (*task, *further):
         if plugins.is_plugin(name):
-            found[_registered(name, plugins.load(name))] = None
+            metrics[_register_metric(name, plugins.load(name))] = None
         elif name in METRICS:
-            found[METRICS[name]] = None
+            metrics[METRICS[name]] = None
         else:
             names = dict.fromkeys(METRICS, "")
-            found[_registered(name, plugins.find(name, names, "metrics", "metric"))] = None
-    return tuple(found)
+            metrics[_register_metric(name, plugins.find(name, names, "metrics", "metric"))] = None
+    return tuple(metrics)
 
 
-def _registered(name: str, loaded: Any) -> Metric:
+def _register_metric(name: str, loaded: Any) -> Metric:
     metric = loaded if isinstance(loaded, Metric) else Metric(name.rpartition(":")[2], loaded)
     if not callable(metric.function):
-        raise UserError(f"{name} is no function from predictions, ratings and groups to a number.")
+        raise UserError(
+            f"{name} is not a metric; expected a function from predictions, ratings and groups to "
+            "a number."
+        )
     if metric.name in _BUNDLED:
-        raise UserError(f"{name}: there is a metric {metric.name} already; name it otherwise.")
+        raise UserError(
+            f"{name} has the name of the bundled metric {metric.name}. Give it another name."
+        )
     METRICS[metric.name] = metric
     return metric

@@ -1,7 +1,7 @@
-"""Object stores: Amazon S3 and servers that speak its protocol, Google's, and Azure's.
+"""Object stores: Amazon S3 and compatible servers, Google Cloud Storage, and Azure.
 
-Both libraries that read and write there, Arrow and Lance, are set up here. A URI names a bucket
-and a path. Credentials and endpoints come from the environment alone, and stand in no message and
+This module sets up both libraries that read and write them, Arrow and Lance. A URI names a bucket
+and a path. Credentials and endpoints come only from the environment, and appear in no message and
 no record.
 """
 
@@ -18,15 +18,15 @@ from pyarrow import fs
 
 from llmcond.errors import LlmcondError, UserError, did_you_mean, first_line
 
-#: How often a request is repeated that was refused for a while, as under load: by Lance for half a
-#: minute to two, as waits grow to 15 seconds. The usual 3 times, a few seconds in all, suffice to
-#: find out that a server is not there.
+#: Number of attempts per request to a store that rejects requests for a while, as under load. Lance
+#: retries for half a minute to two minutes, because its pauses grow to 15 seconds. The default of 3
+#: attempts, a few seconds in all, suffices to find out that a server cannot be reached.
 _PATIENCE = {"client_max_retries": "12", "client_retry_timeout": "180"}
 _ATTEMPTS, _PATIENT_ATTEMPTS = 3, 12
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a name is a URI of something else than this machine's files."""
+    """Return whether a name is a URI that does not name a local file."""
     return "://" in name and not name.startswith("file://")
 
 
@@ -34,23 +34,23 @@ def split_uri(uri: str) -> SplitResult:
     """Return the parts of an object store's URI.
 
     Raises:
-        UserError: no such kind of storage, or a URI that is not a bucket and a path alone.
+        UserError: the scheme is unknown, or the URI does not consist of a bucket and a path.
     """
     try:
         parts = urlsplit(uri)
     except ValueError as error:
-        raise UserError(f"{uri.partition('://')[0]}://... is no URI: {error}.") from None
+        raise UserError(f"{uri.partition('://')[0]}://... is not a valid URI: {error}.") from None
     if parts.scheme not in STORES:
         expected = ", ".join(f"{scheme}://" for scheme in STORES)
         near = did_you_mean(parts.scheme, STORES)
         raise UserError(
-            f"{parts.scheme}:// is not a kind of storage that llmcond can use; expected "
+            f"llmcond does not support {parts.scheme}:// storage; expected "
             f"{expected}, file:/// or a folder. {near}".strip()
         )
     form = f"{parts.scheme}://BUCKET/PATH"
     if parts.username is not None or parts.query or parts.fragment:
         raise UserError(
-            f"{parts.scheme}://... names credentials or options. Give {form} alone: credentials "
+            f"{parts.scheme}://... contains credentials or options; expected {form}. Credentials "
             "are read from the environment, and recorded nowhere. "
             f"Set {STORES[parts.scheme].settings}."
         )
@@ -62,25 +62,28 @@ def split_uri(uri: str) -> SplitResult:
 def open_filesystem(name: str, *, patient: bool = False) -> tuple[Any, str]:
     """Return Arrow's file system for a path or URI, and the path in it.
 
-    ``patient``: it was reached before, so requests that it refuses for a while are repeated.
+    Args:
+        name: a path or URI.
+        patient: whether to retry rejected requests for minutes, because the store was reached
+            before.
 
     Raises:
-        UserError: as of :func:`split_uri`, or the environment lacks what the storage needs.
+        UserError: the URI is invalid, or the environment lacks settings of the store.
     """
     if not is_remote(name):
         return fs.LocalFileSystem(), str(Path(name.removeprefix("file://")).expanduser().absolute())
     parts = split_uri(name)
     try:
         filesystem = STORES[parts.scheme].filesystem(parts.netloc, patient)
-    except (OSError, ValueError, TypeError, ImportError) as error:  # Arrow's own errors are such
+    except (OSError, ValueError, TypeError, ImportError) as error:  # Arrow's errors are among them.
         raise UserError(f"{name} cannot be opened: {failure(name, error)}") from error
     return filesystem, (parts.netloc + parts.path).rstrip("/")
 
 
 def lance_options(name: str, *, patient: bool = False) -> dict[str, str] | None:
-    """Return the storage options for Lance, never credentials; None for a local path.
+    """Return Lance's storage options, which never contain credentials; None for a local path.
 
-    ``patient``: see :func:`open_filesystem`.
+    ``open_filesystem`` describes the arguments.
     """
     if not is_remote(name):
         return None
@@ -89,53 +92,53 @@ def lance_options(name: str, *, patient: bool = False) -> dict[str, str] | None:
 
 
 def failure(name: str, error: BaseException) -> str:
-    """Return what an error says of a path or URI, without secrets, and what to check."""
+    """Return the message for an error about a path or URI, without secrets, and with advice."""
     advice = (
-        " See that the bucket is there, and that the environment has its credentials and endpoint "
+        " Check that the bucket exists, and that the environment has its credentials and endpoint "
         "(docs/scale.md)."
     )
     return f"{without_secrets(error)}.{advice if is_remote(name) else ''}"
 
 
-#: Addresses, which may be signed, answers of servers, numbers of requests, and Rust's source lines.
+#: Parts of messages that are hidden: URLs, which may be signed, answers of servers, request ids,
+#: and source lines of Rust code.
 _HIDDEN = re.compile(
     r"(<\?xml|<Error).*|\w+://\S+|\?\S*|\(Request ID: [^)]*\)|, /\S+:\d+:\d+|LanceError\(IO\): "
 )
 
 
 def without_secrets(error: BaseException) -> str:
-    """Return the first line of an error without what a server may write of keys and signatures."""
+    """Return the first line of an error, without keys and signatures that a server may repeat."""
     return _HIDDEN.sub("", first_line(error)).strip(" .:")
 
 
 def refusal(uri: str, error: BaseException) -> LlmcondError | None:
-    """Return the error for people where Lance could not reach a storage, or was refused.
+    """Return an error for users if Lance could not reach a store, or the store denied a request.
 
-    None where ``error`` is of another kind. The message repeats nothing of the server's answer but
-    its code.
+    Returns None for any other error. The message repeats only the code of the server's answer.
     """
     text, parts = str(error), urlsplit(uri)
     settings = STORES[parts.scheme].settings
     code, status = _match(r"<Code>(\w+)</Code>", text), _match(r"status code: (\d{3})", text)
     if code in _NO_BUCKET:
         return UserError(
-            f"there is no bucket {parts.scheme}://{parts.netloc}. Make it, or check {settings}: it "
-            "may be on another server."
+            f"there is no bucket {parts.scheme}://{parts.netloc}. Create it, or check {settings}: "
+            "it may be on another server."
         )
-    wrong = ""
+    problem = ""
     if re.search(r"credential|token request|account name", text, re.IGNORECASE):
-        wrong = "no credentials were found."
+        problem = "no credentials were found."
     elif "resolve region" in text:
-        wrong = "nobody knows the region of the bucket."
+        problem = "the region of the bucket is unknown."
     elif status in ("401", "403") or code in _DENIED:
-        wrong = f"access was denied ({code or status})."
-    if wrong:
-        return UserError(f"{uri}: {wrong} Set {settings}.")
-    again = "Run the same command again later; what was stored is kept."
+        problem = f"access was denied ({code or status})."
+    if problem:
+        return UserError(f"{uri}: {problem} Set {settings}.")
+    advice = "Run the same command again later; stored results are kept."
     if "HTTP error" in text:
-        return LlmcondError(f"{uri} cannot be reached. {again} Check {settings}.")
+        return LlmcondError(f"{uri} cannot be reached. {advice} Check {settings}.")
     if status not in (None, "404"):
-        return LlmcondError(f"{uri}: the storage answers {code or status}. {again}")
+        return LlmcondError(f"{uri}: the store answered with {code or status}. {advice}")
     return None
 
 
@@ -156,7 +159,7 @@ def _match(pattern: str, text: str) -> str | None:
 
 
 def _s3(bucket: str, patient: bool) -> Any:
-    """Return S3's file system by the names in the environment that Arrow does not read itself."""
+    """Return Arrow's file system for S3; Arrow does not read all of its environment variables."""
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     retries = fs.AwsStandardS3RetryStrategy(_PATIENT_ATTEMPTS if patient else _ATTEMPTS)
     options, endpoint = {"retry_strategy": retries}, STORES["s3"].endpoint
@@ -179,9 +182,10 @@ class ObjectStore(NamedTuple):
     """A kind of object store.
 
     Attributes:
-        settings: the environment variables that a user sets, for messages.
-        filesystem: makes Arrow's file system for a bucket, patient or not.
-        endpoints: environment variables that name another server; the first that is set counts.
+        settings: the environment variables that a user has to set, for messages.
+        filesystem: function that creates Arrow's file system from a bucket and ``patient``.
+        endpoints: environment variables that can name another server; the first that is set
+            applies.
     """
 
     settings: str
@@ -190,11 +194,11 @@ class ObjectStore(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """Return the address of another server; empty if none is set."""
+        """Address of another server; empty if none is set."""
         return next((value for name in self.endpoints if (value := os.environ.get(name))), "")
 
 
-#: Every kind of object store by the scheme of its URIs.
+#: The kinds of object stores by the scheme of their URIs.
 STORES: Mapping[str, ObjectStore] = {
     "s3": ObjectStore(
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, and for a server other than "
@@ -203,7 +207,7 @@ STORES: Mapping[str, ObjectStore] = {
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     ),
     "gs": ObjectStore(
-        "GOOGLE_APPLICATION_CREDENTIALS, to the file of a service account",
+        "GOOGLE_APPLICATION_CREDENTIALS (the path of a service account's key file)",
         lambda bucket, _: fs.FileSystem.from_uri(f"gs://{bucket}")[0],
     ),
     "az": ObjectStore("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", _azure),

@@ -1,4 +1,4 @@
-"""Options told once: a dataclass's field is a keyword argument, a flag and its help at once."""
+"""Options declared once: a dataclass field is a keyword argument, a flag and a help text."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ from llmcond.errors import UserError, brief, did_you_mean, nearest
 
 try:
     from annotated_types import Ge, Lt
-except ModuleNotFoundError:  # where encoders are used alone, as pydantic is missing there too
+except ModuleNotFoundError:  # pydantic, which brings it, is missing if encoders are used alone
     Ge = namedtuple("Ge", "ge")  # type: ignore[no-redef]
     Lt = namedtuple("Lt", "lt")  # type: ignore[no-redef]
 
 _KEY = "option"
-#: The limits of :mod:`annotated_types` by their names, and how messages say them.
+#: The limits of ``annotated_types`` by their names, with their wording in messages.
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-#: How a right answer ranks among candidates of the same score: in the middle, first or last.
+#: Rank of the right answer among candidates with the same score: in the middle, first or last.
 Ties = Literal["realistic", "optimistic", "pessimistic"]
-#: A seed that every library takes which draws random numbers.
+#: A random seed in the range that all libraries accept.
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Positive = Annotated[int, Ge(1)]
-#: A price, or another amount that is finite.
+#: A price or another finite amount.
 Amount = Annotated[float, Ge(0), Lt(math.inf)]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What the command line says of a field.
+    """The declaration of a field as a flag of the command line.
 
     Attributes:
-        help: one line; the default is added where it says something.
-        metavar: stands for the value in help texts; None: made from the type.
-        flag: the flag's name where it is not the field's; ``""`` for a positional argument.
-        parse: from the text of the command line to the value; None: by the type.
-        group: heading that the flag stands under in help texts.
-        repeat: whether a sequence's flag takes one value and may be repeated.
-        source: what is expected of a path, which must exist; empty: it need not.
-        needs: another option, as it is given (``--scale ray``), without which this one has no use.
+        help: help text, without a full stop. The command line adds the default unless the text
+            contains ``default:`` or the default is None, a boolean, 0, 1 or empty.
+        metavar: name of the value in help texts; None: derived from the type.
+        flag: name of the flag if it differs from the field's; ``""`` for a positional argument.
+        parse: function that converts the text of the command line; None: convert by the type.
+        group: heading of the flag in help texts.
+        repeat: whether the flag of a sequence takes one value and may be repeated.
+        source: description of the file or folder that the value names and that must exist; empty:
+            it need not exist.
+        needs: another option that this one requires, as the user gives it (``--scale ray``).
     """
 
     help: str
@@ -78,41 +80,45 @@ class Option:
 def option(default: Any = dataclasses.MISSING, kind: type[Option] = Option, **spec: Any) -> Any:
     """Return a dataclass field that is also a flag of the command line.
 
-    The field's annotation decides how the flag reads: ``Literal`` gives its choices, ``bool`` gives
-    ``--x`` and ``--no-x``, a sequence takes several values, ``Path`` and numbers are parsed. Limits
-    such as ``Annotated[int, Ge(1)]`` are checked where an instance of :class:`Options` is made.
-    Other arguments are those of ``kind``; without a default the flag is required.
+    The field's annotation decides how the flag is parsed: ``Literal`` gives its choices, ``bool``
+    gives ``--x`` and ``--no-x``, a sequence takes several values, ``Path`` and numbers are
+    converted. ``Options`` checks limits such as ``Annotated[int, Ge(1)]`` when it is created.
+
+    Args:
+        default: default of the field; without one, the flag is required.
+        kind: class of the declaration.
+        spec: attributes of the declaration.
     """
     return dataclasses.field(default=default, metadata={_KEY: kind(**spec)})
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:
-    """Return what :func:`option` said of a field; None for fields that are no options."""
-    found: Option | None = field.metadata.get(_KEY)
-    return found
+    """Return the declaration of a field; None if the field is not an option."""
+    declaration: Option | None = field.metadata.get(_KEY)
+    return declaration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A dataclass of options, which are converted and checked when an instance is made."""
+    """A base of dataclasses whose options are converted and checked when they are created."""
 
     def __post_init__(self) -> None:
-        """Convert text to what fields hold.
+        """Convert texts to the types of the fields, and check the values.
 
         Raises:
-            UserError: a value is not legal, or a file does not exist.
+            UserError: a value is invalid, a file does not exist, or a required option is missing.
         """
         limits, options = limits_of(type(self)), options_of(type(self))
         for name, hint, spec in options:
             value, flag = getattr(self, name), spec.flag or flag_of(name)
             if spec.parse is None:
-                value = _coerced(value, hint, flag)
+                value = _coerce(value, hint, flag)
             elif isinstance(value, str):
                 value = spec.parse(value)
             if value is not None and limits[name]:
                 whole = plain_type(hint) is int
                 _check_limits(flag, value, limits[name], whole)
-                value = int(value) if whole else float(value)  # not NumPy's, so that JSON takes it
+                value = int(value) if whole else float(value)  # JSON cannot encode NumPy's types.
             if spec.source:
                 check_source(value, spec.source)
             object.__setattr__(self, name, value)
@@ -122,44 +128,49 @@ class Options:
             needed = names.get(spec.needs.partition(" ")[0])
             if needed and not getattr(self, needed) and getattr(self, name) != defaults[name]:
                 flag = spec.flag or flag_of(name)
-                raise UserError(f"{flag} is for {spec.needs}. Add that, or leave {flag} out.")
+                raise UserError(f"{flag} needs {spec.needs}. Add it, or leave out {flag}.")
 
     def part(self, cls: type[T]) -> T:
-        """Return those of its options that a dataclass has, as an instance of it."""
+        """Return an instance of another dataclass with the options that both have."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
 
 
 def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
-    """Return the name, the type and the description of each option of a dataclass.
+    """Return the name, type and declaration of each option of a dataclass.
 
-    Required ones come first, then its own, then those of the classes it is made of, in their order.
+    Required options come first, then those that the class declares itself, then inherited ones.
     """
     hints = get_type_hints(cls)
     order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
     described = ((field, option_of(field)) for field in dataclasses.fields(cls))
-    found = [(field, spec) for field, spec in described if spec is not None]
-    found.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
-    return [(field.name, hints[field.name], spec) for field, spec in found]
+    options = [(field, spec) for field, spec in described if spec is not None]
+    options.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
+    return [(field.name, hints[field.name], spec) for field, spec in options]
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the default name of a field's flag."""
     return f"--{name.replace('_', '-')}"
 
 
 def plain_type(hint: Any) -> Any:
-    """Return a type without None."""
+    """Return a type without None, and a union as the single type that flags are parsed to."""
     if get_origin(hint) in (Union, UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if all(get_origin(kind) is Literal for kind in kinds):
             return Literal[tuple(value for kind in kinds for value in get_args(kind))]
-        if Path in kinds:  # a caller may give it as text
+        if Path in kinds:  # Callers may also pass a path as text.
             return Path
         return kinds[0] if len(kinds) == 1 else next((k for k in kinds if k is not Any), Any)
     return hint
 
 
-def _coerced(value: Any, hint: Any, flag: str) -> Any:
+def _coerce(value: Any, hint: Any, flag: str) -> Any:
+    """Convert a value to the type of its field, as the command line would.
+
+    Raises:
+        UserError: the value is not one of the choices, or a text is not of the form NAME=VALUE.
+    """
     kind = plain_type(hint)
     origin = get_origin(kind)
     if value is None:
@@ -174,35 +185,39 @@ def _coerced(value: Any, hint: Any, flag: str) -> Any:
     if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
         value = (value,)
     if origin is Mapping:
-        pairs = value if isinstance(value, Mapping) else _key_values(value, flag)
-        return {str(key): _text(one) for key, one in pairs.items()}
+        pairs = value if isinstance(value, Mapping) else _split_pairs(value, flag)
+        return {str(key): _as_text(item) for key, item in pairs.items()}
     if origin is Sequence and isinstance(value, Iterable):
-        return tuple(_coerced(one, get_args(kind)[0], flag) for one in value)
+        return tuple(_coerce(item, get_args(kind)[0], flag) for item in value)
     return value
 
 
-def _text(value: Any) -> Any:
-    """Return a setting as the command line writes it; several values stay several."""
+def _as_text(value: Any) -> Any:
+    """Return a setting as the command line writes it; a list or tuple is returned unchanged."""
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, (list, tuple)) else str(value)
 
 
-def _key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Return NAME=VALUE texts as a dictionary; a UserError for a text of another form."""
+def _split_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """Return NAME=VALUE texts as a dictionary.
+
+    Raises:
+        UserError: a text has another form, or ``--vary`` repeats a name.
+    """
     pairs: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (equals and key and value):
             raise UserError(f"{flag} is {text!r}; expected NAME=VALUE.")
         if key in pairs and flag == "--vary":
-            raise UserError(f"{flag} names {key} twice. Give all its values once.")
+            raise UserError(f"{flag} repeats {key}. Give all of its values together.")
         pairs[key] = value
     return pairs
 
 
 def limits_of(cls: type[Any]) -> Mapping[str, Sequence[tuple[str, float]]]:
-    """Return the limits of each field of a dataclass, as keys of :data:`LIMITS` and bounds."""
+    """Return the limits of each field of a dataclass, as keys of ``LIMITS`` and bounds."""
 
     def limits(hint: Any) -> Iterable[tuple[str, float]]:
         for part in getattr(hint, "__metadata__", ()):
@@ -226,41 +241,55 @@ def _check_limits(flag: str, value: Any, limits: Sequence[tuple[str, float]], wh
 
 
 def check_source(source: Any, expected: str) -> None:
-    """Raise a UserError for a file or folder that is not there, before anything heavy is imported.
+    """Check that a file or folder exists, before anything heavy is imported.
 
-    What is no path, or an address, is left to what reads it. ``expected`` says what is read.
+    Objects that are not paths, and URIs, are not checked.
+
+    Args:
+        source: the path or object to read.
+        expected: description of legal sources, for the message.
+
+    Raises:
+        UserError: the file or folder does not exist.
     """
     if not isinstance(source, str | Path) or re.match(r"\w{2,}:", str(source)):
         return
     try:
-        found = Path(source).expanduser().exists()
-    except (OSError, RuntimeError):  # a name that is too long; ~ of nobody
-        found = False
-    if not found:
+        exists = Path(source).expanduser().exists()
+    except (OSError, RuntimeError):  # The name is too long, or ~ has no home folder.
+        exists = False
+    if not exists:
         raise UserError(f"{source} does not exist. Expected {expected}.")
 
 
 def optional(cls: type[T]) -> type[T]:
-    """Return a dataclass with the options of another, all of them None unless they are given.
+    """Return a dataclass with the options of another, where the default of each option is None.
 
-    For settings whose defaults depend on others; help texts name the usual ones.
+    This is for settings whose defaults depend on other sources; help texts name the defaults of
+    ``cls``.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    made = []
+    fields = []
     for name, hint, spec in options_of(cls):
-        usual = defaults[name]
-        text = spec.help if "default:" in spec.help else f"{spec.help} (default: {usual})"
+        default = defaults[name]
+        text = spec.help if "default:" in spec.help else f"{spec.help} (default: {default})"
         metadata = option(None, **{**dataclasses.asdict(spec), "help": text})
-        made.append((name, hint | None, metadata))
-    return dataclasses.make_dataclass(f"Optional{cls.__name__}", made, frozen=True, kw_only=True)
+        fields.append((name, hint | None, metadata))
+    return dataclasses.make_dataclass(f"Optional{cls.__name__}", fields, frozen=True, kw_only=True)
 
 
 def public_function(
     call: Callable[P, R], name: str, module: str, doc: str, signature: inspect.Signature
 ) -> Callable[P, R]:
-    """Return a callable as a function of a module, as its errors, pickles and references have it.
+    """Return a callable as a public function of a module, with that name in errors and pickles.
 
-    Arguments that the signature lacks are a TypeError, which suggests the nearest names.
+    Args:
+        call: callable to wrap.
+        name: name of the function.
+        module: module that the function belongs to.
+        doc: docstring of the function.
+        signature: signature of the function. Arguments that it lacks raise a TypeError that
+            suggests the nearest names.
     """
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -269,7 +298,7 @@ def public_function(
 
     function.__name__ = function.__qualname__ = name
     function.__module__, function.__doc__ = module, doc
-    function.__annotations__ = {}  # those of the parameters are in the signature
+    function.__annotations__ = {}  # The signature has the annotations of the parameters.
     function.__signature__ = signature  # type: ignore[attr-defined]
     return function
 

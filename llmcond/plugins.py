@@ -1,11 +1,11 @@
-"""Code of a user's own (heads, objectives, metrics, poolings, tasks), run because he named it.
+"""Plug-ins: custom heads, objectives, metrics, poolings and tasks.
 
-A name is ``my_heads.py:GatedHead`` or ``package.module:GatedHead``. Code is only imported where the
-user named it: on the command line, in a TOML file that was named there, or from Python. A record
-(a head's or a run's folder) that names code gets what was named so before, or an error.
+A name is ``my_heads.py:GatedHead`` or ``package.module:GatedHead``. Code is only imported if the
+user names it: on the command line, in a TOML file that is named there, or from Python. If a record
+in a folder of a run or head names code, the code must have been registered before.
 
-An installed package adds names without a colon by entry points; :func:`find` imports them, also for
-a record that names one, since the user has installed the package.
+An installed package adds names without a colon by entry points. ``find`` imports them, even for a
+record that names one, because the user has installed the package.
 """
 
 from __future__ import annotations
@@ -21,50 +21,75 @@ from typing import Any
 
 from llmcond.errors import UserError, first_line, nearest
 
-#: Name, as records have it -> the object.
+#: Registered objects by their names in records.
 _REGISTERED: dict[str, Any] = {}
-#: What :func:`load` was given, for processes that are started later.
+#: Names that were passed to ``load``, for processes that are started later.
 _LOADED: list[str] = []
 
 
 def is_plugin(name: str) -> bool:
-    """Return whether a name stands for code of a user's own: ``FILE.py:NAME``, ``MODULE:NAME``."""
+    """Return whether a name stands for a user's code: ``FILE.py:NAME`` or ``MODULE:NAME``."""
     return ":" in name
 
 
 def register(name: str, value: Any) -> Any:
-    """Make an object known under a name such as ``my_heads.py:GatedHead``, and return it."""
+    """Register an object, so that records that name it can be loaded.
+
+    A run or head that uses a custom head, objective, metric, pooling or task records only its name.
+    In Python, register the object before you load such a run.
+
+    Args:
+        name: name of the object in records, such as ``my_heads.py:GatedHead``. Folders in the name
+            of a file are ignored.
+        value: the object.
+
+    Returns:
+        The object.
+
+    Example:
+        >>> import llmcond
+        >>> def mean_error(prediction, rating, group):
+        ...     return abs(prediction - rating).mean()
+        >>> registered = llmcond.register("my_metrics.py:mean_error", mean_error)
+        >>> registered is mean_error
+        True
+    """
     _REGISTERED[record_name(name)] = value
     return value
 
 
 def record_name(name: str) -> str:
-    """Return the name that records have: without the folders of a file."""
+    """Return a name without the folders of its file, as records contain it."""
     home, _, attribute = name.rpartition(":")
     return f"{Path(home).name}:{attribute}" if home.endswith(".py") else name
 
 
 def load(name: str, folder: Path | None = None) -> Any:
-    """Import what the user named, and register it.
+    """Import an object that the user has named, and register it.
 
     Args:
         name: ``FILE.py:NAME`` or ``MODULE:NAME``.
-        folder: what a file's path is relative to; None: the working folder.
+        folder: folder that the path of a file is relative to; None: the working directory.
+
+    Returns:
+        The object.
 
     Raises:
-        UserError: no such file, module or name, or its code fails.
+        UserError: the file, module or object does not exist, or its code fails.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute:
-        raise UserError(f"{name!r} names no code. Expected FILE.py:NAME or package.module:NAME.")
+        raise UserError(
+            f"{name!r} is not a name of code. Expected FILE.py:NAME or package.module:NAME."
+        )
     is_file = home.endswith(".py")
     path = Path(folder or ".", home).absolute() if is_file else None
     try:
         module = import_module(home) if path is None else _import_file(path)
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:  # A user's code can raise anything.
         raise UserError(f"{name} cannot be imported: {first_line(error)}.") from error
     if not hasattr(module, attribute):
-        public = [own for own in vars(module) if not own.startswith("_")]
+        public = [member for member in vars(module) if not member.startswith("_")]
         raise UserError(f"{home} has no {attribute!r}. {nearest(attribute, public)}")
     loaded = name if path is None else f"{path}:{attribute}"
     if loaded not in _LOADED:
@@ -73,39 +98,47 @@ def load(name: str, folder: Path | None = None) -> Any:
 
 
 def recorded(name: str, source: str) -> Any:
-    """Return what a record names; a UserError unless the user has named or registered it before."""
+    """Return the object that a record names.
+
+    Args:
+        name: name of the object in the record.
+        source: the record, for the message.
+
+    Raises:
+        UserError: the user has neither named nor registered the object before.
+    """
     key = record_name(name)
     if key not in _REGISTERED:
         raise UserError(
-            f"{source} needs code of its own, {name}, which only runs where you name it: --plugin "
-            f"{name} with the path to it, or llmcond.register({name!r}, ...) from Python."
+            f"{source} needs your code {name}, which only runs if you name it: add --plugin "
+            f"{name} with the path to it, or call llmcond.register({name!r}, ...) in Python."
         )
     return _REGISTERED[key]
 
 
 def loaded() -> tuple[str, ...]:
-    """Return all that was loaded, for :func:`load` in another process."""
+    """Return the names of all loaded objects, for ``load`` in another process."""
     return tuple(_LOADED)
 
 
 def installed(group: str) -> dict[str, str]:
-    """Return what installed packages add by entry points ``llmcond.GROUP``: name -> MODULE:NAME."""
+    """Return the entry points ``llmcond.GROUP`` of installed packages: name -> MODULE:NAME."""
     return {point.name: point.value for point in entry_points(group=f"llmcond.{group}")}
 
 
 def find(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
-    """Import what a name stands for: something bundled, or what an installed package adds.
+    """Import an object by its name, from llmcond or an installed package.
 
-    Installed packages are searched only for names that are not bundled, as that takes a while.
+    Installed packages are searched only for names that are not bundled, because it takes a while.
 
     Args:
-        name: without a colon.
-        bundled: name -> MODULE:NAME.
-        group: of entry points: ``heads``, ``kinds``, ``metrics`` or ``tasks``.
-        what: a noun for messages, such as ``task``.
+        name: name without a colon.
+        bundled: bundled objects, name -> MODULE:NAME.
+        group: group of entry points: ``heads``, ``kinds``, ``metrics`` or ``tasks``.
+        what: noun for messages, such as ``task``.
 
     Raises:
-        UserError: no such name, or the package that adds it cannot be imported.
+        UserError: there is no such name, or the package that adds it cannot be imported.
     """
     home = bundled.get(name)
     if home is not None:
@@ -114,11 +147,11 @@ def find(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
     if name not in added:
         raise UserError(
             f"there is no {what} {name!r}. {nearest(name, [*bundled, *added])} Installed packages "
-            f"add theirs by entry points of the group llmcond.{group}."
+            f"can add more by entry points of the group llmcond.{group}."
         )
     try:
         return _import(added[name])
-    except Exception as error:  # whatever a package's code raises
+    except Exception as error:  # A package's code can raise anything.
         raise UserError(
             f"the {what} {name!r} of an installed package, {added[name]}, cannot be imported: "
             f"{first_line(error)}."
@@ -131,7 +164,7 @@ def _import(home: str) -> Any:
 
 
 def _import_file(path: Path) -> Any:
-    """Import a Python file as a module of its own, once as long as its text is the same."""
+    """Import a Python file as a separate module, and again only if its text has changed."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -140,7 +173,7 @@ def _import_file(path: Path) -> Any:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar, or a line every half minute where it is not a terminal."""
+"""Progress on standard error: a bar in a terminal, otherwise a line every half minute."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from typing_extensions import override
 
 from llmcond.log import console, log, shows_bars
 
 T = TypeVar("T")
 
-#: Between two lines where there is no bar. The first line comes as soon as so much time is left.
+#: Interval of the lines if there is no bar. The first line is printed as soon as at least this much
+#: time is left.
 EVERY_SECONDS = 30
-#: Between two updates within an epoch, whose steps may take a millisecond each.
+#: Interval of updates within an epoch, whose steps may take a millisecond each.
 _WITHIN_EPOCH_SECONDS = 0.5
-#: Rows that are read before it is shown how far it is.
+#: Number of rows that are read between two updates.
 _SHOWN_ROWS = 20_000
 
 
 def duration(seconds: float) -> str:
-    """Return a span of time in words, of one or two units."""
+    """Format a duration in one or two units."""
     if seconds < 60:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
@@ -32,7 +34,7 @@ def duration(seconds: float) -> str:
 
 
 class _Bar:
-    """A progress bar, as a context; lines where standard error is no terminal."""
+    """A progress bar, as a context manager; prints lines if standard error is not a terminal."""
 
     def __init__(
         self, name: str, visible: bool = True, clock: Callable[[], float] = time.monotonic
@@ -47,7 +49,7 @@ class _Bar:
             console=console(),
             transient=True,
             get_time=clock,
-            # A chunk of a large model takes minutes; the default forgets what is older than 30 s.
+            # A chunk of a large model takes minutes, and the default only considers the last 30 s.
             speed_estimate_period=600,
             disable=not shows_bars(),
         )
@@ -61,33 +63,42 @@ class _Bar:
         self._progress.stop()
 
     def _show(self, detail: str, **changes: Any) -> None:
-        """Show how far it is, with what changes of the task, and how much time is left."""
+        """Show the progress and the time left.
+
+        Args:
+            detail: text of the progress.
+            changes: attributes of the bar's task to update.
+        """
         self._progress.update(self._task, **changes)
-        left = self._seconds_left()
-        if left:
-            detail += f", about {duration(left)} left"
+        seconds_left = self._seconds_left()
+        if seconds_left:
+            detail += f", about {duration(seconds_left)} left"
         self._progress.update(self._task, detail=detail)
         now = self._clock()
         is_due = now - self._last_line >= EVERY_SECONDS
-        is_long = not self._has_lines and left is not None and left >= EVERY_SECONDS
+        is_long = not self._has_lines and seconds_left is not None and seconds_left >= EVERY_SECONDS
         if self._progress.disable and (is_due or is_long):
             self._last_line, self._has_lines = now, True
             log.info(f"{self._name}: {detail}")
 
     def _seconds_left(self) -> float | None:
-        """Return how much time is left, from what was measured; None where nothing was yet."""
+        """Estimate the time left from the measured speed; None before the first measurement."""
         return self._progress.tasks[self._task].time_remaining
 
 
 class ExtractionBar(_Bar):
     """A progress bar for extraction: inputs, tokens per second, time left.
 
-    Rate and time left come from the time that batches took to encode, so they leave out the time
-    that loading takes. The time left is estimated by characters, since inputs are not encoded in
-    the order of their length.
+    The rate and the time left are computed from the time of encoding, without loading. The time
+    left is estimated by characters, because inputs are not encoded in the order of their length.
 
-    ``processes`` is how many work on the same inputs. With several, ``stored`` returns how many
-    inputs all of them have stored, and the rate is that of this process.
+    Args:
+        clock: function that returns the time in seconds.
+        processes: number of processes that work on the same inputs.
+        stored: with several processes, a function that returns how many inputs all of them have
+            stored. The rate is that of this process.
+        name: name of the bar.
+        noun: name of the inputs.
     """
 
     def __init__(
@@ -104,21 +115,31 @@ class ExtractionBar(_Bar):
         self._seconds = 0.0
 
     def start(self, inputs: int | None, characters: int | None) -> None:
-        """Show the bar for so many inputs; None where nobody knows how many, or not yet."""
+        """Show the bar.
+
+        Args:
+            inputs: total number of inputs; None if it is unknown.
+            characters: total number of characters; None if it is unknown.
+        """
         if inputs is not None:
             self._total = f"{inputs:,}"
         self._show(self._detail(), total=characters, visible=True)
 
     def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
-        """Show that so many more inputs are stored.
+        """Show that more inputs are stored.
 
-        ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
+        Args:
+            inputs: number of inputs.
+            characters: number of their characters.
+            tokens: number of their tokens.
+            seconds: encoding time in one thread or actor, divided by the number of threads or
+                actors.
         """
         self._inputs += inputs
         self._characters += characters
         self._tokens += tokens
         self._seconds += seconds
-        # The inputs of other processes are taken to be as long as those of this one.
+        # This assumes that the inputs of other processes are as long as those of this one.
         share = self._done() / (self._inputs or 1)
         self._show(self._detail(), completed=self._characters * share)
 
@@ -129,11 +150,11 @@ class ExtractionBar(_Bar):
         if not self._inputs:
             return f"{self._total} {self._noun}, starting"
         rate = self._tokens / (self._seconds or 1e-9)
-        each = f" in each of {self._processes} processes" if self._processes > 1 else ""
-        return f"{self._done():,}/{self._total} {self._noun}, {rate:,.0f} tokens/s{each}"
+        share = f" in each of {self._processes} processes" if self._processes > 1 else ""
+        return f"{self._done():,}/{self._total} {self._noun}, {rate:,.0f} tokens/s{share}"
 
+    @override
     def _seconds_left(self) -> float | None:
-        """Return how much time is left by characters; None before the first batch is measured."""
         task = self._progress.tasks[self._task]
         if not self._characters or task.remaining is None:
             return None
@@ -141,44 +162,53 @@ class ExtractionBar(_Bar):
 
 
 class ReadBar(_Bar):
-    """A progress bar for reading a file, shown once it has many rows."""
+    """A progress bar for reading a file, shown if the file has many rows."""
 
     def __init__(self, file: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(f"reading {file}", visible=False, clock=clock)
         self._rows = 0
 
     def count(self, rows: Iterable[T]) -> Iterator[T]:
-        """Yield rows as they are read, and show how many there were."""
+        """Yield rows as they are read, and show their number."""
         for row in rows:
             self.add(1)
             yield row
 
     def add(self, rows: int) -> None:
-        """Show that so many more were read."""
-        shown = self._rows // _SHOWN_ROWS
+        """Show that more rows were read."""
+        n_updates = self._rows // _SHOWN_ROWS
         self._rows += rows
-        if self._rows // _SHOWN_ROWS > shown:
+        if self._rows // _SHOWN_ROWS > n_updates:
             self._show(f"{self._rows:,} rows", visible=True)
 
 
 class FitBar(_Bar):
-    """A progress bar for fitting: epochs, how much of one is done, and the last score on dev.
+    """A progress bar for fitting: epochs, the share of the current epoch, and the last dev score.
 
-    ``score`` is its name, and ``show`` writes it.
+    Args:
+        score: name of the score.
+        show: function that formats a score.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
         self, score: str, show: Callable[[float], str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__("fitting", clock=clock)
-        self._score, self._written = score, show
+        self._score, self._format_score = score, show
         self._last_score, self._last_shown = "", -math.inf
 
     def on_epoch(self, epoch: float, epochs: int, score: float | None) -> None:
-        """Show the epochs that are done; within an epoch, where ``score`` is None, now and then."""
+        """Show the progress after an epoch, or within one.
+
+        Args:
+            epoch: number of completed epochs, with a fraction within an epoch.
+            epochs: total number of epochs.
+            score: score after an epoch; None within one, which is not always shown.
+        """
         now = self._clock()
         if score is not None:
-            self._last_score = f", dev {self._score} {self._written(score)}"
+            self._last_score = f", dev {self._score} {self._format_score(score)}"
             detail = f"epoch {epoch:,.0f} of {epochs:,}"
         elif now - self._last_shown < _WITHIN_EPOCH_SECONDS:
             return
@@ -190,15 +220,15 @@ class FitBar(_Bar):
 
 
 class CountBar(_Bar):
-    """A progress bar for anything that is done one by one."""
+    """A progress bar for a number of items."""
 
     def on_item(self, done: int, of: int) -> None:
-        """Show how many are done."""
+        """Show that ``done`` of ``of`` items are completed."""
         self._show(f"{done:,} of {of:,}", completed=done, total=of)
 
 
 class _Training(Protocol):
-    """How far a training is: steps done, an entry for each evaluation, and the best on dev."""
+    """The state of a training: completed steps, an entry per evaluation, and the best dev score."""
 
     @property
     def step(self) -> int: ...
@@ -211,10 +241,14 @@ class _Training(Protocol):
 
 
 class TrainBar(_Bar):
-    """A progress bar for training: steps, the loss, and the best score on dev.
+    """A progress bar for training: steps, the loss, and the best dev score.
 
-    What the score is called in records and in words: ``key`` and ``score``; ``show`` writes it.
-    Without a ``key`` nothing is scored.
+    Args:
+        key: key of the score in records; None: nothing is scored.
+        score: name of the score.
+        show: function that formats a score.
+        clock: function that returns the time in seconds.
+        name: name of the bar.
     """
 
     def __init__(
@@ -226,20 +260,28 @@ class TrainBar(_Bar):
         name: str = "training",
     ) -> None:
         super().__init__(name, clock=clock)
-        self._key, self._score, self._written = key, score, show
-        self._shown = 0
+        self._key, self._score, self._format_score = key, score, show
+        self._n_logged = 0
 
     def on_step(self, done: _Training, steps: int, loss: float) -> None:
-        """Show the step that is done; an evaluation in a line of its own, which stays."""
-        best = "" if done.best_score is None else f", best dev {self._written(done.best_score)}"
+        """Show the progress after a step, and log each evaluation.
+
+        Args:
+            done: state of the training.
+            steps: total number of steps.
+            loss: loss of the step.
+        """
+        best = ""
+        if done.best_score is not None:
+            best = f", best dev {self._format_score(done.best_score)}"
         detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
         self._show(detail, completed=done.step, total=steps)
-        for entry in done.curve[self._shown :]:
+        for entry in done.curve[self._n_logged :]:
             if entry["step"] == done.step:
-                said = f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}"
+                line = f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}"
                 if self._key is not None:
                     score = entry[self._key]
-                    shown = "undefined" if score is None else self._written(score)
-                    said += f", dev {self._score} {shown}"
-                log.info(said)
-        self._shown = len(done.curve)
+                    score_text = "undefined" if score is None else self._format_score(score)
+                    line += f", dev {self._score} {score_text}"
+                log.info(line)
+        self._n_logged = len(done.curve)

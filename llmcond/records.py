@@ -1,4 +1,4 @@
-"""Records of ours in JSON, checked as they are read: a damaged one is an error of one line."""
+"""Reading and checking of llmcond's JSON records, with one-line errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from llmcond.config import explain
 from llmcond.errors import LlmcondError
 from llmcond.files import read_json
 
-#: ``__pydantic_config__`` of every dataclass that says what a record holds at least.
+#: ``__pydantic_config__`` of every dataclass that declares the required keys of a record.
 RECORD: dict[str, Any] = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
 
 
 def read_record(path: Path, schema: type[Any], remedy: str = "") -> dict[str, Any]:
-    """Read a record; see :func:`check_record`.
+    """Read and check a record; ``check_record`` describes the arguments.
 
     Raises:
-        UserError: the file is missing, or is no JSON.
-        LlmcondError: it holds something else.
+        UserError: the file does not exist, or is not JSON.
+        LlmcondError: the record is damaged.
     """
     values = read_json(path)
     check_record(values, schema, str(path), remedy)
@@ -31,12 +31,16 @@ def read_record(path: Path, schema: type[Any], remedy: str = "") -> dict[str, An
 def check_record(
     values: Mapping[str, Any], schema: type[Any], source: str, remedy: str = ""
 ) -> None:
-    """Check what a JSON file held: all fields of a dataclass, of their types; others may be more.
+    """Check that a record has all fields of a dataclass, with values of their types.
 
-    Its ``__pydantic_config__`` is :data:`RECORD`. Errors name ``source``, and end in ``remedy``.
+    Args:
+        values: contents of the JSON file, which may have additional keys.
+        schema: dataclass whose ``__pydantic_config__`` is ``RECORD``.
+        source: name of the record, for messages.
+        remedy: end of messages, which says what to do.
 
     Raises:
-        LlmcondError: a key is missing, or its value is of another type or out of range.
+        LlmcondError: a key is missing, or its value has the wrong type or is out of range.
     """
     from pydantic import ValidationError
 
@@ -47,10 +51,10 @@ def check_record(
         raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
 
 
-def _made(schema: Any) -> Any:
+def _create_adapter(schema: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)
 
 
-_adapter: Callable[[Any], Any] = cache(_made)
+_adapter: Callable[[Any], Any] = cache(_create_adapter)

@@ -1,4 +1,4 @@
-"""Schedules of learning rates, for heads and encoders; nothing heavy is imported for them."""
+"""Learning rate schedules of heads and encoders; this module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 
 
 def scheduled(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """Return what learning rates are multiplied by at a step, of which there are ``steps``.
+    """Return the factor of the learning rate at a step.
 
-    They rise from 0 in a share ``warmup`` of the steps, and then fall to 0, ``linear`` or as a
-    ``cosine``, or stay ``constant``.
+    Args:
+        step: the step, from 0.
+        steps: total number of steps.
+        warmup: share of the steps in which the factor rises linearly from 0.
+        schedule: course after the warm-up: ``linear`` or ``cosine`` decay to 0, or ``constant``.
     """
-    rising = math.ceil(warmup * steps)
-    if step < rising:
-        return (step + 1) / (rising + 1)
+    warmup_steps = math.ceil(warmup * steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return 1.0
-    done = (step - rising) / max(1, steps - rising)
-    return 1 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2

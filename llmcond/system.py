@@ -1,4 +1,4 @@
-"""This machine and process: free memory, native number types, local rank."""
+"""Properties of this machine and process: devices, free memory, native dtypes, local rank."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ _LIBRARIES = (
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of this package, Python, and the libraries that are installed."""
-    found = {"llmcond": __version__, "python": platform.python_version()}
+    """Return the versions of this package, Python, and the installed libraries."""
+    installed = {"llmcond": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def provenance() -> dict[str, Any]:
-    """Return what made an artefact: the time now, and :func:`versions`."""
+    """Return the provenance of a new file: the current time and ``versions``."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created": created, "versions": dict(versions())}
 
 
 def local_rank() -> int:
-    """Return this process's local rank under torchrun or accelerate; 0 without a launcher."""
+    """Return the local rank of this process under torchrun or accelerate; 0 without a launcher."""
     value = os.environ.get("LOCAL_RANK", "")
     return int(value) if value.isdecimal() else 0
 
 
 def choose_device(device: str) -> str:
-    """Return ``cpu`` or ``cuda:N`` for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+    """Return the device, ``cpu`` or ``cuda:N``, for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Raises:
-        UserError: another name, or a device that this machine lacks.
+        UserError: the name is invalid, or this machine has no such device.
     """
     if device == "cpu" or (device == "auto" and not _may_have_gpu()):
         return "cpu"
@@ -77,18 +77,18 @@ def choose_device(device: str) -> str:
 
     if device == "auto" and not torch.cuda.is_available():
         if torch.backends.mps.is_available():
-            _tell_of_mps()
+            _log_unused_mps()
         return "cpu"
     match = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if device == "auto" else device)
     if match is None:
         raise UserError(f"device is {device!r}. Legal: auto, cpu, cuda, cuda:N.")
     count = torch.cuda.device_count()
-    # Of several processes that were launched together, each takes a GPU of its own.
+    # Processes that are launched together use different GPUs.
     index = int(match[1]) if match[1] else local_rank() % max(1, count)
     if index >= count:
         raise UserError(
-            f"device is {device!r}, but PyTorch sees {count} CUDA devices here. Use --device cpu, "
-            "or install a CUDA build of PyTorch."
+            f"device is {device!r}, but PyTorch sees {count} CUDA devices. Use --device cpu, or "
+            "install a CUDA build of PyTorch."
         )
     gpu = torch.cuda.get_device_properties(index)
     check_capability(
@@ -98,17 +98,17 @@ def choose_device(device: str) -> str:
 
 
 def _may_have_gpu() -> bool:
-    """Return whether there may be a GPU; False, which spares the import of PyTorch, is certain."""
+    """Return False only if there is certainly no GPU, without importing PyTorch."""
     if "torch" in sys.modules or platform.system() != "Linux":
         return True
-    # Of the drivers of NVIDIA, in WSL and else, and of AMD.
+    # Device files of the drivers of NVIDIA, of WSL (dxg) and of AMD (kfd).
     return any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device; to a GPU it is copied from pinned memory, and nobody waits.
+    """Return a tensor on a device; copies to a GPU are asynchronous, from pinned memory.
 
-    A plain copy would wait for all work that is queued on the GPU, the batch before included.
+    A plain copy would wait for all queued work of the GPU, including the previous batch.
     """
     if values.is_cpu and device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
@@ -116,42 +116,51 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def check_capability(gpu: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
-    """Refuse a GPU that PyTorch was not built for; ``built_for`` has entries such as ``sm_80``.
+    """Check that PyTorch was built for a GPU, whose first kernel would fail without a reason.
 
-    Its first kernel would fail without saying why. Kernels of a capability run on GPUs of the same
-    major version and as high a minor one; ``compute_90`` is compiled for any that is as high.
+    Kernels built for ``sm_80`` run on GPUs of the same major version and the same or a higher minor
+    version. ``compute_90`` is compiled at load for the same or any higher version.
+
+    Args:
+        gpu: name of the GPU, for the message.
+        capability: compute capability of the GPU.
+        built_for: architectures that PyTorch was built for, such as ``sm_80``.
 
     Raises:
-        UserError: naming what the GPU has and what PyTorch was built for.
+        UserError: PyTorch was not built for the GPU.
     """
-    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", one) for one in built_for]
-    kinds = [(match[1], (int(match[2]), int(match[3]))) for match in found if match]
+    matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in built_for]
+    kinds = [(match[1], (int(match[2]), int(match[3]))) for match in matches if match]
     fits = (
         least <= capability and (kind == "compute" or least[0] == capability[0])
         for kind, least in kinds
     )
     if kinds and not any(fits):
-        own, *known = (
+        gpu_version, *supported = (
             ".".join(map(str, pair))
             for pair in (capability, *sorted({least for _, least in kinds}))
         )
         raise UserError(
-            f"{gpu} has compute capability {own}, and this PyTorch was built for "
-            f"{', '.join(known)}. Use --device cpu, or install a build of PyTorch for it "
+            f"{gpu} has compute capability {gpu_version}, and this PyTorch was built for "
+            f"{', '.join(supported)}. Use --device cpu, or install a build of PyTorch for this GPU "
             "(https://pytorch.org)."
         )
 
 
 @cache
-def _tell_of_mps() -> None:
+def _log_unused_mps() -> None:
     _log.info("the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs.")
 
 
 def processes(*modules: str) -> ForkServerContext | SpawnContext:
-    """Return a context whose processes are forked by a server that has imported modules.
+    """Return a multiprocessing context whose processes are forked from a server.
 
-    So they are imported once, however many processes there are. They may not start threads, as
-    Lance does. Where there is no such server, as on Windows, each process starts on its own.
+    The server imports modules once for all processes. These modules must not start threads when
+    they are imported, as Lance does. Without a fork server, as on Windows, each process is started
+    from scratch.
+
+    Args:
+        modules: names of the modules that the server imports.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -165,9 +174,9 @@ def native_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware."""
     native = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
     try:
-        # One line for each core, all alike; PyTorch, which asks the CPU itself, takes a second.
+        # Reading this file avoids importing PyTorch, which takes a second. All cores are alike.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
+    except OSError:  # Only Linux has the file.
         import torch
 
         capabilities = torch.cpu.get_capabilities()
@@ -177,17 +186,17 @@ def native_bfloat16() -> bool:
 
 
 def cpu_threads() -> int:
-    """Return how many threads compute on a CPU: PyTorch's number, whether it is imported or not.
+    """Return the number of threads that PyTorch uses on a CPU, even if it is not imported yet.
 
-    That is ``OMP_NUM_THREADS``, or the number of physical cores that this process may use.
+    It is ``OMP_NUM_THREADS``, or the number of physical cores that this process may use.
     """
     if "torch" in sys.modules:
         import torch
 
         return torch.get_num_threads()
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting) > 0:
+        return int(setting)
     import psutil
 
     cores = psutil.cpu_count(logical=False) or 1
@@ -196,8 +205,8 @@ def cpu_threads() -> int:
 
 
 def compute_on_one_thread() -> None:
-    """Let this process compute on one thread of a CPU, without importing PyTorch for it."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by :func:`cpu_threads`, and by PyTorch's import
+    """Limit this process to one CPU thread, without importing PyTorch."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # ``cpu_threads`` and a later import of PyTorch read it.
     if "torch" in sys.modules:
         import torch
 
@@ -205,16 +214,16 @@ def compute_on_one_thread() -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes of main memory that are free now, within a container's limit."""
+    """Return the number of free bytes of main memory, within the limit of a container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    limit = _cgroup_room()
+    limit = _free_cgroup_memory()
     return free if limit is None else min(free, limit)
 
 
-def _cgroup_room() -> int | None:
-    """Return what a container's own limit leaves, which the machine's figures do not show."""
+def _free_cgroup_memory() -> int | None:
+    """Return the free bytes within a container's limit, which psutil ignores; None: no limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()

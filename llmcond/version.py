@@ -1,3 +1,3 @@
-"""The version, apart from everything else so that nothing else is imported with it."""
+"""The version, in a separate module that imports nothing."""
 
 __version__ = "0.1.0"

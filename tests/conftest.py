@@ -118,7 +118,7 @@ def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from llmcond import cli
 
-    run_command, complain = cli._run, cli._complain
+    run_command, complain = cli._run, cli._print_error
 
     def checked(arguments: Sequence[str], signals: Sequence[int]) -> int:
         def tell(text: str, code: int) -> int:
@@ -127,7 +127,7 @@ def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             return complain(text, code)
 
         with monkeypatch.context() as context:
-            context.setattr(cli, "_complain", tell)
+            context.setattr(cli, "_print_error", tell)
             return run_command(arguments, signals)
 
     monkeypatch.setattr(cli, "_run", checked)

@@ -573,7 +573,7 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
         (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
         (
             ["embed", "t.parquet", "--out", "t.parquet", "--condition-text", "c"],
-            "the file that is read",
+            "is an input of the same command",
         ),
         (["fit-head", "--head", "ica", "--seed", "-1"], "--seed is -1"),
         (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
@@ -731,7 +731,7 @@ def test_a_full_disk_loses_nothing(own_run, tiny, tmp_path):
     [
         (lambda: np.empty(2**60, np.int8), " (Unable to allocate 1.00 EiB"),
         (lambda: pa.allocate_buffer(2**60), " (malloc of size 1152921504606846976 failed)."),
-        (lambda: [None] * 2**60, ". Free some, or split what is read. What was stored is kept."),
+        (lambda: [None] * 2**60, ". Free some, or split the input. Stored results are kept."),
     ],
 )
 def test_what_does_not_fit_in_memory_is_told_in_a_line(capsys, monkeypatch, allocate, said):
@@ -784,7 +784,7 @@ def test_an_interrupt_is_one_line(number, code, said, tmp_path):
     assert second.startswith("minilm in ")
     assert status == code
     assert last == [
-        f"llmcond: error: {said}; what was stored is kept, and the same command resumes."
+        f"llmcond: error: {said}; stored results are kept, and the same command resumes."
     ]
 
 

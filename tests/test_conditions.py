@@ -82,13 +82,17 @@ def test_the_flags_of_a_condition_give_it_again():
 @pytest.mark.parametrize(
     ("text", "values", "said"),
     [
-        ("the place", [str(i) for i in range(65)], "there are 65 example values .* at most 64"),
-        ("the place", ["Rome", 7], "the example value 7 is not a text"),
-        ("the place", 'Rome, "Paris', "cannot be read: .* in double quotes"),
-        ("the place", 'Rome, "Paris"Texas', "cannot be read: .* in double quotes"),
-        (" ", "Rome", "the values Rome have no condition"),
-        (CUISINE, "Greek", "is Condition .* give its text, and all values"),
-        (7, "Rome", "the condition is int 7; give a text"),
+        (
+            "the place",
+            [str(i) for i in range(65)],
+            "one condition has 65 example values; give at most 64",
+        ),
+        ("the place", ["Rome", 7], "the example value 7 is not a string"),
+        ("the place", 'Rome, "Paris', "cannot be read: .* put double quotes"),
+        ("the place", 'Rome, "Paris"Texas', "cannot be read: .* put double quotes"),
+        (" ", "Rome", "the values Rome belong to an empty condition"),
+        (CUISINE, "Greek", "is the Condition .* expected its text and all values"),
+        (7, "Rome", "the condition is the int 7; expected a string"),
     ],
 )
 def test_what_is_wrong_is_said(text, values, said):
@@ -102,7 +106,7 @@ def test_values_go_with_conditions_in_their_order():
     assert (first, second) == ("a", "b, such as x, y")
     assert with_values(["a"], ["x", "y"]) == ["a, such as x, y"]
     for values in (["x"], ["x", "y", "z"]):
-        with pytest.raises(UserError, match=f"{len(values)} --values and 2 --condition; give"):
+        with pytest.raises(UserError, match=f"{len(values)} --values and 2 --condition. Give"):
             with_values(["a", "b"], values)
     with pytest.raises(UserError, match="1 --values and 0 --condition"):
         with_values([], ["x"])

@@ -132,8 +132,8 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
     [
         ("spaerman", "Did you mean 'spearman'"),
         ("my_metrics.py:kendal", "Did you mean 'kendall'"),
-        ("my_metrics.py:spearman", "there is a metric spearman already"),
-        ("my_metrics.py:number", "is no function"),
+        ("my_metrics.py:spearman", "has the name of the bundled metric spearman"),
+        ("my_metrics.py:number", "is not a metric; expected a function"),
     ],
 )
 def test_other_metrics_are_refused(name, message):

@@ -1,1 +1,1 @@
-"""Ratings by a language model: questions, the server that answers them, and what is kept."""
+"""Ratings by a language model: questions, the server that answers them, and stored answers."""

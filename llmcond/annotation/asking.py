@@ -1,4 +1,4 @@
-"""Questions and their answers: those that are stored already are not asked again."""
+"""Questions to a language model, whose stored answers are not requested again."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from llmcond.errors import UserError, brief
 from llmcond.files import digest_text
 from llmcond.progress import CountBar
 
-#: How often a question is asked whose answers cannot be read, each time with another seed.
+#: Number of attempts for a question whose answers cannot be parsed, each with another seed.
 ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question to a model: a template with texts put in.
+    """A question to a model.
 
     Attributes:
-        read: from an answer to what it says; None if it cannot be read.
-        sample: its number among questions that are the same.
-        attempt: how often it was asked before without an answer that can be read.
+        template: template of the question.
+        values: texts for the template's placeholders.
+        read: function that parses an answer; it returns None if that is impossible.
+        sample: number of the question among equal questions.
+        attempt: number of previous attempts whose answers could not be parsed.
     """
 
     template: Template
@@ -38,13 +40,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is left to ask, by the mean of what was answered.
+    """The forecast of remaining questions, estimated from the mean of previous answers.
 
     Attributes:
-        questions: how many.
-        tokens_in, tokens_out: None where the server does not count them.
-        cost: in the unit of the prices; None without prices or counts.
-        seconds: with as many questions at once as are asked.
+        questions: number of remaining questions.
+        tokens_in, tokens_out: numbers of tokens; None if the server does not count them.
+        cost: cost in the unit of the prices; None without prices or counts.
+        seconds: time in seconds, with concurrent requests.
     """
 
     questions: int
@@ -55,24 +57,24 @@ class Forecast:
 
     @property
     def text(self) -> str:
-        """Return it for people, without the time."""
+        """Summary for the user, without the time."""
         if self.tokens_in is None or self.tokens_out is None:
-            told = "tokens unknown"
+            tokens = "number of tokens unknown"
         else:
-            told = f"about {self.tokens_in:,} tokens in and {self.tokens_out:,} out"
+            tokens = f"about {self.tokens_in:,} input and {self.tokens_out:,} output tokens"
         cost = "" if self.cost is None else f", cost about {self.cost:.3g}"
-        return f"{self.questions:,} questions, {told}{cost}"
+        return f"{self.questions:,} questions, {tokens}{cost}"
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a million tokens each, in any currency; None: unknown."""
+    """Prices per million input and output tokens, in any currency; None if they are unknown."""
 
     tokens_in: float | None = None
     tokens_out: float | None = None
 
     def cost(self, tokens_in: float | None, tokens_out: float | None) -> float | None:
-        """Return what so many tokens cost; None where a price or a count is unknown."""
+        """Return the cost of tokens; None if a count is unknown, or both prices are."""
         if tokens_in is None or tokens_out is None:
             return None
         if self.tokens_in is None and self.tokens_out is None:
@@ -81,11 +83,17 @@ class Prices:
 
 
 class Asker:
-    """Asks a server what a journal does not hold.
+    """Asks a server all questions that a journal has no answers to.
 
     Attributes:
-        settings: which model is asked, and how.
-        asked: answers that were got since it was made.
+        settings: settings of the server and the model.
+        asked: answers that this object has received.
+
+    Args:
+        settings: settings of the server and the model.
+        journal: journal of previous answers, to which answers are added.
+        seed: random seed of the questions.
+        concurrency: number of concurrent requests.
     """
 
     def __init__(
@@ -97,37 +105,37 @@ class Asker:
         self.asked: list[Answer] = []
 
     def value(self, question: Question) -> Any:
-        """Return what the answer to a question says; None: not answered, or it cannot be read."""
+        """Return the parsed answer to a question; None if there is none that can be parsed."""
         return self._look_up(question)[1]
 
     def missing(self, questions: Iterable[Question]) -> list[Question]:
-        """Return what is to be asked next of questions that have no answer that can be read."""
-        tried = (self._look_up(question)[0] for question in questions)
-        return [question for question in tried if question is not None]
+        """Return the next attempt of each question without an answer that can be parsed."""
+        attempts = (self._look_up(question)[0] for question in questions)
+        return [question for question in attempts if question is not None]
 
     def _look_up(self, question: Question) -> tuple[Question | None, Any]:
-        """Return the attempt to ask next, or else what the stored answer says.
+        """Return the attempt to ask next and None, or None and the parsed answer.
 
-        Both are None where all attempts have failed.
+        Both are None if all attempts have failed.
         """
         for attempt in range(ATTEMPTS):
-            tried = replace(question, attempt=attempt)
-            stored = self._journal.get(self._key(tried))
+            next_attempt = replace(question, attempt=attempt)
+            stored = self._journal.get(self._key(next_attempt))
             if stored is None:
-                return tried, None
+                return next_attempt, None
             value = question.read(stored.text)
             if value is not None:
                 return None, value
         return None, None
 
     def ask(self, questions: Sequence[Question]) -> None:
-        """Ask what is missing, and store each answer as it comes.
+        """Ask all missing questions, and store each answer when it arrives.
 
-        What is then still without an answer that can be read has none in all attempts.
+        If a question then still has no answer that can be parsed, all of its attempts have failed.
 
         Raises:
-            UserError: the server refuses, or cannot be reached.
-            LlmcondError: it fails, after all retries.
+            UserError: the server rejects a request, or cannot be reached.
+            LlmcondError: the server fails, after all retries.
         """
         while missing := self.missing(questions):
             if self._server is None:
@@ -148,47 +156,56 @@ class Asker:
                     bar.on_item(number, len(missing))
 
     def check_readable(self, questions: Sequence[Question]) -> None:
-        """Raise a UserError if no answer to questions that were asked can be read."""
+        """Check that the answer to at least one question can be parsed.
+
+        Raises:
+            UserError: no answer can be parsed.
+        """
         if questions and all(self.value(question) is None for question in questions):
-            said = self._journal.get(self._key(questions[0]))
-            shown = brief(said.text if said else "", 200)
+            answer = self._journal.get(self._key(questions[0]))
+            shown = brief(answer.text if answer else "", 200)
             raise UserError(
                 f"no answer of {self.settings.model} to the first {len(questions)} questions can "
-                f"be read; the first one is {shown}. Try another --model or --prompt; what was "
-                f"asked and said is in {self._journal.path}."
+                f"be read; the first one is {shown}. Try another --model or --prompt; "
+                f"{self._journal.path} has the questions and answers."
             )
 
     def forecast(self, left: Sequence[tuple[int, Sequence[Question]]], prices: Prices) -> Forecast:
-        """Return what so many questions will take, by what some alike took, for each kind."""
+        """Estimate the remaining questions from answered questions of the same kind.
+
+        Args:
+            left: for each kind, the number of remaining questions, and some answered ones.
+            prices: prices of tokens.
+        """
         tokens: list[float | None] = [0.0, 0.0]
         seconds, total = 0.0, 0
-        for count, alike in left:
-            stored = [self._journal.get(self._key(question)) for question in alike]
-            known = [answer for answer in stored if answer is not None]
+        for count, examples in left:
+            stored = [self._journal.get(self._key(question)) for question in examples]
+            answers = [answer for answer in stored if answer is not None]
             if not count:
                 continue
             total += count
-            seconds += count * sum(answer.seconds for answer in known) / max(1, len(known))
+            seconds += count * sum(answer.seconds for answer in answers) / max(1, len(answers))
             for i, name in enumerate(("tokens_in", "tokens_out")):
-                counted, before = [getattr(answer, name) for answer in known], tokens[i]
-                if before is None or not counted or None in counted:
+                counts, subtotal = [getattr(answer, name) for answer in answers], tokens[i]
+                if subtotal is None or not counts or None in counts:
                     tokens[i] = None
                 else:
-                    tokens[i] = before + count * sum(counted) / len(counted)
+                    tokens[i] = subtotal + count * sum(counts) / len(counts)
         seconds /= self._concurrency
         if self.settings.per_minute:
             seconds = max(seconds, 60 * total / self.settings.per_minute)
-        rounded = [None if one is None else round(one) for one in tokens]
+        rounded = [None if n_tokens is None else round(n_tokens) for n_tokens in tokens]
         return Forecast(total, rounded[0], rounded[1], prices.cost(*tokens), seconds)
 
     def _ask(self, server: Server, question: Question) -> Answer:
         number = digest_text(str(self._seed), str(question.sample), str(question.attempt), size=4)
-        # 31 bits, as some servers hold it in a signed integer.
+        # The seed has 31 bits, because some servers store it in a signed integer.
         return server.ask(question.template, question.values, int(number, 16) >> 1)
 
     def _key(self, question: Question) -> str:
-        """Identify all that decides an answer."""
+        """Return a digest of everything that decides an answer."""
         body = json.dumps(dict(self.settings.request), sort_keys=True)
         number = f"{self._seed} {question.sample} {question.attempt}"
-        own = (self.settings.model, body, number, question.template.digest)
-        return digest_text(*own, *question.values.values())
+        settings = (self.settings.model, body, number, question.template.digest)
+        return digest_text(*settings, *question.values.values())

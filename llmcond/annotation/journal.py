@@ -1,4 +1,4 @@
-"""Answers as they came, a line each: what was answered is never asked again."""
+"""A journal of answers, one per line, so that no answered question is repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmcond.records import RECORD, check_record
 
 @dataclass(frozen=True, slots=True)
 class Line(Answer):
-    """What each line holds at least."""
+    """The required keys of each line."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -26,11 +26,11 @@ class Line(Answer):
 
 
 class Journal:
-    """The file of answers, as a context that no other process enters; it is made when needed.
+    """The file of answers, as a context manager that locks it; the file is created when needed.
 
     Raises:
-        UserError: another process writes it, or it cannot be written.
-        LlmcondError: a line of it was damaged.
+        UserError: another process writes the file, or it cannot be written.
+        LlmcondError: a line of the file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,8 @@ class Journal:
             self._lock.acquire()
         except Timeout as error:
             raise UserError(
-                f"another process writes {self.path}. Wait for it, or name another --out."
+                f"another process writes {self.path}. Wait until it has finished, or name another "
+                "--out."
             ) from error
         try:
             self._read()
@@ -60,27 +61,29 @@ class Journal:
         if not self.path.is_file():
             return
         text = self.path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        for number, line in enumerate(text[:whole].split(b"\n")[:-1], 1):
+        complete = text.rfind(b"\n") + 1
+        for number, line in enumerate(text[:complete].split(b"\n")[:-1], 1):
             source = f"{self.path} line {number}"
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise LlmcondError(f"{source} was damaged. Remove the line.") from error
             if not isinstance(values, dict):
-                raise LlmcondError(f"{source} holds no object; it was damaged. Remove the line.")
+                raise LlmcondError(
+                    f"{source} was damaged: it is not a JSON object. Remove the line."
+                )
             check_record(values, Line, source, "Remove the line.")
-            counted = values["tokens_in"], values["tokens_out"]
-            self._answers[values["key"]] = Answer(values["text"], *counted, values["seconds"])
-        if whole < len(text):  # the line that was being written when a process was killed
-            os.truncate(self.path, whole)
+            tokens = values["tokens_in"], values["tokens_out"]
+            self._answers[values["key"]] = Answer(values["text"], *tokens, values["seconds"])
+        if complete < len(text):  # A process was killed while it wrote the last line.
+            os.truncate(self.path, complete)
 
     def get(self, key: str) -> Answer | None:
-        """Return an answer; None if the question was not answered yet."""
+        """Return the answer of a key; None if the question has not been answered yet."""
         return self._answers.get(key)
 
     def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
-        """Store an answer, with what a reader may want to know about its question."""
+        """Store an answer, with information about its question for readers of the file."""
         line = json.dumps({"key": key, **about, **asdict(answer)}, ensure_ascii=False)
         with self.path.open("a", encoding="utf-8", newline="\n") as stream:
             stream.write(f"{line}\n")

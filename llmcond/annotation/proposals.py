@@ -1,4 +1,4 @@
-"""Sentence pairs and conditions from texts alone, as a language model proposes them."""
+"""Sentence pairs and conditions that a language model proposes for texts."""
 
 from __future__ import annotations
 
@@ -11,35 +11,44 @@ from llmcond.annotation.template import Proposal
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 
-#: Other texts that each question offers.
+#: Number of candidates for the second sentence in each question.
 OFFERED = 8
-#: Rows that a proposal gives: a condition of high and one of low similarity.
+#: Number of rows per proposal: one condition of high similarity and one of low similarity.
 _ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A text, and others of which one may become its second sentence."""
+    """A text, and candidates for the second sentence of its pair.
+
+    Attributes:
+        text: the text, which becomes the first sentence.
+        others: the candidates.
+    """
 
     text: str
     others: tuple[str, ...]
 
     @property
     def values(self) -> dict[str, str]:
-        """Return what a template's placeholders stand for."""
+        """Values of the template's placeholders."""
         numbered = (f"{number}. {text}" for number, text in enumerate(self.others, 1))
         return {"sentence": self.text, "others": "\n".join(numbered)}
 
 
 def offers(texts: Sequence[str], rows: int, seed: int) -> list[Offer]:
-    """Return as many offers as give so many rows: each text with those most like it.
+    """Return enough offers for ``rows`` rows: each text with the texts most similar to it.
 
-    Most like are those with most words in common, rare ones counting more (cosine of TF-IDF). Texts
-    come in an order that the seed decides, each once; then each with the next ones like it, and so
-    on, until all have met.
+    The similarity is the cosine of TF-IDF vectors. Each text is offered once, in a random order,
+    then each text again with the next most similar texts, until every pair has been offered.
+
+    Args:
+        texts: the texts, of which duplicates are ignored.
+        rows: number of rows.
+        seed: random seed of the order.
 
     Raises:
-        UserError: more rows asked for than the texts give.
+        UserError: there are not enough texts for this number of rows.
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.neighbors import NearestNeighbors
@@ -49,35 +58,38 @@ def offers(texts: Sequence[str], rows: int, seed: int) -> list[Offer]:
     possible = n * -(-(n - 1) // OFFERED)
     if needed > possible:
         raise UserError(
-            f"--propose is {rows:,}, and {n:,} distinct texts give {_ROWS * possible:,} rows at "
-            "most. Ask for fewer, or give more texts."
+            f"--propose is {rows:,}, but {n:,} distinct texts give at most {_ROWS * possible:,} "
+            "rows. Ask for fewer rows, or give more texts."
         )
-    # Words of one letter and signs too: some languages write words so.
+    # Words of one character and symbols count, because some languages have such words.
     words = r"\w+|[^\w\s]"
     vectors = TfidfVectorizer(token_pattern=words).fit_transform(texts)
     order = np.random.default_rng(seed).permutation(n)[:needed]
-    most = min(n, OFFERED * -(-needed // n) + 1)
-    search = NearestNeighbors(n_neighbors=most, metric="cosine").fit(vectors)
-    near = search.kneighbors(vectors[order], return_distance=False)
-    found = []
+    n_neighbors = min(n, OFFERED * -(-needed // n) + 1)
+    search = NearestNeighbors(n_neighbors=n_neighbors, metric="cosine").fit(vectors)
+    neighbors = search.kneighbors(vectors[order], return_distance=False)
+    result = []
     for number in range(needed):
-        again, at = divmod(number, n)
-        others = [texts[j] for j in near[at].tolist() if j != order[at]]
-        part = others[OFFERED * again : OFFERED * (again + 1)]
-        found.append(Offer(texts[order[at]], tuple(part)))
-    return found
+        repetition, position = divmod(number, n)
+        others = [texts[j] for j in neighbors[position].tolist() if j != order[position]]
+        candidates = others[OFFERED * repetition : OFFERED * (repetition + 1)]
+        result.append(Offer(texts[order[position]], tuple(candidates)))
+    return result
 
 
 def proposed_rows(offered: Sequence[Offer], proposals: Sequence[Proposal | None]) -> Rows:
-    """Return the rows that were proposed, unrated; each pair under a condition once.
+    """Return the distinct proposed rows, without ratings.
 
-    ``proposals`` are those of each offer; None: its answer cannot be read.
+    Args:
+        offered: the offers.
+        proposals: the proposal for each offer; None if its answer cannot be parsed.
     """
-    found: dict[tuple[str, str, str], None] = {}
+    unique_rows: dict[tuple[str, str, str], None] = {}
     for offer, proposal in zip(offered, proposals, strict=True):
         if proposal is None or proposal.partner is None:
             continue
         for condition in proposal.conditions:
-            found[offer.text, offer.others[proposal.partner], condition] = None
-    n, (first, second, conditions) = len(found), ([row[i] for row in found] for i in range(3))
+            unique_rows[offer.text, offer.others[proposal.partner], condition] = None
+    n = len(unique_rows)
+    first, second, conditions = ([row[i] for row in unique_rows] for i in range(3))
     return Rows(first, second, conditions, np.full(n, np.nan), np.arange(1, n + 1), "proposed rows")

@@ -1,8 +1,9 @@
-"""A server that speaks OpenAI's chat protocol, asked through the ``openai`` client.
+"""A client of servers with OpenAI's chat protocol, based on the ``openai`` package.
 
-The client retries what may pass (429, 408, 409, 5xx, lost connections, time-outs), with backoff, or
-after the time that the server names (``Retry-After``, up to two minutes). What is left is told here
-in a line. The key is in the environment, and nowhere else: it is taken out of whatever is said.
+The ``openai`` client retries temporary errors (429, 408, 409, 5xx, lost connections, time-outs)
+with backoff, or after the time that the server names (``Retry-After``, up to two minutes). All
+other errors are reported in one line. The key is only in the environment, and is removed from all
+messages and answers.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, install
 from llmcond.log import log
 
 KEY = "OPENAI_API_KEY"
-#: Keys as hosted servers make them, of which some repeat a part in their messages.
+#: Keys of hosted servers, some of which repeat a part of the key in their messages.
 _LIKE_A_KEY = re.compile(r"\bsk-[\w*.…-]{4,}")
-_KEPT = "What was answered is stored, and the same command goes on."
+_RESUMES = "All answers so far are stored, and the same command resumes."
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 T = TypeVar("T")
@@ -32,12 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said.
+    """The answer of a model.
 
     Attributes:
-        text: as it came; empty where there was none.
-        tokens_in, tokens_out: as the server counts them; None: it does not.
-        seconds: from asking to answer, with retries.
+        text: text of the answer, unchanged; empty if there was none.
+        tokens_in, tokens_out: numbers of tokens that the server counted; None if it did not.
+        seconds: time from the question to the answer, including retries.
     """
 
     text: str
@@ -48,15 +49,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Which model is asked, and how.
+    """Settings of the server, the model and the requests.
 
     Attributes:
-        endpoint: the address of the protocol, such as ``http://localhost:8000/v1``.
-        model: as the server calls it.
-        request: further fields of every request, such as ``temperature``.
-        timeout: seconds until a request is given up, and tried again.
-        retries: how often a request is tried again.
-        per_minute: requests a minute at most, retries counted; None: no limit.
+        endpoint: address of the server, such as ``http://localhost:8000/v1``.
+        model: name of the model on the server.
+        request: other fields of every request, such as ``temperature``.
+        timeout: seconds after which a request is cancelled and retried.
+        retries: number of retries per request.
+        per_minute: largest number of requests per minute, including retries; None: no limit.
     """
 
     endpoint: str
@@ -67,7 +68,11 @@ class ServerSettings:
     per_minute: float | None = None
 
     def check(self) -> None:
-        """Raise a UserError for values that cannot be, before anything is asked."""
+        """Check the settings before any request.
+
+        Raises:
+            UserError: a setting is invalid.
+        """
         try:
             parts = urlsplit(self.endpoint)
             secret = parts.username is not None or parts.password is not None or bool(parts.query)
@@ -75,26 +80,29 @@ class ServerSettings:
             parts, secret = urlsplit(""), False
         if secret:
             raise UserError(
-                "--endpoint holds a name, a password or a query, and would be told in messages. "
-                f"Leave them out; a key is taken from {KEY}."
+                "--endpoint contains a user name, a password or a query, which messages would "
+                f"show. Leave them out; the key is read from {KEY}."
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
                 f"--endpoint is {brief(self.endpoint)}; expected an address such as "
                 "http://localhost:8000/v1."
             )
-        taken = {"model", "messages", "seed", "response_format", "stream", "n"} & set(self.request)
-        if taken:
-            raise UserError(f"--request has {sorted(taken)[0]!r}, which is set already.")
+        reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
+        conflicts = reserved & set(self.request)
+        if conflicts:
+            raise UserError(
+                f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
+            )
         if parts.scheme == "http" and parts.hostname not in _LOCAL and os.environ.get(KEY):
-            log.warning(f"{KEY} goes to {parts.hostname} unencrypted; https would hide it.")
+            log.warning(f"{KEY} is sent to {parts.hostname} unencrypted; use https to protect it.")
 
 
 class Server:
-    """A connection to a server; it may be asked from several threads at once.
+    """A connection to a server, which several threads may use concurrently.
 
     Raises:
-        UserError: the client is not installed.
+        UserError: the ``openai`` client is not installed.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -104,12 +112,15 @@ class Server:
             from llmcond.annotation.transport import BoundedTransport
         except ImportError as error:
             raise UserError(
-                f"asking a model needs the openai client: {install_command('annotate')}."
+                "rating with a language model needs the openai client: "
+                f"{install_command('annotate')}."
             ) from error
         self._errors, self._settings = openai, settings
         self._key = os.environ.get(KEY, "").strip()
-        # Called before every request, so that retries keep to the limit as well.
-        hooks: dict[str, list[Callable[..., Any]]] = {"request": [_Pace(settings.per_minute)]}
+        # The hook is called before every request, so that the limit applies to retries too.
+        hooks: dict[str, list[Callable[..., Any]]] = {
+            "request": [_RateLimiter(settings.per_minute)]
+        }
         self._client = openai.OpenAI(
             base_url=settings.endpoint,
             api_key=self._key or "none",
@@ -121,54 +132,64 @@ class Server:
         )
         self._structured: bool | None = None
         self._failure: LlmcondError | None = None
-        self._deciding = Lock()
+        self._first_question = Lock()
 
     def reach(self) -> None:
-        """Raise a UserError if there is no server at all, which no retry would change."""
+        """Check that there is a server, because retries would not help otherwise.
+
+        Raises:
+            UserError: the connection is refused.
+        """
         try:
-            self._list()
+            self._list_models()
         except self._errors.APIConnectionError as error:
-            # By its name: the HTTP library is the client's choice.
+            # The class is compared by name, because the client chooses the HTTP library.
             if type(error.__cause__).__name__ == "ConnectError":
                 raise UserError(
                     f"no server answers at {self._settings.endpoint}: "
-                    f"{self._safe(str(error.__cause__))}. Start it, or mend --endpoint."
+                    f"{self._redact(str(error.__cause__))}. Start it, or correct --endpoint."
                 ) from None
         except (self._errors.OpenAIError, ValueError, RecursionError):
-            return  # whatever a server without a list says
+            return  # A server that does not list its models may answer anything.
 
-    def _list(self) -> Any:
+    def _list_models(self) -> Any:
         return self._client.with_options(max_retries=0, timeout=10).models.list()
 
     def ask(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
-        """Return what the model says to a question.
+        """Ask a question, and return the model's answer.
 
-        The first question of all decides whether answers are asked for by their schema: a server
-        that refuses it, or breaks down at it, is asked without.
+        The first question decides whether requests contain a JSON schema of the answer. If the
+        server rejects the schema, or fails because of it, later requests do not contain one.
+
+        Args:
+            template: template of the question.
+            values: texts for the template's placeholders.
+            seed: random seed of the request.
 
         Raises:
-            UserError: it refuses the key, the model or the request.
-            LlmcondError: it fails, after all retries.
+            UserError: the server rejects the key, the model or the request.
+            LlmcondError: the server fails, after all retries.
         """
-        with self._deciding:
-            if self._failure is not None:  # of the first question, for which others waited
+        with self._first_question:
+            if self._failure is not None:  # The first question failed while others were waiting.
                 raise self._failure
             if self._structured is None:
-                return self._decide(template, values, seed)
+                return self._ask_first(template, values, seed)
         try:
-            return self._answer(template, values, seed, self._structured)
-        except _RefusedError as refused:  # this one alone, such as for its length: others were not
-            return Answer(str(refused), None, None, 0.0)
+            return self._request(template, values, seed, self._structured)
+        except _RefusedError as error:
+            # Only this question is rejected, for example because it is too long.
+            return Answer(str(error), None, None, 0.0)
 
-    def _decide(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
+    def _ask_first(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
         try:
             try:
-                answer, structured = self._answer(template, values, seed, True), True
-            except (_RefusedError, _BrokenError) as refused:
-                answer, structured = self._answer(template, values, seed, False), False
+                answer, structured = self._request(template, values, seed, True), True
+            except (_RefusedError, _BrokenError) as schema_error:
+                answer, structured = self._request(template, values, seed, False), False
                 log.info(
-                    "the server takes no schema of answers, which are read from plain text: "
-                    f"{brief(str(refused), 200)}"
+                    "the server does not support a schema of answers, so they are read from plain "
+                    f"text: {brief(str(schema_error), 200)}"
                 )
         except LlmcondError as error:
             self._failure = error
@@ -176,7 +197,7 @@ class Server:
         self._structured = structured
         return answer
 
-    def _answer(
+    def _request(
         self, template: Template, values: Mapping[str, str], seed: int, structured: bool
     ) -> Answer:
         form = {"name": template.kind, "strict": True, "schema": template.schema}
@@ -185,110 +206,117 @@ class Server:
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         began = time.monotonic()
         try:
-            said: Any = self._client.chat.completions.create(
+            completion: Any = self._client.chat.completions.create(
                 model=self._settings.model,
                 messages=template.messages(values),  # type: ignore[arg-type]
                 seed=seed,
                 extra_body=body,
             )
         except self._errors.OpenAIError as error:
-            raise self._told(error) from None  # the client's own error holds the request
-        except (ValueError, RecursionError):  # brackets without end
-            said = "what is no JSON"
+            raise self._translate(error) from None  # The client's error contains the request.
+        except (ValueError, RecursionError):  # The JSON is invalid, or nested without end.
+            completion = "a text that is not JSON"
         seconds = time.monotonic() - began
         try:
-            text = str(said.choices[0].message.content or "")
-        except (AttributeError, IndexError, TypeError):  # a page, a list, or an error as an answer
+            text = str(completion.choices[0].message.content or "")
+        except (AttributeError, IndexError, TypeError):  # It may be a web page, list or error.
             raise LlmcondError(
-                f"{self._settings.endpoint} answers, but not as the chat protocol has it: "
-                f"{self._safe(brief(str(said), 200))}. {_KEPT}"
+                f"{self._settings.endpoint} does not answer in the chat protocol: "
+                f"{self._redact(brief(str(completion), 200))}. {_RESUMES}"
             ) from None
         text = text.replace(self._key or "\0", "***")
-        whole = text.encode("utf-8", "replace").decode("utf-8")  # no halves of surrogate pairs
-        return Answer(whole, *_tokens(said), round(seconds, 3))
+        text = text.encode("utf-8", "replace").decode("utf-8")  # Replaces lone surrogates.
+        return Answer(text, *_count_tokens(completion), round(seconds, 3))
 
-    def _told(self, error: Any) -> LlmcondError:
-        """Return an error of the client's as ours, without the key."""
-        where, errors = self._settings.endpoint, self._errors
-        message = self._safe(str(getattr(error, "message", None) or error))
+    def _translate(self, error: Any) -> LlmcondError:
+        """Convert an error of the ``openai`` client, and remove the key."""
+        endpoint, errors = self._settings.endpoint, self._errors
+        message = self._redact(str(getattr(error, "message", None) or error))
         if isinstance(error, errors.AuthenticationError | errors.PermissionDeniedError):
-            own = f"the key in {KEY}" if self._key else f"questions without a key; set {KEY}"
-            return UserError(f"{where} refuses {own}: {message}")
+            cause = f"the key in {KEY}" if self._key else f"questions without a key; set {KEY}"
+            return UserError(f"{endpoint} rejects {cause}: {message}")
         if isinstance(error, errors.NotFoundError):
             return UserError(
-                f"{where} has no model {self._settings.model!r}, or no chat at this address, which "
-                f"often ends in /v1. {self._models()}{message}"
+                f"{endpoint} has no model {self._settings.model!r}, or no chat protocol at this "
+                f"address, which often ends in /v1. {self._suggest_models()}{message}"
             )
         if isinstance(error, errors.BadRequestError | errors.UnprocessableEntityError):
-            return _RefusedError(f"{where} refuses the question: {message}")
+            return _RefusedError(f"{endpoint} rejects the question: {message}")
         response = getattr(error, "response", None)
         if response is not None and response.is_redirect:
-            target = self._safe(brief(response.headers.get("location", ""), 200))
+            target = self._redact(brief(response.headers.get("location", ""), 200))
             return UserError(
-                f"{where} redirects to {target}, which is not followed, as texts would go there. "
-                "Name that address with --endpoint if you trust it."
+                f"{endpoint} redirects to {target}. Redirects are not followed, so that texts are "
+                "not sent to another address. Name it with --endpoint if you trust it."
             )
         wait = None if response is None else response.headers.get("retry-after")
-        waits = f"It asks to wait {self._safe(wait)} s. " if wait and wait.isdigit() else ""
-        broken = _BrokenError if isinstance(error, errors.InternalServerError) else LlmcondError
-        return broken(
-            f"{where} fails (--retries {self._settings.retries}, --timeout "
-            f"{self._settings.timeout:g}): {message.rstrip('.')}. {waits}{_KEPT}"
+        waits = f"It asks to wait {self._redact(wait)} s. " if wait and wait.isdigit() else ""
+        error_class = (
+            _BrokenError if isinstance(error, errors.InternalServerError) else LlmcondError
+        )
+        return error_class(
+            f"{endpoint} fails (--retries {self._settings.retries}, --timeout "
+            f"{self._settings.timeout:g}): {message.rstrip('.')}. {waits}{_RESUMES}"
         )
 
-    def _models(self) -> str:
-        """Return what models there are, as far as the server tells."""
+    def _suggest_models(self) -> str:
+        """Return a sentence about similar or all models; empty if the server lists none."""
         try:
-            names = [str(one.id) for one in self._list().data or ()]
+            names = [str(model.id) for model in self._list_models().data or ()]
         except (self._errors.OpenAIError, ValueError, RecursionError, AttributeError):
             return ""
-        near = did_you_mean(self._settings.model, names)
-        return f"{near or 'It has ' + listed(names, 5) + '.'} " if names else ""
+        suggestion = did_you_mean(self._settings.model, names)
+        return f"{suggestion or 'It has ' + listed(names, 5) + '.'} " if names else ""
 
-    def _safe(self, text: str) -> str:
-        """Return a text without the key, or what looks like one."""
-        hidden = text.replace(self._key, "***") if self._key else text
-        return _LIKE_A_KEY.sub("***", hidden)
+    def _redact(self, text: str) -> str:
+        """Replace the key, and everything that looks like one, in a text."""
+        without_key = text.replace(self._key, "***") if self._key else text
+        return _LIKE_A_KEY.sub("***", without_key)
 
 
 class _RefusedError(UserError):
-    """The server takes this question for a wrong one."""
+    """The server rejects the question as invalid."""
 
 
 class _BrokenError(LlmcondError):
-    """The server answers 5xx, which some do to a schema that they cannot take."""
+    """The server answers with 5xx, as some do for a schema that they do not support."""
 
 
-class _Pace:
-    """Waits so that calls are no more than so many a minute; from several threads at once."""
+class _RateLimiter:
+    """A callable that waits to limit the number of calls per minute, over all threads."""
 
     def __init__(self, per_minute: float | None) -> None:
-        self._apart = 60 / per_minute if per_minute else 0.0
+        self._interval = 60 / per_minute if per_minute else 0.0
         self._next, self._lock = 0.0, Lock()
 
     def __call__(self, _: object) -> None:
         with self._lock:
             now = time.monotonic()
-            at = max(now, self._next)
-            self._next = at + self._apart
-        if at > now:
-            time.sleep(at - now)
+            start = max(now, self._next)
+            self._next = start + self._interval
+        if start > now:
+            time.sleep(start - now)
 
 
-def _tokens(said: Any) -> tuple[int | None, int | None]:
-    usage = getattr(said, "usage", None)
+def _count_tokens(completion: Any) -> tuple[int | None, int | None]:
+    usage = getattr(completion, "usage", None)
     counts = (getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens"))
-    one, other = (count if isinstance(count, int) else None for count in counts)
-    return one, other
+    tokens_in, tokens_out = (count if isinstance(count, int) else None for count in counts)
+    return tokens_in, tokens_out
 
 
 def ask_all(
     ask: Callable[[T], Answer], questions: Iterable[T], concurrency: int
 ) -> Iterator[tuple[T, Answer]]:
-    """Yield questions with their answers as these come, so many questions at once.
+    """Ask questions concurrently, and yield each with its answer when that arrives.
 
-    Where one fails, no further ones are asked; those under way are waited for and yielded, since
-    they cost as much as others, and then the error is raised.
+    After an error, no further question is asked. Answers that are still under way are yielded
+    before the error is raised, because they have been paid for.
+
+    Args:
+        ask: function that asks a question, and returns its answer.
+        questions: the questions.
+        concurrency: number of threads.
     """
     todo: SimpleQueue[T | None] = SimpleQueue()
     done: SimpleQueue[tuple[T, Answer] | None] = SimpleQueue()
@@ -304,17 +332,17 @@ def ask_all(
 
     for question in questions:
         todo.put(question)
-    # Of the kind that ends with the process: who interrupts it does not wait for a slow server.
+    # Daemon threads, so that Ctrl-C does not wait for a slow server.
     threads = [Thread(target=work, daemon=True) for _ in range(concurrency)]
     for thread in threads:
         todo.put(None)
         thread.start()
     try:
-        left = len(threads)
-        while left:
+        n_active = len(threads)
+        while n_active:
             answered = done.get()
             if answered is None:
-                left -= 1
+                n_active -= 1
             else:
                 yield answered
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Templates of questions to a language model, and how their answers are read.
+"""Templates of questions to a language model, and parsers of its answers.
 
-A template is one TOML file in ``prompts/annotate``, or of a user's own. The answer is asked for as
-one JSON object, whose fields follow from the template; see :attr:`Template.schema`.
+A template is a bundled TOML file in ``prompts/annotate``, or another TOML file. The model has to
+answer with one JSON object, which has the fields of ``Template.schema``.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from llmcond.errors import UserError
 from llmcond.files import digest_text
 from llmcond.prompts.template import placeholders
 
-#: Where the bundled ones are, below ``prompts``.
+#: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
-#: What is asked: for a rating of a pair under a condition, or for pairs and conditions.
+#: Kinds of questions: rate a pair under a condition, or propose pairs and conditions.
 Kind = Literal["rate", "propose"]
-#: The placeholders of each kind, all of which a template names.
+#: The placeholders of each kind, all of which are required.
 PLACEHOLDERS: Mapping[Kind, tuple[str, ...]] = {
     "rate": ("sentence1", "sentence2", "condition"),
     "propose": ("sentence", "others"),
 }
-#: The range of ratings, and the label of what is ill-defined: as C-STS files have them.
+#: The range of ratings, and the label of ill-defined rows, as in the files of C-STS.
 SCALE = RatingScale()
 ILL_DEFINED = "ill-defined"
 _STEPS = [str(step) for step in range(int(SCALE.low), int(SCALE.high) + 1)]
 _TEXT = {"type": "string"}
-#: The fields of each kind's answers, the last ones; what a template has ``first`` comes before.
+#: The fields of the answers of each kind. A template's ``first`` fields precede them.
 _FIELDS: Mapping[Kind, Mapping[str, Any]] = {
     "rate": {"rating": {"type": "string", "enum": [*_STEPS, ILL_DEFINED]}},
     "propose": {"partner": {"type": "integer"}, "alike": _TEXT, "different": _TEXT},
 }
-#: What ends the thoughts that reasoning models write before they answer.
+#: End of the thoughts that reasoning models write before they answer.
 _THOUGHT_ENDS = ("</think>", "</thinking>")
 _PLAIN = re.compile(
     r"(?:rating|score|similarity)\W{0,4}(?:[:=]|\bis\b)\W{0,6}?(-?\d+(?:\.\d+)?|ill.?defined)",
     re.IGNORECASE,
 )
 _OPENS = re.compile(r'\{\s*"')
-#: Characters of an answer that are looked through, the last ones: a model may ramble on.
-_MOST = 8_000
+#: Number of characters at the end of an answer that are searched, because answers may be very long.
+_MAX_CHARACTERS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template file, checked.
+    """A checked template file.
 
     Attributes:
-        kind: what it asks for.
-        source: where the wording comes from.
-        question: what the user says; names all placeholders of its kind.
-        system: what is said before, to the model; empty: nothing.
-        first: texts that the model writes before its answer, by the names of their fields: what
-            was said of the two sentences, or reasons.
+        kind: kind of the question.
+        description: description in one line.
+        source: origin of the wording.
+        question: the user's message, with all placeholders of its kind.
+        system: the system message; empty: none.
+        first: names of text fields that the model writes before its answer, such as reasons.
+        name: name of the template.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -74,12 +75,12 @@ class Template:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the fields of an answer in their order, each with its JSON schema."""
+        """JSON schema of each field of an answer, in their order."""
         return {**dict.fromkeys(self.first, _TEXT), **_FIELDS[self.kind]}
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of an answer."""
+        """JSON schema of an answer."""
         return {
             "type": "object",
             "properties": self.fields,
@@ -89,23 +90,29 @@ class Template:
 
     @property
     def digest(self) -> str:
-        """Identify all of the template that changes what is asked."""
+        """Digest of everything in the template that changes the question."""
         return digest_text(self.kind, self.system, self.question, *self.first)
 
     def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
-        """Return a question with texts put in, as the chat protocol has it.
+        """Return the messages of a question, in the chat protocol.
 
-        Servers without structured output need to be told of the format, so all are.
+        The question describes the format of the answer, which servers without structured output
+        need.
+
+        Args:
+            values: texts for the placeholders.
         """
-        legal = {name: " or ".join(own.get("enum", ["..."])) for name, own in self.fields.items()}
+        legal = {
+            name: " or ".join(schema.get("enum", ["..."])) for name, schema in self.fields.items()
+        }
         form = json.dumps(legal).replace('"..."', "...")
-        ask = self.question.strip().format(**values)
-        asked = f"{ask}\n\nAnswer with one JSON object and nothing else: {form}"
-        before = [{"role": "system", "content": self.system.strip()}] if self.system.strip() else []
-        return [*before, {"role": "user", "content": asked}]
+        question = self.question.strip().format(**values)
+        content = f"{question}\n\nAnswer with one JSON object and nothing else: {form}"
+        system = [{"role": "system", "content": self.system.strip()}] if self.system.strip() else []
+        return [*system, {"role": "user", "content": content}]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the template with its digest."""
+        """Return the template and its digest as a JSON object."""
         return {**asdict(self), "digest": self.digest}
 
 
@@ -113,91 +120,98 @@ def load_template(name_or_file: str, kind: Kind) -> Template:
     """Read a template by its bundled name or by the path of a ``.toml`` file.
 
     Raises:
-        UserError: no such template, one of another kind, an unknown or missing key or placeholder.
+        UserError: there is no such template, it is of another kind, or a key or placeholder is
+            unknown or missing.
     """
     path = find_toml(name_or_file, "prompts", FOLDER)
     values = read_toml(path)
     if "name" in values:
-        raise UserError(f"{path}: unknown key 'name': a prompt is named by its file.")
+        raise UserError(f"{path}: unknown key 'name'; the name of a prompt is that of its file.")
     template = build(Template, {**values, "name": path.stem}, str(path))
     if template.kind != kind:
-        others = [name for name in bundled_templates() if name.kind == kind]
+        others = [other for other in bundled_templates() if other.kind == kind]
         raise UserError(
-            f"{path} is of the kind {template.kind!r}, and one that is to {kind} was expected, "
-            f"such as {', '.join(one.name for one in others)}."
+            f"{path} is of the kind {template.kind!r}; expected the kind {kind!r}, such as "
+            f"{', '.join(other.name for other in others)}."
         )
     _check(template, str(path))
     return template
 
 
 def bundled_templates() -> list[Template]:
-    """Return all bundled templates, by their names."""
-    found = []
+    """Return all bundled templates, sorted by their names."""
+    templates = []
     for name in bundled_names("prompts", FOLDER):
         path = find_toml(name, "prompts", FOLDER)
-        found.append(build(Template, {**read_toml(path), "name": name}, str(path)))
-    return found
+        templates.append(build(Template, {**read_toml(path), "name": name}, str(path)))
+    return templates
 
 
 def _check(template: Template, source: str) -> None:
-    known = PLACEHOLDERS[template.kind]
-    named = placeholders(template.question, f"{source}: question", known)
-    missing = [name for name in known if name not in named]
+    required = PLACEHOLDERS[template.kind]
+    present = placeholders(template.question, f"{source}: question", required)
+    missing = [name for name in required if name not in present]
     if missing:
         raise UserError(f"{source}: question lacks the placeholder {{{missing[0]}}}.")
-    taken = [name for name in template.first if name in _FIELDS[template.kind] or not name.strip()]
-    if taken:
-        raise UserError(f"{source}: first has {taken[0]!r}, which cannot be a further field.")
+    invalid = [
+        name for name in template.first if name in _FIELDS[template.kind] or not name.strip()
+    ]
+    if invalid:
+        raise UserError(
+            f"{source}: first has {invalid[0]!r}, which is empty or a field of every answer."
+        )
 
 
-def _final(answer: str) -> str:
-    """Return the end of an answer, without what the model thought before it."""
+def _final_answer(answer: str) -> str:
+    """Return the end of an answer, without the model's thoughts before it."""
     starts = [answer.rfind(end) + len(end) for end in _THOUGHT_ENDS if end in answer]
-    return answer[max(starts, default=0) :][-_MOST:]
+    return answer[max(starts, default=0) :][-_MAX_CHARACTERS:]
 
 
-def _object(text: str, field: str) -> dict[str, Any] | None:
+def _find_object(text: str, field: str) -> dict[str, Any] | None:
     """Return the last JSON object within a text that has a field; None if there is none."""
-    found, decoder, end = None, json.JSONDecoder(), 0
+    last, decoder, end = None, json.JSONDecoder(), 0
     for opens in _OPENS.finditer(text):
-        if opens.start() < end:  # within an object that was read
+        if opens.start() < end:  # This brace is within the previous object.
             continue
         try:
             value, end = decoder.raw_decode(text, opens.start())
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and field in value:
-            found = value
-    return found
+            last = value
+    return last
 
 
 def read_rating(answer: str) -> float | None:
-    """Return the rating that an answer gives, on 0 to 1; NaN: ill-defined; None: it gives none.
+    """Parse the rating of an answer from a JSON object, or from words such as "Rating: 4".
 
-    It is read from a JSON object, or where there is none from words such as "Rating: 4".
+    Returns:
+        The rating from 0 to 1; NaN if the answer is "ill-defined"; None if it has no rating.
     """
-    text = _final(answer)
-    value = _object(text, "rating")
+    text = _final_answer(answer)
+    value = _find_object(text, "rating")
     if value is not None:
-        said = str(value["rating"])
+        rating = str(value["rating"])
     else:
-        told = _PLAIN.findall(text)
-        said = told[-1] if told else text.strip().strip("*.\"'")
-    if re.fullmatch(r"ill.?defined", said.strip(), re.IGNORECASE):
+        matches = _PLAIN.findall(text)
+        rating = matches[-1] if matches else text.strip().strip("*.\"'")
+    if re.fullmatch(r"ill.?defined", rating.strip(), re.IGNORECASE):
         return SCALE.to_unit(SCALE.unrated)
     try:
-        return SCALE.to_unit(said)
+        return SCALE.to_unit(rating)
     except ValueError:
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A second sentence and two conditions for a sentence.
+    """A proposal of a second sentence and two conditions for a sentence.
 
     Attributes:
-        partner: position of the second sentence among those that were offered; None: none fits.
-        conditions: one under which the two are alike, and one under which they differ.
+        partner: position of the second sentence among the candidates; None if none fits.
+        conditions: a condition under which the sentences are similar, and one under which they
+            differ.
     """
 
     partner: int | None
@@ -205,8 +219,16 @@ class Proposal:
 
 
 def read_proposal(answer: str, offered: int) -> Proposal | None:
-    """Return what an answer proposes, of so many sentences offered; None: it cannot be read."""
-    value = _object(_final(answer), "partner")
+    """Parse the proposal of an answer.
+
+    Args:
+        answer: the answer.
+        offered: number of candidates for the second sentence.
+
+    Returns:
+        The proposal; None if the answer cannot be parsed.
+    """
+    value = _find_object(_final_answer(answer), "partner")
     if value is None:
         return None
     texts = [value.get("alike"), value.get("different")]

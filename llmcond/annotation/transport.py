@@ -1,6 +1,7 @@
-"""HTTP requests that end: each has a deadline for all of it, and its answer a limit of bytes.
+"""HTTP requests with a deadline for the whole request, and a limit on the size of the answer.
 
-The time-outs of HTTP clients count from one read to the next, so that a byte a second passes them.
+The time-outs of HTTP clients apply to each read, so that a server that sends one byte per second
+would never exceed them.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ import asyncio
 from threading import Thread
 
 import httpx2
+from typing_extensions import override
 
 from llmcond.errors import LlmcondError
 
-#: Bytes of an answer. Chat models write some kilobytes.
+#: Largest answer in bytes. Chat models write a few kilobytes.
 MAX_BYTES = 8 * 2**20
 
 
 class BoundedTransport(httpx2.BaseTransport):
-    """Sends requests of any thread through an event loop of its own, which can cancel them.
+    """A transport that sends the requests of all threads through an event loop.
 
-    The deadline is a request's read time-out. Redirects are not followed, and no answer is
-    decompressed.
+    Unlike blocking requests, those of an event loop can be cancelled at a deadline, which is the
+    read time-out of the request. Redirects are not followed, and answers are not decompressed.
     """
 
     def __init__(self) -> None:
@@ -29,13 +31,10 @@ class BoundedTransport(httpx2.BaseTransport):
         # A daemon thread, so that Ctrl-C does not wait for a slow server.
         Thread(target=self._loop.run_forever, daemon=True).start()
 
+    @override
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Return the whole answer to a request.
-
-        Raises:
-            TimeoutException: the answer was not complete in time.
-            LlmcondError: the answer is larger than any answer of a chat model, or compressed.
-        """
+        # Raises a TimeoutException if the answer is incomplete at the deadline, and an LlmcondError
+        # if it is too large or compressed.
         return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop).result()
 
     async def _answer(self, request: httpx2.Request) -> httpx2.Response:
@@ -53,14 +52,17 @@ class BoundedTransport(httpx2.BaseTransport):
         try:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                raise LlmcondError(f"{request.url.host} answers compressed ({encoding}) unasked.")
+                raise LlmcondError(
+                    f"{request.url.host} compresses its answer ({encoding}), although the request "
+                    "does not allow that."
+                )
             content = bytearray()
             async for part in response.aiter_raw():
                 content += part
                 if len(content) > MAX_BYTES:
                     raise LlmcondError(
                         f"an answer of {request.url.host} has more than {MAX_BYTES:,} bytes, which "
-                        "no chat model writes."
+                        "cannot be the answer of a chat model."
                     )
         finally:
             await response.aclose()

@@ -1,1 +1,1 @@
-"""Commands of the command line, a file each: their options, one verb, and what is printed."""
+"""The commands of the command line, one per module: options, work and printed result."""

@@ -1,4 +1,4 @@
-"""``llmcond annotate``: rate sentence pairs under conditions by a language model."""
+"""``llmcond annotate``: rate sentence pairs under conditions with a language model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Annotate(AnnotateOptions, Command):
-    """Rate sentence pairs under conditions by a language model.
+    """Rate sentence pairs under conditions with a language model.
 
-    The server speaks OpenAI's chat protocol. A key, if it needs one, is in OPENAI_API_KEY. Each
-    answer is stored as it comes, so that the same command goes on where it was stopped.
+    The model runs on a server with OpenAI's chat protocol. The environment variable OPENAI_API_KEY
+    holds its key, if it needs one. Each answer is stored when it arrives, so that the same command
+    resumes after an interruption.
     """
 
     position = 200
@@ -28,13 +29,32 @@ class Annotate(AnnotateOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> AnnotationResult:
-        """Rate."""
+        """Rate the rows.
+
+        Returns:
+            An ``AnnotationResult``: the file, the numbers of rows, questions and tokens, the cost,
+            and the agreement with ratings that the data already had.
+
+        Raises:
+            UserError: an option, the data or a prompt is invalid, the server rejects the requests,
+                or you decline the estimated cost.
+            LlmcondError: the server fails, after all retries.
+
+        Example:
+            >>> import llmcond
+            >>> result = llmcond.annotate(  # doctest: +SKIP
+            ...     data="my.csv",
+            ...     endpoint="http://localhost:8000/v1",
+            ...     model="NAME",
+            ...     out="rated.csv",
+            ... )
+        """
         from llmcond.workflows.annotate import annotate
 
         return annotate(self)
 
     def show(self, result: AnnotationResult, form: str) -> None:
-        """Print how far people's ratings agree, where there are any."""
+        """Print the agreement with the ratings of the data, if it has any."""
         if result.agreement is not None:
             from llmcond.report.agreement import show_agreement
 

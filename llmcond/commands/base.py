@@ -1,7 +1,7 @@
-"""A command is one frozen dataclass: its fields are its flags.
+"""The base class of commands: a frozen dataclass whose fields are the command's flags.
 
-``execute`` does the work and ``show`` prints it. The same class is the Python function of that
-name: see :func:`verb`.
+``execute`` does the work, and ``show`` prints the result. ``verb`` turns the same class into the
+Python function of that name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from llmcond.system import local_rank
 
 FORMATS = ("table", "markdown", "latex")
 
-#: What is true of a command that was interrupted; see :attr:`Command.if_interrupted`.
+#: Values of ``Command.if_interrupted``: what happens if an interrupted command is run again.
 STARTS_AGAIN = "the same command starts from the beginning"
-RESUMES = "what was stored is kept, and the same command resumes"
-REUSES_VECTORS = "vectors that the run has stored are reused by the same command"
+RESUMES = "stored results are kept, and the same command resumes"
+REUSES_VECTORS = "the same command reuses the vectors that the run has stored"
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -53,12 +53,16 @@ C = TypeVar("C", bound="Command")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """What all commands have in common. The first line of a docstring is the command's summary.
+    """The base class of all commands.
+
+    ``--help`` shows the docstring of a subclass, and ``llmcond --help`` its first line. The
+    function that ``verb`` makes has this docstring too, followed by the sections of the docstring
+    of ``execute``, such as ``Returns:``.
 
     Attributes:
-        position: its place in ``llmcond --help``; commands are listed by rising numbers.
-        example: one line, for ``--help``.
-        formats: whether it prints a table, and has ``--format``.
+        position: sort key of the command in ``llmcond --help``.
+        example: a command line, shown by ``--help``.
+        formats: whether the command prints a table and has the flag ``--format``.
         if_interrupted: what the same command does after Ctrl-C or SIGTERM, for the last message.
     """
 
@@ -68,36 +72,46 @@ class Command(Options):
     if_interrupted: ClassVar[str] = STARTS_AGAIN
 
     def execute(self) -> Any:
-        """Do it, and return a typed result."""
+        """Run the command, and return its result."""
         raise NotImplementedError
 
     def show(self, result: Any, form: str) -> None:
-        """Print the result for people; nothing where messages have said it all."""
+        """Print the result for people; by default nothing, as messages have reported it.
+
+        Args:
+            result: return value of ``execute``.
+            form: format of tables, one of ``FORMATS``.
+        """
 
     def failed(self, result: Any) -> LlmcondError | None:
-        """Return what makes the command fail once its result is printed; None if nothing does."""
+        """Return the error that the command ends with after its result is printed, or None."""
         return None
 
 
 class _Executes(Protocol[R_co]):
-    """Something with a verb and its result."""
+    """An object whose ``execute`` method returns a result."""
 
     def execute(self) -> R_co:
-        """Do it."""
+        """Run the command, and return its result."""
         ...
 
 
 def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
-    """Return a command as a function, whose keyword arguments are named as the flags are."""
+    """Return a function that runs a command; its keyword arguments have the names of the flags.
+
+    The function's docstring consists of the docstring of the command's class, the help texts of its
+    options, and the sections of the docstring of its ``execute`` method.
+    """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return command(*args, **kwargs).execute()
 
     described: Any = command
     options = options_of(described)
-    given = [f"    {name}: {spec.help}" for name, _, spec in options]
+    arguments = [f"    {name}: {spec.help}" for name, _, spec in options]
     words = "".join(f"_{c.lower()}" if c.isupper() else c for c in described.__name__)
-    doc = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *given])
+    _, _, sections = inspect.cleandoc(described.execute.__doc__ or "").partition("\n\n")
+    doc = "\n".join([inspect.cleandoc(described.__doc__), "", "Args:", *arguments, "", sections])
     known, limits = inspect.signature(described).parameters, limits_of(described)
     types = {
         name: plain_type(hint).__name__ + " | None" * (plain_type(hint) is not hint)
@@ -114,14 +128,14 @@ def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
         ],
         return_annotation=described.execute.__annotations__["return"],
     )
-    return public_function(call, words.lstrip("_"), described.__module__, doc, signature)
+    return public_function(call, words.lstrip("_"), described.__module__, doc.rstrip(), signature)
 
 
 # -- fields as flags ---------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
-    """Give a parser the flags of a command."""
+    """Add the flags of a command to a parser."""
     groups: dict[str, Any] = {"": parser}
     usage = [parser.prog]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -129,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         if spec.group not in groups:
             groups[spec.group] = parser.add_argument_group(spec.group)
         default = defaults[name]
-        keywords = _argument(hint, spec, default)
+        keywords = _argparse_keywords(hint, spec, default)
         required = default is dataclasses.MISSING
         flag = spec.flag or flag_of(name)
         metavar = keywords.get("metavar", name.upper())
@@ -149,9 +163,9 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         nargs="+",
         action="extend",
         metavar="FILE.py:NAME",
-        help="code of your own that records name: a head, objective, metric, pooling or task",
+        help="custom code that a run or head needs: a head, objective, metric, pooling or task",
     )
-    # Not False: a command within a command would take back what was said before its name.
+    # A default of False would let a subcommand reset a flag that was given before its name.
     parser.add_argument(
         "--json",
         action="store_true",
@@ -163,12 +177,13 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
             "--format",
             choices=FORMATS,
             default=argparse.SUPPRESS,
-            help="of the table: for a terminal, a Markdown page or a paper (default: table)",
+            help="format of the table: for a terminal (table), a Markdown page or a paper "
+            "(default: table)",
         )
 
 
-def _argument(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
-    """Return how argparse reads a value of a type."""
+def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
+    """Return the keyword arguments of ``add_argument`` for an option of a type."""
     kind = plain_type(hint)
     inner = get_args(kind)
     text = spec.help
@@ -189,40 +204,47 @@ def _argument(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
         kind = plain_type(inner[0])
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
-    # What the option parses itself is text here; see `Options`.
+    # An option that parses its own values gets them as text; see `Options`.
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
-def command_of(cls: type[C], given: Mapping[str, Any]) -> C:
-    """Return a command with what was parsed; it checks that itself."""
+def command_of(cls: type[C], arguments: Mapping[str, Any]) -> C:
+    """Create a command from parsed arguments.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
     names = [name for name, _, _ in options_of(cls)]
-    return cls(**{name: given[name] for name in names if name in given})
+    return cls(**{name: arguments[name] for name in names if name in arguments})
 
 
 # -- running -----------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest legal names."""
+    """An argument parser whose errors are one line that suggests the nearest legal names."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse; a UserError for what this command does not know, before it is for what is missing.
+        """Parse arguments, and report unknown flags before missing arguments.
 
-        argparse would blame a misspelt flag on the required one that it was meant to be, and
-        report others in the name of the whole program.
+        For a misspelt required flag, argparse would report that the flag is missing. Other unknown
+        arguments it would report in the name of the whole program.
+
+        Raises:
+            UserError: an argument is unknown, missing or invalid.
         """
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        for word in self._own_words(sys.argv[1:] if args is None else args):
-            flag = word.partition("=")[0]
-            if flag.startswith("--") and " " not in flag and flag not in known:
-                self.error(f"there is no {flag}. {did_you_mean(flag, known)}")
-        namespace, others = super().parse_known_args(args, namespace)
-        if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}")
+        known_flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for argument in self._leading_arguments(sys.argv[1:] if args is None else args):
+            flag = argument.partition("=")[0]
+            if flag.startswith("--") and " " not in flag and flag not in known_flags:
+                self.error(f"there is no {flag}. {did_you_mean(flag, known_flags)}")
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, []
 
-    def _own_words(self, args: Iterable[str]) -> Iterator[str]:
-        """Yield arguments up to the name of a command within this one, or the end of all flags."""
+    def _leading_arguments(self, args: Iterable[str]) -> Iterator[str]:
+        """Yield the arguments before the name of a subcommand, or before ``--``."""
         actions = self._subparsers._group_actions if self._subparsers else ()
         names = {name for action in actions for name in action.choices or ()}
         return takewhile(lambda word: word != "--" and word not in names, args)
@@ -242,18 +264,22 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-def run_command(cls: type[Command], given: Mapping[str, Any]) -> None:
-    """Run a command with what was parsed, and print its result, or raise what went wrong."""
-    for name in given.get("plugin") or ():
+def run_command(cls: type[Command], arguments: Mapping[str, Any]) -> None:
+    """Run a command with parsed arguments, and print its result.
+
+    Raises:
+        LlmcondError: the command failed, or its result is one that makes it fail.
+    """
+    for name in arguments.get("plugin") or ():
         plugins.load(name)
-    command = command_of(cls, given)
+    command = command_of(cls, arguments)
     result = command.execute()
-    if given.get("json"):
+    if arguments.get("json"):
         value = result if isinstance(result, Mapping) else result.to_json()
-        if not local_rank():  # once, of processes that were launched together
+        if not local_rank():  # Of processes that were launched together, one prints.
             sys.stdout.write(f"{escaped_json(value)}\n")
     else:
-        command.show(result, given.get("format", "table"))
+        command.show(result, arguments.get("format", "table"))
     problem = command.failed(result)
     if problem is not None:
         raise problem

@@ -1,4 +1,4 @@
-"""``llmcond check-condition``: will conditions work on these texts?"""
+"""``llmcond check-condition``: predict whether conditions work on a set of texts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCondition(CheckConditionOptions, Command):
-    """Say whether conditions are expected to work on texts, without labels.
+    """Predict without labels whether conditions work on a set of texts.
 
     The texts are embedded under each condition. How clearly they fall into groups predicts the
-    share of comparisons that follow the condition, where 50 % is chance. It cannot tell by which
-    aspect they are grouped. At most 200 texts are sampled; fewer than 20 tell nothing.
+    share of comparisons that follow the condition; 50 % is chance. The check cannot know by which
+    aspect the texts are grouped. At most 200 texts are sampled, and at least 20 are needed.
     """
 
     position = 170
@@ -27,7 +27,24 @@ class CheckCondition(CheckConditionOptions, Command):
     if_interrupted = REUSES_VECTORS
 
     def execute(self) -> ConditionChecks:
-        """Check the conditions."""
+        """Check the conditions.
+
+        Returns:
+            ``ConditionChecks`` with one check for each condition: its verdict, expected accuracy
+            and indicators.
+
+        Raises:
+            UserError: a condition is empty, the texts cannot be read, or the model has no
+                calibration.
+            LlmcondError: the encoder fails.
+
+        Example:
+            >>> import llmcond
+            >>> texts = [f"A {pet} has {n} toys." for pet in ("dog", "cat") for n in range(10)]
+            >>> result = llmcond.check_condition(texts=texts, condition="the animal")
+            >>> result.texts
+            20
+        """
         from llmcond.workflows.check_condition import check_condition
 
         return check_condition(self)
@@ -38,18 +55,18 @@ class CheckCondition(CheckConditionOptions, Command):
         from llmcond.evaluation.condition_checks import INDICATORS
         from llmcond.report.terminal import listing, say, show
 
-        titles = condition_titles([one.condition for one in result.checks])
+        titles = condition_titles([check.condition for check in result.checks])
         say(
             [
-                f"{title}: {own.sentence()}."
-                for title, own in zip(titles, result.checks, strict=True)
+                f"{title}: {check.sentence()}."
+                for title, check in zip(titles, result.checks, strict=True)
             ]
         )
         rows = [
-            {"condition": title, "verdict": own.verdict}
-            | {INDICATORS[key]: value for key, value in own.indicators.items()}
-            for title, own in zip(titles, result.checks, strict=True)
-            if own.indicators
+            {"condition": title, "verdict": check.verdict}
+            | {INDICATORS[key]: value for key, value in check.indicators.items()}
+            for title, check in zip(titles, result.checks, strict=True)
+            if check.indicators
         ]
         if rows:
             show(listing(rows), form)

@@ -1,4 +1,4 @@
-"""``llmcond cluster``: group texts under conditions."""
+"""``llmcond cluster``: cluster texts under conditions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster(ClusterOptions, Command):
-    """Group texts under a condition, or under several, side by side."""
+    """Cluster texts under one or more conditions."""
 
     position = 160
     example = (
@@ -24,13 +24,29 @@ class Cluster(ClusterOptions, Command):
     if_interrupted = REUSES_VECTORS
 
     def execute(self) -> ClusterResult:
-        """Cluster."""
+        """Cluster the texts.
+
+        Returns:
+            A ``ClusterResult`` with one ``Clustering`` for each condition: the cluster of each
+            text, and the keywords and examples of each cluster.
+
+        Raises:
+            UserError: an option is invalid, or the texts, labels or guide cannot be read.
+            LlmcondError: the encoder fails.
+
+        Example:
+            >>> import llmcond
+            >>> texts = ["A dog runs.", "A dog sleeps.", "A horse runs.", "A horse sleeps."]
+            >>> result = llmcond.cluster(texts=texts, condition="the animal", clusters=2)
+            >>> result.clusterings[0].labels.shape
+            (4,)
+        """
         from llmcond.workflows.cluster import cluster
 
         return cluster(self)
 
     def show(self, result: ClusterResult, form: str) -> None:
-        """Print the clusters, and how well they agree with known labels."""
+        """Print the clusters, and their agreement with known labels."""
         from llmcond.clustering.tables import show_clusters
 
         show_clusters(result, form)

@@ -1,4 +1,4 @@
-"""``llmcond compare-prompts``: which prompt is better, and how sure that is."""
+"""``llmcond compare-prompts``: find out which prompt is better, and how certain that is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparePrompts(ComparePromptsOptions, Command):
-    """Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
+    """Compare prompts on the same rows, splits, seeds and heads, with paired statistics."""
 
     position = 90
     example = (
@@ -24,18 +24,44 @@ class ComparePrompts(ComparePromptsOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> Comparison:
-        """Compare."""
+        """Compare the prompts.
+
+        Returns:
+            A ``Comparison`` with one ``ComparedResult`` for each prompt, head and subtraction: its
+            metrics, and their difference to the baseline with a confidence interval.
+
+        Raises:
+            UserError: an option or the data is invalid, a prompt makes rows of different conditions
+                equal, or the report cannot be written.
+            LlmcondError: every fit failed.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> comparison = llmcond.compare_prompts(
+            ...     model="minilm",
+            ...     data=rows,
+            ...     prompts=["concat-sent-cond", "pair-sent"],
+            ...     heads=["none"],
+            ... )
+            >>> comparison.baseline
+            'concat-sent-cond'
+        """
         from llmcond.workflows.compare import compare_prompts
 
         return compare_prompts(self)
 
     def show(self, result: Comparison, form: str) -> None:
-        """Print what was found in words, then a table."""
+        """Print a summary in words, then a table."""
         from llmcond.report.comparisons import comparison_table, summary
         from llmcond.report.terminal import say, show
 
         say(summary(result.results, result.baseline), form)
-        bars = form == "table"  # elsewhere characters do not line up
+        bars = form == "table"  # In other formats the characters of bars do not line up.
         show(comparison_table(result.results, result.baseline, self.run, bars=bars), form)
 
 

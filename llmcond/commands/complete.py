@@ -1,4 +1,4 @@
-"""``llmcond complete``: the entities that best complete a triple of a knowledge graph."""
+"""``llmcond complete``: find the entities that best complete a triple of a knowledge graph."""
 
 from __future__ import annotations
 
@@ -14,14 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete(CompleteOptions, Command):
-    """Complete a triple of a run's knowledge graph: the entities that fit best."""
+    """Find the entities that best complete a triple of a run's knowledge graph."""
 
     position = 100
     example = "llmcond complete --run runs/wn18rr --head-entity 02084071 --relation _hypernym"
     formats = True
 
     def execute(self) -> Completions:
-        """Rank all entities."""
+        """Rank all entities.
+
+        Returns:
+            ``Completions``: the best entities with their ranks and scores, the best first, and the
+            head and query that they are ranked by.
+
+        Raises:
+            UserError: there is no such run, head, entity or relation, or the run has no knowledge
+                graph.
+
+        Example:
+            >>> import llmcond
+            >>> result = llmcond.extract(model="minilm", task="kgc", run="runs/graph")
+            >>> completions = llmcond.complete(
+            ...     run="runs/graph", head_entity="tolman_vest", relation="suits", k=3
+            ... )
+            >>> len(completions.completions)
+            3
+        """
         from llmcond.kinds.ranking.complete import complete
 
         return complete(self)
@@ -31,10 +49,10 @@ class Complete(CompleteOptions, Command):
         from llmcond.log import log
         from llmcond.report.terminal import listing, show
 
-        log.info(f"by {result.about['head']}")
+        log.info(f"ranked by {result.about['head']}")
         if not result.completions:
-            log.info("no entity is left: all that there are complete it in the data already")
-        show(listing([one.to_json() for one in result.completions]), form)
+            log.info("no entity is left: all of them complete the triple in the data already")
+        show(listing([completion.to_json() for completion in result.completions]), form)
 
 
 complete = verb(Complete)

@@ -1,4 +1,4 @@
-"""``llmcond embed``: write an embedding for each row of a file."""
+"""``llmcond embed``: embed each row of a file, table or dataset."""
 
 from __future__ import annotations
 
@@ -17,45 +17,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Embed(EmbedOptions, Command):
-    """Write an embedding for each row of a file, or of more than fits in memory.
+    """Embed each row of a source, and write the embeddings.
 
-    What --out names decides: a file, whose texts are read at once, or a folder or Lance dataset,
-    which is written bit by bit.
+    If --out names a file, the source is read into memory. If it names a folder or a Lance dataset,
+    the source is read and the embeddings are written part by part, so that they may be larger than
+    memory.
     """
 
     position = 130
     example = "llmcond embed texts.csv --out vectors.parquet --condition-text 'the activity'"
     if_interrupted = (
-        "what was written to a folder or dataset is kept, and the same command resumes; "
+        "parts written to a folder or dataset are kept, and the same command resumes; "
         f"{REUSES_VECTORS}"
     )
 
     def execute(self) -> EmbedResult:
-        """Embed."""
+        """Embed the rows.
+
+        Returns:
+            An ``EmbedResult``: ``out``, the number of ``rows``, the dimension ``dim``, and the head
+            and prompt.
+
+        Raises:
+            UserError: an option is invalid, the source cannot be read or has an empty text, or
+                ``out`` holds something else.
+            DiskFullError: the disk is full; parts written to a folder or dataset are kept.
+            LlmcondError: the encoder fails.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [{"text": "A man rides a horse."}, {"text": "A girl reads."}]
+            >>> result = llmcond.embed(source=rows, out="vectors.npy", condition_text="the hobby")
+            >>> result.rows, result.dim
+            (2, 384)
+        """
         if is_streamed(self.out):
             if not isinstance(self.source, str | Path):
                 raise UserError(
                     f"source is a {type(self.source).__name__}, and out is a folder or dataset, "
-                    f"{self.out}, which is written from files. Name a .parquet, .csv or .npy file."
+                    f"{self.out}, which needs files as its source. Name a .parquet, .csv or .npy "
+                    "file as out."
                 )
             from llmcond.workflows.embed_stream import embed_stream
 
             return embed_stream(self)
         if self.scale is not None:
-            raise UserError(f"--scale is for --out FOLDER, and {self.out} is one file.")
+            raise UserError(
+                f"--scale needs --out FOLDER, and {self.out} is a file. Name a folder or a .lance "
+                "dataset, or leave out --scale."
+            )
         from llmcond.workflows.embed import embed_file
 
         return embed_file(self)
 
 
 def is_streamed(out: str | Path) -> bool:
-    """Return whether what is written is a folder or a Lance dataset, not one file."""
+    """Return whether ``out`` names a folder or a Lance dataset, not a file.
+
+    Raises:
+        UserError: ``out`` is the URI of a file.
+    """
     name = str(out)
     suffix = PurePath(name).suffix.lower()
     if suffix in EMBEDDING_SUFFIXES:
         if "://" in name:
             raise UserError(
-                f"{name}: one file is written on this machine only. Name a folder or .lance there."
+                f"{name} is a file in an object store, and files are written on this machine only. "
+                "Name a folder or a .lance dataset."
             )
         return False
     return suffix in ("", ".lance") or name.endswith("/") or "://" in name or Path(name).is_dir()

@@ -22,7 +22,27 @@ class Evaluate(EvaluateOptions, Command):
     if_interrupted = REUSES_VECTORS
 
     def execute(self) -> Results[Result]:
-        """Score."""
+        """Score the heads.
+
+        Returns:
+            ``Results``, one ``Result`` for each head and for zero-shot: its metrics, with 95 %
+            confidence intervals.
+
+        Raises:
+            UserError: there is no such run, head or split, or the data has no rated rows.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> results = llmcond.evaluate(split="train")
+            >>> [(result.head, result.subtract) for result in results]
+            [('none', False), ('none', True)]
+        """
         from llmcond.workflows.evaluate import evaluate
 
         return evaluate(self)

@@ -1,4 +1,4 @@
-"""``llmcond export``: write an embedder as a model of another library."""
+"""``llmcond export``: save an embedder as a model of another library."""
 
 from __future__ import annotations
 
@@ -17,25 +17,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Export(WithConditions, WithEmbedder, Command):
-    """Write an embedder as a model of sentence-transformers.
+    """Save an embedder as a model of sentence-transformers.
 
-    Under one condition, or several that are chosen with each call, it needs no llmcond any more;
-    without --condition it takes any condition, where llmcond is installed.
+    With one --condition, or several to choose from in each call, the model works without llmcond.
+    Without --condition, it takes any condition and needs llmcond.
     """
 
     position = 180
     example = "llmcond export --out places --condition 'the place'"
 
-    out: str | Path = option(metavar="DIR", help="a new folder")
+    out: str | Path = option(metavar="DIR", help="new folder for the model")
     format: Literal["sentence-transformers"] = option(
-        "sentence-transformers", help="the library that loads it"
+        "sentence-transformers", help="library that loads the model"
     )
     condition: Sequence[str] = option(
-        (), metavar="C", repeat=True, help="may be repeated (default: any condition)"
+        (),
+        metavar="C",
+        repeat=True,
+        help="condition of the model; may be repeated (default: any condition)",
     )
 
     def execute(self) -> ExportResult:
-        """Export."""
+        """Export the embedder.
+
+        Returns:
+            An ``ExportResult``: the folder, the conditions, the modules, and the largest difference
+            between the exported model's vectors and those of llmcond.
+
+        Raises:
+            UserError: ``out`` exists, or the embedder cannot be expressed in modules of
+                sentence-transformers under these conditions.
+            LlmcondError: the exported model gives different vectors; nothing is saved.
+
+        Example:
+            >>> import llmcond
+            >>> result = llmcond.export(out="places", condition="the place")
+            >>> result.conditions, result.dim
+            (['the place'], 384)
+        """
         from llmcond.exporting.export import export_model
 
         return export_model(
@@ -48,24 +67,26 @@ class Export(WithConditions, WithEmbedder, Command):
         )
 
     def show(self, result: ExportResult, form: str) -> None:
-        """Say what it is, how it was tried out, and what to know of it."""
+        """Report the modules, the result of the test load, and notes for users of the model."""
         from llmcond.log import log
 
-        ways = {
+        descriptions = {
             "fixed": f"under {', '.join(map(repr, result.conditions))}",
             "any": "under any condition, by llmcond",
         }
-        own = ways.get(
+        conditions = descriptions.get(
             result.chosen_by,
             f"under {len(result.conditions)} conditions, chosen by {result.chosen_by}=",
         )
-        log.info(f"{result.dim} dimensions {own}: {', '.join(result.modules)} -> {result.out}")
+        log.info(
+            f"{result.dim} dimensions {conditions}: {', '.join(result.modules)} -> {result.out}"
+        )
         if result.difference is None:
-            log.info("it was not tried out, as sentence-transformers is not installed")
+            log.info("the model was not tested, because sentence-transformers is not installed")
         else:
             log.info(
-                "loaded in sentence-transformers, its vectors differ from llmcond's by at most "
-                f"{result.difference:.1e}"
+                "the vectors of the model in sentence-transformers differ from llmcond's by at "
+                f"most {result.difference:.1e}"
             )
         for note in result.notes:
             log.info(note)

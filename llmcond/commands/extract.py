@@ -1,4 +1,4 @@
-"""``llmcond extract``: encode a data set's texts under prompts, once."""
+"""``llmcond extract``: encode the texts of a data set under prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Extract(ExtractOptions, Command):
-    """Encode a data set's texts under prompts, once, into a run.
+    """Encode the texts of a data set under prompts, and store their vectors in a run.
 
-    What the run holds already is not encoded again; an interrupted call goes on where it stopped.
+    Vectors that the run has already stored are not computed again. If interrupted, the same command
+    resumes where it stopped.
     """
 
     position = 10
@@ -25,7 +26,28 @@ class Extract(ExtractOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> ExtractResult | ExtractionPlan:
-        """Extract, or tell what would be."""
+        """Extract the features, or plan the extraction.
+
+        Returns:
+            An ``ExtractResult``: the run's folder, the encoder and, for each prompt, the numbers of
+            inputs and tokens. With ``plan`` an ``ExtractionPlan``: the numbers of inputs and
+            tokens, bytes, hours and cost.
+
+        Raises:
+            UserError: an option is invalid, or the model, a prompt or the data cannot be read.
+            LlmcondError: the hub cannot be reached.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> result.run, list(result.prompts)
+            (PosixPath('runs/default'), ['routed'])
+        """
         if self.plan:
             from llmcond.workflows.plan import plan
 
@@ -35,7 +57,7 @@ class Extract(ExtractOptions, Command):
         return extract(self)
 
     def show(self, result: ExtractResult | ExtractionPlan, form: str) -> None:
-        """Print a plan; what was extracted was told while it was."""
+        """Print a plan; progress messages have already reported an extraction."""
         if self.plan:
             from llmcond.report.terminal import listing, show
 

@@ -1,4 +1,4 @@
-"""``llmcond heads``: the bundled recipes."""
+"""``llmcond heads``: list recipes, or the heads of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ from llmcond.options import option
 
 @dataclass(frozen=True, kw_only=True)
 class Heads(Command):
-    """List the bundled head recipes, or the heads that were fitted in a run."""
+    """List the bundled head recipes, or the fitted heads of a run."""
 
     position = 240
     example = "llmcond heads --run runs/mine --default mlp@concat-sent-cond"
     formats = True
 
-    run: str | Path | None = option(None, metavar="DIR", help="list the heads of this run")
+    run: str | Path | None = option(
+        None, metavar="DIR", help="run whose heads are listed (default: list the bundled recipes)"
+    )
     default: str | None = option(
         None,
         metavar="NAME",
-        help="from now on the head that is taken where none is named (otherwise: the best on dev)",
+        help="with --run: make this head the run's default head (until then: the head with the "
+        "best dev score)",
     )
 
     def execute(self) -> dict[str, Any]:
-        """List."""
+        """Return the recipes or heads, one row each.
+
+        Raises:
+            UserError: there is no such run or head, or ``default`` is given without ``run``.
+        """
         return {"heads": self._bundled() if self.run is None else self._fitted(Path(self.run))}
 
     def _bundled(self) -> list[dict[str, Any]]:
@@ -36,7 +43,7 @@ class Heads(Command):
         from llmcond.tasks import TASKS
 
         if self.default is not None:
-            raise UserError("--default is of a run; name it with --run.")
+            raise UserError("--default sets the default head of a run. Name the run with --run.")
         rows = []
         for task in TASKS:
             for recipe in (load_recipe(name, task) for name in bundled_names("heads", task)):
@@ -52,7 +59,7 @@ class Heads(Command):
         run = open_any_run(folder)
         if self.default is not None:
             run.set_default_head(self.default)
-        usual = run.default_head()
+        default = run.default_head()
         records = {name: run.head_record(name) for name in run.head_names()}
         return [
             {
@@ -61,13 +68,13 @@ class Heads(Command):
                 "dim": record["dim_out"],
                 f"dev_{run.dev_metric}": dev_score(record, run.dev_metric),
                 "fitted_on": record["data"]["source"],
-                "taken": usual[1] if usual and usual[0] == name else "",
+                "taken": default[1] if default and default[0] == name else "",
             }
             for name, record in records.items()
         ]
 
     def show(self, result: dict[str, Any], form: str) -> None:
-        """Print a table; in a terminal without the recipes' settings, which ``--json`` has."""
+        """Print a table; in a terminal without the recipes' settings, which ``--json`` prints."""
         from llmcond.report.terminal import listing, show
 
         brief = form == "table" and self.run is None

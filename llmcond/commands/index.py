@@ -1,4 +1,4 @@
-"""``llmcond index``: make an index of texts, or add to it."""
+"""``llmcond index``: create or update an index of texts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexTexts(IndexOptions, Command):
-    """Make an index of texts for searching, or add to the one that is there.
+    """Create an index of texts for searching, or update an existing index.
 
-    A text whose id is there replaces that one; the same id with the same text costs nothing, so
-    that the same command goes on where it was stopped.
+    A text replaces the text that has the same id. If both are equal, nothing is computed, so that
+    the same command resumes after an interruption.
     """
 
     position = 140
@@ -29,9 +29,13 @@ class IndexTexts(IndexOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> Indexed:
-        """Index."""
+        """Create or update the index.
+
+        Raises:
+            UserError: there is no index and no text, or an option is invalid.
+        """
         if self.texts is None and not Path(self.out, "index.json").exists():
-            raise UserError(f"there is no index at {self.out}. Name TEXTS to make one of.")
+            raise UserError(f"there is no index at {self.out}. Name TEXTS to create one.")
         if self.texts is None and not (
             self.condition or self.delete or self.run or self.guide is not None
         ):

@@ -1,4 +1,4 @@
-"""``llmcond models``: which encoders are known by name, and what one reads and pools."""
+"""``llmcond models``: list the known encoders, or check one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from llmcond.workflows.options.common import WithEncoderSettings
 
 @dataclass(frozen=True)
 class Models:
-    """Known encoders, or a report on one.
+    """The known encoders, or a report on one encoder.
 
     Attributes:
-        rows: one an encoder that is known; empty with ``--check``.
-        report: on the encoder that was checked.
-        problem: why the report is not complete.
+        rows: one row per known encoder; empty with ``--check``.
+        report: report on the checked encoder.
+        problem: error that cut the report short; None if it is complete.
     """
 
     rows: Sequence[Mapping[str, Any]] = ()
@@ -31,7 +31,7 @@ class Models:
     problem: LlmcondError | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the JSON object that ``--json`` prints."""
         if self.report is None:
             return {"models": list(self.rows), "bundled": pretrained_names()}
         return {**self.report, "problem": str(self.problem) if self.problem else None}
@@ -39,7 +39,7 @@ class Models:
 
 @dataclass(frozen=True, kw_only=True)
 class ListModels(WithEncoderSettings, Command):
-    """List the encoders that are known by name, or check one before it is downloaded."""
+    """List the encoders that are known by name, or check an encoder before downloading it."""
 
     position = 210
     example = "llmcond models --check nvidia/NV-Embed-v2"
@@ -48,19 +48,25 @@ class ListModels(WithEncoderSettings, Command):
     check: str | None = option(
         None,
         metavar="NAME_OR_PATH",
-        help="report what an encoder reads and pools, the memory it needs, and whether it fits "
-        "here; downloads its settings and tokenizer only",
+        help="encoder to report on: what it reads and pools, the memory it needs, and whether it "
+        "fits this machine; downloads only its settings and tokenizer",
     )
 
     def execute(self) -> Models:
-        """List, or check."""
+        """List the known encoders, or check one.
+
+        Raises:
+            UserError: encoder options are given without ``check``.
+        """
         options = self.encoder_options()
         if self.check is not None:
             from llmcond.workflows.check import check_model
 
-            return Models(report=(found := check_model(self.check, options))[0], problem=found[1])
+            return Models(
+                report=(checked := check_model(self.check, options))[0], problem=checked[1]
+            )
         if options != EncoderOptions():
-            raise UserError("these options are about one encoder; name it: --check NAME.")
+            raise UserError("encoder options need an encoder to check. Name it with --check NAME.")
         return Models(models())
 
     def show(self, result: Models, form: str) -> None:
@@ -75,17 +81,17 @@ class ListModels(WithEncoderSettings, Command):
 
             show(listing(models_in_brief()), form)
             log.info(
-                f"bundled, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The first "
-                "is taken where texts are embedded and there is no run of your own data"
+                f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
+                "first is the default for embedding texts if you have no run of your data"
             )
 
     def failed(self, result: Models) -> LlmcondError | None:
-        """Return what makes the command fail after its result is printed."""
+        """Return the error that cut the report short, or None."""
         return result.problem
 
 
 def models() -> list[dict[str, Any]]:
-    """Return a row for each known encoder."""
+    """Return one row per known encoder."""
     return [
         {
             "name": model.name,
@@ -106,7 +112,7 @@ def models() -> list[dict[str, Any]]:
 
 
 def models_in_brief() -> list[dict[str, Any]]:
-    """Return what tells the known encoders from each other, as texts for a table."""
+    """Return the properties in which known encoders differ, as texts for a table."""
     return [
         {
             "name": row["name"],

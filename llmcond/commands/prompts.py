@@ -1,4 +1,4 @@
-"""``llmcond prompts``: the bundled prompts."""
+"""``llmcond prompts``: list the bundled prompts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from llmcond.commands.base import Command
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Command):
-    """List the bundled prompts, or show the inputs that one gives for a row.
+    """List the bundled prompts, or show the encoder inputs that a prompt renders for a row.
 
-    Those of encoders come first, and then those that `annotate` asks a language model.
+    The first table lists the prompts of encoders, the second one those that `annotate` sends to a
+    language model.
     """
 
     position = 220
@@ -21,7 +22,7 @@ class Prompts(Command):
     formats = True
 
     def execute(self) -> dict[str, Any]:
-        """List."""
+        """Return the prompts of encoders and those of ``annotate``, one row each."""
         from llmcond.annotation.template import bundled_templates
         from llmcond.prompts import load_prompt
 
@@ -32,10 +33,13 @@ class Prompts(Command):
                 for name in ("instruction", "context", "text", "router"):
                     about[f"{prefix}{name}"] = getattr(part, name)
             rows.append({**about, "source": prompt.source})
-        return {"prompts": rows, "annotate": [own.to_json() for own in bundled_templates()]}
+        return {
+            "prompts": rows,
+            "annotate": [template.to_json() for template in bundled_templates()],
+        }
 
     def show(self, result: dict[str, Any], form: str) -> None:
-        """Print a table; in a terminal without the texts, which ``prompts show`` has."""
+        """Print two tables; in a terminal without the texts, which ``prompts show`` prints."""
         from llmcond.report.terminal import listing, show
 
         brief = ("name", "description") if form == "table" else ()

@@ -1,4 +1,4 @@
-"""``llmcond prompts show``: the inputs that a prompt gives for a row."""
+"""``llmcond prompts show``: show the encoder inputs that a prompt renders for a row."""
 
 from __future__ import annotations
 
@@ -15,34 +15,41 @@ from llmcond.workflows.options.common import DATA, Split, WithColumns, WithEncod
 
 @dataclass(frozen=True, kw_only=True)
 class ShowPrompt(WithColumns, WithEncoderSettings, Command):
-    """Show the exact texts that a prompt gives for a row, and the tokens an encoder reads."""
+    """Show the texts that a prompt renders for a row, and the tokens that an encoder reads."""
 
     position = 230
     example = "llmcond prompts show my/template.toml --data my.csv --row 17"
 
-    prompt: str = option(flag="", metavar="NAME_OR_FILE", help="a template")
+    prompt: str = option(flag="", metavar="NAME_OR_FILE", help="prompt to render")
     row: int | None = option(
         None,
         metavar="N",
-        help="its number in the file, as messages name it (default: the first of the split)",
+        help="number of the row in the file, as in error messages (default: the first row of the "
+        "split)",
     )
     split: Split | None = option(
-        None, help="(default: train, or of a single file the split that has the row)"
+        None, help="split of the row (default: train, or for a single file the split of the row)"
     )
     data: Any = option(
         None, metavar="SRC", source=DATA, help=f"{DATA} (default: the bundled sample)"
     )
     split_seed: int | None = option(
-        None, metavar="S", help="seed that splits a single file (default: 0)"
+        None,
+        metavar="S",
+        help="random seed that splits a single file into train, dev and test (default: 0)",
     )
     model: str | None = option(
         None,
         metavar="NAME_OR_PATH",
-        help="show what this encoder reads, pools and truncates (its weights are not loaded)",
+        help="encoder whose tokens are shown: read, pooled and cut (its weights are not loaded)",
     )
 
     def execute(self) -> dict[str, Any]:
-        """Render a row."""
+        """Render a row.
+
+        Raises:
+            UserError: there is no such prompt, row or model, or encoder options lack a model.
+        """
         from llmcond.encoders import resolve
         from llmcond.log import log
         from llmcond.prompts import load_prompt
@@ -51,7 +58,7 @@ class ShowPrompt(WithColumns, WithEncoderSettings, Command):
         prompt = load_prompt(self.prompt)
         options = self.encoder_options()
         if self.model is None and options != EncoderOptions():
-            raise UserError("these options are about an encoder; name it: --model NAME.")
+            raise UserError("encoder options need an encoder. Name it with --model NAME.")
         dataset = self.data_options().read()
         resolved = None
         if self.model is not None:
@@ -69,29 +76,29 @@ class ShowPrompt(WithColumns, WithEncoderSettings, Command):
 
         console = Console(highlight=False)
         for line, style in _lines(result, width()):
-            # A text is one line, however long: what is copied from it is what the encoder reads.
+            # No line breaks are added to a text, so that it can be copied exactly as it is encoded.
             console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _lines(report: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
-    """Return lines with their style: what is shown, then each input."""
+    """Yield each line with its style: the prompt and row first, then each input."""
     yield f"prompt {report['prompt']}: {_one_line(report['description'])}", "bold"
     yield f"row {report['row']} of {_one_line(report['file'])}, {report['split']}", ""
     yield f"condition: {_one_line(report['condition'])}", ""
     if report["control"] == "shuffled":
-        yield f"given instead, from another row: {_one_line(report['given_condition'])}", ""
+        yield f"the prompt uses that of another row: {_one_line(report['given_condition'])}", ""
     if report["control"] == "left-out":
-        yield "the condition is left out, and nothing is subtracted", ""
+        yield "the prompt leaves the condition out, and nothing is subtracted", ""
     encoder = report["encoder"]
     if encoder is not None:
         yield (
-            f"read by {_one_line(encoder['name'])}: at most {encoder['max_length']} tokens, "
-            f"{encoder['pooling']} pooling; ^ is pooled",
+            f"encoder {_one_line(encoder['name'])}: at most {encoder['max_length']} tokens, "
+            f"{encoder['pooling']} pooling; ^ marks pooled tokens",
             "",
         )
     for item in report["inputs"]:
-        whose = "" if item["sentence"] is None else f", sentence {item['sentence']}"
-        yield f"\n {item['part']}{whose}", "bold"
+        sentence = "" if item["sentence"] is None else f", sentence {item['sentence']}"
+        yield f"\n {item['part']}{sentence}", "bold"
         for key in ("instruction", "context", "text"):
             if item[key] or (key == "context" and item[key] is not None):
                 yield f"   {key + ':':<12} {_one_line(item[key]) or '(empty)'}", ""
@@ -109,7 +116,7 @@ def _tokens(item: Mapping[str, Any], width: int) -> Iterator[str]:
     yield f"{item['n_tokens']} tokens, {pooled} pooled"
     if item["cut"]:
         cut = " ".join(_one_line(token) for token in item["cut"])
-        yield f"{len(item['cut'])} of them are cut: {cut}"
+        yield f"{len(item['cut'])} tokens are cut: {cut}"
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""``llmcond push``: upload a run's heads, and its encoder if that was trained."""
+"""``llmcond push``: upload a run's heads, and its encoder if it was trained."""
 
 from __future__ import annotations
 
@@ -14,16 +14,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Push(PushOptions, Command):
-    """Upload a run's heads to the Hugging Face hub, with a trained encoder; data stays here.
+    """Upload a run's heads, and its encoder if it was trained, to the Hugging Face hub.
 
-    Of a frozen encoder only its name on the hub and its revision go up.
+    Data and features are not uploaded. A frozen encoder is recorded by its name and revision on the
+    hub.
     """
 
     position = 60
     example = "llmcond push ada/my-heads --run runs/default --private"
 
     def execute(self) -> PushResult:
-        """Upload."""
+        """Upload the run.
+
+        Returns:
+            A ``PushResult``, a dictionary with the keys ``repo``, ``url``, ``commit`` and
+            ``files``.
+
+        Raises:
+            UserError: the run has neither a trained encoder nor a fitted head, others could not
+                load its encoder, or you may not write to the repository.
+            LlmcondError: the hub cannot be reached, or has failed.
+
+        Example:
+            >>> import llmcond
+            >>> llmcond.push(repo="ada/my-heads", private=True)["url"]  # doctest: +SKIP
+            'https://huggingface.co/ada/my-heads'
+        """
         from llmcond.workflows.push import push_to_hub
 
         return push_to_hub(self)

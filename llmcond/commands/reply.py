@@ -1,4 +1,4 @@
-"""``llmcond reply``: what fits best as the next turn of a dialogue."""
+"""``llmcond reply``: rank candidates for the next turn of a dialogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply(ReplyOptions, Command):
-    """Rank candidates as the next turn of a dialogue, or by how well they lead to a later one."""
+    """Rank candidates for the next turn of a dialogue, or by how well they lead to a later turn."""
 
     position = 110
     example = (
@@ -24,7 +24,27 @@ class Reply(ReplyOptions, Command):
     if_interrupted = REUSES_VECTORS
 
     def execute(self) -> Replies:
-        """Encode the turns, and rank the candidates."""
+        r"""Encode the turns, and rank the candidates.
+
+        Returns:
+            ``Replies``: the best candidates with their scores, the best first, and the head and
+            score that they are ranked by.
+
+        Raises:
+            UserError: there is no such run, head or file, a text is empty, or there are fewer than
+                two candidates.
+
+        Example:
+            >>> import llmcond
+            >>> from pathlib import Path
+            >>> result = llmcond.extract(model="minilm", task="dialogue", run="runs/dialogues")
+            >>> n = Path("replies.txt").write_text("I am fine.\nThe train is late.\n")
+            >>> ranked = llmcond.reply(
+            ...     turns=["Hi!", "How are you?"], candidates="replies.txt", run="runs/dialogues"
+            ... )
+            >>> len(ranked.replies)
+            2
+        """
         from llmcond.kinds.dialogue.reply import reply
 
         return reply(self)
@@ -35,8 +55,11 @@ class Reply(ReplyOptions, Command):
         from llmcond.report.terminal import listing, show
 
         about = result.about
-        log.info(f"by {about['head']}, score {about['score']}, of {about['n_candidates']:,}")
-        show(listing([one.to_json() for one in result.replies]), form)
+        log.info(
+            f"{about['n_candidates']:,} candidates ranked by {about['head']}, score "
+            f"{about['score']}"
+        )
+        show(listing([reply.to_json() for reply in result.replies]), form)
 
 
 reply = verb(Reply)

@@ -26,50 +26,60 @@ class Search(WithConditions, WithDevice, Command):
     example = "llmcond search texts.index 'Children swim in the sea.' --condition 'the place' -k 5"
     formats = True
 
-    folder: str | Path = option(flag="", metavar="DIR", help="an index; see llmcond index")
-    query: str = option(flag="", metavar="QUERY", help="a text")
+    folder: str | Path = option(
+        flag="", metavar="DIR", help="folder of an index, written by `llmcond index`"
+    )
+    query: str = option(flag="", metavar="QUERY", help="text to search for")
     condition: Sequence[str] = option(
         metavar="C",
         repeat=True,
-        help="may be repeated. Without --values it has those that llmcond index was given",
+        help="condition to search under; may be repeated. Without --values it has the values that "
+        "the index records",
     )
     weight: Sequence[float] = option(
         (),
         metavar="W",
         repeat=True,
-        help="of each condition: scores are weighted sums of cosines (default: 1 each)",
+        help="weight of each condition in the score, a weighted sum of cosines (default: 1 each)",
     )
-    k: Positive = option(10, flag="-k", metavar="K", help="hits")
+    k: Positive = option(10, flag="-k", metavar="K", help="number of hits")
     where: str | None = option(
         None,
         metavar="FILTER",
-        help='only texts for which it is true of their columns, in a small part of SQL: "kind = '
-        "'news' AND year > 2020\"",
+        help="filter on the columns of the texts, in a subset of SQL, such as "
+        "\"kind = 'news' AND year > 2020\"",
     )
     rerank: int | None = option(
         None,
         metavar="N",
-        help="where the model encodes each text together with the condition: encode only the N "
-        "texts nearest without it, which is not exact. The prompt has to encode texts alone as "
-        "well, which the bundled model's does not",
+        help="number of texts to encode with the condition: those nearest to the query without "
+        "it, which is approximate. This is for models that encode each text together with the "
+        "condition, and whose prompt also encodes texts alone, unlike the bundled model's "
+        "(default: all texts)",
     )
     check: bool = option(True, help=CHECK_HELP)
     explain: bool = option(
         False,
-        help="show each hit's score under each condition and without one, by the encoder before "
-        "any adapter; and its rank without one, if the index holds texts without a condition",
+        help="show each hit's score under each condition and without one (by the encoder without "
+        "adapters), and its rank without one if the index holds texts without a condition",
     )
 
     def execute(self) -> Hits:
-        """Search."""
+        """Search the index.
+
+        Raises:
+            UserError: an option is invalid, or there is no such index.
+        """
         if self.weight and len(self.weight) != len(self.condition):
             raise UserError(
-                f"there are {len(self.weight)} --weight and {len(self.condition)} --condition; "
-                "give one for each, in their order."
+                f"there are {len(self.weight)} --weight and {len(self.condition)} --condition. "
+                "Give one --weight for each --condition, in the same order."
             )
         conditions = self.conditions()
         if len(set(conditions)) < len(conditions):
-            raise UserError("--condition names a text twice; give it once, with a larger --weight.")
+            raise UserError(
+                "a --condition is repeated. Give each condition once, with a larger --weight."
+            )
         weights = self.weight or [1.0] * len(conditions)
         from llmcond.search import Index
 
@@ -82,19 +92,19 @@ class Search(WithConditions, WithDevice, Command):
             rerank=self.rerank,
             explain=self.explain,
         )
-        for one in hits.conditions:
-            if isinstance(one, Condition) and one not in conditions:
+        for condition in hits.conditions:
+            if isinstance(condition, Condition) and condition not in conditions:
                 log.info(
-                    f"{one.text!r} has the values that the index records: {', '.join(one.values)} "
-                    "(--values '' for none)"
+                    f"{condition.text!r} has the values that the index records: "
+                    f"{', '.join(condition.values)} (--values '' for none)"
                 )
         for guided, guide in hits.guides.items():
             log.info(
-                f"{condition_text(guided)!r} follows the labels of a guide: "
+                f"{condition_text(guided)!r} is guided by labelled texts: "
                 f"{', '.join(guide.labels)} ({guide.source})"
             )
         if self.explain and hits.rows:
-            _report_plain(hits)
+            _report_unconditional_scores(hits)
         if self.check and self.rerank is None:
             _report_checks(index, hits)
         return hits
@@ -105,39 +115,42 @@ class Search(WithConditions, WithDevice, Command):
 
         rows = []
         for hit in result.rows:
-            kept = dict(hit)
-            scores, text_id = kept.pop("explain", None), {"id": kept.pop("id")}
-            row = {name: kept.pop(name) for name in ("rank", "score", "text")}
+            columns = dict(hit)
+            scores, text_id = columns.pop("explain", None), {"id": columns.pop("id")}
+            row = {name: columns.pop(name) for name in ("rank", "score", "text")}
             if scores is not None:
-                if len(scores["under"]) > 1:  # of one condition it is the score
+                if len(scores["under"]) > 1:  # With one condition, this is the hit's score.
                     titles = condition_titles([*scores["under"]])
                     under = zip(titles, scores["under"].values(), strict=True)
                     row |= {f"under {title}": score for title, score in under}
-                others = {"without": scores["without"], "rank without": scores["rank_without"]}
-                row |= {name: value for name, value in others.items() if value is not None}
-            # Where a line has no room, columns are left out from the right.
-            rows.append(row | kept | text_id)
+                unconditional = {
+                    "without": scores["without"],
+                    "rank without": scores["rank_without"],
+                }
+                row |= {name: value for name, value in unconditional.items() if value is not None}
+            # A table that is too wide loses its last columns.
+            rows.append(row | columns | text_id)
         if rows:
             show(listing(rows), form)
 
 
 def _report_checks(index: Index, hits: Hits) -> None:
-    """Say of each condition without a guide whether it is expected to work."""
+    """Log for each condition without a guide whether it is expected to work."""
     for condition in hits.conditions:
         check = None if condition in hits.guides else index.check(condition)
         if check is not None and check.expected is not None:
             log.info(f"{condition_text(condition)}: {check.sentence()}")
 
 
-def _report_plain(hits: Hits) -> None:
-    """Say what the scores without a condition are, or why there are none."""
+def _report_unconditional_scores(hits: Hits) -> None:
+    """Log how the scores without a condition are computed, or why there are none."""
     if hits.plain is None:
         log.info(
             "there are no scores without a condition: all weights of the encoder were trained, and "
-            "what they were before is not recorded"
+            "the original ones are not recorded"
         )
         return
-    said = f"without: {hits.plain}, no condition"
+    explanation = f"without: {hits.plain}, no condition"
     if hits.rows[0]["explain"]["rank_without"] is None:
-        said += "; no ranks, for which every text would have to be encoded so"
-    log.info(said)
+        explanation += "; no ranks, because they need every text encoded without a condition"
+    log.info(explanation)

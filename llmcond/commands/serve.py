@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
     """Serve embeddings, similarity and search over HTTP.
 
-    OpenAI's protocol for embeddings, with a condition. There is no encryption: where others than
-    this machine are served, let a proxy do that.
+    The protocol is OpenAI's embeddings API with a condition added. The server does not encrypt: to
+    serve other machines, put it behind a proxy that does.
     """
 
     position = 190
@@ -30,15 +30,31 @@ class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
     index: str | Path | None = option(
         None,
         metavar="DIR",
-        help="a collection to search, which `llmcond index` made; its model is served",
+        help="index to search, written by `llmcond index`; the server uses the model of the index",
     )
     condition: str | None = option(
-        None, metavar="C", help="of requests that name none (default: such are refused)"
+        None,
+        metavar="C",
+        help="condition of requests that do not name one (default: reject such requests)",
     )
     values: str | None = option(None, metavar="VALUES", needs="--condition", help=VALUES_HELP)
 
     def execute(self) -> ServeResult:
-        """Serve until SIGTERM or Ctrl-C."""
+        """Serve until the process gets SIGTERM or Ctrl-C.
+
+        Returns:
+            A ``ServeResult``: the server's URL, the model, the number of requests, and how many
+            seconds it ran.
+
+        Raises:
+            UserError: the extra ``serve`` is not installed, the port is in use, or the model, index
+                or keys cannot be read.
+            LlmcondError: the model cannot be loaded, or fails to encode a text.
+
+        Example:
+            >>> import llmcond
+            >>> llmcond.serve(port=8000, condition="the activity")  # doctest: +SKIP
+        """
         condition = self.condition
         if condition is not None and self.values is not None:
             condition = Condition(condition, self.values)

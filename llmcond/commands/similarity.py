@@ -14,19 +14,27 @@ from llmcond.workflows.options.common import WithConditions, WithEmbedder
 
 @dataclass(frozen=True)
 class Similarities:
-    """The similarity of two sentences under each condition, and what computed it."""
+    """The similarity of two sentences under each condition, and the model that computed it.
+
+    Attributes:
+        conditions: the conditions.
+        values: the similarity under each condition.
+        about: description of the run, encoder and head, for ``--json``.
+    """
 
     conditions: Sequence[str]
     values: Sequence[float]
     about: dict[str, Any]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each condition."""
-        pairs = zip(self.conditions, self.values, strict=True)
-        return [{**condition_json(one), "similarity": round(value, 6)} for one, value in pairs]
+        """Return one row per condition."""
+        return [
+            {**condition_json(condition), "similarity": round(value, 6)}
+            for condition, value in zip(self.conditions, self.values, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the JSON object that ``--json`` prints."""
         return {"similarities": self.rows(), **self.about}
 
 
@@ -40,12 +48,14 @@ class Similarity(WithConditions, WithEmbedder, Command):
     )
     formats = True
 
-    sentence1: str = option(flag="", metavar="SENTENCE1", help="a text")
-    sentence2: str = option(flag="", metavar="SENTENCE2", help="another text")
-    condition: Sequence[str] = option(metavar="C", repeat=True, help="may be repeated")
+    sentence1: str = option(flag="", metavar="SENTENCE1", help="first sentence")
+    sentence2: str = option(flag="", metavar="SENTENCE2", help="second sentence")
+    condition: Sequence[str] = option(
+        metavar="C", repeat=True, help="condition to compare the sentences under; may be repeated"
+    )
 
     def execute(self) -> Similarities:
-        """Encode both sentences under every condition."""
+        """Encode both sentences under every condition, and compare them."""
         from llmcond.log import log
         from llmcond.runs import cross, open_run
         from llmcond.runs.embedder import describe
@@ -61,7 +71,8 @@ class Similarity(WithConditions, WithEmbedder, Command):
         for text, nearest in unfamiliar(open_run(folder), loaded, conditions).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
-                f"nearest is {nearest!r}); what it gives may mean little (--head none: zero-shot)"
+                f"nearest is {nearest!r}), so its similarities may be unreliable. Use --head none "
+                "for zero-shot"
             )
         values = loaded.similarity(*texts)
         return Similarities(conditions, values.tolist(), describe(loaded))

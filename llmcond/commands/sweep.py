@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(SweepOptions, Command):
-    """Fit heads for every combination of settings and seeds; resumes, in one table."""
+    """Fit heads for every combination of settings and seeds, and compare them in one table.
+
+    Fits with the same features and settings are not repeated. If interrupted, the same command
+    resumes.
+    """
 
     position = 30
     example = "llmcond sweep --head mlp linear --vary dim=64,128,256 --seeds 3 --plot dim.png"
@@ -24,7 +28,30 @@ class Sweep(SweepOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> SweepResult:
-        """Fit and score all combinations."""
+        """Fit and score all combinations.
+
+        Returns:
+            A ``SweepResult`` with one result for each combination: its settings and the means of
+            its scores over the seeds, with confidence intervals. The best comes first.
+
+        Raises:
+            UserError: there is no such run or recipe, a setting is invalid, or nothing varies.
+            LlmcondError: every fit failed, or a process was killed.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.extract(model="minilm", data=rows)
+            >>> swept = llmcond.sweep(
+            ...     head=["linear"], vary={"dim": [8, 16]}, seeds=2, set={"epochs": 5}, workers=1
+            ... )
+            >>> len(swept.results)
+            2
+        """
         from llmcond.report.sweeps import check_plot, plot_settings, plot_steps
         from llmcond.workflows.sweep import sweep
 

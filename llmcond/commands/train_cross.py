@@ -1,4 +1,4 @@
-"""``llmcond train-cross``: train an encoder to rate two sentences and a condition at once."""
+"""``llmcond train-cross``: train a cross-encoder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCross(TrainCrossOptions, Command):
-    """Train a cross-encoder: it reads both sentences and the condition at once, and rates them.
+    """Train a cross-encoder, which reads both sentences and the condition together and rates them.
 
-    It compares two texts, and has no embeddings. Stopped, the same command goes on.
+    A cross-encoder compares two texts, but has no embeddings. If interrupted, the same command
+    resumes from the last checkpoint.
     """
 
     position = 50
@@ -24,7 +25,28 @@ class TrainCross(TrainCrossOptions, Command):
     if_interrupted = RESUMES
 
     def execute(self) -> TrainingResult:
-        """Train."""
+        """Train the cross-encoder.
+
+        Returns:
+            A ``TrainingResult`` with the training record: the run's folder, the numbers of steps
+            and trained weights, and the scores.
+
+        Raises:
+            UserError: an option or the data is invalid, the run holds something else, or the loss
+                became NaN.
+            LlmcondError: the encoder cannot be loaded or trained.
+
+        Example:
+            >>> import llmcond
+            >>> rows = [
+            ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}
+            ...     for n in range(10)
+            ...     for c, y in [("the number", 5), ("the animal", 1)]
+            ... ]
+            >>> result = llmcond.train_cross(model="minilm", data=rows, epochs=1)
+            >>> result.run
+            PosixPath('runs/default')
+        """
         from llmcond.workflows.cross import train_cross
 
         return train_cross(self)

@@ -1,11 +1,11 @@
-"""The settings of an encoder, each declared once, as a field of :class:`EncoderSettings`.
+"""The settings of an encoder, each declared once, as a field of ``EncoderSettings``.
 
-A field has the setting's type, default, flag and help, and the function that settles it where that
-takes more than asking who states it. What a user may choose (:class:`EncoderOptions`) and what
-decides an encoder's vectors (:class:`EncoderIdentity`, the key of its features) have these fields,
-and some of their own.
+A field declares the setting's type, default, flag and help text. If the first source that states
+the setting does not simply decide it, the field also has the function that does. Two classes repeat
+these fields and add some: ``EncoderOptions`` holds what a user may choose, and ``EncoderIdentity``
+holds what decides an encoder's vectors, and is the key of its stored features.
 
-Imports neither torch nor transformers, so that the command line can be built from it.
+This module imports neither torch nor transformers, so that the command line can be built from it.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ _T = TypeVar("_T")
 
 @dataclass
 class Sources:
-    """All that decides the settings of one encoder.
+    """Everything that decides the settings of one encoder.
 
     Attributes:
-        name: the encoder, as messages call it.
-        device: where it will run.
-        options: what the user chose; what was left open is as training recorded it.
-        known: what is known of it by its name; None: it is not known.
-        files: what its own files state.
-        poolings: those that it may be pooled by.
-        model_type: its architecture.
-        positions: the tokens that it has positions for; None: its files do not say.
-        no_float16: why it may not be computed in float16; empty where it may.
-        trained_router: the router that it was trained with, if any.
-        assumed: what no source said, in sentences for the user.
-        settled: the settings that are settled so far, in their order.
+        name: the encoder's name in messages.
+        device: the device that it will run on.
+        options: the user's choices. Training records fill in those that the user left open.
+        known: the settings of a known encoder of this name; None if the name is not known.
+        files: the settings that the checkpoint's files state.
+        poolings: the poolings that the encoder supports.
+        model_type: its architecture, as transformers names it.
+        positions: the number of token positions; None if the files do not state it.
+        no_float16: the reason why float16 must not be used; empty if it may be used.
+        trained_router: the router that the encoder was trained with, if any.
+        assumed: sentences for the user about settings that no source states.
+        settled: the settings that are decided so far, in their order.
     """
 
     name: str
@@ -86,15 +86,19 @@ class Sources:
     settled: dict[str, Any] = field(default_factory=dict)
 
     def find(self, name: str) -> Any:
-        """Return a setting as the first source states it that does; None where none does."""
+        """Return the value of the first source that states a setting, or None.
+
+        The sources are the options, the known encoder of this name and the checkpoint's files, in
+        this order.
+        """
         states = (getattr(self.options, name), (self.known or {}).get(name), self.files.get(name))
         return next((value for value in states if value is not None), None)
 
     def settle(self, weights: str) -> EncoderIdentity:
-        """Return the identity of the encoder, which has these weights.
+        """Decide all settings, and return the identity of the encoder with these weights.
 
         Raises:
-            UserError: an option that it cannot have.
+            UserError: this encoder does not support one of the options.
         """
         chosen = {name: getattr(self.options, name) for name in ROUTER_SETTINGS}
         chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -114,7 +118,7 @@ class Sources:
 
 
 def _settle_dtype(sources: Sources) -> Dtype:
-    """Return the chosen type, or for ``auto`` the fastest one that the device computes natively."""
+    """Return the chosen dtype; for ``auto`` the fastest that the device computes natively."""
     chosen = sources.options.dtype
     if sources.no_float16 and chosen == "float16":
         raise UserError(f"{sources.name} may not be computed in float16: {sources.no_float16}.")
@@ -132,7 +136,7 @@ def _settle_dtype(sources: Sources) -> Dtype:
 
 
 def _settle_pooling(sources: Sources) -> str:
-    """Return the pooling that was chosen, or the model's own, or with a note the mean."""
+    """Return the chosen pooling, otherwise that of the model, otherwise the mean with a note."""
     given, legal, name = sources.options.pooling, sources.poolings, sources.name
     if sources.options.router_mode in RELEASED:
         return "cls"
@@ -156,12 +160,12 @@ def _settle_pooling(sources: Sources) -> str:
 
 
 def is_encoder(model_type: str) -> bool:
-    """Return whether an architecture is an encoder; for common ones without transformers."""
+    """Return whether an architecture is an encoder; common ones do not import transformers."""
     return model_type in ARCHITECTURES or model_type in encoder_types()
 
 
 def encoder_types() -> frozenset[str]:
-    """Return the ``model_type`` of every architecture that transformers has as an encoder."""
+    """Return the ``model_type`` of every encoder architecture in transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
@@ -235,16 +239,16 @@ def _settle_max_length(sources: Sources) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Option):
-    """What is declared of a setting besides its name and type: its flag, and more.
+    """The declaration of a setting, in addition to its name and type.
 
     Attributes:
-        settled_default: where no source states it, and in records from before there was such a
-            setting.
-        settle: how it is settled; None: as the first source has it.
-        absent_with: name of a setting. While that one has its default, this one is left out of
-            records, as older records lack it. Empty: it is always recorded.
-        unplain: why an encoder with another value than the default cannot be exported as modules
-            of sentence-transformers; empty: it can.
+        settled_default: value if no source states the setting, and in records that are older than
+            the setting.
+        settle: function that decides the value; None: the first source that states it decides.
+        absent_with: name of another setting. While that one has its default, this one is left out
+            of records, because older records lack it. Empty: it is always recorded.
+        unplain: reason why an encoder with another value than the default cannot be exported as
+            modules of sentence-transformers; empty: it can.
     """
 
     settled_default: Any = dataclasses.MISSING
@@ -258,112 +262,118 @@ def _option(default: Any = None, **flag: Any) -> Any:
 
 
 def _setting(default: Any = dataclasses.MISSING, *, open_as: Any = None, **spec: Any) -> Any:
-    """Declare a setting, which is ``open_as`` in options where the user has not chosen."""
+    """Declare a setting; ``open_as`` is its value in options if the user has not set it."""
     return option(open_as, Setting, group="encoder", settled_default=default, **spec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings(Generic[Auto, Open]):
-    """The settings that decide an encoder's vectors, or some of them.
+    """The settings that decide some or all of an encoder's vectors.
 
     Attributes:
-        pool_over: ``text`` is the text's own tokens, neither the instruction's nor special ones;
-            ``after-instruction`` is all but as many of the first tokens as the instruction has by
-            itself.
-        instruction_format: used for inputs that have an instruction; empty where the model takes
+        pool_over: ``text`` pools the tokens of the text, neither the instruction's nor special
+            tokens. ``after-instruction`` skips as many of the first tokens as the instruction has
+            when it is tokenised separately.
+        instruction_format: format of inputs that have an instruction; empty if the model takes
             none.
-        runtime: recorded in an identity for 16 bit only. In float32 it is always ``torch`` there:
-            the vectors of OpenVINO are those of PyTorch, up to 1e-5.
+        runtime: recorded in an identity for 16 bit only. An identity in float32 always has
+            ``torch``, because OpenVINO's vectors equal those of PyTorch up to 1e-5.
     """
 
     dtype: Auto | Dtype = _setting(
         open_as="auto",
         settle=_settle_dtype,
-        help="auto: the fastest that the device computes natively",
+        help="number format of the computation; auto: the fastest that the device computes "
+        "natively",
     )
     quantize: Quantize | Open = _setting(
         "none",
         open_as="none",
         unplain="its encoder is quantised to {}",
-        help="weights in 8 or 4 bit (needs the extra quantize)",
+        help="quantisation of the weights; 8bit and 4bit need the extra quantize",
     )
     pooling: str | Open = _setting(
         settle=_settle_pooling,
         metavar="POOLING",
-        help=f"{', '.join(POOLINGS)}, or a function of your own, FILE.py:NAME or "
-        "MODULE:NAME (default: the model's own)",
+        help=f"pooling of the token vectors: {', '.join(POOLINGS)}, or a custom function, "
+        "FILE.py:NAME or MODULE:NAME (default: the model's setting)",
     )
     attention: Attention | Open = _setting(
-        settle=_settle_attention, help="its direction (default: the model's own)"
+        settle=_settle_attention, help="direction of the attention (default: the model's setting)"
     )
     pool_over: PoolOver | Open = _setting(
         "all",
         settle=_settle_pool_over,
         unplain="its encoder pools some of the tokens only",
-        help="pool all tokens, or the text's without its instruction; after-instruction is "
-        "NV-Embed-v2's own count (default: the model's own)",
+        help="tokens to pool: all, those of the text without its instruction, or those "
+        "after-instruction as NV-Embed-v2 counts them (default: the model's setting)",
     )
     normalize: bool | Open = _setting(
-        settle=_settle_normalize, help="scale vectors to unit L2 norm (default: the model's own)"
+        settle=_settle_normalize,
+        help="scale vectors to unit L2 norm (default: the model's setting)",
     )
     max_length: int | Open = _setting(
         settle=_settle_max_length,
         metavar="N",
-        help="tokens of an input, special tokens included (default: the model's own)",
+        help="largest number of tokens per input, special tokens included (default: the model's "
+        "setting)",
     )
     long_texts: LongTexts = _setting(
         "cut",
         open_as="cut",
         absent_with="long_texts",
         unplain="its encoder reads long texts in windows",
-        help="cut the sentence of longer inputs, or read it in windows, each with the whole "
-        "condition, whose vectors are averaged",
+        help="handling of inputs longer than --max-length: cut the sentence, or read it in "
+        "windows, each with the whole condition, and average their vectors",
     )
     router: RouterPlace | Open = _setting(
         "none",
         absent_with="router",
         unplain="its encoder has a router inside",
-        help="csr: what a prompt gives as router weights tokens inside the encoder rather than as "
-        "they are pooled (default: none, or as it was trained)",
+        help="place where a prompt's router weights the tokens: none (in the pooling) or csr "
+        "(inside the encoder) (default: none, or as the model was trained)",
     )
     router_mode: RouterMode | Open = _setting(
         "paper",
         absent_with="router",
-        help="of --router csr: the paper's, a variant of it, or as its authors' code has it "
-        "(default: paper)",
+        help="with --router csr: the method of the paper, a variant of it (hidden, heavy), or that "
+        "of its authors' code (released-tri, released-bi) (default: paper)",
     )
     router_layers: int | Open = _setting(
         3,
         absent_with="router",
         metavar="N",
-        help="of --router csr: in how many of the last layers (default: 3)",
+        help="with --router csr: number of layers, counted from the last, that have a router "
+        "(default: 3)",
     )
     router_strength: float | Open = _setting(
         1.0,
         absent_with="router",
         metavar="A",
-        help="of --router csr: tokens are scaled by 1 + A w (default: 1)",
+        help="with --router csr: strength of the router; a token of weight w is scaled by 1 + A w "
+        "(default: 1)",
     )
     instruction_format: str | Open = _setting(
         "",
         metavar="TEXT",
-        help=r"how an instruction is put before a text, e.g. "
-        r"'Instruct: {instruction}\nQuery: {text}'",
+        help=r"format that joins an instruction and a text, such as "
+        r"'Instruct: {instruction}\nQuery: {text}' (default: the model's setting)",
         # A shell has no easy way to write a line break.
         parse=lambda text: text.replace("\\n", "\n"),
     )
     special_tokens: str | Open = _setting(
         TOKENIZER_DECIDES,
         metavar="TEXT",
-        help="tokens around every input, e.g. '<s> {text} </s>', or: tokenizer (as it adds them)",
+        help="special tokens around every input, such as '<s> {text} </s>'; tokenizer: those that "
+        "the tokenizer adds (default: the model's setting)",
     )
     runtime: Auto | Runtime = _setting(
         "torch",
         open_as="auto",
         settle=lambda sources: "torch",  # until the rest of the identity is known
         absent_with="runtime",
-        help="library that computes. auto: on a CPU OpenVINO, where it is installed and has the "
-        "architecture (encoders of the BERT kind); otherwise PyTorch",
+        help="library that runs the encoder; auto: OpenVINO on a CPU if it is installed and "
+        "supports the architecture (encoders like BERT), otherwise PyTorch",
     )
 
 
@@ -376,10 +386,10 @@ ROUTER_SETTINGS = tuple(name for name, s in SETTINGS.items() if s.absent_with ==
 
 
 def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator that gives a class the settings as fields of its own.
+    """Return a decorator that redeclares the settings as fields of a class.
 
-    In their types, ``auto`` and ``unset`` stand for the type variables. ``settled`` fields have the
-    defaults of settings, the others are open.
+    In the types of the fields, ``auto`` and ``unset`` replace the type variables. If ``settled``,
+    the fields have the settings' defaults; otherwise they are open.
     """
 
     def redeclare(cls: type[_T]) -> type[_T]:
@@ -396,34 +406,39 @@ def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], 
 @dataclass(frozen=True, kw_only=True)
 @_redeclare("Literal['auto'] | ", " | None", settled=False)
 class EncoderOptions(EncoderSettings[Literal["auto"], None]):
-    """What a user may choose about an encoder. None: as the model has it.
+    """The options of an encoder that a user may set; None means the setting of the model.
 
     Raises:
         UserError: a value that no model can have.
     """
 
-    revision: str | None = _option(metavar="REV", help="branch, tag or commit on the hub")
+    revision: str | None = _option(
+        metavar="REV", help="branch, tag or commit on the hub (default: main)"
+    )
     like: str | None = _option(
         metavar="NAME",
-        help="a known model whose settings this one has: for copies and fine-tuned ones",
+        help="known model that this one is a copy or fine-tuned version of, and whose settings it "
+        "takes",
     )
-    device: str = _option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+    device: str = _option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
     max_tokens_per_batch: int | None = _option(
-        metavar="N", help="token budget of one forward pass (default: by the device and its memory)"
+        metavar="N",
+        help="largest number of tokens in one forward pass (default: chosen by the device and its "
+        "memory)",
     )
     share_prefixes: bool = _option(
         True,
-        help="compute what several inputs begin with once, where that is exact: for causal "
-        "encoders that pool the last token",
+        help="compute a common beginning of several inputs only once, if that is exact, as for "
+        "causal encoders that pool the last token (default: yes)",
     )
     fold_latents: bool = _option(
         True,
-        help="multiply NV-Embed-v2's latent block out at load: the same vectors up to rounding, in "
-        "a fraction of the time and memory",
+        help="multiply out NV-Embed-v2's latent block when the model is loaded, which gives the "
+        "same vectors up to rounding in a fraction of the time and memory (default: yes)",
     )
 
     def __post_init__(self) -> None:
-        """Check the values that have choices."""
+        """Check the values."""
         if self.quantize is None:
             object.__setattr__(self, "quantize", "none")
         for name, legal in CHOICES.items():
@@ -443,7 +458,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
             raise UserError(f"router_strength is {strength:g}; it must be above 0.")
 
     def filled_from(self, trained: Mapping[str, Any]) -> EncoderOptions:
-        """Return these options with what is open in them as training recorded it."""
+        """Return these options with the open ones filled in from a training record."""
         values = {name: value for name, value in trained.items() if getattr(self, name) is None}
         if self.pooling is not None and not pooling_named(self.pooling).counts:
             values.pop("pool_over", None)  # it went with another pooling
@@ -451,9 +466,9 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> EncoderOptions:
-        """Return the options among ``values``, such as those of an identity; others are ignored.
+        """Create options from ``values``, such as those of an identity, and ignore other keys.
 
-        What is not among them is as the model has it.
+        Options that ``values`` lacks are left open.
         """
         names = {own.name for own in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
@@ -471,13 +486,13 @@ _N_REQUIRED = 8
 @dataclass(frozen=True, kw_only=True)
 @_redeclare("", "", settled=True)
 class EncoderIdentity(EncoderSettings[Never, Never]):
-    """Everything but the input that changes a vector. Two encoders that differ never share one.
+    """Everything except the input that changes a vector; no two different encoders share one.
 
     Device, batch size and paths are left out on purpose: they may change rounding, not meaning.
 
     Attributes:
-        weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files; of an
-            adapter ``sha256:DIGEST on`` those of its base.
+        weights: ``hub:NAME@COMMIT``, or ``sha256:DIGEST`` of a local checkpoint's files. An adapter
+            has ``sha256:DIGEST on`` followed by the weights of its base.
         engine: version of the code that computes vectors.
     """
 
@@ -486,12 +501,12 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 
     @property
     def routes_inside(self) -> bool:
-        """Return whether the routers of inputs act inside the encoder, not as tokens are pooled."""
+        """Whether routers weight tokens inside the encoder, instead of in the pooling."""
         return self.router != "none"
 
     @property
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits over all fields; the name of a feature store's folder."""
+        """Digest of all fields as 16 hexadecimal digits, which names the feature store's folder."""
         return digest_bytes(json.dumps(self.to_json(), sort_keys=True).encode(), size=8).hex()
 
     def to_json(self) -> dict[str, Any]:
@@ -503,10 +518,10 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> EncoderIdentity:
-        """Return the identity that :meth:`to_json` recorded in ``source``.
+        """Read an identity that ``to_json`` recorded in ``source``.
 
         Raises:
-            LlmcondError: the record was damaged.
+            LlmcondError: the record is damaged.
         """
         try:
             required = {name: values[name] for name in _RECORDED[:_N_REQUIRED]}
@@ -530,7 +545,7 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
-    """Return the legal values of a type: those of all Literals in it."""
+    """Return the values of all Literals within a type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(value for inner in get_args(hint) for value in _literals(inner))
@@ -559,7 +574,7 @@ _IN_WORDS: Mapping[PoolOver, str] = {
 
 
 def pooled_tokens(settings: Mapping[str, Any]) -> str:
-    """Return which tokens an encoder with these settings pools, in words."""
+    """Describe in words which tokens an encoder with these settings pools."""
     return _IN_WORDS[settings["pool_over"]]
 
 
@@ -572,7 +587,7 @@ def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
 
 
 def _check_instruction_format(template: str) -> None:
-    """Refuse a template that does not name ``{instruction}`` and ``{text}``, each once, alone."""
+    """Check that a template names ``{instruction}`` and ``{text}``, each once, and nothing else."""
     try:
         fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
     except ValueError as error:
@@ -587,7 +602,7 @@ def _check_instruction_format(template: str) -> None:
 
 
 def _check_special_tokens(template: str) -> None:
-    """Refuse what is not one token at most on each side of a text."""
+    """Check that a template has at most one token on each side of the text."""
     first, text, last = template.partition("{text}")
     if not text or len(first.split()) > 1 or len(last.split()) > 1 or "{text}" in last:
         raise UserError(

@@ -93,7 +93,10 @@ def test_bundled_templates_differ_and_say_where_they_are_from():
         (("{condition}", "{condition} {"), "for braces that are text"),
         (('kind = "rate"', 'kind = "rank"'), "'kind' is 'rank'"),
         (('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]'), "first has 'rating'"),
-        (('kind = "rate"', 'kind = "rate"\nname = "x"'), "a prompt is named by its file"),
+        (
+            ('kind = "rate"', 'kind = "rate"\nname = "x"'),
+            "the name of a prompt is that of its file",
+        ),
         (('kind = "rate"', 'kind = "rate"\nbefore = []'), "unknown key 'before'"),
     ],
 )

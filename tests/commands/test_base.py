@@ -143,7 +143,7 @@ def test_limits_are_checked_where_options_are_made(given, message):
 
 
 def test_an_option_needs_the_one_that_it_is_for():
-    expected = "--drying is for --gloss yes. Add that, or leave --drying out."
+    expected = "--drying needs --gloss yes. Add it, or leave out --drying."
     with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         _Paint(wall="w", drying=2)
     assert _Paint(wall="w", drying=2, gloss=True).drying == 2

@@ -39,7 +39,9 @@ def test_predictions_take_the_place_of_no_input(capsys, own, write_rows, small_r
         (f"file://{data}", data),
         ("d", "d/my-test.csv"),
     ):
-        assert "the file that is read" in refused(capsys, *evaluate, given, "--predictions", out)
+        assert "is an input of the same command" in refused(
+            capsys, *evaluate, given, "--predictions", out
+        )
     for out in ("own/run.json", "own/rows.parquet", "p.txt"):
         assert "name a .csv file" in refused(capsys, "evaluate", "--run", own, "--predictions", out)
     # The data that the run was made of.
@@ -57,11 +59,11 @@ def test_embeddings_take_the_place_of_no_input(capsys, own):
     for source, out in (("t.parquet", "d/../t.parquet"), (f"file://{Path.cwd()}/t.parquet",) * 2):
         given = ("--out", out.removeprefix("file://"), "--run", own)
         line = refused(capsys, "embed", source, *CONDITION, *given)
-        assert "the file that is read" in line
+        assert "is an input of the same command" in line
     line = refused(
         capsys, "embed", "t.parquet", *CONDITION, "--out", own / "rows.parquet", "--run", own
     )
-    assert "the file that is read" in line
+    assert "is an input of the same command" in line
 
 
 def test_a_carriage_return_in_a_text_is_quoted(capsys, own, write_rows):

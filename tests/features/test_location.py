@@ -222,14 +222,14 @@ def told_by(attempt):
 
 def test_a_bucket_that_is_not_there_is_told(bucket):
     said = told_by(lambda: FeatureStore("s3://nobody/here", IDENTITY, "float32"))
-    assert re.match(r"there is no bucket s3://nobody\. Make it, or check AWS_.*AWS_REGION", said)
+    assert re.match(r"there is no bucket s3://nobody\. Create it, or check AWS_.*AWS_REGION", said)
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
         ((403, "AccessDenied"), r"access was denied \(AccessDenied\).*AWS_SECRET_ACCESS_KEY"),
-        ((503, "SlowDown"), "the storage answers SlowDown.*Run the same command again later"),
+        ((503, "SlowDown"), "the store answered with SlowDown.*Run the same command again later"),
     ],
 )
 def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected, monkeypatch):
@@ -263,12 +263,12 @@ def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected
         (
             "s3://b/x",
             "Generic S3 error: Failed to resolve region for bucket 'b'",
-            "s3://b/x: nobody knows the region of the bucket.",
+            "s3://b/x: the region of the bucket is unknown.",
         ),
         (
             "gs://b/x",
             "Generic GCS error: Error performing token request: Error performing GET http://KEY",
-            "gs://b/x: no credentials were found. Set GOOGLE_APPLICATION_CREDENTIALS,",
+            "gs://b/x: no credentials were found. Set GOOGLE_APPLICATION_CREDENTIALS (",
         ),
         (
             "az://b/x",
@@ -278,7 +278,7 @@ def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected
         (
             "az://b/x",
             "status code: 404 Not Found: <Error><Code>ContainerNotFound</Code> ?sig=KEY",
-            "there is no bucket az://b. Make it, or check AZURE_STORAGE_ACCOUNT_NAME",
+            "there is no bucket az://b. Create it, or check AZURE_STORAGE_ACCOUNT_NAME",
         ),
     ],
 )
@@ -421,12 +421,12 @@ def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
         ),
         (
             "http://features/x",
-            "http:// is not a kind of storage that llmcond can use",
+            "llmcond does not support http:// storage",
         ),
-        ("s3://[features/x", "s3://... is no URI"),
-        ("s3://features/x#y", "names credentials or options"),
-        (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "credentials are read from the environment"),
-        (f"s3://features/x?secret={SECRET_KEY}", "credentials are read from the environment"),
+        ("s3://[features/x", "s3://... is not a valid URI"),
+        ("s3://features/x#y", "contains credentials or options"),
+        (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "Credentials are read from the environment"),
+        (f"s3://features/x?secret={SECRET_KEY}", "Credentials are read from the environment"),
         ("s3:/features/x", "names no bucket; expected s3://BUCKET/PATH"),
         ("s3:///x", "names no bucket"),
     ],

@@ -183,7 +183,7 @@ def test_mistakes_are_told(command, aspects, tmp_path, capsys):
         return refused(capsys, *base, "--run", tmp_path / "run", *given)
 
     assert said("--aspects-texts", 30) == (
-        "--aspects-texts is for --aspects FOLDER. Add that, or leave --aspects-texts out."
+        "--aspects-texts needs --aspects FOLDER. Add it, or leave out --aspects-texts."
     )
     assert "holds no data set" in said("--aspects", tmp_path)
     assert "--aspects-texts is 3; it must be at least 4" in said(

@@ -185,7 +185,7 @@ def test_another_stage_is_another_training(command, staged, capsys):
         ("--then dev --folds 7", "dev has 6 sentence pairs with ratings, too few for 7 folds"),
         ("--then dev --then-share 1.5", "--then-share is 1.5; it must be at least 0 and at most 1"),
         ("--then test", "Legal: dev"),
-        ("--folds 5", "--folds is for --then dev. Add that"),
+        ("--folds 5", "--folds needs --then dev. Add it"),
         ("--then dev --task kgc", "is for rated pairs"),
     ],
 )

@@ -127,7 +127,7 @@ def test_what_is_cut_is_told(capsys, name, options, gone):
         assert sorted([*item["tokens"], *item["cut"]]) == sorted(uncut["tokens"])
     out = printed(capsys, name, *options, "--max-length", length)
     cut = report["inputs"][0]["cut"]
-    assert f"{len(cut)} of them are cut: {' '.join(cut)}\n" in out
+    assert f"{len(cut)} tokens are cut: {' '.join(cut)}\n" in out
 
 
 def test_a_context_is_cut_before_the_text(capsys):
@@ -171,9 +171,9 @@ def test_a_shuffled_control_shows_both_conditions(capsys):
     assert report["control"] == "shuffled"
     assert report["inputs"][2]["text"] == given != TRAIN.condition[2]
     out = printed(capsys, "control-shuffled", "--row", 3)
-    assert f"given instead, from another row: {given}\n" in out
+    assert f"the prompt uses that of another row: {given}\n" in out
     alone = printed(capsys, "control-no-condition", "--row", 3)
-    assert "the condition is left out, and nothing is subtracted\n" in alone
+    assert "the prompt leaves the condition out, and nothing is subtracted\n" in alone
     assert "unconditional" not in alone
 
 
@@ -232,7 +232,7 @@ def test_texts_of_data_are_no_markup_and_steer_no_terminal(capsys, write_rows, t
         (["cond", "--split", "tst"], ["--split is 'tst'", "'test'"]),
         (["cond", "--model", "minilm"], ["cond does not go with minilm", "takes none"]),
         (["pair-cond", "--model", "minilm", "--pooling", "cls"], ["--pooling mean"]),
-        (["cond", "--pooling", "mean"], ["name it: --model NAME"]),
+        (["cond", "--pooling", "mean"], ["Name it with --model NAME"]),
         (["cond", "--model", "minilmm"], ["unknown model 'minilmm'"]),
         (["cond", "--data", "no.csv"], ["no.csv"]),
     ],

@@ -270,7 +270,7 @@ def test_a_table_is_no_column(tiny_run: Path):
     embedder = llmcond.load_embedder(tiny_run, head="none")
     columns = {"sentence": SENTENCES}
     for table in (columns, pa.table(columns), pytest.importorskip("pandas").DataFrame(columns)):
-        with pytest.raises(UserError, match=f"a whole {type(table).__name__} was given; give one"):
+        with pytest.raises(UserError, match=f"a whole {type(table).__name__} was given as a list"):
             embedder.encode(table, "place")
         with pytest.raises(UserError, match="give one of its columns"):
             embedder.encoder.encode(table)

@@ -113,8 +113,8 @@ def test_pairs_of_dev_in_other_rows_are_warned_of(run, write_rows, small_rows, c
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--weight 2", "--weight is for --with dev. Add that"),
-        ("--folds 5", "--folds is for --with dev"),
+        ("--weight 2", "--weight needs --with dev. Add it"),
+        ("--folds 5", "--folds needs --with dev"),
         ("--with dev --weight 0", "--weight is 0"),
         ("--with dev --folds 1", "--folds is 1"),
         ("--with dev --folds 7", "dev has 6 sentence pairs with ratings, too few for 7 folds"),

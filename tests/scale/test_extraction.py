@@ -183,7 +183,7 @@ def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alo
     status, _, said = command.finish()
     if how == signal.SIGTERM:
         assert status == 143, said
-        assert said.splitlines()[-1].startswith("llmcond: error: terminated; what was stored")
+        assert said.splitlines()[-1].startswith("llmcond: error: terminated; stored results")
         assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
     assert len(vectors(folder)) <= len(vectors(alone))
     extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS, **ONE)
@@ -239,8 +239,8 @@ def test_an_actor_refuses_another_encoder(model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--actors", "2"), "--actors is for --scale ray"),
-        (("--address", "auto"), "--address is for --scale ray"),
+        (("--actors", "2"), "--actors needs --scale ray"),
+        (("--address", "auto"), "--address needs --scale ray"),
         (("--scale", "ray", "--workers", "2"), "--workers and --scale are two ways"),
         (("--scale", "ray", "--actors", "0"), "actors is 0; it must be at least 1"),
         (("--scale", "ray", "--gpus-per-actor", "1"), "Add --dtype"),

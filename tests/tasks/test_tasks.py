@@ -165,7 +165,7 @@ def test_a_record_alone_never_runs_code(answers, monkeypatch):
         ("missing.py:Task", "does not exist"),
         ("json:loads", "is no task"),
         ("json:nothing", "has no 'nothing'"),
-        (":x", "names no code"),
+        (":x", "is not a name of code"),
     ],
 )
 def test_a_wrong_name_is_refused(name, words):

@@ -188,7 +188,7 @@ def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 1
     assert "fails (--retries 1, --timeout 60)" in error
-    assert "goes on" in error
+    assert "the same command resumes" in error
     assert not Path("rated.csv").exists()
     with ChatServer() as server:
         assert ok(capsys, *arguments(path, server))["questions"] == len(server.bodies) == 8
@@ -199,14 +199,17 @@ def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
     ("fault", "words"),
     [
         (Fault(200, body="<html>A page</html>"), "<html>A page"),
-        (Fault(200, body='{"choices": [', headers=JSON), "no JSON"),
-        (Fault(200, body='{"choices": []}', headers=JSON), "not as the chat protocol has it"),
+        (Fault(200, body='{"choices": [', headers=JSON), "a text that is not JSON"),
+        (Fault(200, body='{"choices": []}', headers=JSON), "does not answer in the chat protocol"),
         (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON), "no quota"),
         (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
         (Fault(418, text="a teapot"), "a teapot"),
-        (Fault(200, body="[" * 100_000, headers=JSON), "no JSON"),
+        (Fault(200, body="[" * 100_000, headers=JSON), "a text that is not JSON"),
         (Fault(200, without_end=b" " * 2**20), "has more than 8,388,608 bytes"),
-        (Fault(200, body="x", headers={"Content-Encoding": "gzip"}), "answers compressed (gzip)"),
+        (
+            Fault(200, body="x", headers={"Content-Encoding": "gzip"}),
+            "compresses its answer (gzip)",
+        ),
     ],
 )
 def test_what_is_no_answer_is_not_kept_as_one(pairs, capsys, fault, words):
@@ -233,7 +236,7 @@ def test_redirects_are_not_followed(pairs, capsys):
         with ChatServer(trouble=lambda *_: moved) as server:
             line = refused(capsys, *arguments(pairs, server))
         assert not other.bodies
-    assert f"redirects to '{target}', which is not followed" in line
+    assert f"redirects to '{target}'. Redirects are not followed" in line
 
 
 def test_huge_stored_answers_are_read_at_once(pairs, capsys):
@@ -349,7 +352,7 @@ def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
             assert run([str(one) for one in arguments(pairs, server, "--seed", 9, "--retries", 1)])
         captured = capsys.readouterr()
         said.append(captured.err + captured.out)
-    assert "refuses the key in OPENAI_API_KEY" in said[0]
+    assert "rejects the key in OPENAI_API_KEY" in said[0]
     assert "***" in said[0]
     for text in (*said, *(path.read_text() for path in tmp_path.rglob("*") if path.is_file())):
         assert "sk-never" not in text
@@ -358,8 +361,11 @@ def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--endpoint http://me:secret@localhost/v1", "holds a name, a password or a query"),
-        ("--endpoint http://localhost/v1?key=secret", "holds a name, a password or a query"),
+        ("--endpoint http://me:secret@localhost/v1", "contains a user name, a password or a query"),
+        (
+            "--endpoint http://localhost/v1?key=secret",
+            "contains a user name, a password or a query",
+        ),
         ("--endpoint localhost:8000", "expected an address such as http"),
         ("--endpoint http://127.0.0.1:9/v1", "no server answers at http://127.0.0.1:9/v1"),
         ("--samples 0", "--samples is 0"),
@@ -373,9 +379,9 @@ def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
         ("--request seed=3", "--request has 'seed'"),
         ("--prompt rat", "unknown prompt 'rat'. Did you mean 'rate'"),
         ("--prompt propose", "is of the kind 'propose'"),
-        ("--text column", "--text is for --propose. Add that"),
+        ("--text column", "--text needs --propose. Add it"),
         ("--out rated.txt", "name a .csv file"),
-        ("--out pairs.csv", "is the file that is read"),
+        ("--out pairs.csv", "is an input of the same command"),
         ("--columns label=stars", "has no column 'stars'"),
         ("--columns condition=aspect", "has no column 'aspect'"),
         ("--propose 3 --rows 2", "--rows is of rows that are there"),
@@ -443,7 +449,7 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     assert all(row["label"] in "12345" for row in rows)
     with ChatServer() as server:
         line = refused(capsys, *arguments("texts.txt", server, "--propose", 13))
-    assert "6 distinct texts give 12 rows at most" in line
+    assert "6 distinct texts give at most 12 rows" in line
 
 
 def test_texts_are_a_column_and_a_list_too(write_rows):

@@ -300,7 +300,7 @@ def test_too_long_texts_are_cut_and_counted(call, write_rows, capsys, module_run
         (("--condition", " "), "--condition is empty"),
         ((*PLACE, *PLACE), "'the place' is given twice"),
         ((*PLACE, *PLACE, "--values", "", "--values", "a, b"), "'the place' is given twice"),
-        ((*PLACE, *PEOPLE_TOO, "--values", "a, b"), "1 --values and 2 --condition; give --values"),
+        ((*PLACE, *PEOPLE_TOO, "--values", "a, b"), "1 --values and 2 --condition. Give --values"),
         (("--values", "a, b"), "1 --values and 0 --condition"),
         ((*PLACE, "--clusters", "1"), "--clusters is 1; it must be at least 2"),
         ((*PLACE, "--clusters", "-3"), "--clusters is '-3'; give a number"),
@@ -326,7 +326,8 @@ def test_what_does_not_go_together_is_refused(capsys, texts, guide, arguments, s
 
 
 @pytest.mark.parametrize(
-    ("out", "said"), [("out.xlsx", ".parquet or .csv"), ("texts.csv", "is the file that is read")]
+    ("out", "said"),
+    [("out.xlsx", ".parquet or .csv"), ("texts.csv", "is an input of the same command")],
 )
 def test_no_other_kind_of_file_and_no_input_is_written(capsys, texts, out, said):
     before = texts.read_bytes()

@@ -427,8 +427,8 @@ def test_what_actors_refuse_is_told_in_a_line(capsys, fitted, source, ray, monke
     line = refused(capsys, *embed("out.lance", fitted, *ON_RAY, "1"))
     assert line.startswith("row 120 of b.parquet: ")
     assert Path("out.lance/_llmcond.json").exists()
-    assert "--scale is for --out FOLDER" in refused(capsys, *embed("v.npy", fitted, *ON_RAY, "1"))
-    assert "--actors is for --scale ray" in refused(capsys, *embed("o", fitted, "--actors", "1"))
+    assert "--scale needs --out FOLDER" in refused(capsys, *embed("v.npy", fitted, *ON_RAY, "1"))
+    assert "--actors needs --scale ray" in refused(capsys, *embed("o", fitted, "--actors", "1"))
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
@@ -510,10 +510,10 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
         ("--out foreign --sentence text --condition topic", "foreign holds other files"),
         ("--out foreign.lance --sentence text --condition topic", "holds other files"),
         ("--out s3://b/v.npy --sentence text --condition topic", "on this machine only"),
-        ("--out s3://k:s@b/v --sentence text --condition topic", "names credentials"),
+        ("--out s3://k:s@b/v --sentence text --condition topic", "contains credentials"),
         ("--out s4://b/v --sentence text --condition topic", "expected s3://, gs://, az://, file:"),
         ("--out s4://b/v --sentence text --condition topic", "Did you mean 's3'"),
-        ("--out hdfs://b/v --sentence text --condition topic", "hdfs:// is not a kind of storage"),
+        ("--out hdfs://b/v --sentence text --condition topic", "does not support hdfs:// storage"),
         ("--out s3:///v --sentence text --condition topic", "s3:///v names no bucket"),
     ],
 )

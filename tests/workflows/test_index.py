@@ -150,7 +150,7 @@ def test_scores_without_a_condition_are_said_to_be_of_which_encoder(
     capsys.readouterr()
     assert run(["search", joint, *explained]) == 0
     shown = capsys.readouterr()
-    assert "no condition; no ranks, for which every text would have to be" in shown.err
+    assert "no condition; no ranks, because they need every text encoded" in shown.err
     assert ("without" in shown.out, "rank without" in shown.out) == (True, False)
 
 
@@ -173,7 +173,7 @@ def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
     assert "2 --weight and 1 --condition" in refused(
         capsys, *search, *PLACE, "--weight", "1", "--weight", "2"
     )
-    assert "names a text twice" in refused(capsys, *search, *PLACE, *PLACE)
+    assert "a --condition is repeated" in refused(capsys, *search, *PLACE, *PLACE)
     assert "every text anyway. Leave it out" in refused(capsys, *search, *PLACE, "--rerank", "3")
 
 
@@ -182,7 +182,7 @@ def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path,
         return refused(capsys, "index", *arguments)
 
     new = ["--out", tmp_path / "new"]
-    assert "Name TEXTS to make one" in told(*new)
+    assert "Name TEXTS to create one" in told(*new)
     assert "does not exist" in told(tmp_path / "none.csv", *new)
     assert "there is nothing to do" in told("--out", made)
     assert "has no column 'body'" in told(texts, *new, "--text", "body")
@@ -215,7 +215,7 @@ def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
     assert found["results"] != before["results"]
     assert run(["search", str(made), "two dogs", *PLACE]) == 0
     messages = " ".join(capsys.readouterr().err.split())
-    assert "'the place' follows the labels of a guide: park, beach (labels.csv)" in messages
+    assert "'the place' is guided by labelled texts: park, beach (labels.csv)" in messages
     assert "no column condition, and there are 0" in refused(capsys, *index, "--guide", labels)
     assert "does not exist" in refused(capsys, *index, *PLACE, "--guide", tmp_path / "other.csv")
     assert "name it" in refused(capsys, *index, "--guide", "none")

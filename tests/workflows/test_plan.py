@@ -195,7 +195,7 @@ def test_wrong_choices_are_one_line(capsys, given, tmp_path):
     bench = record(tmp_path)
     command = ["extract", "--model", given["model"], "--run", str(tmp_path / "run")]
     for options, words in (
-        (["--price", "1"], "--price is for --plan"),
+        (["--price", "1"], "--price needs --plan"),
         (["--plan", "--price", "-1"], "price is -1; it must be at least 0"),
         (["--plan", "--price", "nan"], "price is nan"),
         (["--plan", "--bench", str(bench)], "has no speed of"),

@@ -338,8 +338,8 @@ def test_a_table_says_what_its_intervals_are(capsys, own):
         (["--head", "hadamard", "--vary", "dim=2,4"], "has no setting 'dim'"),
         (["--split", "tset"], "Did you mean 'test'"),
         (["--vary", "dim=2,4", "--plot", "x.JPG"], "name a .png or .svg file"),
-        (["--vary", "dim=2,4", "--plot-steps", "x"], "ends in nothing"),
-        (["--vary", "dim=2,4", "--plot", "own"], "ends in nothing"),
+        (["--vary", "dim=2,4", "--plot-steps", "x"], "has no suffix"),
+        (["--vary", "dim=2,4", "--plot", "own"], "has no suffix"),
         (["--vary", "dim=2,4", "--plot", "small.toml/x.png"], "cannot write"),
     ],
 )
@@ -467,7 +467,7 @@ def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, t
         else:
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             assert run(arguments) == code
-            assert "stored is kept" in capsys.readouterr().err
+            assert "results are kept" in capsys.readouterr().err
     assert len(kept(own)) == 2
     made = failing(monkeypatch, lambda *_: False, error)
     rows, told = swept(capsys, own, *DIMS)
@@ -518,7 +518,7 @@ def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
     assert len(kept(own)) == 2
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert "stored is kept" in told
+        assert "results are kept" in told
         assert "Traceback" not in told
 
 

@@ -20,32 +20,36 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "dev", "test"]
 
-DATA = f"{SOURCE} (from Python also a pandas or Arrow table, or a list of dicts)"
+#: Description of the data that commands and their Python functions read.
+DATA = f"{SOURCE}; in Python also a pandas or Arrow table, or a list of dicts"
 
-TEXT_HELP = f"column of the texts (default: {', or else '.join(TEXT_COLUMNS)})"
+TEXT_HELP = f"column of the texts (default: {', otherwise '.join(TEXT_COLUMNS)})"
 
 CHECK_HELP = (
-    "say whether each condition is expected to work on these texts, as llmcond check-condition does"
+    "report whether each condition is expected to work on these texts, as llmcond check-condition "
+    "does (default: yes)"
 )
 
 VALUES_HELP = (
-    f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put a '
-    "value that has a comma in double quotes"
+    f'up to {MAX_VALUES} example values of the condition, such as "Italian, Thai, Indian"; put '
+    "double quotes around a value that contains a comma"
 )
 
 _RAY = "--scale ray"
-_SCALE = "more than one machine (docs/scale.md)"
+_SCALE = "work distributed with Ray (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InRun(Options):
-    """Options of what works on a run."""
+    """Options of commands that work on a run."""
 
-    run: str | Path = option(DEFAULT_RUN, metavar="DIR", help="folder of this piece of work")
+    run: str | Path = option(
+        DEFAULT_RUN, metavar="DIR", help="folder of the run, with its features, heads and results"
+    )
 
 
-def _number(text: str) -> float | str:
-    """Return a text as a number where it is one; what the others mean is for the data to say."""
+def _parse_number(text: str) -> float | str:
+    """Convert a text to a number if it is one; the data set checks any other text."""
     try:
         return float(text)
     except ValueError:
@@ -54,9 +58,9 @@ def _number(text: str) -> float | str:
 
 @dataclass(frozen=True, kw_only=True)
 class WithColumns(Options):
-    """How rated rows are read.
+    """Options that say how rated rows are read.
 
-    Subclasses make ``data``, ``split_seed`` and ``drop_leaks`` flags where they have them.
+    Subclasses redeclare ``data``, ``split_seed`` and ``drop_leaks`` as flags if they have them.
     """
 
     data: Any = None
@@ -65,24 +69,25 @@ class WithColumns(Options):
     columns: Mapping[str, str] | None = option(
         None,
         metavar="NAME=COLUMN",
-        help="column names other than the run's or task's, for sentence1, sentence2, condition "
-        "and label",
+        help="names of the columns for sentence1, sentence2, condition and label (default: the "
+        "run's or task's)",
     )
     rating_range: tuple[float, float] | None = option(
         None,
         metavar=("LOW", "HIGH"),
-        help="range of the ratings, mapped to 0 to 1 (default: the run's or task's; C-STS: 1 5)",
+        help="lowest and highest possible rating, which are mapped to 0 and 1 (default: the run's "
+        "or task's; C-STS: 1 5)",
     )
     unrated: float | Literal["empty"] | None = option(
         None,
         metavar="LABEL",
-        parse=_number,
-        help="label of unrated rows: a number, or empty for labels that are empty, null or NaN "
-        "(default: the run's or task's; C-STS: -1)",
+        parse=_parse_number,
+        help="label of unrated rows: a number, or the word empty for labels that are empty, null "
+        "or NaN (default: the run's or task's; C-STS: -1)",
     )
 
     def __post_init__(self) -> None:
-        """Check the names of columns as well."""
+        """Also check the names of the columns."""
         super().__post_init__()
         if self.columns:
             from llmcond.data.datasets import Columns
@@ -93,7 +98,7 @@ class WithColumns(Options):
                     raise UserError(f"--columns has no {name!r}. {nearest(name, legal)}")
 
     def data_options(self) -> DataOptions:
-        """Return where rows come from, and how they are read."""
+        """Return the source of the rows and how they are read."""
         from llmcond.data.datasets import DataOptions
 
         scale: dict[str, Any] = dict(zip(("low", "high"), self.rating_range or (), strict=False))
@@ -106,49 +111,53 @@ class WithColumns(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithDevice(Options):
-    """Options of what computes on a device."""
+    """Options of commands that compute on a device."""
 
-    device: str = option("auto", metavar="D", help="auto, cpu, cuda or cuda:N")
+    device: str = option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOptions(WithDevice):
-    """Which of a run's heads a command takes."""
+    """Options that choose one of a run's heads."""
 
     head: str | None = option(
         None,
         metavar="NAME",
-        help="a fitted head (default: the run's default head, else the best on dev; none: "
-        "zero-shot)",
+        help="fitted head to use; none: zero-shot (default: the run's default head, otherwise the "
+        "head with the best dev score)",
     )
     prompt: str | None = option(
-        None, metavar="NAME", help="for zero-shot (default: the run's only one)"
+        None, metavar="NAME", help="prompt of zero-shot embeddings (default: the run's only prompt)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithHead(InRun, HeadOptions):
-    """Options of what uses a run's encoder and one of its heads."""
+    """Options of commands that use a run's encoder and one of its heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithEmbedder(HeadOptions):
-    """Options of what embeds texts under conditions, also by a bundled model."""
+    """Options of commands that embed texts under conditions, by a run or a bundled model."""
 
     run: str | Path | None = option(
         None,
         metavar="DIR",
-        help=f"folder of a piece of work (default: {DEFAULT_RUN} if it was made from data of your "
-        f"own, else the bundled model {PRETRAINED})",
+        help=f"folder of the run whose encoder and head are used (default: {DEFAULT_RUN} if it "
+        f"was extracted from your data, otherwise the bundled model {PRETRAINED})",
     )
     model: str | None = option(
         None,
         metavar="NAME",
-        help=f"a bundled model instead of a run: {' or '.join(pretrained_names())}",
+        help=f"bundled model to use instead of a run: {' or '.join(pretrained_names())}",
     )
 
     def folder(self) -> Path:
-        """Return the folder of the run or of the model; see :func:`llmcond.runs.open.usual_run`."""
+        """Return the folder of the chosen run or bundled model.
+
+        Raises:
+            UserError: both a run and a bundled model are named, or there is no such bundled model.
+        """
         from llmcond.runs.open import usual_run
 
         return usual_run(self.run, self.model)
@@ -156,69 +165,70 @@ class WithEmbedder(HeadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithConditions(Options):
-    """Options of several conditions; subclasses declare ``condition``."""
+    """Options of commands that take several conditions; subclasses declare ``condition``."""
 
     condition: Sequence[str] = ()
     values: Sequence[str] = option(
         (),
         metavar="VALUES",
         repeat=True,
-        help=f"{VALUES_HELP}. With several --condition, give it once for each, in their order "
-        "('' for none)",
+        help=f"{VALUES_HELP}. With several --condition, repeat --values once for each, in the same "
+        "order ('' for a condition without values)",
     )
 
     def conditions(self) -> list[str]:
-        """Return the conditions with their values."""
+        """Combine each condition with its example values."""
         return with_values(self.condition, self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithGuide(Options):
-    """Options of what a few labelled texts can guide."""
+    """Options of commands whose embeddings a few labelled texts can guide."""
 
     guide: Any = option(
         None,
         metavar="SRC",
         source=FILES,
-        help="a few labelled texts that embeddings follow: a table with the columns text, label "
-        "and, where there are several conditions, condition",
+        help="table of a few labelled texts that guide the embeddings: columns text and label, and "
+        "also condition if there are several conditions",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithScale(Options):
-    """Options of work that may be shared among actors of Ray."""
+    """Options of work that can be distributed over Ray actors."""
 
     scale: Literal["ray"] | None = option(
         None,
         group=_SCALE,
-        help="ray: share the work among actors of Ray, which is started here unless --address "
-        "names a cluster; needs the extra ray",
+        help="ray: distribute the work over Ray actors. Starts Ray on this machine unless "
+        "--address names a cluster; needs the extra ray",
     )
     address: str | None = option(
         None,
         metavar="ADDRESS",
         group=_SCALE,
         needs=_RAY,
-        help="of the cluster, HOST:PORT; auto: the one that this machine is part of",
+        help="address of the Ray cluster, HOST:PORT; auto: the cluster that this machine belongs "
+        "to",
     )
     actors: Positive | None = option(
         None,
         metavar="N",
         group=_SCALE,
         needs=_RAY,
-        help="how many (default: one a core, or as many as share the GPUs)",
+        help="number of actors (default: one per CPU core, or as many as the GPUs allow)",
     )
     gpus_per_actor: Amount | None = option(
         None,
         metavar="F",
         group=_SCALE,
         needs=_RAY,
-        help="GPUs of each actor, or a part of one (default: 0, on CPUs)",
+        help="number of GPUs per actor, which can be a fraction (default: 0, use CPUs)",
     )
 
     def cluster(self) -> Cluster | None:
-        """Return where the work is shared; None: it is not."""
+        """Return the Ray cluster to use, or None if the work is not distributed."""
         if self.scale is None:
             return None
         from llmcond.scale.pool import Cluster
@@ -228,10 +238,10 @@ class WithScale(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WithEncoderSettings(Options, EncoderOptions):
-    """The settings of an encoder as options."""
+    """Encoder settings as options."""
 
     def encoder_options(self) -> EncoderOptions:
-        """Return the settings of the encoder."""
+        """Return the encoder settings separately from the other options."""
         return self.part(EncoderOptions)
 
 
@@ -241,53 +251,57 @@ class WithEncoder(WithEncoderSettings):
 
     model: str = option(
         metavar="NAME_OR_PATH",
-        help="alias, hub name or folder (`llmcond models` lists the known ones)",
+        help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithTask(WithColumns):
-    """Options of what makes a run of a task from data."""
+    """Options of commands that create a run of a task from data."""
 
     data: Any = option(
         None,
         metavar="SRC",
         source=DATA,
-        help=f"{DATA} (default: the run's own data, or the bundled sample)",
+        help=f"data of the run: {DATA} (default: the run's existing data, or the bundled sample)",
     )
     split_seed: int | None = option(
-        None, metavar="S", help="seed that splits a single file (default: 0)"
+        None,
+        metavar="S",
+        help="random seed that splits a single file into train, dev and test (default: 0)",
     )
     task: str | None = option(
         None,
         metavar="NAME",
-        help="of a new run: csts (default), kgc, dialogue, or code of your own, my_task.py:NAME",
+        help="task of a new run: csts, kgc, dialogue, or a custom one, my_task.py:NAME (default: "
+        "csts)",
     )
     drop_leaks: bool = option(
         False,
-        help="of dialogues: leave out of train those that dev or test has, the same or for a good "
-        "part, and of dev those that test has (otherwise they are counted)",
+        help="with --task dialogue: drop training dialogues that duplicate, or nearly duplicate, a "
+        "dev or test dialogue, and dev dialogues that do so with a test dialogue (default: only "
+        "count them)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithSplit(Options):
-    """Options of what looks at one split."""
+    """Options of commands that use one split."""
 
     split: Split | None = option(
-        None, help="split to use (default: test if it has rated rows, else dev)"
+        None, help="split to use (default: test if it has rated rows, otherwise dev)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithMetrics(Options):
-    """Options of what scores predictions."""
+    """Options of commands that score predictions."""
 
     metric: Sequence[str] = option(
-        (), metavar="FILE.py:NAME", help="metrics of your own, in addition to those of the task"
+        (), metavar="FILE.py:NAME", help="custom metrics, in addition to those of the task"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(InRun, WithTask, WithEncoder):
-    """A run that is made of a data set by an encoder."""
+    """Options of commands that encode a data set into a run."""

@@ -1,4 +1,4 @@
-"""Options of what encodes a data set, or times encoders."""
+"""Options of commands that encode a data set or time encoders."""
 
 from __future__ import annotations
 
@@ -16,46 +16,50 @@ from llmcond.workflows.options.common import RunOptions, WithDevice, WithScale
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractOptions(RunOptions, WithScale):
-    """What is encoded, under which prompts, by which encoder, and where it is stored."""
+    """Options of ``llmcond extract``: data, prompts, encoder, and where features are stored."""
 
     prompt: Sequence[str] = option(
-        (), metavar="NAME_OR_FILE", help="templates (default: the one that suits the model)"
+        (),
+        metavar="NAME_OR_FILE",
+        help="prompts to encode the texts with (default: the one that suits the model)",
     )
     store_dtype: Literal["float16", "float32"] | None = option(
-        None, help="type that vectors are stored in (default: float16)"
+        None, help="number format of the stored vectors (default: float16)"
     )
     store: str | None = option(
         None,
         metavar="URI_OR_FOLDER",
-        help="of a new run, where its features are stored: a folder, or s3://BUCKET/PATH, gs://... "
-        "or az://..., with credentials from the environment (default: in the run)",
+        help="folder or URI that a new run stores its features in: s3://BUCKET/PATH, gs://... or "
+        "az://..., with credentials from the environment (default: in the run's folder)",
     )
     workers: Positive = option(
         1,
         metavar="N",
-        help="processes that share the work, one a GPU (on a CPU: a share of its cores each)",
+        help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
+        "share of its cores (default: 1)",
     )
 
     plan: bool = option(
         False,
-        help="only tell what there is to do: inputs, tokens, bytes, hours; nothing is written",
+        help="only report how much work there is (inputs, tokens, bytes and hours); nothing is "
+        "written",
     )
     price: Amount | None = option(
         None,
         metavar="P",
         needs="--plan",
-        help="of --plan: of an hour of a GPU, or of a process on a CPU",
+        help="with --plan: price of one GPU-hour, or of one CPU-process-hour",
     )
     bench: str | Path | None = option(
         None,
         metavar="FILE.json",
         needs="--plan",
-        help="of --plan: what `llmcond bench --json` printed on such a machine (default: a trial "
-        "on this one)",
+        help="with --plan: file with the output of `llmcond bench --json` on the machine to plan "
+        "for (default: a short trial on this machine)",
     )
 
     def __post_init__(self) -> None:
-        """Check options that do not go together as well."""
+        """Also check that --workers and --scale are not combined."""
         super().__post_init__()
         if self.scale is not None and self.workers != 1:
             raise UserError("--workers and --scale are two ways to share the work. Choose one.")
@@ -63,26 +67,32 @@ class ExtractOptions(RunOptions, WithScale):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(WithDevice):
-    """Which encoders are checked and timed."""
+    """Options of ``llmcond bench``: the encoders to check and time."""
 
     model: Sequence[str] = option(
-        (), metavar="NAME_OR_PATH", help="encoders with their own weights (`llmcond models`)"
+        (),
+        metavar="NAME_OR_PATH",
+        help="encoders to time with their real weights (`llmcond models` lists the known ones)",
     )
     shape: Sequence[Shape] = option(
         (),
-        help="architectures at their true size with random weights, of which no file is made "
-        "(default, without --model: minilm)",
+        help="architectures to time at full size with random weights, without a checkpoint on disk "
+        "(default: minilm, unless --model is given)",
     )
     quantize: Sequence[Quantize] = option(
-        (), help="weights as they are, or in 8 or 4 bit (default: all that go here)"
+        (),
+        help="number formats of the weights: none (as they are), 8bit or 4bit (default: all that "
+        "this machine supports)",
     )
     checks: Level = option(
         "all",
-        help="checks to run: none, quick (only those of each timed encoder) or all (also those of "
-        "small random encoders of every architecture)",
+        help="checks to run: none, quick (those of each timed encoder) or all (also those of small "
+        "random encoders of every architecture)",
     )
-    quick: bool = option(False, help="small shapes and few inputs: checks rather than speeds")
-    profile: bool = option(False, help="also list the kernels that take longest")
+    quick: bool = option(
+        False, help="use small shapes and few inputs, to run the checks without measuring speed"
+    )
+    profile: bool = option(False, help="also list the slowest kernels")
     out: str | Path | None = option(
-        None, metavar="FILE.md", help="write the page to a file as well"
+        None, metavar="FILE.md", help="Markdown file to write the report to"
     )

@@ -1,4 +1,4 @@
-"""Options of what fits heads on the features of a run."""
+"""Options of commands that fit heads on the features of a run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ _WITH_DEV = "fitting on dev as well"
 
 @dataclass(frozen=True, kw_only=True)
 class DevOptions(Options):
-    """What heads are fitted on besides train."""
+    """Options for fitting heads on dev in addition to train."""
 
     with_split: Literal["dev"] | None = option(
         None,
         flag="--with",
-        help="fit on dev too, for all epochs of the recipe; dev is no score of the head then",
+        help="also fit on dev, for all epochs of the recipe; the head then has no dev score",
         group=_WITH_DEV,
     )
     weight: Positive = option(
         3,
         metavar="W",
-        help="how often dev's rows are taken in an epoch",
+        help="number of times that each dev row is used per epoch",
         group=_WITH_DEV,
         needs="--with dev",
     )
     folds: Annotated[int, Ge(0)] = option(
         0,
         metavar="K",
-        help="K-fold cross-validation over the sentence pairs of dev: what training on it brings",
+        help="number of folds of a cross-validation over the sentence pairs of dev, which measures "
+        "the gain from training on dev (default: 0, no cross-validation)",
         group=_WITH_DEV,
         needs="--with dev",
     )
 
     def __post_init__(self) -> None:
-        """Check that there is no single fold as well."""
+        """Also check that there is not just one fold."""
         super().__post_init__()
         if self.folds == 1:
             raise UserError("--folds is 1; expected 2 or more, or 0 for none.")
@@ -50,77 +51,93 @@ class DevOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FitHeadOptions(InRun, WithDevice, DevOptions):
-    """Which head is fitted, on which features."""
+    """Options of ``llmcond fit-head``: the recipe, and the features to fit it on."""
 
     head: str = option(
-        metavar="NAME_OR_FILE", help="a recipe (`llmcond heads` lists the bundled ones)"
+        metavar="NAME_OR_FILE", help="recipe of the head (`llmcond heads` lists the bundled ones)"
     )
     dim: int | None = option(
         None,
         metavar="K",
-        help="size of the embeddings (default: the recipe's, at most the features')",
+        help="dimension of the embeddings (default: the recipe's, but at most the features')",
     )
     prompt: str | None = option(
-        None, metavar="NAME", help="whose features; a+b takes both (default: the only one)"
+        None,
+        metavar="NAME",
+        help="prompt whose features the head reads; a+b concatenates the features of a and b "
+        "(default: the run's only prompt)",
     )
     subtract: bool | None = option(
         None,
-        help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
+        help="subtract the unconditional embedding (default: yes, except in tasks that rank "
+        "candidates)",
     )
-    seed: Seed = option(0, metavar="S", help="seed of everything random")
+    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
     set: Mapping[str, str] | None = option(
-        None, metavar="KEY=VALUE", help="other settings of the recipe"
+        None, metavar="KEY=VALUE", help="settings that override those of the recipe"
     )
     name: str | None = option(
-        None, metavar="NAME", help="of the head in the run (default: RECIPE@PROMPT)"
+        None, metavar="NAME", help="name of the head in the run (default: RECIPE@PROMPT)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WithTrials(Options):
-    """Options of what fits every head with several seeds."""
+    """Options of commands that fit every head with several seeds."""
 
     seeds: Annotated[int, Ge(1), Le(2**32)] = option(
-        3, metavar="N", help="fits of each, with seeds 0 to N-1"
+        3, metavar="N", help="number of seeds: each combination is fitted with seeds 0 to N-1"
     )
     set: Mapping[str, str] | None = option(
-        None, metavar="KEY=VALUE", help="settings of the recipes, for all heads that have them"
+        None,
+        metavar="KEY=VALUE",
+        help="settings that override those of every recipe that has them",
     )
-    keep: bool = option(False, help="keep the fit with the best score on dev as a head of the run")
+    keep: bool = option(False, help="save the fit with the best dev score as a head of the run")
     workers: Positive | None = option(
-        None, metavar="N", help="fits at a time (default: one a core, at most 8)"
+        None, metavar="N", help="number of parallel fits (default: one per core, at most 8)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
-    """Which heads and settings are fitted."""
+    """Options of ``llmcond sweep``: the heads and settings to fit."""
 
-    head: Sequence[str] = option(metavar="NAME_OR_FILE", help="recipes")
+    head: Sequence[str] = option(
+        metavar="NAME_OR_FILE", help="recipes to fit (`llmcond heads` lists the bundled ones)"
+    )
     vary: Mapping[str, str] | None = option(
         None,
         metavar="KEY=V,V",
-        help="a setting of the recipe (dim, rank, learning_rate, temperature, ...) and its values",
+        help="recipe settings to vary (dim, rank, learning_rate, temperature, ...), each with its "
+        "values",
     )
     prompt: Sequence[str] = option(
-        (), metavar="NAME", help="whose features; a+b takes both (default: the only one)"
+        (),
+        metavar="NAME",
+        help="prompts whose features the heads read; a+b concatenates the features of a and b "
+        "(default: the run's only prompt)",
     )
     subtract: bool | None = option(
         None,
-        help="subtract the unconditional embedding (default: yes; where candidates are ranked, no)",
+        help="subtract the unconditional embedding (default: yes, except in tasks that rank "
+        "candidates)",
     )
     plot: str | Path | None = option(
         None,
         metavar="FILE",
-        help="picture of the main metric against the first setting of several numbers (.png, .svg)",
+        help="image file (.png, .svg) for a plot of the main metric against the first setting that "
+        "has several numeric values",
     )
     plot_steps: str | Path | None = option(
-        None, metavar="FILE", help="picture of the score on dev against training steps (.png, .svg)"
+        None,
+        metavar="FILE",
+        help="image file (.png, .svg) for a plot of the dev score against training steps",
     )
 
     def varied(self) -> dict[str, list[str]]:
-        """Return the values of each setting that is varied, as text."""
+        """Return each varied setting with its values as text."""
         return {
-            key: values.split(",") if isinstance(values, str) else [str(one) for one in values]
+            key: values.split(",") if isinstance(values, str) else [str(value) for value in values]
             for key, values in (self.vary or {}).items()
         }

@@ -1,4 +1,4 @@
-"""Options of what ranks candidates: entities of a knowledge graph, or turns of a dialogue."""
+"""Options of commands that rank candidates: entities of a knowledge graph or dialogue turns."""
 
 from __future__ import annotations
 
@@ -10,163 +10,172 @@ from typing import ClassVar
 from llmcond.options import Positive, Ties, option
 from llmcond.workflows.options.common import WithHead
 
-_RANKING = "ranking, of tasks that rank candidates"
-_GRAPH = "ranking, of knowledge graphs (task kgc)"
-_DIALOGUE = "ranking, of dialogues (task dialogue)"
-_PLANNING = "planning, of dialogues (task dialogue)"
+_RANKING = "ranking (tasks kgc and dialogue)"
+_GRAPH = "ranking entities of a knowledge graph (task kgc)"
+_DIALOGUE = "ranking turns of a dialogue (task dialogue)"
+_PLANNING = "planning in a dialogue (task dialogue)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """What a knowledge graph itself adds to the scores of entities."""
+    """Options that adjust the scores of entities by links of the knowledge graph."""
 
     rerank: str | None = option(
         None,
         metavar="HOPS:ALPHA[:no-head]",
-        help="add ALPHA to entities within so many links of the head in train (SimKGC: 5:0.05); "
-        "no-head: not to the head itself",
+        help="add ALPHA to the score of entities within HOPS links of the head entity in train "
+        "(SimKGC: 5:0.05); no-head: except to the head entity itself",
         group=_GRAPH,
     )
     reverse: bool = option(
         False,
-        help="add a weight to entities that have the same relation to the head in train; it is "
-        "fitted on dev, one for each relation",
+        help="add a weight to the score of entities that have the same relation to the head entity "
+        "in train; one weight per relation is fitted on dev",
         group=_GRAPH,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TripleOptions(GraphOptions):
-    """Which triple is completed, and among which entities."""
+    """Options that name the triple to complete and the candidate entities."""
 
-    relation: str = option(metavar="REL", help="id or name")
+    relation: str = option(metavar="REL", help="relation of the triple, by id or name")
     head_entity: str | None = option(
-        None, metavar="E", help="id or name: complete (E, relation, ?)"
+        None, metavar="E", help="head entity, by id or name: complete (E, relation, ?)"
     )
     tail_entity: str | None = option(
-        None, metavar="E", help="id or name: complete (?, relation, E)"
+        None, metavar="E", help="tail entity, by id or name: complete (?, relation, E)"
     )
-    k: Positive = option(10, flag="-k", metavar="K", help="how many entities")
-    filtered: bool = option(True, help="leave out what some split of the data has")
-    exclude_head: bool = option(True, help="leave out the entity that is asked of")
+    k: Positive = option(10, flag="-k", metavar="K", help="number of entities to show")
+    filtered: bool = option(
+        True,
+        help="leave out entities that complete the triple in any split of the data (default: yes)",
+    )
+    exclude_head: bool = option(
+        True, help="leave out the entity that the query names (default: yes)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompleteOptions(TripleOptions, WithHead):
-    """Which triple is completed, by which head of which run."""
+    """Options of ``llmcond complete``: the triple, and the run and head that complete it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TiesOption:
-    """How right answers rank among equals, in every task that ranks candidates.
+    """Options of every task that ranks candidates: how ties are ranked.
 
     Attributes:
-        of: the kind of task that options are of, and how messages say it.
+        of: the kind of task that the options apply to, and its name in messages.
     """
 
     of: ClassVar[tuple[str, str]] = "", "tasks that rank candidates"
 
     ties: Ties | None = option(
         None,
-        help="how an answer ranks among candidates of its score: in their middle, first or last "
-        "(default: realistic)",
+        help="rank of the right answer among candidates with the same score: realistic (in their "
+        "middle), optimistic (first) or pessimistic (last) (default: realistic)",
         group=_RANKING,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankingOptions(GraphOptions, TiesOption):
-    """How candidates are ranked, in runs of knowledge graphs."""
+    """Options of ranking in runs of knowledge graphs."""
 
     of: ClassVar[tuple[str, str]] = "ranking", "knowledge graphs"
 
     exclude_head: bool = option(
         False,
-        help="a query's own head entity is no candidate, unless it is the answer",
+        help="exclude a query's head entity from its candidates, unless it is the answer",
         group=_GRAPH,
     )
     by_relation: bool = option(
         False,
-        help="figures of each relation and category of relations as well, with --json",
+        help="with --json: also print the scores of each relation and relation category",
         group=_GRAPH,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DialogueOptions(TiesOption):
-    """How the next turns of dialogues are ranked, or planned for."""
+    """Options of ranking, or planning towards, the next turn of a dialogue."""
 
     of: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
 
     history: str | None = option(
         None,
         metavar="FROM-TO",
-        help="turns that are given, such as 2-10 or 2,5 (default: 2-10; with --plan 2,5)",
+        help="history lengths in turns, such as 2-10 or 2,5 (default: 2-10, with --plan 2,5)",
         group=_DIALOGUE,
     )
     score: Sequence[str] = option(
         (),
         metavar="NAME",
-        help="average, last:L (last:2), bi, neighbours, maxsim, weighted (default: what a head was "
-        "fitted for; zero-shot by several)",
+        help="scoring functions: average, last:L (such as last:2), bi, neighbours, maxsim, "
+        "weighted (default: the one that the head was fitted for, or several for zero-shot)",
         group=_DIALOGUE,
     )
     candidates: str | None = option(
         None,
         metavar="POOL",
-        help="same-depth: the turns at the answer's place in all dialogues; all: every turn that "
-        "answers; or a file of texts, one a line (default: same-depth)",
+        help="candidate pool. same-depth: the turns at the answer's position in all dialogues; "
+        "all: every turn that answers a history; or a text file with one candidate per line "
+        "(default: same-depth)",
         group=_DIALOGUE,
     )
     plan: str | None = option(
         None,
         metavar="POOL",
-        help="rank turns by how well they lead to a later one, the goal, among 100 others: "
-        "retrieved, same-depth, random, or a file of samples (.jsonl)",
+        help="rank the answer among 100 other turns by how well it leads to a later turn, the "
+        "goal. Source of the others: retrieved, same-depth, random, or a .jsonl file of samples",
         group=_PLANNING,
     )
     distance: str | None = option(
         None,
         metavar="FROM-TO",
-        help="turns from the answer to the goal (default: 1-4)",
+        help="number of turns from the answer to the goal (default: 1-4)",
         group=_PLANNING,
     )
     generate: str | None = option(
         None,
         metavar="MODEL",
-        help="plan among what a causal language model says, a hub name or a folder; kept in the "
-        "run, and made once",
+        help="causal language model, a hub name or folder, that generates the candidates of the "
+        "plan; they are generated once and stored in the run",
         group=_PLANNING,
     )
     samples: Positive | None = option(
         None,
         metavar="N",
-        help="candidates that it makes for each history (default: 100)",
+        help="with --generate: number of candidates to generate for each history (default: 100)",
         group=_PLANNING,
     )
 
     @property
     def plans(self) -> bool:
-        """Return whether planning is asked for."""
+        """Whether the options request planning."""
         return self.plan is not None or self.generate is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyOptions(WithHead):
-    """What was said so far, and what may be said next."""
+    """Options of ``llmcond reply``: the dialogue so far, and the candidates for its next turn."""
 
-    turns: Sequence[str] = option(flag="", metavar="TURN", help="what was said so far, in order")
+    turns: Sequence[str] = option(
+        flag="", metavar="TURN", help="turns of the dialogue so far, in order"
+    )
     candidates: str | Path = option(
         metavar="FILE",
-        help="what may come next: a text file, one a line, or a table with a column text",
+        help="candidates for the next turn: a text file with one per line, or a table with a "
+        "column text",
     )
     goal: str | None = option(
-        None, metavar="TEXT", help="a later turn that the candidates are to lead to"
+        None, metavar="TEXT", help="later turn that the candidates should lead to"
     )
     score: str | None = option(
         None,
         metavar="NAME",
-        help="average, last:L (last:2), bi, neighbours, maxsim, weighted (default: what the head "
-        "was fitted for)",
+        help="scoring function: average, last:L (such as last:2), bi, neighbours, maxsim, weighted "
+        "(default: the one that the head was fitted for)",
     )
-    k: Positive = option(3, flag="-k", metavar="K", help="how many candidates are shown")
+    k: Positive = option(3, flag="-k", metavar="K", help="number of candidates to show")

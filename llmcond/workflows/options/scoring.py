@@ -1,4 +1,4 @@
-"""Options of what scores and explains heads, and compares prompts."""
+"""Options of commands that score or explain heads, or compare prompts."""
 
 from __future__ import annotations
 
@@ -29,70 +29,79 @@ Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
 class EvaluateOptions(
     InRun, WithColumns, WithSplit, WithMetrics, WithDevice, DialogueOptions, RankingOptions
 ):
-    """Which heads are scored, on which rows, and what is written."""
+    """Options of ``llmcond evaluate``: the heads and rows to score, and the files to write."""
 
     head: Sequence[str] = option(
-        (), metavar="NAME", help="fitted heads (default: all; none: zero-shot only)"
+        (), metavar="NAME", help="fitted heads to score; none: only zero-shot (default: all)"
     )
     data: Any = option(
         None,
         metavar="SRC",
         source=DATA,
-        help=f"score other rows: {DATA}; a single file is scored whole",
+        help=f"other rows to score: {DATA}; a single file is scored as a whole (default: the data "
+        "of the run)",
     )
     predictions: str | Path | None = option(
         None,
         metavar="FILE.csv",
-        help="write what is predicted of each row: its similarity, or its answer's rank",
+        help="file to write the prediction for each row to: its similarity, or the rank of its "
+        "answer",
     )
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="a page to read: charts, texts, settings"
+        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyseOptions(InRun, WithSplit):
-    """Which heads are explained, and how."""
+    """Options of ``llmcond analyse``: the heads to explain, and the analyses."""
 
-    head: Sequence[str] = option((), metavar="NAME", help="fitted heads (default: all)")
-    what: Sequence[Analysis] = option((), help="which analyses (default: all)")
-    out: str | Path | None = option(None, metavar="DIR", help="for pictures (default: in the run)")
-    conditions: int = option(3, metavar="N", help="number of conditions to cluster")
-    sentences: int = option(20, metavar="N", help="sentences of each condition to cluster")
-    top: Annotated[int, Ge(0)] = option(
-        5, metavar="N", help="number of rows to list whose similarity changed most"
+    head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
+    what: Sequence[Analysis] = option((), help="analyses to run (default: all)")
+    out: str | Path | None = option(
+        None, metavar="DIR", help="folder for the plots (default: in the run)"
     )
-    seed: Seed = option(0, metavar="S", help="seed of everything random")
+    conditions: int = option(3, metavar="N", help="number of conditions to cluster")
+    sentences: int = option(20, metavar="N", help="number of sentences per condition to cluster")
+    top: Annotated[int, Ge(0)] = option(
+        5, metavar="N", help="number of rows to list, those whose similarity changed most"
+    )
+    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(WithSplit, WithMetrics, WithTrials):
-    """What is compared, and how.
+    """Options that say which prompts are compared, and how.
 
-    Of the prompts named, those that the encoder cannot use are left out, and that is said.
+    Prompts that the encoder cannot use are skipped with a message.
     """
 
     prompts: Sequence[str] = option(
-        (), metavar="FILE", help="names or files (default: every bundled one the model can use)"
+        (),
+        metavar="FILE",
+        help="prompts to compare, by name or file (default: every bundled one that the model can "
+        "use)",
     )
     baseline: str | None = option(
         None,
         metavar="NAME",
-        help="what the others are compared with (default: the one that suits the model)",
+        help="prompt that the others are compared with (default: the one that suits the model)",
     )
     heads: Sequence[str] = option(
         (),
         metavar="NAME",
-        help="recipes to fit in addition to zero-shot; none: none (default: linear mlp; of "
-        "dialogues c3l-released rank)",
+        help="recipes to fit in addition to zero-shot; none: only zero-shot (default: linear mlp, "
+        "for dialogues c3l-released rank)",
     )
-    plain: bool = option(False, help="fit heads without subtraction as well")
+    plain: bool = option(
+        False, help="also fit heads without subtracting the unconditional embedding"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparePromptsOptions(CompareOptions, RunOptions):
-    """Which prompts are compared, on which data."""
+    """Options of ``llmcond compare-prompts``: the prompts, the encoder and the data."""
 
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="a page to read: charts, texts, settings"
+        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
     )

@@ -1,4 +1,4 @@
-"""Options of what reads texts of a user's own: embeds, groups, indexes, checks or rates them."""
+"""Options of commands that embed, cluster, index, check or rate a user's texts."""
 
 from __future__ import annotations
 
@@ -31,194 +31,230 @@ _PROPOSE = "texts without pairs"
 _Rate = Annotated[float, Gt(0), Lt(math.inf)]
 
 
-def _clusters(text: str) -> int | str:
-    """Return a number as one; what the others mean is for the work to say."""
+def _parse_clusters(text: str) -> int | str:
+    """Convert a text to an integer if it is one; clustering checks any other text."""
     return int(text) if text.isdecimal() else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(WithGuide, WithEmbedder, WithScale):
-    """Which rows are embedded, and where vectors are written."""
+    """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
     source: Any = option(
         flag="",
         metavar="SRC",
         source=TEXT_FILES,
-        help=f"{TEXT_FILES}; for --out FOLDER a folder of .parquet "
-        "files, one of them, or a .lance dataset, also by URI (s3://BUCKET/PATH); from Python also "
-        "a pandas or Arrow table",
+        help=f"rows to embed: {TEXT_FILES}; with --out FOLDER: one .parquet file or a folder of "
+        "them, or a .lance dataset, also by URI (s3://BUCKET/PATH); in Python also a pandas or "
+        "Arrow table",
     )
     out: str | Path = option(
         metavar="OUT",
-        parse=str,  # a URI is no path
-        help=".parquet, .csv or .npy file, or FOLDER: a folder (Parquet files) or a .lance "
-        "dataset, also by URI; the same command goes on with it where it stopped",
+        parse=str,  # Path would change a URI.
+        help=".parquet, .csv or .npy file, or FOLDER: a folder (of Parquet files) or a .lance "
+        "dataset, also by URI; if interrupted, the same command resumes a FOLDER",
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    sentence: str | None = option(None, metavar="COL", help="the same as --text")
+    sentence: str | None = option(None, metavar="COL", help="alias of --text")
     condition: str | None = option(
         None,
         metavar="COL_OR_TEXT",
-        help="column of the conditions, or where there is none of that name, the condition of "
-        "every row (default: the column condition)",
+        help="column of the conditions or, if there is no such column, one condition for every row "
+        "(default: the column condition)",
     )
     values: str | None = option(
-        None, metavar="VALUES", help=f"{VALUES_HELP}. Every condition of the file gets them"
+        None, metavar="VALUES", help=f"{VALUES_HELP}. They apply to every condition of the file"
     )
     keep: Sequence[str] = option(
         (),
         metavar="COL",
-        help="further columns to write, such as an id (of a file; default: none, or for --out "
-        "FOLDER all)",
+        help="other columns of the source to write, such as an id (default: none, or all with "
+        "--out FOLDER)",
     )
     condition_text: str | None = option(
-        None, metavar="TEXT", help="condition of every row, also where a column is called so"
+        None, metavar="TEXT", help="condition of every row, even if a column has the same name"
     )
     normalize: bool = option(
-        True, help="unit L2 norm, so that inner products are cosines; --no-normalize keeps norms"
+        True,
+        help="scale vectors to unit L2 norm, so that inner products are cosines (default: yes)",
     )
 
     def __post_init__(self) -> None:
-        """Check that one column of texts is named."""
+        """Also check that --text and --sentence do not name two columns."""
         super().__post_init__()
         if None not in (self.text, self.sentence) and self.text != self.sentence:
             raise UserError("--text and --sentence name two columns; give one of them.")
 
     @property
     def text_column(self) -> str | None:
-        """Return the column of the texts that was named."""
+        """Name of the column of texts; None if neither --text nor --sentence names one."""
         return self.text or self.sentence
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions(WithGuide, WithConditions, WithEmbedder):
-    """Which texts are grouped, how, and what is written."""
+    """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
 
     texts: Any = option(
         flag="",
         metavar="TEXTS",
         source=TEXT_FILES,
-        help=f"{TEXT_FILES} (from Python also a list of texts, or a table)",
+        help=f"texts to use: {TEXT_FILES}; in Python also a list of texts, or a table",
     )
     out: str | Path | None = option(
         None,
         metavar="FILE",
-        help=".parquet or .csv to write each text with its clusters to (default: clusters are "
-        "printed only)",
+        help=".parquet or .csv file to write each text with its clusters to (default: only print "
+        "the clusters)",
     )
     condition: Sequence[str] = option(
-        (), metavar="TEXT", repeat=True, help="what texts are compared by; may be repeated"
+        (),
+        metavar="TEXT",
+        repeat=True,
+        help="condition that texts are compared under, such as 'the topic'; may be repeated",
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    keep: Sequence[str] = option((), metavar="COL", help="further columns to write, such as an id")
+    keep: Sequence[str] = option(
+        (), metavar="COL", help="other columns of the source to write, such as an id"
+    )
     clusters: int | Literal["auto"] = option(
         "auto",
         metavar="K",
-        parse=_clusters,
-        help="how many by K-means; auto: as many as give the highest silhouette, or as the guide "
-        "has labels",
+        parse=_parse_clusters,
+        help="number of K-means clusters; auto: the number with the highest silhouette, or the "
+        "number of labels of the guide",
     )
     method: Literal["kmeans", "hdbscan"] = option(
-        "kmeans", help="hdbscan finds how many there are, and leaves out what is in none"
+        "kmeans",
+        help="clustering method; hdbscan chooses the number of clusters, and leaves outliers out",
     )
     min_cluster_size: Annotated[int, Ge(2)] | None = option(
-        None, metavar="N", help="of hdbscan (default: one text in 100, and 5 at least)"
+        None,
+        metavar="N",
+        help="with --method hdbscan: smallest cluster, in texts (default: 1 % of the texts, at "
+        "least 5)",
     )
     labels: Sequence[str] = option(
         (),
         metavar="COL",
-        help="known labels, which clusters are scored against, beside those of the base encoder's "
-        "vectors without a condition: a column, or one for each condition",
+        help="column of known labels, or one for each condition; clusters are scored against them, "
+        "next to clusters of the base encoder's vectors without a condition",
     )
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="a page with a map of the texts, to look around in"
+        None, metavar="FILE.html", help="HTML report to write, with an interactive map of the texts"
     )
-    check: bool = option(True, help=f"{CHECK_HELP}; not with --guide")
-    seed: Seed = option(0, metavar="S", help="random seed of K-means, sampling and the map")
+    check: bool = option(True, help=f"without --guide: {CHECK_HELP}")
+    seed: Seed = option(
+        0, metavar="S", help="random seed of K-means, sampling and the map (default: 0)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConditionOptions(WithConditions, WithEmbedder):
-    """Which conditions are checked, on which texts."""
+    """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
 
     texts: Any = option(
         flag="",
         metavar="TEXTS",
         source=TEXT_FILES,
-        help=f"{TEXT_FILES} (from Python also a list of texts, or a table)",
+        help=f"texts to use: {TEXT_FILES}; in Python also a list of texts, or a table",
     )
     condition: Sequence[str] = option(
         metavar="TEXT", repeat=True, help="condition to check; may be repeated"
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
+    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts (default: 0)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions(WithConditions, WithEmbedder):
-    """Which texts an index gets, and loses."""
+    """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
-    texts: str | None = option(None, flag="", metavar="TEXTS", source=TEXT_FILES, help=TEXT_FILES)
+    texts: str | None = option(
+        None, flag="", metavar="TEXTS", source=TEXT_FILES, help=f"texts to add: {TEXT_FILES}"
+    )
     out: str | Path = option(metavar="DIR", help="folder of the index")
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     id: str | None = option(
-        None, metavar="COL", help="column of their ids (default: made of the texts)"
+        None, metavar="COL", help="column of unique ids (default: ids derived from the texts)"
     )
     keep: Sequence[str] = option(
-        (), metavar="COL", help="further columns, to filter by and to show"
+        (), metavar="COL", help="other columns to store, for filters and search results"
     )
     condition: Sequence[str] = option(
         (),
         metavar="C",
         repeat=True,
-        help="make the vectors of all texts under it now; may be repeated. That saves time where "
-        "the model encodes each text together with the condition. The index records its --values",
+        help="condition to embed all texts under now; may be repeated. Later searches under it are "
+        "faster if the model encodes each text together with the condition. The index records its "
+        "--values",
     )
     guide: Any = option(
         None,
         metavar="SRC",
-        help="a few labelled texts that searches follow from now on: a table with the columns "
-        "text, label and, unless there is one --condition, condition. none: remove the guide of "
-        "each --condition",
+        help="table of a few labelled texts that guide all later searches: columns text and label, "
+        "and also condition unless there is one --condition; none: remove the guide of each "
+        "--condition",
     )
     delete: Sequence[str] = option(
-        (), metavar="ID", help="ids of texts to delete, or a file with one a line"
+        (), metavar="ID", help="ids of texts to delete, or a file with one id per line"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotateOptions(WithColumns):
-    """What is rated, by which server, and what it may take."""
+    """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
 
     data: Any = option(
         flag="",
         metavar="SRC",
         source=DATA,
-        help=f"rows, rated or not: {DATA}; for --propose: a file of texts",
+        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: a file of "
+        "texts",
     )
-    endpoint: str = option(metavar="URL", help="address, such as http://localhost:8000/v1")
-    model: str = option(metavar="NAME", help="as the server calls it")
-    out: str | Path = option(metavar="FILE.csv", help="rated rows, as `extract --data` reads them")
+    endpoint: str = option(
+        metavar="URL", help="address of the server, such as http://localhost:8000/v1"
+    )
+    model: str = option(metavar="NAME", help="name of the language model on the server")
+    out: str | Path = option(
+        metavar="FILE.csv", help="file to write the rated rows to, which `extract --data` reads"
+    )
     prompt: str = option(
-        "rate", metavar="NAME_OR_FILE", help="what is asked: rate, answer-then-compare, or a .toml"
+        "rate",
+        metavar="NAME_OR_FILE",
+        help="prompt that asks for a rating: rate, answer-then-compare, or a .toml file",
     )
-    samples: Positive = option(1, metavar="K", help="answers to each question, which are averaged")
+    samples: Positive = option(
+        1, metavar="K", help="number of answers per question, which are averaged (default: 1)"
+    )
     rows: Positive | None = option(
-        None, metavar="N", help="so many rows only, drawn by the seed (default: all)"
+        None, metavar="N", help="number of rows to rate, sampled at random (default: all)"
     )
-    split: Split | None = option(None, help="of a folder (default: train)")
-    seed: Seed = option(0, metavar="S", help="another one asks everything anew")
-    yes: bool = option(False, help="do not ask whether to go on, told what it will take")
-    price_in: Amount | None = option(None, metavar="P", help="of a million tokens that are read")
-    price_out: Amount | None = option(None, metavar="P", help="of a million that are written")
+    split: Split | None = option(
+        None, help="split to rate if the data is a folder (default: train)"
+    )
+    seed: Seed = option(
+        0,
+        metavar="S",
+        help="random seed; with another seed all questions are asked again (default: 0)",
+    )
+    yes: bool = option(
+        False, help="continue without asking for confirmation of the estimated cost and time"
+    )
+    price_in: Amount | None = option(None, metavar="P", help="price per million input tokens")
+    price_out: Amount | None = option(None, metavar="P", help="price per million output tokens")
     propose: Positive | None = option(
         None,
         metavar="N",
         group=_PROPOSE,
-        help="let the model pair texts and name conditions, N rows, and then rate them",
+        help="number of rows for which the model first proposes the sentence pair and condition, "
+        "and which it then rates",
     )
     propose_prompt: str = option(
-        "propose", metavar="NAME_OR_FILE", group=_PROPOSE, help="what is asked for that"
+        "propose",
+        metavar="NAME_OR_FILE",
+        group=_PROPOSE,
+        help="prompt that asks for pairs and conditions: propose, or a .toml file",
     )
     text: str | None = option(
         None,
@@ -227,22 +263,27 @@ class AnnotateOptions(WithColumns):
         needs="--propose",
         help="column of the texts in a table (default: text)",
     )
-    concurrency: Positive = option(4, metavar="N", group=_SERVER, help="questions at once")
+    concurrency: Positive = option(
+        4, metavar="N", group=_SERVER, help="number of concurrent requests"
+    )
     per_minute: _Rate | None = option(
-        None, metavar="N", group=_SERVER, help="requests a minute at most"
+        None, metavar="N", group=_SERVER, help="largest number of requests per minute"
     )
     timeout: _Rate = option(
         60.0,
         metavar="S",
         group=_SERVER,
-        help="seconds until a request without a complete answer is tried again",
+        help="seconds after which a request without a complete answer is retried",
     )
     retries: Annotated[int, Ge(0)] = option(
-        6, metavar="N", group=_SERVER, help="how often, later and later or when the server says"
+        6,
+        metavar="N",
+        group=_SERVER,
+        help="number of retries per request, after growing pauses or when the server says",
     )
     request: Mapping[str, str] | None = option(
         None,
         metavar="NAME=VALUE",
         group=_SERVER,
-        help="further fields of requests, such as temperature=0.7 max_tokens=300",
+        help="other fields of each request, such as temperature=0.7 max_tokens=300",
     )

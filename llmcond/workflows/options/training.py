@@ -1,4 +1,4 @@
-"""Options of what trains an encoder."""
+"""Options of commands that train or upload an encoder."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ from llmcond.options import Positive, Seed, option, optional
 from llmcond.workflows.options.common import InRun, RunOptions
 
 _HEAD = "head and inputs"
-_TEACHER = "distilling"
+_TEACHER = "distillation"
 
 if TYPE_CHECKING:
     _TuneOptions = TuneSettings
 else:
-    # What is not given may be in the recipe's [finetune] table.
+    # Options that are None may be set in the recipe's [finetune] table.
     _TuneOptions = optional(TuneSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(RunOptions, _TuneOptions):
-    """How any encoder is trained."""
+    """Options of every command that trains an encoder."""
 
-    merge: bool = option(False, help="write the full encoder, adapters merged into its weights")
+    merge: bool = option(
+        False, help="save the full encoder, with the adapters merged into its weights"
+    )
 
     def tune_settings(self) -> dict[str, Any]:
-        """Return the settings of training that were given."""
-        given = {item.name: getattr(self, item.name) for item in fields(_TuneOptions)}
-        return {name: value for name, value in given.items() if value is not None}
+        """Return the training settings that the user has set."""
+        settings = {item.name: getattr(self, item.name) for item in fields(_TuneOptions)}
+        return {name: value for name, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """Which run rates further rows to train on, and how many."""
+    """Options of distillation from another run, which labels additional training rows."""
 
     teacher: str | Path | None = option(
         None,
         metavar="RUN",
-        help="distil another run: train on further rows too, train's sentence pairs under the "
-        "conditions of other rows, labelled by its head",
+        help="run whose head labels additional training rows: train's sentence pairs under the "
+        "conditions of other rows",
         group=_TEACHER,
     )
     teacher_rows: Positive | None = option(
         None,
         metavar="N",
-        help="how many (default: as many as train has)",
+        help="number of additional rows (default: as many as train has)",
         group=_TEACHER,
         needs="--teacher RUN",
     )
@@ -56,73 +58,86 @@ class TeacherOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadChoice:
-    """The head that is trained behind an encoder; what ``start`` was fitted on is taken with it."""
+    """Options of the head that is trained on top of an encoder.
+
+    ``start`` also decides the prompt and the settings that its head was fitted with.
+    """
 
     head: str | None = option(
         None,
         metavar="NAME_OR_FILE",
-        help="a recipe, its objective included (none: the encoder's own vectors are compared)",
+        help="recipe of the head and its objective; none: compare the encoder's vectors without a "
+        "head",
         group=_HEAD,
     )
     start: str | Path | None = option(
         None,
         metavar="DIR",
-        help="start from a fitted head, e.g. runs/default/heads/mlp@cond, instead of --head",
+        help="folder of a fitted head to start from instead of --head, such as "
+        "runs/default/heads/mlp@cond",
         group=_HEAD,
     )
-    dim: int | None = option(None, metavar="K", help="size of the embeddings", group=_HEAD)
+    dim: int | None = option(
+        None, metavar="K", help="dimension of the embeddings (default: the recipe's)", group=_HEAD
+    )
     set: Mapping[str, str] | None = option(
         None,
         metavar="KEY=VALUE",
-        help="other settings of the recipe or its objective; learning_rate is the head's",
+        help="settings that override those of the recipe or its objective; learning_rate is the "
+        "head's",
         group=_HEAD,
     )
     prompt: Sequence[str] = option(
         (),
         metavar="NAME_OR_FILE",
-        help="templates (default: what suits encoder and head)",
+        help="prompts to encode the texts with (default: those that suit the encoder and the head)",
         group=_HEAD,
     )
     subtract: bool | None = option(
         None, help="subtract the unconditional embedding (default: no)", group=_HEAD
     )
-    seed: Seed = option(0, metavar="S", help="seed of everything random")
+    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
     ensemble: Positive = option(
         1,
         metavar="N",
-        help="train N adapters with seeds S, S+1, ...; their embeddings are concatenated",
+        help="number of adapters to train, with seeds S, S+1, ...; their embeddings are "
+        "concatenated (default: 1)",
         group=_HEAD,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLoraOptions(HeadChoice, StageSettings, TeacherOptions, AspectSettings, Training):
-    """How an encoder and a head behind it are trained."""
+    """Options of ``llmcond train-lora``: an encoder and the head on top of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCrossOptions(StageSettings, Training):
-    """How an encoder of both sentences and the condition is trained."""
+    """Options of ``llmcond train-cross``, which trains a cross-encoder."""
 
     orders: Orders = option(
         "both",
-        help="of the two sentences. both: any in training, and the mean of both predictions; "
-        "given: as the data has them, in half the time at prediction",
+        help="order of the two sentences. both: train on either order, and average the two "
+        "predictions; given: the order in the data, which halves the time of prediction",
     )
     set: Mapping[str, str] | None = option(
         None,
         metavar="KEY=VALUE",
         help="settings of the linear layer: learning_rate, weight_decay, dropout",
     )
-    seed: Seed = option(0, metavar="S", help="seed of everything random")
+    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(InRun):
-    """Where a run is uploaded to."""
+    """Options of ``llmcond push``: the repository to upload a run to."""
 
-    repo: str = option(flag="", metavar="OWNER/NAME", help="created if it does not exist")
+    repo: str = option(
+        flag="", metavar="OWNER/NAME", help="repository on the hub, created if it does not exist"
+    )
     private: bool = option(False, help="make the repository private")
     revision: str | None = option(
-        None, metavar="BRANCH", help="created if it does not exist (default: main)"
+        None,
+        metavar="BRANCH",
+        help="branch of the repository, created if it does not exist (default: main)",
     )

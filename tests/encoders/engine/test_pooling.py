@@ -134,7 +134,7 @@ def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
     plugins._REGISTERED.clear()
     # What is extracted is read without its code.
     assert run(["evaluate", "--run", str(tmp_path / "run"), "--json"]) == 0
-    with pytest.raises(UserError, match=r"needs code of its own, own_poolings\.py:own_mean"):
+    with pytest.raises(UserError, match=r"needs your code own_poolings\.py:own_mean"):
         open_run(tmp_path / "run").resolve_encoder("cpu")
     plugins.load(f"{source}:own_mean")
     assert open_run(tmp_path / "run").resolve_encoder("cpu")

@@ -38,7 +38,7 @@ def test_gpu_that_is_too_old_is_refused_in_one_line():
         check_capability("cuda:0 (Tesla V100)", (7, 0), BUILT_FOR)
     assert str(refusal.value) == (
         "cuda:0 (Tesla V100) has compute capability 7.0, and this PyTorch was built for 7.5, 8.0, "
-        "9.0, 12.0. Use --device cpu, or install a build of PyTorch for it (https://pytorch.org)."
+        "9.0, 12.0. Use --device cpu, or install a build of PyTorch for this GPU (https://pytorch.org)."
     )
 
 
@@ -59,7 +59,7 @@ def test_a_build_that_does_not_say_what_it_is_for_takes_any_gpu():
 def test_a_mac_is_told_once_that_its_gpu_is_not_used(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    system._tell_of_mps.cache_clear()
+    system._log_unused_mps.cache_clear()
     with caplog.at_level("INFO", logger="llmcond"):
         assert [choose_device("auto"), choose_device("auto"), choose_device("cpu")] == ["cpu"] * 3
     assert [one.message for one in caplog.records] == [

@@ -244,7 +244,7 @@ def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, t
         (("--ties", "kind"), "Legal: realistic, optimistic, pessimistic"),
         (("--split", "train2"), "Legal: train, dev, test"),
         (("--head", "mlp"), "no fitted head 'mlp'"),
-        (("--predictions", "x.txt"), "ends in .txt"),
+        (("--predictions", "x.txt"), "has the suffix .txt"),
         (("--report", "x.csv"), "name an .html or .htm file"),
         (("--rating-range", "1", "5"), "of rated rows, and the task kgc has none"),
         (

@@ -44,7 +44,7 @@ def test_the_table_has_values_where_there_are_some(command, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("--values", "a", "--values", "b"), "there are 2 --values and 3 --condition; give"),
+        (("--values", "a", "--values", "b"), "there are 2 --values and 3 --condition. Give"),
         (("--values", "a, 'b"), "1 --values and 3 --condition"),
         (("--values", "a", "--values", 'b "', "--values", '"c'), "the values '\"c' cannot be read"),
         (("--values", ",".join(map(str, range(65))), "--values", "", "--values", ""), "at most 64"),
