@@ -194,8 +194,8 @@ def test_an_estimator_takes_a_recipe_with_a_head_of_ones_own(folder):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("my_heads.py:NoHead", "NoHead is no head: .*HeadModule"),
-        ("my_heads.py:BareHead", "BareHead has no Settings"),
+        ("my_heads.py:NoHead", "NoHead is not a head: .*HeadModule"),
+        ("my_heads.py:BareHead", "BareHead has no valid Settings"),
         ("my_heads.py:Gated", "no 'Gated'.*GatedHead"),
         ("other.py:Gated", "other.py.* does not exist"),
         ("gated", "there is no kind of head 'gated'"),
@@ -209,7 +209,7 @@ def test_what_is_no_head_is_refused(folder, kind, message):
 def test_conditions_that_are_missing_are_asked_for(folder):
     chosen, pairs = recipe(folder, kind="my_heads.py:GatedHead"), paired()
     pairs = PairArrays(pairs.first, pairs.second, pairs.rating)
-    with pytest.raises(UserError, match="GatedHead head takes the features of each condition"):
+    with pytest.raises(UserError, match="GatedHead head needs the features of each condition"):
         fit_recipe(chosen, pairs, None, 0, lambda *_: None)
 
 
@@ -237,7 +237,7 @@ def test_an_objective_is_named_by_set(folder, monkeypatch):
     linear = load_recipe("linear")
     changes = linear.parse_changes({"objective": "my_objectives.py:margin_loss"}, "--set")
     assert linear.with_settings(changes, "--set").settings.objective_weight == 1.0
-    with pytest.raises(UserError, match=r"objective is 'margin'; it names code, FILE.py:NAME"):
+    with pytest.raises(UserError, match=r"objective is 'margin'; expected code as FILE.py:NAME"):
         linear.parse_changes({"objective": "margin"}, "--set")
 
 

@@ -1,1 +1,1 @@
-"""Fitted embedders as models of other libraries."""
+"""Export of fitted embedders as models of other libraries."""

@@ -1,4 +1,4 @@
-"""Writing an embedder as a model of sentence-transformers, and trying it out before it is there."""
+"""Writing an embedder as a sentence-transformers model, which is tested before it is in place."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, describe, load_embedder
 from llmcond.system import versions
 
-#: How far vectors of length 1 may be from llmcond's, by the type they are computed in. In 16 bit
-#: rounding is that large where an almost equal vector was subtracted.
-_FAR: Mapping[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
-#: Of an export that llmcond itself computes.
+#: Maximum distance of unit vectors from llmcond's, by the type they are computed in. In 16 bit,
+#: rounding errors are that large if an almost equal vector was subtracted.
+_TOLERANCE: Mapping[Dtype, float] = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.1}
+#: Class of the module in exports that are computed by llmcond.
 _MODULE = "llmcond.integrations.sentence_transformers.ConditionalEmbedder"
 
 
@@ -52,68 +52,68 @@ def export_model(
 ) -> ExportResult:
     """Write an embedder as a folder that sentence-transformers loads.
 
-    Arguments as in :class:`llmcond.commands.export.Export`.
+    The arguments are those of ``llmcond.commands.export.Export``.
 
     Raises:
-        UserError: ``out`` is there, or the embedder has no form in the modules of
+        UserError: ``out`` exists, or the embedder cannot be expressed as modules of
             sentence-transformers under these conditions.
-        LlmcondError: what was written gives other vectors; nothing is left of it.
+        LlmcondError: the export computes other vectors; nothing is written then.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} is there already. Name another --out, or take it away.")
+        raise UserError(f"{out} already exists. Name another --out, or remove it.")
     if not all(text.strip() for text in condition):
-        raise UserError("--condition is empty; give a text.")
+        raise UserError("--condition is empty. Give a text.")
     conditions = list(dict.fromkeys(condition))
     embedder = load_embedder(run_folder, head, prompt=prompt, device=device)
     try:
         if not conditions:
-            return _write_any(run_folder, out, embedder)
+            return _write_any_condition(run_folder, out, embedder)
         for reason in obstacles(embedder):
             raise NotPlainError(reason)
-        return _write_plain(run_folder, out, embedder, conditions)
+        return _write_conditions(run_folder, out, embedder, conditions)
     except NotPlainError as error:
-        each = "Export each condition by itself, or leave" if len(conditions) > 1 else "Leave"
+        each = "Export each condition separately, or leave" if len(conditions) > 1 else "Leave"
         raise UserError(
-            f"{embedder.encoder.name} with the head {embedder.name} cannot be made of modules of "
-            f"sentence-transformers alone: {error}. {each} out --condition: that export takes any "
-            "condition, where llmcond is installed."
+            f"{embedder.encoder.name} with the head {embedder.name} cannot be exported as modules "
+            f"of sentence-transformers alone: {error}. {each} out --condition: that export accepts "
+            "any condition, but needs llmcond."
         ) from error
 
 
-# -- one condition, or several -----------------------------------------------------------------
+# -- export of one or several conditions -------------------------------------------------------
 
 
-def _write_plain(
+def _write_conditions(
     run: Path, out: Path, embedder: Embedder, conditions: Sequence[str]
 ) -> ExportResult:
-    ran, dtype = embedder.encoder.identity.dtype, _exported_type(embedder)
-    about = {**describe(embedder), "dtype": ran}
-    usual = _tried(embedder, conditions[0]) if ran != dtype else None
-    embedder = _computed_in(embedder, dtype)
-    made, tokenizer = plain(embedder, conditions)
-    chosen_by = _chosen_by(made)
-    wanted = {one: _tried(embedder, one) for one in conditions}
-    notes = _notes(embedder, made, chosen_by)
-    if usual is not None:
-        far = float(np.abs(usual - wanted[conditions[0]]).max())
+    run_dtype, dtype = embedder.encoder.identity.dtype, _export_dtype(embedder)
+    about = {**describe(embedder), "dtype": run_dtype}
+    run_vectors = _encode_texts(embedder, conditions[0]) if run_dtype != dtype else None
+    embedder = _change_dtype(embedder, dtype)
+    modular, tokenizer = plain(embedder, conditions)
+    selector = _find_selector(modular)
+    expected = {text: _encode_texts(embedder, text) for text in conditions}
+    notes = _collect_notes(embedder, modular, selector)
+    if run_vectors is not None:
+        difference = float(np.abs(run_vectors - expected[conditions[0]]).max())
         notes.append(
-            f"The weights are {dtype}; llmcond computes this run in {ran}, by which a component of "
-            f"a vector differs by up to {far:.0e}."
+            f"The weights are {dtype}, but llmcond computes this run in {run_dtype}. Components of "
+            f"vectors therefore differ by up to {difference:.0e}."
         )
     with making(out) as folder:
-        resolved, route = embedder.encoder.resolved, chosen_by == "task"
-        modules = write_modules(folder, resolved, tokenizer, made, route=route)
-        _write_settings(folder, *_prompts(made, chosen_by))
+        resolved, route = embedder.encoder.resolved, selector == "task"
+        modules = write_modules(folder, resolved, tokenizer, modular, route=route)
+        _write_settings(folder, *_name_prompts(modular, selector))
         result = ExportResult(
-            out, conditions, chosen_by, modules, dtype, embedder.dim, None, notes, about
+            out, conditions, selector, modules, dtype, embedder.dim, None, notes, about
         )
-        return _finish_export(folder, result, embedder, run, wanted)
+        return _finish_export(folder, result, embedder, run, expected)
 
 
-def _exported_type(embedder: Embedder) -> Dtype:
-    """Return the type of an export's weights: the run's own, or as the checkpoint has them.
+def _export_dtype(embedder: Embedder) -> Dtype:
+    """Return the type of an export's weights: the run's, or that of the checkpoint.
 
-    What llmcond computes in 16 bit for speed only is written in full.
+    If llmcond computes in 16 bit only for speed, the weights are written in float32.
     """
     resolved = embedder.encoder.resolved
     config = read_settings(resolved.checkpoint.folder / "config.json", {})
@@ -121,7 +121,8 @@ def _exported_type(embedder: Embedder) -> Dtype:
     return resolved.identity.dtype if halved else "float32"
 
 
-def _computed_in(embedder: Embedder, dtype: Dtype) -> Embedder:
+def _change_dtype(embedder: Embedder, dtype: Dtype) -> Embedder:
+    """Return an embedder that computes in another type."""
     from llmcond.encoders.encoder import Encoder
 
     resolved = embedder.encoder.resolved
@@ -131,70 +132,76 @@ def _computed_in(embedder: Embedder, dtype: Dtype) -> Embedder:
     return replace(embedder, encoder=Encoder(replace(resolved, identity=identity)))
 
 
-def _chosen_by(made: Plain) -> Chooses:
-    """Return how a condition is chosen.
+def _find_selector(modular: Plain) -> Chooses:
+    """Return how the condition is selected.
 
     Raises:
-        NotPlainError: each would need an encoder of its own.
+        NotPlainError: each condition would need a separate encoder.
     """
-    if len(made.around) == 1:
+    if len(modular.around) == 1:
         return "fixed"
-    tokens = {(tuple(one.before), tuple(one.after)) for one in made.around.values()}
-    leads = set(made.leads.values())
-    if len(tokens) == 1 and leads == {""}:
+    token_affixes = {
+        (tuple(affixes.before), tuple(affixes.after)) for affixes in modular.around.values()
+    }
+    leads = set(modular.leads.values())
+    if len(token_affixes) == 1 and leads == {""}:
         return "task"
-    if len(tokens) == 1 and made.same_layers:
+    if len(token_affixes) == 1 and modular.same_layers:
         return "prompt_name"
     raise NotPlainError(
-        "each of several conditions would be an encoder, as it is read together with the texts"
+        "each condition would need a separate encoder, as it is read together with the texts"
     )
 
 
-def _notes(embedder: Embedder, made: Plain, chosen_by: Chooses) -> list[str]:
+def _collect_notes(embedder: Embedder, modular: Plain, selector: Chooses) -> list[str]:
     notes = []
-    layers = [layer for own in made.layers.values() for layer in own]
+    layers = [
+        layer for layers_of_condition in modular.layers.values() for layer in layers_of_condition
+    ]
     biased = any(layer.bias is not None or layer.activation in ("gelu", "tanh") for layer in layers)
-    if chosen_by == "task":
+    if selector == "task":
         notes.append(
-            "The condition is chosen by a Router, which sentence-transformers has from version 5 "
-            "on; other servers (text-embeddings-inference, vLLM) have none: export one condition "
-            "for those."
+            "A Router selects the condition. sentence-transformers supports it from version 5 on; "
+            "other servers (text-embeddings-inference, vLLM) do not: export one condition for "
+            "those."
         )
     elif layers and biased and embedder.encoder.identity.normalize:
         notes.append(
-            "A Normalize stands before the head's layers, which text-embeddings-inference leaves "
-            "out there: its vectors would be others. Serve it by sentence-transformers, or by "
+            "A Normalize module precedes the head's layers. text-embeddings-inference leaves it "
+            "out, so its vectors would be wrong. Serve the model with sentence-transformers or "
             "llmcond serve."
         )
-    if any(made.leads.values()):
+    if any(modular.leads.values()):
         notes.append(
-            "The condition is put in front of texts by a prompt of sentence-transformers; a server "
-            "that does not read config_sentence_transformers.json must be given that prompt."
+            "A prompt of sentence-transformers puts the condition in front of texts. A server that "
+            "does not read config_sentence_transformers.json must be given that prompt."
         )
-    if chosen_by == "prompt_name":
+    if selector == "prompt_name":
         notes.append(
-            "Without a prompt name, encode, encode_query and encode_document take the first "
-            f"condition, {next(iter(made.leads))!r}."
+            "Without a prompt name, encode, encode_query and encode_document use the first "
+            f"condition, {next(iter(modular.leads))!r}."
         )
     if reads_both_ways(embedder.encoder.resolved):
         notes.append(
-            "Tokens attend in both directions by is_causal in config.json, which transformers "
-            "heeds from version 5 on; other servers may not."
+            "Tokens attend in both directions because of is_causal in config.json. transformers "
+            "reads it from version 5 on; other servers may not."
         )
     return notes
 
 
-def _prompts(made: Plain, chosen_by: Chooses) -> tuple[dict[str, str], str | None]:
-    """Return the prompts of an export by name, and the name of the default one, if there is one.
+def _name_prompts(modular: Plain, selector: Chooses) -> tuple[dict[str, str], str | None]:
+    """Return the prompts of an export by name, and the name of the default one, if there is any.
 
-    Callers that know no names, of ``encode``, ``encode_query`` or ``encode_document``, get the
-    first condition: without these prompts they would get no condition at all.
+    Callers of ``encode``, ``encode_query`` or ``encode_document`` that give no name get the first
+    condition; without these prompts they would get no condition at all.
     """
-    if not any(made.leads.values()):
+    if not any(modular.leads.values()):
         return {}, None
-    named = {"default": next(iter(made.leads.values()))} if chosen_by == "fixed" else made.leads
-    name, lead = next(iter(named.items()))
-    return {"query": lead, "document": lead, **named}, name
+    prompts = (
+        {"default": next(iter(modular.leads.values()))} if selector == "fixed" else modular.leads
+    )
+    name, prefix = next(iter(prompts.items()))
+    return {"query": prefix, "document": prefix, **prompts}, name
 
 
 def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | None) -> None:
@@ -204,15 +211,15 @@ def _write_settings(folder: Path, prompts: Mapping[str, str], default: str | Non
     )
 
 
-# -- any condition -----------------------------------------------------------------------------
+# -- export of any condition -------------------------------------------------------------------
 
 
-def _write_any(run: Path, out: Path, embedder: Embedder) -> ExportResult:
-    wanted = {"the place": _tried(embedder, "the place")}
+def _write_any_condition(run: Path, out: Path, embedder: Embedder) -> ExportResult:
+    expected = {"the place": _encode_texts(embedder, "the place")}
     note = (
-        "llmcond.load_sentence_transformer loads it; sentence-transformers itself does with "
-        "trust_remote_code=True, its word for modules of other packages (llmcond's here, no "
-        "code lies in the folder)."
+        "llmcond.load_sentence_transformer loads it. sentence-transformers itself needs "
+        "trust_remote_code=True, which allows modules of other packages, such as llmcond's; the "
+        "folder contains no code."
     )
     modules, dtype = [_MODULE.rpartition(".")[2]], embedder.encoder.identity.dtype
     about = describe(embedder)
@@ -221,23 +228,27 @@ def _write_any(run: Path, out: Path, embedder: Embedder) -> ExportResult:
         copy_run(run, embedder, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {}, None)
-        return _finish_export(folder, result, embedder, run, wanted)
+        return _finish_export(folder, result, embedder, run, expected)
 
 
-# -- its card, and trying it out ---------------------------------------------------------------
+# -- model card and test -----------------------------------------------------------------------
 
 
 def _finish_export(
-    folder: Path, result: ExportResult, embedder: Embedder, run: Path, wanted: Mapping[str, Vectors]
+    folder: Path,
+    result: ExportResult,
+    embedder: Embedder,
+    run: Path,
+    expected: Mapping[str, Vectors],
 ) -> ExportResult:
-    """Write the card, and compare with the ``wanted`` vectors if sentence-transformers is there."""
+    """Write the card, and compare vectors if sentence-transformers is installed."""
     checkpoint = embedder.encoder.resolved.checkpoint
     known = checkpoint.known
     licence = known.licence if known else None
-    # The command has no paths of this machine.
+    # The command contains no local paths.
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
     words += ["--run", run.name, "--head", str(result.about["head"])]
-    words += [word for one in result.conditions for word in ("--condition", one)]
+    words += [word for condition in result.conditions for word in ("--condition", condition)]
     card = render_card(
         Path(__file__).with_name("card.md.j2"),
         {
@@ -247,7 +258,7 @@ def _finish_export(
             "tags": ["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"],
         },
         embedder.view.prompts,
-        made=result,
+        result=result,
         about={key: without_path(value) for key, value in result.about.items()},
         licence=licence,
         command=shlex.join(words),
@@ -257,34 +268,38 @@ def _finish_export(
     write_text(folder / "README.md", card)
     if find_spec("sentence_transformers") is None:
         return result
-    got = _loaded(folder, result.chosen_by, list(wanted))
-    return replace(result, difference=_compare(got, wanted, result.dtype))
+    actual = _load_and_encode(folder, result.chosen_by, list(expected))
+    return replace(result, difference=_compare(actual, expected, result.dtype))
 
 
 @contextmanager
-def _cutting() -> Iterator[None]:
-    """Say nothing of cut texts: one of those that an export is tried out on is to be cut."""
+def _ignore_cut_warnings() -> Iterator[None]:
+    """Ignore warnings about cut texts: one of the test texts is too long on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"\d+ of \d+ inputs are longer", UserWarning)
         yield
 
 
-def _tried(embedder: Embedder, condition: str) -> Vectors:
-    with _cutting():
+def _encode_texts(embedder: Embedder, condition: str) -> Vectors:
+    with _ignore_cut_warnings():
         return embedder.encode(TEXTS, condition)
 
 
-def _loaded(folder: Path, chosen_by: Chooses, conditions: Sequence[str]) -> dict[str, Vectors]:
-    """Return what sentence-transformers makes of the texts under each condition."""
-    given: list[dict[str, str]] = (
+def _load_and_encode(
+    folder: Path, selector: Chooses, conditions: Sequence[str]
+) -> dict[str, Vectors]:
+    """Load the export in sentence-transformers; encode the test texts under each condition."""
+    calls: list[dict[str, str]] = (
         [{}]
-        if chosen_by == "fixed"
-        else [{"condition" if chosen_by == "any" else chosen_by: one} for one in conditions]
+        if selector == "fixed"
+        else [
+            {"condition" if selector == "any" else selector: condition} for condition in conditions
+        ]
     )
-    # Where peft is, it imports bitsandbytes, which warns of faster kernels.
+    # peft, if installed, imports bitsandbytes, which warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with quiet(), _cutting():
-        if chosen_by == "any":
+    with quiet(), _ignore_cut_warnings():
+        if selector == "any":
             from llmcond.integrations.sentence_transformers import load_sentence_transformer
 
             model = load_sentence_transformer(folder)
@@ -292,25 +307,27 @@ def _loaded(folder: Path, chosen_by: Chooses, conditions: Sequence[str]) -> dict
             from sentence_transformers import SentenceTransformer
 
             model = SentenceTransformer(str(folder), device="cpu")
-        found = [model.encode(list(TEXTS), show_progress_bar=False, **own) for own in given]
-    return dict(zip(conditions, found, strict=True))
+        vectors = [
+            model.encode(list(TEXTS), show_progress_bar=False, **arguments) for arguments in calls
+        ]
+    return dict(zip(conditions, vectors, strict=True))
 
 
-def _compare(got: Mapping[str, Vectors], wanted: Mapping[str, Vectors], dtype: Dtype) -> float:
-    """Return the largest difference.
+def _compare(actual: Mapping[str, Vectors], expected: Mapping[str, Vectors], dtype: Dtype) -> float:
+    """Return the largest difference of a component.
 
     Raises:
-        LlmcondError: it is more than rounding.
+        LlmcondError: a difference is larger than rounding errors.
     """
-    most = 0.0
-    for condition, vectors in wanted.items():
-        apart = got[condition].astype(np.float32) - vectors
-        far = np.linalg.norm(apart, axis=1)
-        if not far.max() <= _FAR[dtype]:
+    largest = 0.0
+    for condition, vectors in expected.items():
+        difference = actual[condition].astype(np.float32) - vectors
+        distance = np.linalg.norm(difference, axis=1)
+        if not distance.max() <= _TOLERANCE[dtype]:
             raise LlmcondError(
-                f"the export gives other vectors than llmcond under {condition!r}: that of "
-                f"{brief(TEXTS[int(far.argmax())])} is {far.max():.1e} away, which is more than "
-                "rounding. Nothing was written; leave out --condition instead."
+                f"the export computes other vectors than llmcond under {condition!r}: that of "
+                f"{brief(TEXTS[int(distance.argmax())])} is {distance.max():.1e} away, which is "
+                "more than rounding. Nothing was written. Leave out --condition instead."
             )
-        most = max(most, float(np.abs(apart).max()))
-    return most
+        largest = max(largest, float(np.abs(difference).max()))
+    return largest

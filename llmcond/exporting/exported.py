@@ -1,4 +1,4 @@
-"""What an export is: who chooses its conditions, of what it is made, and how far it is off."""
+"""The result of an export."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ from typing import Any, Literal
 from llmcond.display import Displayed
 from llmcond.encoders.spec import Dtype
 
-#: Who chooses the condition: nobody any more, the caller among some, or the caller any.
+#: How a caller of the exported model selects the condition: it is fixed, one of several is selected
+#: by an argument (``prompt_name`` or ``task``), or any condition can be given.
 Chooses = Literal["fixed", "prompt_name", "task", "any"]
 
 
 @dataclass(frozen=True)
 class ExportResult(Displayed):
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        conditions: that it has; empty: any.
-        chosen_by: ``fixed``, the one condition; an argument of ``encode`` that names one of
-            several, ``task`` or ``prompt_name``; or ``any``: ``condition``, where llmcond is.
-        modules: of sentence-transformers, in their order.
-        dtype: that its weights are in.
-        difference: the largest of a component of a vector of length 1 to what llmcond computes
-            in that type; None: sentence-transformers is not installed, so it was not tried out.
-        notes: what whoever uses it must know, in sentences.
-        about: the embedder that it was made of.
+        out: folder that was written.
+        conditions: conditions of the export; empty: any condition.
+        chosen_by: how the condition is selected. ``fixed``: there is only one. ``task`` or
+            ``prompt_name``: the argument of ``encode`` that names one of several. ``any``: the
+            argument ``condition``, which needs llmcond.
+        modules: names of its sentence-transformers modules, in order.
+        dtype: number type of its weights.
+        dim: size of the embeddings.
+        difference: largest difference of a component of a unit vector from the vectors that llmcond
+            computes in that type; None: sentence-transformers is not installed, so the export was
+            not tested.
+        notes: what users of the export need to know, as sentences.
+        about: description of the exported embedder.
+
+    Example:
+        >>> import llmcond
+        >>> result = llmcond.export(out="places", condition=["the place"])
+        >>> result.conditions, result.dim, result.dtype
+        (['the place'], 384, 'float32')
     """
 
     out: Path

@@ -1,4 +1,4 @@
-"""An embedder as modules that sentence-transformers has itself: what they are, and their files."""
+"""An embedder as modules of sentence-transformers: its layers and tokens, and the files."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from llmcond.runs.embedder import Embedder
 
 TensorLayer: TypeAlias = DenseLayer[Tensor]
 
-#: Its settings in the form that other servers read as well.
+#: Pooling modes in the form of the config that other servers read as well.
 _MODES = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens",
           "lasttoken")  # fmt: skip
 _ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
     "none": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh,
 }  # fmt: skip
-#: Those that a factor above 0 can be taken out of.
+#: Positively homogeneous activations: f(a x) = a f(x) for a > 0.
 _HOMOGENEOUS = ("none", "relu")
 
 
 class NotPlainError(UserError):
-    """An embedder cannot be made of the modules of sentence-transformers; the message says why."""
+    """An embedder cannot be expressed as modules of sentence-transformers; the message says why."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What an embedder is under some conditions, as layers and tokens.
+    """An embedder under some conditions, as layers and tokens.
 
     Attributes:
-        around: what stands around every text, by condition.
-        layers: behind the encoder's own vectors, by condition.
+        around: text and tokens around every text, by condition.
+        layers: layers after the encoder's vectors, by condition.
     """
 
     around: Mapping[str, Around]
@@ -58,58 +58,59 @@ class Plain:
 
     @property
     def same_layers(self) -> bool:
-        """Return whether the layers are the same under all conditions."""
+        """Whether the layers are the same under all conditions."""
         first, *others = self.layers.values()
         return all(
-            len(own) == len(first)
+            len(other) == len(first)
             and all(
-                torch.equal(a.weight, b.weight) and _equal(a.bias, b.bias)
-                for a, b in zip(own, first, strict=True)
+                torch.equal(a.weight, b.weight) and _both_equal(a.bias, b.bias)
+                for a, b in zip(other, first, strict=True)
             )
-            for own in others
+            for other in others
         )
 
     @property
     def leads(self) -> Mapping[str, str]:
-        """Return what sentence-transformers puts in front of texts, by condition."""
-        return {condition: found.lead for condition, found in self.around.items()}
+        """Text that sentence-transformers puts in front of texts, by condition."""
+        return {condition: affixes.lead for condition, affixes in self.around.items()}
 
 
-def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+def _both_equal(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
     return torch.equal(first, second)
 
 
 def obstacles(embedder: Embedder) -> Iterator[str]:
-    """Yield what of an embedder sentence-transformers has no modules for."""
-    own, view = embedder.encoder.identity, embedder.view
+    """Yield reasons why sentence-transformers has no modules for an embedder."""
+    identity, view = embedder.encoder.identity, embedder.view
     if len(view.prompts) > 1:
-        yield f"it reads each text by {len(view.prompts)} prompts ({view.name})"
+        yield f"it reads each text with {len(view.prompts)} prompts ({view.name})"
     part, prompt = view.prompts[0].conditional, view.prompts[0]
     if part.router is not None:
         yield f"the prompt {prompt.name} pools by the condition"
     if part.context is not None:
         yield f"the prompt {prompt.name} reads a pair of texts and pools one of them"
     if view.subtracts and not prompt.of_condition:
-        yield f"the prompt {prompt.name} subtracts a vector that the sentence changes"
+        yield f"the prompt {prompt.name} subtracts a vector that depends on the sentence"
     if embedder.encoder.resolved.checkpoint.members:
         yield "its encoder is an ensemble"
     for name, setting in SETTINGS.items():
-        value = getattr(own, name)
+        value = getattr(identity, name)
         if setting.unplain and value != setting.settled_default:
             yield setting.unplain.format(value)
-    if not pooling_named(own.pooling).module:
-        yield f"{embedder.encoder.name} pools by {own.pooling}"
+    if not pooling_named(identity.pooling).module:
+        yield f"{embedder.encoder.name} pools by {identity.pooling}"
     if not embedder.head.compares_by_cosine:
-        yield f"the head {embedder.name} compares embeddings not by their cosine"
+        yield f"the head {embedder.name} does not compare embeddings by their cosine"
 
 
 def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:
-    """Return what an embedder without :func:`obstacles` is under conditions, and its tokenizer.
+    """Express an embedder without ``obstacles`` as layers and tokens; return also its tokenizer.
 
     Raises:
-        NotPlainError: its tokens or its head have no form in the modules of sentence-transformers.
+        NotPlainError: its tokens or its head cannot be expressed as modules of
+            sentence-transformers.
     """
     resolved, prompt = embedder.encoder.resolved, embedder.view.prompts[0]
     checkpoint, identity = resolved.checkpoint, resolved.identity
@@ -117,41 +118,48 @@ def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:
     if not tokenizer.is_fast:
         raise NotPlainError(f"{checkpoint.name} has no fast tokenizer")
     reader = InputTokenizer(tokenizer, identity, checkpoint.name)
-    # Text in front of a text can be chosen with each call, tokens cannot.
+    # Callers can select a text prefix with each call, but not tokens.
     several = len(conditions) > 1 and not prompt.separate
-    found = {one: around(reader, tokenizer, prompt.conditional, one, lead=several)
-             for one in conditions}  # fmt: skip
-    known = {one: value for one, value in found.items() if value is not None}
-    if len(known) < len(found):
+    affixes = {condition: around(reader, tokenizer, prompt.conditional, condition, lead=several)
+               for condition in conditions}  # fmt: skip
+    constant_affixes = {
+        condition: value for condition, value in affixes.items() if value is not None
+    }
+    if len(constant_affixes) < len(affixes):
         raise NotPlainError(
-            f"the tokens of the prompt {prompt.name} around a sentence are not the same for all"
+            f"the tokens that the prompt {prompt.name} puts around a sentence depend on the "
+            "sentence"
         )
-    return Plain(known, _layers(embedder, conditions)), tokenizer
+    return Plain(constant_affixes, _layers_by_condition(embedder, conditions)), tokenizer
 
 
-def _layers(embedder: Embedder, conditions: Sequence[str]) -> dict[str, list[TensorLayer]]:
-    view, head, found = embedder.view, embedder.head, {}
+def _layers_by_condition(
+    embedder: Embedder, conditions: Sequence[str]
+) -> dict[str, list[TensorLayer]]:
+    view, head, layers_by_condition = embedder.view, embedder.head, {}
     of_condition, subtracts = view.of_condition(), view.subtracts
     for condition in conditions:
-        given = None
+        condition_vector = None
         if of_condition is not None:
-            given = _encoded(embedder, of_condition, condition)[None]
-        made: Sequence[DenseLayer[Any]] | None = []
+            condition_vector = _encode_condition(embedder, of_condition, condition)[None]
+        head_layers: Sequence[DenseLayer[Any]] | None = []
         if not head.is_identity:
-            made = head.dense_layers(given)
-        if made is None:
-            raise NotPlainError(f"the head {embedder.name} ({head.kind}) is no such layers")
-        layers = [_without_mean(layer) for layer in made]
+            head_layers = head.dense_layers(condition_vector)
+        if head_layers is None:
+            raise NotPlainError(
+                f"the head {embedder.name} ({head.kind}) does not consist of dense layers"
+            )
+        layers = [_fold_mean(layer) for layer in head_layers]
         if subtracts:
-            taken = _encoded(embedder, view.prompts[0], condition)
-            first = layers[0] if layers else DenseLayer(torch.eye(len(taken)))
-            layers = [_without_mean(first._replace(mean=torch.from_numpy(taken))), *layers[1:]]
-        found[condition] = layers
-    return found
+            subtracted = _encode_condition(embedder, view.prompts[0], condition)
+            first = layers[0] if layers else DenseLayer(torch.eye(len(subtracted)))
+            layers = [_fold_mean(first._replace(mean=torch.from_numpy(subtracted))), *layers[1:]]
+        layers_by_condition[condition] = layers
+    return layers_by_condition
 
 
-def _without_mean(layer: DenseLayer[Any]) -> TensorLayer:
-    """Return a layer of tensors whose bias has what the layer subtracts from its inputs."""
+def _fold_mean(layer: DenseLayer[Any]) -> TensorLayer:
+    """Return a layer of tensors with the subtracted mean folded into its bias."""
     weight, bias, activation, mean = layer
     weight = torch.as_tensor(weight)
     bias = None if bias is None else torch.as_tensor(bias)
@@ -160,7 +168,7 @@ def _without_mean(layer: DenseLayer[Any]) -> TensorLayer:
     return DenseLayer(weight, bias, activation)
 
 
-def _encoded(embedder: Embedder, prompt: Prompt, condition: str) -> Array:
+def _encode_condition(embedder: Embedder, prompt: Prompt, condition: str) -> Array:
     """Return the unconditional vector of a condition, (dim,)."""
     item = prompt.unconditional.render("", condition)
     vector: Array = embedder.encoder.encode([item])[0]
@@ -171,15 +179,16 @@ def _encoded(embedder: Embedder, prompt: Prompt, condition: str) -> Array:
 
 
 def write_modules(
-    folder: Path, resolved: ResolvedEncoder, tokenizer: Any, made: Plain, *, route: bool
+    folder: Path, resolved: ResolvedEncoder, tokenizer: Any, modular: Plain, *, route: bool
 ) -> list[str]:
     """Write the files of all modules; return their names.
 
-    Paths and settings of modules are the ones that sentence-transformers has read from the start,
-    as other servers know no others. ``route``: layers are chosen by condition with each call.
+    Paths and settings of modules are those that sentence-transformers has read since its first
+    versions, as other servers know no others. If ``route`` is true, each call selects the layers by
+    condition.
     """
     identity = resolved.identity
-    first = next(iter(made.around.values()))
+    first = next(iter(modular.around.values()))
     write_tokenizer(tokenizer, first.before, first.after, identity.max_length, folder)
     dense = _write_network(folder, resolved)
     pooled = pooling_named(identity.pooling).module
@@ -192,24 +201,26 @@ def write_modules(
     }
     kinds: list[tuple[str, Any]] = [("Transformer", None), ("Pooling", pooling)]
     kinds += [("Dense", layer) for layer in dense]
-    if identity.normalize and any(map(_needs_scale, made.layers.values())):
+    if identity.normalize and any(map(_depends_on_norm, modular.layers.values())):
         kinds.append(("Normalize", {}))
     if route:
-        kinds.append(("Router", made.layers))
+        kinds.append(("Router", modular.layers))
     else:
-        kinds += [("Dense", layer) for layer in next(iter(made.layers.values()))]
+        kinds += [("Dense", layer) for layer in next(iter(modular.layers.values()))]
     kinds.append(("Normalize", {}))
-    listed = []
+    entries = []
     for number, (kind, value) in enumerate(kinds):
         path = f"{number}_{kind}" if number else ""
-        listed.append({"idx": number, "name": str(number), "path": path, "type": _type(kind)})
+        entries.append(
+            {"idx": number, "name": str(number), "path": path, "type": _module_type(kind)}
+        )
         if kind == "Dense":
             _write_dense(folder / path, value)
         elif kind == "Router":
             _write_router(folder / path, value)
         elif value is not None:
             write_json(folder / path / "config.json", value)
-    write_json(folder / "modules.json", listed)
+    write_json(folder / "modules.json", entries)
     write_json(
         folder / "sentence_bert_config.json",
         {"max_seq_length": identity.max_length, "do_lower_case": False},
@@ -217,26 +228,26 @@ def write_modules(
     return [kind for kind, _ in kinds]
 
 
-def _needs_scale(layers: Sequence[TensorLayer]) -> bool:
-    """Return whether layers make something else of a vector than of its multiples."""
+def _depends_on_norm(layers: Sequence[TensorLayer]) -> bool:
+    """Return whether the direction of the layers' output depends on the norm of their input."""
     return any(layer.bias is not None or layer.activation not in _HOMOGENEOUS for layer in layers)
 
 
-def _type(kind: str) -> str:
+def _module_type(kind: str) -> str:
     return f"sentence_transformers.models.{kind}"
 
 
 def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]:
-    """Write the encoder's weights, an adapter's among them; return the layers of its own."""
+    """Write the encoder's weights with merged adapters; return the encoder's own dense layers."""
     checkpoint, identity = resolved.checkpoint, resolved.identity
     config = read_settings(checkpoint.folder / "config.json", {})
     loaded = load_model(resolved, load_config(checkpoint, identity.attention))
     weights = all_weights(loaded.network, checkpoint)
     kinds = {kind: name for name, kind in _ACTIVATIONS.items()}
-    own: list[Any] = list(loaded.dense)
+    modules: list[Any] = list(loaded.dense)
     dense = [
-        DenseLayer(linear.weight, linear.bias, kinds[type(behind)])
-        for linear, behind in zip(own[::2], own[1::2], strict=True)
+        DenseLayer(linear.weight, linear.bias, kinds[type(activation)])
+        for linear, activation in zip(modules[::2], modules[1::2], strict=True)
     ]
     if pooling_named(identity.pooling).part == "pooler":
         pooler = loaded.network.pooler.dense
@@ -244,7 +255,7 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     dtype = identity.dtype
     write_tensors(
         folder / "model.safetensors",
-        {name: _as(value, dtype) for name, value in weights.items()},
+        {name: _cast(value, dtype) for name, value in weights.items()},
         {"format": "pt"},
     )
     for key in ("auto_map", "_name_or_path", "torch_dtype"):
@@ -255,15 +266,17 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     return dense
 
 
-def _as(value: Tensor, dtype: str) -> Tensor:
+def _cast(value: Tensor, dtype: str) -> Tensor:
     return value.to(getattr(torch, dtype)) if value.is_floating_point() else value
 
 
 def reads_both_ways(resolved: ResolvedEncoder) -> bool:
-    """Return whether it is a decoder whose tokens attend to those behind them, too."""
+    """Return whether the encoder is a decoder whose tokens also attend to later tokens."""
     config = read_settings(resolved.checkpoint.folder / "config.json", {})
-    own = config.get("use_bidirectional_attention") or config.get("model_type") in encoder_types()
-    return resolved.identity.attention == "bidirectional" and not own
+    known_to_transformers = (
+        config.get("use_bidirectional_attention") or config.get("model_type") in encoder_types()
+    )
+    return resolved.identity.attention == "bidirectional" and not known_to_transformers
 
 
 def _write_dense(folder: Path, layer: TensorLayer) -> None:
@@ -285,14 +298,18 @@ def _write_dense(folder: Path, layer: TensorLayer) -> None:
 
 
 def _write_router(folder: Path, layers: Mapping[str, Sequence[TensorLayer]]) -> None:
-    """Write a route for each condition, whose name torch need not be able to give a module."""
+    """Write one route per condition.
+
+    Routes have numbered names, as a condition may contain characters that torch module names
+    cannot.
+    """
     names = {condition: f"condition_{number}" for number, condition in enumerate(layers)}
     types, structure = {}, {}
-    for condition, own in layers.items():
-        route = [f"{names[condition]}_{number}_Dense" for number in range(len(own))]
-        for name, layer in zip(route, own, strict=True):
+    for condition, condition_layers in layers.items():
+        route = [f"{names[condition]}_{number}_Dense" for number in range(len(condition_layers))]
+        for name, layer in zip(route, condition_layers, strict=True):
             _write_dense(folder / name, layer)
-            types[name] = _type("Dense")
+            types[name] = _module_type("Dense")
         structure[names[condition]] = route
     routes = {str((condition, None)): name for condition, name in names.items()}
     write_json(

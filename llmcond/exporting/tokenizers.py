@@ -1,4 +1,4 @@
-"""Conditions inside a tokenizer: what it puts around every text by itself."""
+"""Conditions inside a tokenizer, which adds them to every text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.files import write_json, write_text
 from llmcond.prompts.template import Part
 
-#: What an export is tried out on: beginnings and ends of several kinds, and one text that is cut.
+#: Texts on which exports are tested: with various beginnings and ends, and one that is cut.
 TEXTS = (
     "Two women read a book at the beach.",
     "a man rides a horse in the snow",
@@ -20,17 +20,19 @@ TEXTS = (
     "Crème brûlée für zwei – 東京 in May 2024",
     "the end " * 700,
 )
-#: Texts by which the tokens around one are found; words that no condition is likely to have.
+#: Texts with which the tokens around a text are determined. They use words that conditions are
+#: unlikely to contain.
 _PROBES = ("Zebras quickly juggled 17 oranges", "Three dogs walk in the park")
 
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around every text under one condition.
+    """Text and tokens around every text under one condition.
 
     Attributes:
-        lead: text in front of it that only a tokenizer can join to it.
-        before, after: token ids, special ones included.
+        lead: text prefix, for templates whose beginning a tokenizer must join to the text.
+        before: token ids before the text, including special ones.
+        after: token ids after the text, including special ones.
     """
 
     lead: str
@@ -43,32 +45,36 @@ def around(
 ) -> Around | None:
     """Return what a template puts around every sentence under a condition.
 
-    Tokens where that is the same as what the encoder reads; otherwise, or with ``lead``, what
-    stands in front is text. None: it is neither, as where the sentence is there twice, or its
-    last token is joined to what follows.
+    The result is tokens if these reproduce what the encoder reads; otherwise, or with ``lead``, the
+    text in front of the sentence is kept as text. None means that neither works, for example
+    because the sentence occurs twice, or its last token merges with what follows.
     """
     for probe in _PROBES:
         text = reader.format(part.render(probe, condition))
-        front = text.partition(probe)[0]
-        for own in dict.fromkeys([front] if lead else ["", front]):
-            ids = _read(reader, part, probe, condition)
-            bare = _bare(tokenizer, f"{own}{probe}")
-            for start in range(len(ids) - len(bare) + 1):
-                found = Around(own, ids[:start], ids[start + len(bare) :])
-                if ids[start : start + len(bare)] == bare and all(
-                    _read(reader, part, one, condition)
-                    == [*found.before, *_bare(tokenizer, f"{own}{one}"), *found.after]
-                    for one in (*_PROBES, *TEXTS[:-1])
+        prefix_text = text.partition(probe)[0]
+        for prefix in dict.fromkeys([prefix_text] if lead else ["", prefix_text]):
+            ids = _encode_part(reader, part, probe, condition)
+            text_ids = _encode_text(tokenizer, f"{prefix}{probe}")
+            for start in range(len(ids) - len(text_ids) + 1):
+                affixes = Around(prefix, ids[:start], ids[start + len(text_ids) :])
+                if ids[start : start + len(text_ids)] == text_ids and all(
+                    _encode_part(reader, part, other_text, condition)
+                    == [
+                        *affixes.before,
+                        *_encode_text(tokenizer, f"{prefix}{other_text}"),
+                        *affixes.after,
+                    ]
+                    for other_text in (*_PROBES, *TEXTS[:-1])
                 ):
-                    return found
+                    return affixes
     return None
 
 
-def _read(reader: InputTokenizer, part: Part, text: str, condition: str) -> list[int]:
+def _encode_part(reader: InputTokenizer, part: Part, text: str, condition: str) -> list[int]:
     return reader([part.render(text, condition)])[0].ids
 
 
-def _bare(tokenizer: Any, text: str) -> list[int]:
+def _encode_text(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
@@ -76,10 +82,10 @@ def _bare(tokenizer: Any, text: str) -> list[int]:
 def write_tokenizer(
     tokenizer: Any, before: Sequence[int], after: Sequence[int], max_length: int, folder: Path
 ) -> None:
-    """Write a tokenizer that puts these tokens around every text, and cuts nothing but the text.
+    """Write a tokenizer that puts these tokens around every text, and cuts only the text.
 
-    Its class is the plain one, as others make the rules for special tokens anew when they are
-    loaded, and would forget these.
+    Its class is PreTrainedTokenizerFast, as other classes rebuild the rules for special tokens on
+    loading and would lose these.
     """
     from tokenizers import Tokenizer, processors
 

@@ -1,1 +1,1 @@
-"""Training an encoder and a head together: LoRA, or all of a small encoder's weights."""
+"""Training of an encoder together with a head: with LoRA, or with all weights of the encoder."""

@@ -24,13 +24,14 @@ from llmcond.errors import UserError
 from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
 from llmcond.finetune.settings import AspectSettings
 
-#: Longer texts, in characters, are left out: they would make steps slow.
+#: Maximum length of texts in characters; longer ones are left out, as they would make steps slow.
 _LONGEST_TEXT = 700
-#: How many values of its condition a group has, and how many texts of each.
+#: Possible shapes of a group: number of values of its condition, and number of texts per value.
 SHAPES = ((2, 3), (3, 3), (3, 4), (4, 3), (4, 2), (6, 2))
-#: Texts of a value among which the one is chosen that shares most attributes with another text.
+#: Number of texts of a value from which the one that shares most attributes with another text is
+#: selected.
 _CANDIDATES = 12
-#: Example values in a condition, at least and at most.
+#: Minimum and maximum number of example values in a condition.
 _EXAMPLES = 2, 5
 
 
@@ -39,9 +40,9 @@ class AspectBatch:
     """Texts of several groups, each group under one condition.
 
     Attributes:
-        rows: n texts, each beside itself, under the condition of its group.
-        group: (n,) the group of each text.
-        value: (n,) which texts of a group have the same value of its condition.
+        rows: n texts, each paired with itself, under the condition of its group.
+        group: (n,) group of each text.
+        value: (n,) number of the condition's value that each text has.
     """
 
     rows: Rows
@@ -50,7 +51,7 @@ class AspectBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _AspectCondition:
     """A condition of a set: its wordings, and the texts that have each value."""
 
     source: AspectSample
@@ -59,18 +60,18 @@ class _Question:
     repeated: Sequence[str]
 
     def shared(self, first: int, second: int) -> int:
-        """Return how many attributes two texts share."""
-        one, other = (self.source.texts[i].attributes for i in (first, second))
-        return sum(other.get(key) == value for key, value in one.items())
+        """Return the number of attributes that two texts share."""
+        attributes, other_attributes = (self.source.texts[i].attributes for i in (first, second))
+        return sum(other_attributes.get(key) == value for key, value in attributes.items())
 
 
 class AspectGroups:
-    """Draws groups of texts under one condition, in one of its wordings.
+    """Samples groups of texts under one condition, in one of its wordings.
 
     A group is a table: texts of a row have the same value of the condition, and texts of a column
-    share as many other attributes as possible. So the text that is nearest by everything else has
-    another value, as in paired triples. Sets are drawn in proportion to the square root of their
-    number of conditions.
+    share as many other attributes as possible. The text that is most similar in all other respects
+    therefore has another value, as in paired triples. Sets are sampled in proportion to the square
+    root of their number of conditions.
     """
 
     def __init__(self, samples: Sequence[AspectSample], settings: AspectSettings) -> None:
@@ -80,22 +81,22 @@ class AspectGroups:
             UserError: no condition has two values, one of them in two texts.
         """
         self.settings = settings
-        self._sets = [found for sample in samples if (found := _questions(sample))]
+        self._sets = [conditions for sample in samples if (conditions := _find_conditions(sample))]
         if not self._sets:
             raise UserError(
-                f"--aspects {settings.aspects} has no condition with two values, one of which two "
-                "texts have, so there is nothing to learn from."
+                f"--aspects {settings.aspects} has no condition with two values of which one "
+                "occurs in two texts, so there is nothing to learn from."
             )
-        self._weights = [len(questions) ** 0.5 for questions in self._sets]
+        self._weights = [len(set_conditions) ** 0.5 for set_conditions in self._sets]
 
     def draw(self, seed: Sequence[int]) -> AspectBatch:
-        """Return the groups of a step; the same seed gives the same groups."""
+        """Sample the groups of a step; the same seed gives the same groups."""
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-        rng = random.Random(int(state[0]))  # noqa: S311  # nothing is secret here
+        rng = random.Random(int(state[0]))  # noqa: S311  # not used for cryptography
         texts: list[tuple[str, str, int, int]] = []
         group = 0
         while len(texts) < self.settings.aspects_texts:
-            condition, members = self._group(rng)
+            condition, members = self._sample_group(rng)
             texts += [(text, condition, group, value) for text, value in members]
             group += 1
         sentences, conditions, groups, values = zip(*texts, strict=True)
@@ -103,37 +104,40 @@ class AspectGroups:
         rows = Rows(sentences, sentences, conditions, np.zeros(len(texts)), number + 1, "aspects")
         return AspectBatch(rows, np.array(groups), np.array(values))
 
-    def _group(self, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
-        """Return a condition, and texts with a number for the value of each."""
-        question = rng.choice(rng.choices(self._sets, self._weights)[0])
+    def _sample_group(self, rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
+        """Return a condition, and texts with the number of each text's value."""
+        aspect = rng.choice(rng.choices(self._sets, self._weights)[0])
         n_values, n_texts = rng.choice(SHAPES)
-        values = rng.sample(question.repeated, min(n_values, len(question.repeated)))
-        others = [value for value in question.texts if value not in values]
+        values = rng.sample(aspect.repeated, min(n_values, len(aspect.repeated)))
+        others = [value for value in aspect.texts if value not in values]
         values += rng.sample(others, min(len(others), n_values - len(values)))
-        texts = question.texts[values[0]]
+        texts = aspect.texts[values[0]]
         first = rng.sample(texts, min(n_texts, len(texts)))
-        chosen = [(i, 0) for i in first]
+        numbered = [(i, 0) for i in first]
         for number, value in enumerate(values[1:], 1):
-            texts, taken = question.texts[value], set[int]()
+            texts, selected = aspect.texts[value], set[int]()
             for base in first:
-                drawn = rng.sample(texts, min(len(texts), _CANDIDATES))
-                left = [i for i in drawn if i not in taken]
-                if left:
-                    taken.add(max(left, key=partial(question.shared, base)))
-            chosen += [(i, number) for i in sorted(taken)]
-        condition = self._word_condition(question, set(values), rng)
-        return condition, [(question.source.texts[i].text, number) for i, number in chosen]
+                candidates = rng.sample(texts, min(len(texts), _CANDIDATES))
+                unused = [i for i in candidates if i not in selected]
+                if unused:
+                    selected.add(max(unused, key=partial(aspect.shared, base)))
+            numbered += [(i, number) for i in sorted(selected)]
+        condition = self._word_condition(aspect, set(values), rng)
+        return condition, [(aspect.source.texts[i].text, number) for i, number in numbered]
 
-    def _word_condition(self, question: _Question, shown: set[str], rng: random.Random) -> str:
-        """Return the condition in some wording; with example values for a share of the groups.
+    def _word_condition(self, aspect: _AspectCondition, shown: set[str], rng: random.Random) -> str:
+        """Return the condition in some wording; for a share of the groups, with example values.
 
-        Half of these have examples that no text of the group has, where there are enough.
+        In half of these cases no text of the group has any of the examples, if there are enough
+        others.
         """
-        ways = question.wordings
-        condition = rng.choice([ways.text, ways.text, ways.question or ways.text, *ways.others])
+        wordings = aspect.wordings
+        condition = rng.choice(
+            [wordings.text, wordings.text, wordings.question or wordings.text, *wordings.others]
+        )
         if rng.random() >= self.settings.aspects_values:
             return condition
-        values = sorted(question.texts)
+        values = sorted(aspect.texts)
         absent = [value for value in values if value not in shown]
         if rng.random() < 0.5 and len(absent) >= _EXAMPLES[0]:
             values = absent
@@ -141,9 +145,9 @@ class AspectGroups:
         return Condition(condition, [value.replace("_", " ") for value in examples])
 
 
-def _questions(sample: AspectSample) -> list[_Question]:
-    """Return the conditions of a set that groups can be drawn for."""
-    found = []
+def _find_conditions(sample: AspectSample) -> list[_AspectCondition]:
+    """Return the conditions of a set from which groups can be sampled."""
+    conditions = []
     for key, wordings in sample.conditions.items():
         texts: dict[str, list[int]] = defaultdict(list)
         for position, text in enumerate(sample.texts):
@@ -151,8 +155,8 @@ def _questions(sample: AspectSample) -> list[_Question]:
                 texts[text.attributes[key]].append(position)
         repeated = [value for value, positions in texts.items() if len(positions) > 1]
         if len(texts) > 1 and repeated:
-            found.append(_Question(sample, wordings, texts, repeated))
-    return found
+            conditions.append(_AspectCondition(sample, wordings, texts, repeated))
+    return conditions
 
 
 def supervised_contrast(
@@ -160,14 +164,15 @@ def supervised_contrast(
 ) -> Tensor:
     """Return the supervised contrastive loss within groups, a scalar.
 
-    Supervised contrastive learning (arXiv 2004.11362, equation 2), with each text compared with
-    the others of its group only. Texts whose value no other text of the group has are negatives.
+    This is supervised contrastive learning (arXiv 2004.11362, equation 2), but each text is
+    compared only with the other texts of its group. Texts whose value no other text of the group
+    has serve only as negatives.
 
     Args:
-        vectors: (n, k).
-        group: (n,) the group of each text.
-        value: (n,) equal for texts of a group that have the same value.
-        temperature: of the cosines.
+        vectors: (n, k) embeddings.
+        group: (n,) group of each text.
+        value: (n,) number of each text's value; texts of a group with equal numbers are positives.
+        temperature: temperature of the cosines.
     """
     unit = normalize(vectors, dim=1)
     cosine = unit @ unit.T / temperature
@@ -181,7 +186,7 @@ def supervised_contrast(
 
 
 class AspectModel(TunedModel):
-    """A model that is trained on rated rows and, in each step, on groups of texts as well."""
+    """A model that is trained on rated rows and, in each step, also on groups of texts."""
 
     def __init__(
         self,
@@ -191,21 +196,21 @@ class AspectModel(TunedModel):
         groups: AspectGroups,
         tokenizer: InputTokenizer,
     ) -> None:
-        """Put a head behind an engine; see :class:`TunedModel`."""
+        """Add a head to an engine, as ``TunedModel`` does."""
         super().__init__(engine, plan, dims)
         self._groups, self._tokenizer = groups, tokenizer
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the loss of some rows and of as many groups as the settings say, a scalar."""
+        """Return the loss of some rows plus the weighted loss of sampled groups, a scalar."""
         loss = super().forward(inputs, rows, seed)
-        drawn = self._groups.draw(seed)
-        texts = RatedInputs.of(drawn.rows, inputs.view, self._tokenizer)
-        every = np.arange(len(drawn.rows))
-        used = texts.used(every)
+        sampled = self._groups.draw(seed)
+        texts = RatedInputs.of(sampled.rows, inputs.view, self._tokenizer)
+        positions = np.arange(len(sampled.rows))
+        used = texts.used(positions)
         vectors = texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
-            embeddings, _ = self.head(*texts.batch(every, used, vectors.float())).chunk(2)
-            labels = torch.from_numpy(np.stack([drawn.group, drawn.value]))
+            embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)
+            labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
             group, value = labels.to(embeddings.device)
             temperature = self._groups.settings.aspects_temperature
             contrast = supervised_contrast(embeddings, group, value, temperature)

@@ -1,4 +1,4 @@
-"""What the training loop asks of a model, and of what it is trained on."""
+"""The interface of models that the training loop trains."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
@@ -21,11 +22,11 @@ from llmcond.heads.module import HeadModule
 from llmcond.heads.pairs import Fit
 from llmcond.metrics import Metric
 
-#: Computes (n, k) values of n things by a function of some positions: each process a share of them.
+#: Computes (n, k) values of n items with a function of positions; each process computes a share.
 Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
 
 
-class _Rated(Protocol):
+class _RatedData(Protocol):
     @property
     def rating(self) -> NDArray[np.float64]: ...  # (n,) on 0 to 1
     @property
@@ -33,23 +34,26 @@ class _Rated(Protocol):
     def __len__(self) -> int: ...
 
 
-#: What a model is trained on: rated rows, or triples of a graph.
+#: Training data of a model: rated rows, or triples of a graph.
 R = TypeVar("R", bound=Sized)
-#: Rated rows, in the form that a model takes them.
-P = TypeVar("P", bound=_Rated)
+#: Rated rows in a model's input format.
+P = TypeVar("P", bound=_RatedData)
 #: The class of a fitted head.
 F = TypeVar("F", bound=Fitted)
 
 
 class TrainedModel(nn.Module, Generic[R, F]):
-    """An encoder's network, with its adapters, and a head behind it, which are trained together.
+    """An encoder's network, with its adapters, and a head, which are trained together.
 
-    A subclass says what the loss of some rows is, and what dev is scored by.
+    A subclass defines the loss of rows and the score on dev.
 
     Attributes:
-        metric: what dev is scored by.
-        head: behind the encoder; ``kind`` is what records call its family.
-        seed: of first weights, of the order of rows and of dropout.
+        metric: metric of the dev score.
+        encoder: network of the encoder.
+        head: head behind the encoder.
+        engine: engine that runs the encoder.
+        kind: name of the head's family in records.
+        seed: random seed of initial weights, row order and dropout.
     """
 
     def __init__(
@@ -63,28 +67,28 @@ class TrainedModel(nn.Module, Generic[R, F]):
 
     @property
     def on_dev(self) -> str:
-        """What records call the score on dev."""
+        """Name of the dev score in records."""
         return f"dev_{self.metric.name}"
 
     def forward(self, inputs: R, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the mean loss of some rows, a scalar; ``seed`` is of all that is random in it."""
+        """Return the mean loss of some rows, a scalar; ``seed`` seeds everything random in it."""
         raise NotImplementedError
 
     def score(self, inputs: R, shared: Shared) -> float | None:
-        """Return the score on dev that chooses the weights; None where it is undefined."""
+        """Return the dev score that selects the weights; None if it is undefined."""
         raise NotImplementedError
 
     def groups(self, inputs: R) -> NDArray[np.int64]:
-        """Return (n,) a number for each row; rows of one number stay together in a step."""
+        """Return (n,) group numbers; rows of the same group stay together in a step."""
         return np.arange(len(inputs))
 
     def trained(self) -> dict[str, Tensor]:
-        """Return what is trained, by name: parameters of the encoder and of the head."""
+        """Return the trained parameters of the encoder and the head, by name."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
     def fitted(self, record: Mapping[str, Any] | None = None) -> F:
-        """Return a copy of the head as it is now, as one that was fitted."""
-        # It is seeded again before each use, and not all generators can be copied.
+        """Return a copy of the current head as a fitted head."""
+        # Dropout is seeded again before each use, and some generators cannot be copied.
         self.head.seed_dropout(None)
         module, family = copy.deepcopy(self.head).finished(), type(self.head)
         fitted: Any = fitted_class(family)
@@ -92,19 +96,19 @@ class TrainedModel(nn.Module, Generic[R, F]):
         return head
 
     def seed_dropout(self, seed: list[int]) -> None:
-        """Let the encoder's dropout and that of the head be drawn by a seed."""
-        drawn = np.random.SeedSequence(seed).generate_state(2, np.uint64)
-        torch.manual_seed(int(drawn[0] >> 1))
-        self.head.seed_dropout(int(drawn[1]))
+        """Seed the dropout of the encoder and of the head."""
+        seeds = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+        torch.manual_seed(int(seeds[0] >> 1))
+        self.head.seed_dropout(int(seeds[1]))
 
     def vectors(self, tokens: Sequence[Tokens]) -> NDArray[np.float32]:
-        """Return the encoder's vectors of inputs, (n, dim), without dropout and gradients."""
-        was = self.training
+        """Compute the encoder's vectors of inputs, (n, dim), without dropout and gradients."""
+        was_training = self.training
         self.eval()
         vectors = np.empty((len(tokens), self.engine.dim), dtype=np.float32)
-        for done in self.engine.run(tokens):
-            vectors[done.inputs] = done.vectors
-        self.train(was)
+        for batch in self.engine.run(tokens):
+            vectors[batch.inputs] = batch.vectors
+        self.train(was_training)
         return vectors
 
 
@@ -112,11 +116,11 @@ class RatedModel(TrainedModel[P, FittedHead]):
     """A model that is trained on rated rows, and scored on dev by its predicted similarities."""
 
     def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
-        """Return the predicted similarity of all rows, (n,), without dropout and gradients."""
+        """Predict the similarity of all rows, (n,), without dropout and gradients."""
         raise NotImplementedError
 
+    @override
     def score(self, inputs: P, shared: Shared) -> float | None:
-        """See :class:`TrainedModel`."""
         similarity = self.predict(inputs, shared)
         if not np.isfinite(similarity).all():
             return None

@@ -1,4 +1,4 @@
-"""Loading an encoder to be trained: its weights, its adapters, and a way through it."""
+"""Loading an encoder for training: its weights, its adapters and an engine with gradients."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ from llmcond.encoders.routers.inside import passes_of
 from llmcond.errors import LlmcondError, UserError, did_you_mean, first_line
 from llmcond.finetune.settings import TuneSettings
 
-#: Groups of projections, by what their names begin with.
+#: Names of attention projections; all other projections belong to the group ``mlp``.
 _ATTENTION = re.compile(r"(^|\.)(self_)?att(n|ention)\b")
 GROUPS = ("auto", "attention", "mlp")
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """An encoder that can be trained; ``adapted`` is peft's model around it, if it has adapters."""
+    """An encoder that can be trained.
+
+    Attributes:
+        resolved: settings and files of the encoder.
+        tokenizer: its tokenizer.
+        engine: engine that computes its vectors with gradients.
+        adapted: peft's model around the network; None if there are no adapters.
+    """
 
     resolved: ResolvedEncoder
     tokenizer: InputTokenizer
@@ -42,42 +49,45 @@ class Trainable:
 
     @property
     def network(self) -> Any:
-        """Return the encoder's network, in which adapters are put in place."""
+        """Network of the encoder, including its adapters."""
         return self.engine.model.network
 
     def counts(self) -> tuple[int, int]:
-        """Return how many of the encoder's weights are trained, and how many there are.
+        """Return the number of trained weights, and the number of all weights of the encoder.
 
-        Those of adapters are no part of the encoder's own; quantised ones are counted as if not.
+        Weights of adapters do not count as weights of the encoder. Quantised weights count
+        individually.
         """
         trained = total = 0
         for name, value in self.network.named_parameters():
             trained += value.numel() if value.requires_grad else 0
             if "lora_" not in name:
-                # bitsandbytes holds two weights of 4 bit in a byte.
+                # bitsandbytes stores two 4-bit weights per byte.
                 total += value.numel() * (2 if value.dtype == torch.uint8 else 1)
         return trained, total
 
 
 def prepare_accelerator(resolved: ResolvedEncoder) -> Accelerator:
-    """Return what computes on one device, or on those of several processes launched together."""
-    # Products in the resolved type; the loss and what stands before it in float32.
+    """Return an accelerator for one device, or for several processes launched together."""
+    # Products use the resolved type; the head and the loss use float32.
     precision = {"bfloat16": "bf16", "float16": "fp16"}.get(resolved.identity.dtype, "no")
-    # Of an earlier training in this process, which may have had another precision.
+    # Remove the state of an earlier training in this process, which may have used another
+    # precision.
     AcceleratorState._reset_state()
     return Accelerator(mixed_precision=precision, cpu=resolved.device == "cpu")
 
 
 def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bool) -> None:
-    """Refuse an adapter, and quantised weights that are all to be trained or merged into.
+    """Raise an error if the encoder is an adapter, or if quantised weights would have to change.
 
     Raises:
-        UserError: one of these, or files that may not be copied beside weights that are written.
+        UserError: the encoder is an adapter; quantised weights are to be trained or merged; or
+            files cannot be copied to the folder of the written weights.
     """
     identity, name = resolved.identity, resolved.checkpoint.name
     if resolved.checkpoint.adapter is not None:
         raise UserError(
-            f"{name} is an adapter already. Merge it first (train-lora --merge), or train its base "
+            f"{name} is already an adapter. Merge it first (train-lora --merge), or train its base "
             "encoder."
         )
     if settings.full and identity.quantize != "none":
@@ -86,29 +96,29 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bo
             "Give a --rank such as 16, or leave out --quantize."
         )
     if merge and identity.quantize != "none":
-        # What was trained would be rounded away.
+        # Rounding would remove the trained changes.
         raise UserError(
-            f"--merge adds the adapters to the encoder's weights, and those are in "
+            f"--merge adds the adapters to the encoder's weights, which are quantised to "
             f"{identity.quantize}. Leave out --merge, or --quantize."
         )
     if merge or settings.full:
-        settings_files(resolved.checkpoint.folder)  # told before training rather than after it
+        settings_files(resolved.checkpoint.folder)  # raises before training instead of after
 
 
 def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int) -> Trainable:
-    """Load an encoder, frozen but for its adapters, or whole.
+    """Load an encoder for training, frozen except for its adapters, or with all weights trainable.
 
-    On a CPU, or where all of it is trained, weights are in float32 and products in the resolved
-    type; else frozen weights are in the resolved type, and adapters in float32. The first weights
-    of adapters are drawn by ``seed``.
+    On a CPU, or if all weights are trained, weights are in float32 and products in the resolved
+    type. Otherwise the frozen weights are in the resolved type, and adapters in float32. The
+    initial weights of adapters are sampled with ``seed``.
 
     Raises:
-        UserError: a target that it lacks.
+        UserError: the encoder lacks a target.
         LlmcondError: it cannot be loaded, or the device cannot compute gradients through it.
     """
     identity, name = resolved.identity, resolved.checkpoint.name
     if settings.full or (resolved.device == "cpu" and identity.quantize == "none"):
-        # What is folded has no gradient of its own weights.
+        # Folded latents have no gradients of the original weights.
         folds = resolved.options.fold_latents and not settings.full
         options = replace(resolved.options, fold_latents=folds)
         resolved = replace(resolved, identity=replace(identity, dtype="float32"), options=options)
@@ -116,12 +126,12 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     tokenizer = InputTokenizer(load_tokenizer(resolved.checkpoint, config), identity, name)
     if not settings.encoder_dropout:
         for key, value in vars(config).items():
-            if "drop" in key and isinstance(value, float):  # that on attention weights too
+            if "drop" in key and isinstance(value, float):  # includes dropout of attention weights
                 setattr(config, key, 0.0)
     loaded = load_model(resolved, config)
     for module in loaded.network.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # Else bitsandbytes packs 4 bit weights on a CPU, and can take no gradients then.
+            # Otherwise bitsandbytes packs 4-bit weights on a CPU, which prevents gradients.
             module.support_avx512bf16_for_cpu = False
     torch.manual_seed(seed)
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
@@ -130,26 +140,26 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     passes_of(identity).train_weights(loaded.network, identity, resolved.device)
     engine = try_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
-        _checkpoint_gradients(loaded.network, name)
+        _enable_gradient_checkpointing(loaded.network, name)
     trainable = Trainable(resolved, tokenizer, engine, adapted)
-    _try_out(trainable)
+    _check_gradients(trainable)
     return trainable
 
 
-def _checkpoint_gradients(network: Any, name: str) -> None:
+def _enable_gradient_checkpointing(network: Any, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # it is about to have another name
+            warnings.simplefilter("ignore", FutureWarning)  # transformers will rename this method
             network.gradient_checkpointing_enable({"use_reentrant": False})
     except (AttributeError, ValueError) as error:
         raise UserError(
-            f"{name} cannot compute activations again: {first_line(error)} Leave out "
+            f"{name} does not support gradient checkpointing: {first_line(error)} Leave out "
             "--gradient-checkpointing, and raise --gradient-accumulation-steps instead."
         ) from error
 
 
-def _try_out(trainable: Trainable) -> None:
-    """Take gradients of one short text, where that fails at once if it fails at all."""
+def _check_gradients(trainable: Trainable) -> None:
+    """Compute gradients of a short text, so that an unsupported combination fails at once."""
     identity, device = trainable.resolved.identity, trainable.resolved.device
     text = Tokens([0] * 4, 0, 4, 4, 4)
     try:
@@ -163,71 +173,76 @@ def _try_out(trainable: Trainable) -> None:
         if is_out_of_memory(error):
             raise
         raise LlmcondError(
-            f"{trainable.resolved.checkpoint.name} cannot be trained as {identity.dtype}, quantize "
-            f"{identity.quantize}, on {device}: {first_line(error)}. Try another --quantize, "
-            "--dtype or --device."
+            f"{trainable.resolved.checkpoint.name} cannot be trained with dtype {identity.dtype} "
+            f"and quantize {identity.quantize} on {device}: {first_line(error)}. Try another "
+            "--quantize, --dtype or --device."
         ) from error
     finally:
         trainable.network.zero_grad(set_to_none=True)
 
 
 def projections(network: nn.Module) -> list[str]:
-    """Return the names that linear layers have within a transformer block, such as ``mlp.up_proj``.
+    """Return the names of linear layers within a transformer block, such as ``mlp.up_proj``.
 
-    What pools is left out: it is no part of a block.
+    Pooling layers are left out, as they are not part of a block.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name, module in network.named_modules():
-        # Of a subclass too: so are quantised layers.
+        # Quantised layers are subclasses of nn.Linear.
         if not isinstance(module, nn.Linear) or any(part in name for part in POOLS):
             continue
         match = re.fullmatch(r".*\.\d+\.(.+)", f".{name}")
         if match:
-            found[match[1]] = None
-    return list(found)
+            names[match[1]] = None
+    return list(names)
 
 
 def choose(network: nn.Module, target: Sequence[str], encoder: str) -> list[str]:
-    """Return the projections that a target names: groups of :data:`GROUPS`, names, or their ends.
+    """Return the projections that a target names by groups of ``GROUPS``, names, or ends of names.
 
     Raises:
-        UserError: a name that no projection has; the legal ones are listed.
+        UserError: no projection has such a name; the message lists the legal ones.
     """
     legal = projections(network)
     if not legal:
         raise UserError(
-            f"{encoder} has no linear layers in numbered blocks, so there is nothing to put an "
-            "adapter on. Train all of it: --rank full"
+            f"{encoder} has no linear layers in numbered blocks, to which adapters could be added. "
+            "Train all weights with --rank full."
         )
-    chosen: dict[str, None] = {}
+    selected: dict[str, None] = {}
     for name in target:
-        # A whole name goes before names that end in it: output.dense, attention.output.dense.
-        found = [name] if name in legal else [own for own in legal if _is(own, name)]
-        if not found:
-            ends = [own.rpartition(".")[2] for own in legal]
+        # An exact match takes precedence over names that end in it, as with output.dense and
+        # attention.output.dense.
+        matches = (
+            [name]
+            if name in legal
+            else [projection for projection in legal if _matches_target(projection, name)]
+        )
+        if not matches:
+            ends = [projection.rpartition(".")[2] for projection in legal]
             hint = did_you_mean(name, [*legal, *ends, *GROUPS])
             raise UserError(
                 f"--target is {name!r}, which {encoder} does not have. {hint} Legal: "
                 f"{', '.join((*GROUPS, *legal))}."
             )
-        chosen.update(dict.fromkeys(found))
-    return [own for own in legal if own in chosen]
+        selected.update(dict.fromkeys(matches))
+    return [projection for projection in legal if projection in selected]
 
 
-def _is(own: str, name: str) -> bool:
-    if name in GROUPS:
-        attention = _ATTENTION.search(own) is not None
-        return name == "auto" or attention == (name == "attention")
-    return own.endswith(f".{name}")
+def _matches_target(projection: str, target: str) -> bool:
+    if target in GROUPS:
+        attention = _ATTENTION.search(projection) is not None
+        return target == "auto" or attention == (target == "attention")
+    return projection.endswith(f".{target}")
 
 
 def add_adapters(network: nn.Module, settings: TuneSettings, encoder: str) -> Any:
-    """Put an adapter on each of the chosen projections, in place, and freeze all else.
+    """Add adapters to the selected projections, in place, and freeze all other weights.
 
-    Each begins as the zero map; its first matrix is drawn from PyTorch's own generator. What is
-    returned is peft's model around the network.
+    Each adapter starts as the zero map; its first matrix is sampled from PyTorch's global
+    generator. The result is peft's model around the network.
     """
-    # bitsandbytes, which peft imports, warns of faster kernels that it would download.
+    # peft imports bitsandbytes, which warns about faster kernels that it would download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -236,11 +251,12 @@ def add_adapters(network: nn.Module, settings: TuneSettings, encoder: str) -> An
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.adapter_dropout,
-        # Not a list of names: peft would take ``output.dense`` for ``attention.output.dense`` too.
+        # Not a list of names, as peft would apply ``output.dense`` to ``attention.output.dense``
+        # too.
         target_modules=rf"(.*\.)?\d+\.({'|'.join(re.escape(name) for name in names)})",
         task_type=TaskType.FEATURE_EXTRACTION,
     )
     with warnings.catch_warnings():
-        # Of its own use of transformers.
+        # peft's own use of transformers causes these warnings.
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(network, config)

@@ -1,4 +1,4 @@
-"""A cross-encoder in training: both sentences and the condition in one sequence, one number."""
+"""A cross-encoder in training, which reads both sentences and the condition in one sequence."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from llmcond.runs.cross import KIND
 
 @dataclass(frozen=True)
 class CrossInputs:
-    """Rated rows, (n,), each as one sequence in either order of its sentences.
+    """Rated rows, (n,), each as one sequence per order of its sentences.
 
     Attributes:
-        orders: the sequences of all rows: sentences as given, and, where both orders are read, the
-            second sentence first.
-        rating: (n,) on 0 to 1; ``pair`` (n,) the sentence pair of each row.
+        orders: token sequences of all rows: with the sentences in the given order and, if both
+            orders are read, with the second sentence first.
+        rating: (n,) ratings on 0 to 1.
+        pair: (n,) sentence pair of each row.
     """
 
     orders: tuple[list[Tokens], ...]
@@ -37,40 +38,46 @@ class CrossInputs:
 
     @classmethod
     def of(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
-        """Take the rated rows of a split; errors as of :meth:`InputTokenizer.joined`."""
+        """Tokenise the rated rows of a split.
+
+        Raises:
+            UserError: as in ``InputTokenizer.joined``.
+        """
         rated = rows.take(rows.rated)
         first, second = rated.sentence1, rated.sentence2
         sides = [(first, second), (second, first)][: 2 if orders == "both" else 1]
-        read = [tokenizer.joined(list(zip(*side, rated.condition, strict=True))) for side in sides]
-        return cls(tuple(read), rated.rating, rated.pair)
+        tokens = [
+            tokenizer.joined(list(zip(*side, rated.condition, strict=True))) for side in sides
+        ]
+        return cls(tuple(tokens), rated.rating, rated.pair)
 
     def __len__(self) -> int:
         return len(self.rating)
 
     @property
     def n_cut(self) -> int:
-        """Return how many rows have sentences that were cut."""
+        """Number of rows whose sentences were cut."""
         return sum(row.n_tokens > len(row.ids) for row in self.orders[0])
 
 
 class CrossModel(RatedModel[CrossInputs]):
-    """From rows to the mean squared error of one number a row."""
+    """A cross-encoder that is trained on the mean squared error of its predicted similarity."""
 
     def __init__(
         self, engine: Engine, settings: RegressionSettings, seed: int, start: float, metric: Metric
     ) -> None:
-        """Put a linear layer behind an engine, whose bias is ``start``, the mean rating."""
+        """Add a linear layer to an engine; its bias starts at ``start``, the mean rating."""
         head, _ = seeded(lambda: Regression(settings, engine.dim), seed)
         with torch.no_grad():
             head.get_parameter("weight_bias").fill_(start)
         super().__init__(engine, head, KIND, seed, metric)
 
     def forward(self, inputs: CrossInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the mean squared error of rows, a scalar, each in an order that is drawn."""
+        """Return the mean squared error of rows, a scalar; the order of sentences is random."""
         self.seed_dropout(seed)
-        drawn = np.random.Generator(np.random.SFC64(seed))
-        order = drawn.integers(len(inputs.orders), size=len(rows))
-        tokens = [inputs.orders[own][row] for own, row in zip(order, rows, strict=True)]
+        generator = np.random.Generator(np.random.SFC64(seed))
+        order = generator.integers(len(inputs.orders), size=len(rows))
+        tokens = [inputs.orders[choice][row] for choice, row in zip(order, rows, strict=True)]
         vectors = self.engine.embed(tokens)
         with torch.autocast(vectors.device.type, enabled=False):
             predicted: Tensor = self.head(vectors.float())[:, 0]
@@ -78,7 +85,7 @@ class CrossModel(RatedModel[CrossInputs]):
             return (predicted - rating).square().mean()
 
     def predict(self, inputs: CrossInputs, shared: Shared) -> NDArray[np.float32]:
-        """Return the predicted similarity of all rows, (n,): the mean of their orders."""
+        """Predict the similarity of all rows, (n,): the mean over the orders of their sentences."""
         head = self.fitted()
 
         def compute(which: Positions) -> NDArray[np.float32]:

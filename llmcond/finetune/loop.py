@@ -1,4 +1,4 @@
-"""The training loop: steps, the score on dev, checkpoints, and an exact way to go on from one."""
+"""The training loop: steps, dev evaluations, checkpoints, and exact resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ from llmcond.heads.fit import since_best
 
 #: Called after each step and each evaluation.
 OnStep = Callable[[Progress, int, float], None]
-#: What AdamW keeps of each weight.
+#: State of AdamW for each weight.
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
-class Order:
-    """The ``steps`` of every epoch, each cut into parts for processes and accumulation.
+class BatchSchedule:
+    """The steps of every epoch, each split into parts for processes and accumulation.
 
-    Rows are a function of the seed, the epoch and the step, and of nothing else.
+    The rows of a step depend only on the seed, the epoch and the step.
+
+    Attributes:
+        steps: number of steps per epoch.
     """
 
     def __init__(
         self, group: NDArray[np.int64], settings: TuneSettings, seed: int, processes: int
     ) -> None:
-        """Plan steps of about ``settings.batch_size`` rows, shared by so many processes.
+        """Plan steps of about ``settings.batch_size`` rows, shared by several processes.
 
-        Rows of a ``group``, (n,), stay together in one part: a row by itself, or the two of a
-        contrastive pair.
+        Rows with the same number in ``group``, (n,), stay together in one part: a single row, or
+        the two rows of a contrastive pair.
 
         Raises:
             UserError: a step has fewer groups than parts.
@@ -51,25 +54,31 @@ class Order:
         self._sampler, self._seed = GroupSampler(group), seed
         self.steps = -(-len(group) // settings.batch_size)
         self._parts = settings.gradient_accumulation_steps * processes
-        least = len(self._sampler) // self.steps
-        if least < self._parts:
-            kind = "rows" if len(self._sampler) == len(group) else "sentence pairs"
+        n_groups = len(self._sampler) // self.steps
+        if n_groups < self._parts:
+            unit = "rows" if len(self._sampler) == len(group) else "sentence pairs"
             raise UserError(
-                f"a step of batch_size {settings.batch_size} has {least} {kind}, too few for "
+                f"a step of batch_size {settings.batch_size} has {n_groups} {unit}, too few for "
                 f"{processes} processes with gradient_accumulation_steps "
                 f"{settings.gradient_accumulation_steps}. Raise --batch-size or lower "
                 "--gradient-accumulation-steps."
             )
 
     def epoch(self, number: int) -> list[list[Positions]]:
-        """Return the rows of an epoch's steps, part by part; steps are of like size."""
-        drawn = np.random.Generator(np.random.SFC64([self._seed, number]))
-        order = drawn.permutation(len(self._sampler))
+        """Return the rows of an epoch's steps, part by part; all steps have similar sizes."""
+        generator = np.random.Generator(np.random.SFC64([self._seed, number]))
+        order = generator.permutation(len(self._sampler))
         return self._sampler.even_batches(order, self.steps, self._parts)
 
 
 class Trainer(Generic[R]):
-    """Trains a model, step by step; ``steps`` are those of all epochs."""
+    """Trains a model step by step.
+
+    Attributes:
+        model: the model.
+        steps: total number of steps of all epochs.
+        progress: progress so far.
+    """
 
     def __init__(
         self,
@@ -79,41 +88,43 @@ class Trainer(Generic[R]):
         settings: TuneSettings,
         accelerator: Accelerator,
         state: StateFolder,
-        pace: float = 1.0,
+        learning_rate_scale: float = 1.0,
     ) -> None:
-        """Prepare a training, and go on where an earlier one was stopped.
+        """Prepare training, and resume an earlier one if it was stopped.
 
-        Rows of ``dev`` choose the weights; without them the last ones are kept. All learning
-        rates are multiplied by ``pace``.
+        Rows of ``dev`` select the weights; without them the last weights are kept. All learning
+        rates are multiplied by ``learning_rate_scale``.
 
         Raises:
-            UserError: it was begun with other settings, or has too few rows.
-            LlmcondError: its checkpoint was damaged.
+            UserError: training was begun with other settings, or there are too few rows.
+            LlmcondError: the checkpoint is damaged.
         """
         self.model, self._train, self._dev, self._settings = model, train, dev, settings
         self._accelerator, self._state, self._seed = accelerator, state, model.seed
-        self._order = Order(model.groups(train), settings, self._seed, accelerator.num_processes)
-        self.steps = self._order.steps * settings.epochs
-        self._weights, self._pace = model.trained(), pace
-        averaged = self._weights if settings.ema_decay else {}
-        self._average = {name: value.detach().clone() for name, value in averaged.items()}
+        self._schedule = BatchSchedule(
+            model.groups(train), settings, self._seed, accelerator.num_processes
+        )
+        self.steps = self._schedule.steps * settings.epochs
+        self._weights, self._learning_rate_scale = model.trained(), learning_rate_scale
+        averaged_weights = self._weights if settings.ema_decay else {}
+        self._average = {name: value.detach().clone() for name, value in averaged_weights.items()}
         self.progress = Progress()
         self._optimiser = accelerator.prepare_optimizer(
-            torch.optim.AdamW(self._groups(), fused=True), device_placement=False
+            torch.optim.AdamW(self._parameter_groups(), fused=True), device_placement=False
         )
         self._resume()
         self._wrapped = accelerator.prepare_model(model, device_placement=False)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _parameter_groups(self) -> list[dict[str, Any]]:
         settings, head = self._settings, self.model.head.settings
         rates = settings.learning_rate, settings.weight_decay
-        # No head at all has neither.
-        of_head = getattr(head, "learning_rate", rates[0]), getattr(head, "weight_decay", 0.0)
+        # The head `none` has neither setting.
+        head_rates = getattr(head, "learning_rate", rates[0]), getattr(head, "weight_decay", 0.0)
         groups: dict[tuple[float, float], list[Tensor]] = {}
         for name, value in self._weights.items():
-            rate, decay = rates if name.startswith("encoder.") else of_head
-            rate *= self._pace
-            # Biases and gains do not decay.
+            rate, decay = rates if name.startswith("encoder.") else head_rates
+            rate *= self._learning_rate_scale
+            # Weight decay excludes biases and gains.
             groups.setdefault((rate, decay if value.ndim > 1 else 0.0), []).append(value)
         return [
             {"params": values, "lr": rate, "weight_decay": decay, "base": rate}
@@ -121,19 +132,19 @@ class Trainer(Generic[R]):
         ]
 
     def _resume(self) -> None:
-        found = self._state.load()
-        if found is None:
+        state = self._state.load()
+        if state is None:
             return
-        self.progress, tensors = found
+        self.progress, tensors = state
         copy_tensors(tensors, "weights.", self._weights)
         copy_tensors(tensors, "average.", self._average)
         inner = self._optimiser.optimizer
         for name, value in self._weights.items():
             if f"exp_avg.{name}" not in tensors:
                 continue
-            own = {key: tensors[f"{key}.{name}"].to(value.device) for key in _MOMENTS}
+            moments = {key: tensors[f"{key}.{name}"].to(value.device) for key in _MOMENTS}
             step = torch.tensor(float(self.progress.updates), dtype=torch.float32)
-            inner.state[value] = {"step": step.to(value.device), **own}
+            inner.state[value] = {"step": step.to(value.device), **moments}
         scaler: Any = self._accelerator.scaler
         if scaler is not None and self.progress.scaler:
             scaler.load_state_dict(dict(self.progress.scaler))
@@ -143,154 +154,161 @@ class Trainer(Generic[R]):
             return
         tensors = {f"weights.{name}": value for name, value in self._weights.items()}
         tensors |= {f"average.{name}": value for name, value in self._average.items()}
-        # Weights that no loss has used yet, such as one of the roles under `ccl`, have no state.
+        # Weights that no loss has used so far, such as one of the roles under `ccl`, have no state.
         states = self._optimiser.optimizer.state
-        used = {name: states[value] for name, value in self._weights.items() if states[value]}
-        for name, own in used.items():
-            tensors |= {f"{key}.{name}": own[key] for key in _MOMENTS}
+        used_states = {
+            name: states[value] for name, value in self._weights.items() if states[value]
+        }
+        for name, state in used_states.items():
+            tensors |= {f"{key}.{name}": state[key] for key in _MOMENTS}
         scaler: Any = self._accelerator.scaler
         if scaler is not None:
             self.progress = replace(self.progress, scaler=scaler.state_dict())
-        # In float16 some steps update nothing.
-        updates = max((int(own["step"]) for own in used.values()), default=0)
+        # In float16, steps with infinite gradients update nothing.
+        updates = max((int(state["step"]) for state in used_states.values()), default=0)
         self.progress = replace(self.progress, updates=updates)
         self._state.save(self.progress, tensors)
 
     def run(self, on_step: OnStep) -> None:
-        """Train until the last step, or until dev has not got better for long enough.
+        """Train until the last step, or until the dev score has not improved for too long.
 
         Raises:
-            UserError: the loss or the gradients became NaN or infinite; where and what is kept.
-            DiskFullError: no room for a checkpoint; the one before is kept.
-            OutOfMemoryError: a step does not fit.
+            UserError: the loss or the gradients became NaN or infinite; the message says where, and
+                what was saved.
+            DiskFullError: there is no room for a checkpoint; the previous one is unchanged.
+            OutOfMemoryError: a step does not fit into memory.
         """
         settings = self._settings
-        began = time.monotonic() - self.progress.seconds
+        started = time.monotonic() - self.progress.seconds
         self.model.train()
         epoch, parts = -1, list[list[NDArray[np.int64]]]()
         while not self.progress.done:
             step = self.progress.step
-            number, place = divmod(step, self._order.steps)
-            if number != epoch:
-                epoch, parts = number, self._order.epoch(number)
-            loss = self._try(parts[place], step)
+            next_epoch, index = divmod(step, self._schedule.steps)
+            if next_epoch != epoch:
+                epoch, parts = next_epoch, self._schedule.epoch(next_epoch)
+            loss = self._try_step(parts[index], step)
             self.progress = replace(
                 self.progress,
                 step=step + 1,
                 loss=self.progress.loss + loss,
                 losses=self.progress.losses + 1,
-                seconds=time.monotonic() - began,
+                seconds=time.monotonic() - started,
             )
-            count, steps = min(settings.evaluations, self._order.steps), self._order.steps
-            scored = (place + 1) * count // steps > place * count // steps
+            count, steps = min(settings.evaluations, self._schedule.steps), self._schedule.steps
+            scored = (index + 1) * count // steps > index * count // steps
             if scored:
-                self._evaluate(number + 1)
+                self._evaluate(next_epoch + 1)
             on_step(self.progress, self.steps, loss)
             if scored or self.progress.step % settings.checkpoint_steps == 0:
                 self._save()
 
-    def _try(self, parts: list[NDArray[np.int64]], step: int) -> float:
-        """Take a step; say what to do where there is no memory for it."""
+    def _try_step(self, parts: list[NDArray[np.int64]], step: int) -> float:
+        """Run a step; if memory is too small, raise an error with advice."""
         try:
-            return self._step(parts, step)
+            return self._run_step(parts, step)
         except (OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not (isinstance(error, OutOfMemoryError) or is_out_of_memory(error)):
                 raise
             settings = self._settings
             advice = [] if settings.gradient_checkpointing else ["--gradient-checkpointing"]
-            split = settings.gradient_accumulation_steps
-            advice.append(f"--gradient-accumulation-steps {2 * split}")
+            n_parts = settings.gradient_accumulation_steps
+            advice.append(f"--gradient-accumulation-steps {2 * n_parts}")
             raise LlmcondError(
                 f"ran out of memory in step {step + 1:,}, with {settings.batch_size} rows in "
-                f"{split} parts. Try {' or '.join(advice)}, or a smaller "
+                f"{n_parts} parts. Try {' or '.join(advice)}, or a smaller "
                 "--batch-size, in another --run."
             ) from error
 
-    def _step(self, parts: list[NDArray[np.int64]], step: int) -> float:
+    def _run_step(self, parts: list[NDArray[np.int64]], step: int) -> float:
         accelerator, settings = self._accelerator, self._settings
-        share, count = accelerator.process_index, accelerator.num_processes
-        split = settings.gradient_accumulation_steps
-        mine = parts[share * split : (share + 1) * split]
+        process, count = accelerator.process_index, accelerator.num_processes
+        n_parts = settings.gradient_accumulation_steps
+        local_parts = parts[process * n_parts : (process + 1) * n_parts]
         total = sum(len(rows) for rows in parts)
         self._optimiser.zero_grad()
         loss = torch.zeros((), device=self.model.engine.out)
-        for number, rows in enumerate(mine):
-            last = number == len(mine) - 1
-            # Gradients of several processes are added up once, with the last part.
+        for number, rows in enumerate(local_parts):
+            last = number == len(local_parts) - 1
+            # Gradients of several processes are synchronised only once, with the last part.
             with nullcontext() if last else accelerator.no_sync(self._wrapped):
-                # Gradients are averaged over processes, so that each row of the step weighs alike.
-                seed = [self._seed, step, share, number]
+                # Accelerate averages gradients over processes. This factor gives each row of the
+                # step the same weight.
+                seed = [self._seed, step, process, number]
                 part = self._wrapped(self._train, rows, seed) * (len(rows) * count / total)
                 accelerator.backward(part)
             loss += part.detach() / count
         value = float(accelerator.reduce(loss, "sum"))
-        self._check(value, step, "the loss")
+        self._check_finite(value, step, "the loss")
         norm = accelerator.clip_grad_norm_(
             self._weights.values(), settings.max_grad_norm or math.inf
         )
-        if accelerator.scaler is None:  # float16 meets infinite gradients, and skips the step
-            self._check(float(norm), step, "the norm of the gradients")
+        if accelerator.scaler is None:  # float16 skips steps with infinite gradients
+            self._check_finite(float(norm), step, "the norm of the gradients")
         rate = settings.rate(step, self.steps)
         for group in self._optimiser.param_groups:
             group["lr"] = group["base"] * rate
         self._optimiser.step()
         with torch.no_grad():
             for name, average in self._average.items():
-                # At first it forgets faster, or it would be of where training began.
+                # The decay is smaller at first; otherwise the initial weights would dominate.
                 decay = min(settings.ema_decay, (step + 1) / (step + 10))
                 average.lerp_(self._weights[name], 1 - decay)
         return value
 
-    def _check(self, value: float, step: int, what: str) -> None:
+    def _check_finite(self, value: float, step: int, what: str) -> None:
         if math.isfinite(value):
             return
         settings = self._settings
-        kept = "nothing was kept yet"
+        saved = "nothing was saved yet"
         if (self._state.folder / STATE).is_file():
-            kept = f"the last checkpoint is kept in {self._state.folder}"
+            saved = f"the last checkpoint is in {self._state.folder}"
         if self.progress.best_step:
-            kept += f", and the best weights, of step {self.progress.best_step:,}"
+            saved += f", and the best weights are those of step {self.progress.best_step:,}"
         raise UserError(
             f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
-            f"{step // self._order.steps + 1}); {kept}. Lower --learning-rate, to "
-            f"{min(settings.learning_rate / 4, usual_rate(settings.rank)):g} or so, in another "
-            "--run."
+            f"{step // self._schedule.steps + 1}); {saved}. Lower --learning-rate, to about "
+            f"{min(settings.learning_rate / 4, usual_rate(settings.rank)):g}, in another --run."
         )
 
     def _evaluate(self, epoch: int) -> None:
         progress, shared = self.progress, over_processes(self._accelerator)
         weights = self._average or self._weights
-        with _borrowed(self._weights, self._average):
-            found = None if self._dev is None else self.model.score(self._dev, shared)
+        with _swap_weights(self._weights, self._average):
+            score = None if self._dev is None else self.model.score(self._dev, shared)
         loss = progress.loss / max(1, progress.losses)
-        entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: found}
+        entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: score}
         curve = (*progress.curve, entry)
         since = since_best(curve, self.model.on_dev, self.model.metric)
         if not since:
-            progress = replace(progress, best_step=progress.step, best_score=found)
+            progress = replace(progress, best_step=progress.step, best_score=score)
             if self._accelerator.is_main_process:
                 self._state.save_best(progress.step, weights)
         done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 
     def keep_best(self) -> None:
-        """Put the weights of the best evaluation into the model."""
+        """Load the weights of the best evaluation into the model."""
         copy_tensors(self._state.best(), "", self._weights)
 
 
 def over_processes(accelerator: Accelerator) -> Shared:
-    """Return what computes (n, k) values of n things, each process those of a share."""
+    """Return a function that computes (n, k) values of n items, each process a share of them."""
 
     def shared(n: int, compute: Callable[[Positions], NDArray[np.float32]]) -> NDArray[np.float32]:
         count = accelerator.num_processes
-        # As many for each process: the last ones are computed twice.
-        mine = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
+        # Gathering needs equal shares, so some of the first items are computed twice.
+        local_items = np.arange(accelerator.process_index, -(-n // count) * count, count) % n
         with accelerator.autocast():
-            own = compute(mine)
+            local_values = compute(local_items)
         if count == 1:
-            return own
-        gathered = accelerator.gather(torch.from_numpy(own).to(accelerator.device))
-        parts = gathered.view(count, len(mine), -1).transpose(0, 1).reshape(count * len(mine), -1)
+            return local_values
+        gathered = accelerator.gather(torch.from_numpy(local_values).to(accelerator.device))
+        parts = (
+            gathered.view(count, len(local_items), -1)
+            .transpose(0, 1)
+            .reshape(count * len(local_items), -1)
+        )
         values: NDArray[np.float32] = parts[:n].cpu().numpy()
         return values
 
@@ -305,12 +323,12 @@ def copy_tensors(tensors: Mapping[str, Tensor], prefix: str, into: Mapping[str, 
 
 
 @contextmanager
-def _borrowed(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let others stand in for weights of the same names within a block."""
-    kept = {name: weights[name].detach().clone() for name in others}
-    own = {name: weights[name] for name in others}
-    copy_tensors(others, "", own)
+def _swap_weights(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Temporarily replace the values of weights with those of ``others`` of the same names."""
+    originals = {name: weights[name].detach().clone() for name in others}
+    targets = {name: weights[name] for name in others}
+    copy_tensors(others, "", targets)
     try:
         yield
     finally:
-        copy_tensors(kept, "", own)
+        copy_tensors(originals, "", targets)

@@ -1,4 +1,4 @@
-"""An encoder of each text and a head that compares them, as one module that is trained."""
+"""An encoder of single texts and a head that compares them, trained as one module."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ from llmcond.system import to_device
 
 T = TypeVar("T")
 
-#: Inputs with routers that are encoded at a time where there are no gradients.
-_ROUTED = 1_024
+#: Number of inputs with routers that are encoded at a time without gradients.
+_ROUTED_BATCH = 1_024
 
 
 @dataclass(frozen=True)
 class RatedInputs:
-    """Rated rows, (n,), as positions among distinct inputs.
+    """Rated rows, (n,), as positions of distinct inputs.
 
     Attributes:
-        queries: the tokens of the inputs' routers, by their texts.
-        columns: (n,) position of a row's input, by prompt, part and sentence (0 or 1).
+        view: features that the head reads.
+        items: the distinct inputs.
+        tokens: tokens of each distinct input.
+        queries: tokens of the router texts of the inputs, by text.
+        columns: (n,) position of each row's input, by prompt, part and sentence (0 or 1).
+        rating: (n,) ratings on 0 to 1.
+        pair: (n,) sentence pair of each row.
         conditioned: whether the first and the second sentence have a condition.
     """
 
@@ -57,30 +62,32 @@ class RatedInputs:
 
     @classmethod
     def of(cls, rows: Rows, view: View, tokenizer: InputTokenizer) -> RatedInputs:
-        """Take the rated rows of a whole split."""
+        """Tokenise the rated rows of a complete split."""
         view.check_sides(rows.conditioned)
         rated = rows.rated
-        place: dict[EncoderInput, int] = {}
+        positions: dict[EncoderInput, int] = {}
         columns: dict[tuple[str, Part, int], Positions] = {}
         for prompt, part in view.needed():
-            # Of the whole split: a shuffled control draws among all of its conditions.
+            # Render the complete split, as a shuffled control samples from all its conditions.
             inputs = row_inputs(rows, prompt)
             sides = (inputs.first_unconditional, inputs.second_unconditional)
             if part == "conditional":
                 sides = (inputs.first, inputs.second)
             for side, texts in enumerate(sides):
-                found = [place.setdefault(item, len(place)) for item in texts]
-                columns[prompt.name, part, side] = np.array(found, dtype=np.int64)[rated]
-        used = np.unique(np.concatenate(list(columns.values())))
-        every = list(place)
-        items = [every[own] for own in used]
+                item_positions = [positions.setdefault(item, len(positions)) for item in texts]
+                columns[prompt.name, part, side] = np.array(item_positions, dtype=np.int64)[rated]
+        used_positions = np.unique(np.concatenate(list(columns.values())))
+        all_items = list(positions)
+        items = [all_items[position] for position in used_positions]
         routers = router_inputs(items)
         return cls(
             view=view,
             items=items,
             tokens=tokenizer(items),
             queries=dict(zip(routers, tokenizer(list(routers.values())), strict=True)),
-            columns={key: np.searchsorted(used, column) for key, column in columns.items()},
+            columns={
+                key: np.searchsorted(used_positions, column) for key, column in columns.items()
+            },
             rating=rows.rating[rated],
             pair=rows.pair[rated],
             conditioned=rows.conditioned,
@@ -89,12 +96,14 @@ class RatedInputs:
     def __len__(self) -> int:
         return len(self.rating)
 
-    def _reader(self, side: int, take: Callable[[Positions], T]) -> Callable[[Prompt, Part], T]:
+    def _make_reader(
+        self, side: int, take: Callable[[Positions], T]
+    ) -> Callable[[Prompt, Part], T]:
         return lambda prompt, part: take(self.columns[prompt.name, part, side])
 
     def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
-        """Return all rows as a head takes them, given each distinct input's vector, (u, dim)."""
-        reader = partial(self._reader, take=partial(Gathered, vectors))
+        """Return all rows as arrays for a head, given the vectors of distinct inputs, (u, dim)."""
+        reader = partial(self._make_reader, take=partial(Gathered, vectors))
         first, second = self.conditioned
         return PairArrays(
             first=self.view.sentence(reader(0), conditioned=first),
@@ -105,28 +114,31 @@ class RatedInputs:
         )
 
     def embed(self, engine: Engine, which: Positions) -> Tensor:
-        """Return the vectors of some distinct inputs, (u, dim), with gradients."""
+        """Encode some distinct inputs with gradients; return (u, dim) vectors."""
         tokens = [self.tokens[i] for i in which]
         if not self.queries:
             return engine.embed(tokens)
         return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
 
     def used(self, rows: Positions) -> Positions:
-        """Return the distinct inputs, (u,), of some rows (m,)."""
+        """Return the positions of the distinct inputs, (u,), of some rows (m,)."""
         return np.unique(np.concatenate([column[rows] for column in self.columns.values()]))
 
     def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:
-        """Return rows as heads are trained on them: first sentences, then second ones.
+        """Return rows as a training batch of a head: first sentences, then second ones.
 
-        ``used``, (u,), is what :meth:`used` gives for them; vectors, (u, dim), are of those inputs.
+        ``used``, (u,), is the result of the method ``used`` for these rows; ``vectors``, (u, dim),
+        are the vectors of those inputs.
         """
 
         def vectors_of(column: Positions) -> Tensor:
             positions = np.searchsorted(used, column)
-            # Not vectors[positions]: gradients of an index are added in any order.
+            # Not vectors[positions], as the gradients of indexing are summed in varying order.
             return vectors.index_select(0, torch.from_numpy(positions).to(vectors.device))
 
-        readers = [self._reader(side, lambda column: vectors_of(column[rows])) for side in (0, 1)]
+        readers = [
+            self._make_reader(side, lambda column: vectors_of(column[rows])) for side in (0, 1)
+        ]
         sides = zip(readers, self.conditioned, strict=True)
         x = torch.cat([self.view.sentence(r, torch.sub, torch.hstack, has) for r, has in sides])
         prompt = self.view.of_condition()
@@ -140,16 +152,16 @@ class RatedInputs:
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """The head that is trained, and on which features.
+    """The head to train, and its features.
 
     Attributes:
-        recipe: its kind and settings; of kind ``none`` nothing stands behind the encoder.
-        objective: what is minimised.
-        seed: of its first weights, of order and of dropout.
-        prompts: of the features; none yet where those are taken that suit encoder and head.
+        recipe: kind and settings of the head; kind ``none`` compares the encoder's vectors.
+        objective: objective that is minimised.
+        seed: random seed of initial weights, row order and dropout.
+        prompts: prompts of the features; empty until those that suit encoder and head are resolved.
         subtract: whether unconditional features are subtracted.
-        start: a head fitted before, whose weights are the first ones; None: they are drawn.
-        metric: what dev is scored by.
+        start: fitted head whose weights are the initial ones; None: random initial weights.
+        metric: metric of the dev score.
     """
 
     recipe: Recipe
@@ -162,14 +174,13 @@ class HeadPlan:
 
 
 class TunedModel(RatedModel[RatedInputs]):
-    """From rows to the loss: the encoder's vectors, the head's embeddings, the objective."""
+    """An encoder and a head on rated pairs: the vectors, the embeddings and the objective."""
 
     def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:
-        """Put a head behind an engine.
+        """Add a head to an engine; ``dims`` are the sizes of sentence and condition features.
 
         Raises:
-            UserError: the head goes with no features of these ``dims``, those of sentences and of
-                conditions.
+            UserError: the head cannot read features of these sizes.
         """
         recipe = plan.recipe
         (head, objective), _ = seeded(
@@ -177,10 +188,10 @@ class TunedModel(RatedModel[RatedInputs]):
         )
         if plan.start is not None:
             start = plan.start.module.state_dict()
-            drawn = {name: value.shape for name, value in head.state_dict().items()}
-            if drawn != {name: value.shape for name, value in start.items()}:
+            shapes = {name: value.shape for name, value in head.state_dict().items()}
+            if shapes != {name: value.shape for name, value in start.items()}:
                 raise UserError(
-                    "the head to start from was fitted on features of other sizes: this encoder "
+                    "the head to start from was fitted on features of another size: this encoder "
                     f"and prompt give {dims[0]} dimensions. Start from a head of the same encoder "
                     "and prompt."
                 )
@@ -190,7 +201,7 @@ class TunedModel(RatedModel[RatedInputs]):
         self.plan = plan
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
-        """Return the mean loss of some rows, a scalar; ``seed`` is that of dropout."""
+        """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
         self.seed_dropout(seed)
         used = inputs.used(rows)
         vectors = inputs.embed(self.engine, used)
@@ -200,35 +211,35 @@ class TunedModel(RatedModel[RatedInputs]):
             device, contrastive = first.device, None
             pair = to_device(torch.from_numpy(inputs.pair[rows]), device)
             if self.plan.objective.contrasts:
-                found = adjacent_pairs(contrast_groups(inputs.pair)[rows])
-                contrastive = to_device(torch.from_numpy(found), device)
+                positions = adjacent_pairs(contrast_groups(inputs.pair)[rows])
+                contrastive = to_device(torch.from_numpy(positions), device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
             rating = to_device(torch.from_numpy(inputs.rating[rows]), device).to(first)
             loss: Tensor = self.objective(first, second, rating, info)
             return loss
 
     def groups(self, inputs: RatedInputs) -> NDArray[np.int64]:
-        """Return (n,) a number for each row, the same for the two of a contrastive pair."""
+        """Return (n,) group numbers, the same for both rows of a contrastive pair."""
         contrasts = self.plan.objective.contrasts
         return contrast_groups(inputs.pair) if contrasts else super().groups(inputs)
 
     def predict(self, inputs: RatedInputs, shared: Shared) -> NDArray[np.float32]:
-        """Return the predicted similarity of all rows, (n,), each distinct input encoded once."""
+        """Predict the similarity of all rows, (n,); each distinct input is encoded once."""
         vectors = shared(len(inputs.items), lambda which: self.encode(inputs, which))
         pairs = inputs.arrays(vectors)
         head: FittedHead = self.fitted()
         return head.similarity(pairs.first, pairs.second, pairs.condition)
 
     def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:
-        """Return (u, dim) the vectors of distinct inputs (u,), without dropout and gradients."""
+        """Compute (u, dim) vectors of distinct inputs (u,), without dropout and gradients."""
         if not inputs.queries:
             return self.vectors([inputs.tokens[i] for i in which])
-        was = self.training
+        was_training = self.training
         self.eval()
         vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
         with torch.inference_mode():
-            for start in range(0, len(which), _ROUTED):
-                part = inputs.embed(self.engine, which[start : start + _ROUTED])
-                vectors[start : start + _ROUTED] = part.float().cpu().numpy()
-        self.train(was)
+            for start in range(0, len(which), _ROUTED_BATCH):
+                part = inputs.embed(self.engine, which[start : start + _ROUTED_BATCH])
+                vectors[start : start + _ROUTED_BATCH] = part.float().cpu().numpy()
+        self.train(was_training)
         return vectors

@@ -1,4 +1,4 @@
-"""What training leaves of an encoder, on disk: an adapter in peft's format, or all weights."""
+"""Saving a trained encoder: an adapter in the format of peft, or all weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from llmcond.files import read_json, replacing, write_json
 from llmcond.finetune.build import Trainable
 from llmcond.finetune.state import write_tensors
 
-#: What transformers and peft look for in the header.
-_OURS = {"format": "pt"}
+#: Metadata that transformers and peft expect in the header.
+_METADATA = {"format": "pt"}
 
 
 def save_encoder(
@@ -31,12 +31,17 @@ def save_encoder(
     cross: bool = False,
     dev_of: str | None = None,
 ) -> None:
-    """Write what was trained of an encoder, so that the folder can be named as a model.
+    """Write the trained weights of an encoder into a folder that can be named as a model.
 
-    Its base is found by ``model``: an alias, a hub name, or an absolute path. With ``merge``
-    adapters are added to the weights, and all of those are written. ``cross`` is whether it was
-    trained as a cross-encoder, so that nobody takes its vectors for embeddings; ``dev_of`` the
-    digest of the data whose dev rows it was trained on, so that it is not scored on them.
+    Args:
+        trainable: the trained encoder.
+        model: alias, hub name or absolute path of the base encoder.
+        folder: folder to write to.
+        merge: whether adapters are added to the weights; then all weights are written.
+        cross: whether it was trained as a cross-encoder, so that its vectors are not used as
+            embeddings.
+        dev_of: digest of the data whose dev rows it was trained on, so that it is not scored on
+            them.
     """
     resolved = trainable.resolved
     whole = trainable.adapted is None or merge
@@ -48,17 +53,19 @@ def save_encoder(
             with replacing(folder / path.relative_to(origin)) as target:
                 shutil.copyfile(path, target)
         write_tensors(
-            folder / "model.safetensors", all_weights(trainable.network, resolved.checkpoint), _OURS
+            folder / "model.safetensors",
+            all_weights(trainable.network, resolved.checkpoint),
+            _METADATA,
         )
     else:
         _save_adapter(trainable, model, folder)
     identity, known = resolved.identity, resolved.checkpoint.known
     router = passes_of(identity).weights(trainable.network)
     if router:
-        write_tensors(folder / ROUTER, router, _OURS)
+        write_tensors(folder / ROUTER, router, _METADATA)
     tuned = Tuned(
         base=None if whole else model,
-        revision=None if whole else _commit(resolved),
+        revision=None if whole else _hub_commit(resolved),
         like=known.repo if known else None,
         settings={name: v for name, v in identity.to_json().items() if name in MODEL_SETTINGS},
         quantize=identity.quantize,
@@ -70,12 +77,12 @@ def save_encoder(
 
 
 def hub_name(model: str, resolved: ResolvedEncoder) -> str | None:
-    """Return what an encoder is called on the hub, if it is there."""
+    """Return the name of an encoder on the hub; None if it is not there."""
     known = find_model(model)
     return known.repo if known else resolved.checkpoint.repo
 
 
-def _commit(resolved: ResolvedEncoder) -> str | None:
+def _hub_commit(resolved: ResolvedEncoder) -> str | None:
     weights = resolved.identity.weights
     return weights.partition("@")[2] if weights.startswith("hub:") else None
 
@@ -83,14 +90,14 @@ def _commit(resolved: ResolvedEncoder) -> str | None:
 def _save_adapter(trainable: Trainable, model: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
-    # Left to itself, peft asks the hub whether the vocabulary has grown.
+    # By default, peft asks the hub whether the vocabulary has grown.
     tensors = get_peft_model_state_dict(trainable.adapted, save_embedding_layers=False)
-    write_tensors(folder / WEIGHTS, tensors, _OURS)
+    write_tensors(folder / WEIGHTS, tensors, _METADATA)
     config: Any = trainable.adapted.peft_config["default"]
     config.inference_mode = True
-    # peft itself looks there: a hub's name rather than our short one.
+    # peft reads this entry itself, so it must be the hub's name instead of an alias.
     config.base_model_name_or_path = hub_name(model, trainable.resolved) or model
-    config.revision = _commit(trainable.resolved)
+    config.revision = _hub_commit(trainable.resolved)
     with tempfile.TemporaryDirectory() as temporary:
         config.save_pretrained(temporary)
         write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))

@@ -1,4 +1,4 @@
-"""How an encoder is trained."""
+"""Settings of training an encoder, which are also options of the command line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from llmcond.errors import UserError
 from llmcond.options import option
 from llmcond.schedules import scheduled
 
-#: Beyond any use.
+#: Upper limit of settings, larger than any useful value.
 _LARGEST = 1_000_000
 Count = Annotated[int, Ge(1), Le(_LARGEST)]
 Share = Annotated[float, Ge(0), Lt(1)]
 _STAGE: dict[str, Any] = {"group": "last stage", "needs": "--then dev"}
 _ASPECTS: dict[str, Any] = {"group": "texts with attributes", "needs": "--aspects FOLDER"}
 
-#: Settings by the names that recipes and records had before -> their names now.
+#: Former names of settings, in old recipes and training records -> their current names.
 _RENAMED = {
     "clip": "max_grad_norm",
     "accumulate": "gradient_accumulation_steps",
@@ -31,141 +31,176 @@ _RENAMED = {
 
 
 def usual_rate(rank: int) -> float:
-    """Return the learning rate that an encoder has by default: of LoRA, or for rank 0 of it all."""
-    # All weights move at once, so each has less far to go.
+    """Return the default learning rate of the encoder, for LoRA or (rank 0) for all weights."""
+    # When all weights are trained, each needs to change less.
     return 1e-3 if rank else 5e-5
 
 
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their names now; recipes and records may have older ones."""
+    """Return settings under their current names; old recipes and records may have former ones."""
     return {_RENAMED.get(name, name): value for name, value in settings.items()}
 
 
-def _rank(text: str) -> int:
+def _parse_rank(text: str) -> int:
     if text == "full":
         return 0
     if not text.isdecimal() or not int(text):
-        raise UserError(f"--rank is {text!r}; expected a number of at least 1, or full.")
+        raise UserError(f"--rank is {text!r}; expected a whole number of at least 1, or full.")
     return int(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneSettings:
-    """How an encoder is trained; the head's learning rate and dropout are those of its recipe.
+    """Settings of training an encoder.
+
+    The learning rate and dropout of the head are settings of its recipe.
 
     Attributes:
-        rank: r of LoRA (arXiv 2106.09685, section 4.1); 0: every weight of the encoder is trained.
-        encoder_dropout: whether the encoder's own dropout is on, where its config has one. Packed
-            rows have none on attention weights.
-        weight_decay: of the encoder's matrices, decoupled, as AdamW has it.
-        batch_size: rated rows a step, over all processes and accumulated parts.
-        max_grad_norm: of all gradients together; 0: they are not clipped, as in the released
-            code of C-STS and Hyper-CL.
-        gradient_accumulation_steps: parts that a step's rows are computed in, one after the other.
-            Objectives that compare rows compare those of a part.
-        ema_decay: of an exponential moving average of the weights, which is what is scored and
-            kept; 0: the weights themselves are.
-        checkpoint_steps: steps between two checkpoints; there is one at each evaluation too.
+        rank: rank r of LoRA (arXiv 2106.09685, section 4.1); 0: all weights of the encoder are
+            trained.
+        alpha: scale of LoRA; updates are multiplied by alpha / rank.
+        target: groups or names of the projections that get adapters.
+        adapter_dropout: share of the adapters' inputs dropped in training.
+        encoder_dropout: whether the encoder's own dropout is used, if its config has any. Packed
+            rows have no dropout of attention weights.
+        learning_rate: learning rate of the encoder.
+        weight_decay: decoupled weight decay of the encoder's matrices, in AdamW.
+        batch_size: rated rows per step, over all processes and accumulated parts.
+        epochs: maximum number of epochs.
+        warmup: share of the steps in which the learning rate rises from 0.
+        schedule: how the learning rate changes after the warmup.
+        max_grad_norm: norm to which all gradients together are clipped; 0: no clipping, as in the
+            released code of C-STS and Hyper-CL.
+        gradient_accumulation_steps: number of parts in which the rows of a step are computed, one
+            after the other. Objectives that compare rows compare those of one part.
+        ema_decay: decay of an exponential moving average of the weights, which is then scored and
+            saved; 0: the weights themselves are.
+        early_stopping_patience: number of dev evaluations without a better score after which
+            training stops.
+        evaluations: dev evaluations per epoch.
+        checkpoint_steps: steps between two checkpoints; each evaluation writes one too.
+        gradient_checkpointing: whether activations are recomputed in the backward pass.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
     rank: Annotated[int, Ge(0), Le(65_536)] = option(
-        16, help="of LoRA, or full: all weights", metavar="R", parse=_rank
+        16,
+        help="rank of the LoRA adapters; full: train all weights",
+        metavar="R",
+        parse=_parse_rank,
     )
     alpha: Annotated[float, Gt(0), Le(_LARGEST)] = option(
-        32.0, help="scale of the adapters is A / rank", metavar="A"
+        32.0, help="LoRA alpha: adapter outputs are scaled by A / rank", metavar="A"
     )
     target: Annotated[tuple[str, ...], MinLen(1)] = option(
         ("auto",),
-        help="projections that get adapters: auto (all), attention, mlp, or names such as q_proj",
+        help="projections that get adapters: auto (all), attention, mlp, or names such as q_proj "
+        "(default: auto)",
         metavar="NAME",
     )
-    adapter_dropout: Share = option(0.0, help="share of the adapters' inputs dropped", metavar="P")
-    encoder_dropout: bool = option(True, help="the encoder's own dropout, where its config has one")
+    adapter_dropout: Share = option(0.0, help="dropout rate of the adapters' inputs", metavar="P")
+    encoder_dropout: bool = option(
+        True, help="train with the encoder's own dropout, if its config has any"
+    )
     learning_rate: Annotated[float, Gt(0), Le(100)] = option(
-        1e-3, help="of the encoder; with --rank full 5e-05", metavar="LR"
+        1e-3, help="learning rate of the encoder; with --rank full 5e-05", metavar="LR"
     )
     weight_decay: Annotated[float, Ge(0), Le(_LARGEST)] = option(
-        0.01, help="of the encoder's matrices", metavar="W"
+        0.01, help="weight decay of the encoder's matrices", metavar="W"
     )
-    batch_size: Count = option(64, help="rated rows a step", metavar="N")
-    epochs: Count = option(4, help="at most", metavar="N")
+    batch_size: Count = option(64, help="rated rows per step", metavar="N")
+    epochs: Count = option(4, help="maximum number of epochs", metavar="N")
     warmup: Share = option(
         0.06, help="share of the steps in which learning rates rise from 0", metavar="SHARE"
     )
     schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", help="how learning rates fall then", metavar="NAME"
+        "linear",
+        help="learning-rate schedule after the warmup: linear, cosine or constant",
+        metavar="NAME",
     )
     max_grad_norm: Annotated[float, Ge(0), Le(_LARGEST)] = option(
-        1.0, help="gradients are clipped to this norm; 0: no clipping", metavar="NORM"
+        1.0, help="norm to which gradients are clipped; 0: no clipping", metavar="NORM"
     )
     gradient_accumulation_steps: Count = option(
-        1, help="parts that a step is computed in, to save memory", metavar="N"
+        1, help="number of parts that a step is split into, to save memory", metavar="N"
     )
     ema_decay: Share = option(
-        0.0, help="decay of an exponential moving average of the weights; 0: none", metavar="D"
+        0.0,
+        help="decay of an exponential moving average of the weights; 0: no average",
+        metavar="D",
     )
     early_stopping_patience: Count = option(
-        3, help="evaluations without a better dev score before training stops", metavar="N"
+        3, help="dev evaluations without a better score before training stops", metavar="N"
     )
-    evaluations: Count = option(1, help="on dev, an epoch", metavar="N")
+    evaluations: Count = option(1, help="dev evaluations per epoch", metavar="N")
     checkpoint_steps: Count = option(200, help="steps between checkpoints", metavar="N")
     gradient_checkpointing: bool = option(
-        False, help="compute activations again instead of keeping them: less memory"
+        False, help="recompute activations in the backward pass, which saves memory"
     )
 
     @property
     def full(self) -> bool:
-        """Return whether every weight of the encoder is trained."""
+        """Whether all weights of the encoder are trained."""
         return self.rank == 0
 
     def rate(self, step: int, steps: int) -> float:
-        """Return what learning rates are multiplied by at a step, of which there are ``steps``."""
+        """Return the factor of learning rates at a step; ``steps`` is the total number of steps."""
         return scheduled(step, steps, self.warmup, self.schedule)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as records keep them."""
+        """Return the settings as training records store them."""
         return {**asdict(self), "target": list(self.target)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
-    """A last stage of training, on dev's rows as well; all else is as in the training before.
+    """Settings of a last stage of training that uses dev's rows too.
 
-    Where ratings of train were made by a language model and those of dev by people, it brings more
-    than further steps on train do. Nothing is left to choose its length by: folds of dev tell.
+    All other settings are those of the training before it. If the ratings of train come from a
+    language model and those of dev from people, this stage improves the encoder more than further
+    steps on train do. No data is left to select its length; cross-validation over folds of dev
+    measures its gain.
 
     Attributes:
-        then_learning_rate: of the encoder; None: half of what it was. The head's falls alike.
-        folds: parts of dev, by sentence pair; 0: none. Each is predicted by a stage on the others,
-            from the same weights.
+        then: ``dev`` to run the stage; None: no such stage.
+        then_share: share of train's sentence pairs that the stage uses.
+        then_weight: number of times that dev's rows are repeated per epoch.
+        then_learning_rate: learning rate of the encoder; None: half of the previous one. The
+            learning rate of the head is scaled by the same factor.
+        then_epochs: number of epochs.
+        folds: number of folds of dev, split by sentence pair; 0: none. Each fold is predicted after
+            a stage on the other folds, from the same weights.
     """
 
     then: Literal["dev"] | None = option(
         None,
-        help="train on dev too when training has ended; dev is no score then",
+        help="train on dev's rows too in a last stage; dev cannot score the result",
         group=_STAGE["group"],
     )
     then_share: Annotated[float, Ge(0), Le(1)] = option(
-        0.15, help="share of train's sentence pairs that stay in", metavar="SHARE", **_STAGE
+        0.15, help="share of train's sentence pairs used in this stage", metavar="SHARE", **_STAGE
     )
     then_weight: Count = option(
-        2, help="how often dev's rows are taken in an epoch", metavar="W", **_STAGE
+        2, help="number of times that dev's rows are repeated per epoch", metavar="W", **_STAGE
     )
     then_learning_rate: Annotated[float, Gt(0), Le(100)] | None = option(
-        None, help="of the encoder (default: half of --learning-rate)", metavar="LR", **_STAGE
+        None,
+        help="learning rate of the encoder (default: half of --learning-rate)",
+        metavar="LR",
+        **_STAGE,
     )
-    then_epochs: Count = option(1, help="of that stage", metavar="N", **_STAGE)
+    then_epochs: Count = option(1, help="epochs of this stage (default: 1)", metavar="N", **_STAGE)
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
-        help="K-fold cross-validation over the sentence pairs of dev: what the stage brings",
+        help="folds of a cross-validation over dev's sentence pairs that measures the gain of this "
+        "stage (default: 0, none)",
         metavar="K",
         **_STAGE,
     )
 
     def pace(self, settings: TuneSettings) -> float:
-        """Return what learning rates are multiplied by, against the training before."""
+        """Return the factor of learning rates, relative to the training before."""
         if self.then_learning_rate is None:
             return 0.5
         return self.then_learning_rate / settings.learning_rate
@@ -173,30 +208,32 @@ class StageSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AspectSettings:
-    """Training on texts with attributes, beside rated rows: many conditions, no ratings.
+    """Settings of training on texts with attributes in addition to rated rows.
 
-    Each step draws groups of texts, each group under one condition, and adds their supervised
-    contrastive loss: texts with the same value of the condition are to be near to each other.
+    Such texts cover many conditions, without ratings. Each step samples groups of texts, each group
+    under one condition, and adds their supervised contrastive loss: texts with the same value of
+    the condition should be similar.
 
     Attributes:
-        aspects: a folder with one file NAME.json a set (see :mod:`llmcond.data.aspects`).
+        aspects: folder with one file NAME.json per set (see ``llmcond.data.aspects``).
         aspects_weight: weight of the contrastive loss; that of the squared error of ratings is 1.
-        aspects_texts: texts a step; the last group may exceed it.
+        aspects_texts: texts per step; the last group may exceed this number.
+        aspects_temperature: temperature of the contrastive loss.
         aspects_values: share of the groups whose condition names two to five example values.
     """
 
     aspects: str | Path | None = option(
         None,
-        help="folder of texts with attributes, one NAME.json a set: train on them as well, so "
-        "that more conditions work",
+        help="folder of texts with attributes, one NAME.json per set: train on them too, so that "
+        "more conditions work",
         metavar="FOLDER",
         group=_ASPECTS["group"],
     )
     aspects_weight: Annotated[float, Gt(0), Le(_LARGEST)] = option(
-        0.25, help="weight of their contrastive loss", metavar="W", **_ASPECTS
+        0.25, help="weight of the contrastive loss of these texts", metavar="W", **_ASPECTS
     )
     aspects_texts: Annotated[int, Ge(4), Le(_LARGEST)] = option(
-        96, help="texts a step, in groups of 6 to 12 under one condition", metavar="N", **_ASPECTS
+        96, help="texts per step, in groups of 6 to 12 under one condition", metavar="N", **_ASPECTS
     )
     aspects_temperature: Annotated[float, Ge(1e-3), Le(_LARGEST)] = option(
         0.07, help="temperature of the contrastive loss", metavar="T", **_ASPECTS

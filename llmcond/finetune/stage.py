@@ -1,7 +1,8 @@
-"""A last stage of training, on dev as well: from the weights that dev chose, at a lower rate.
+"""A last stage of training, on dev too, which starts from the weights selected on dev.
 
-Nothing is left that could choose among its weights, so the last ones are kept. What it brings is
-told by folds of dev: the stage without a fold predicts that fold.
+It uses a lower learning rate. No data is left to select among its weights, so the last ones are
+kept. Cross-validation over folds of dev measures its gain: a stage without a fold predicts that
+fold.
 """
 
 from __future__ import annotations
@@ -24,21 +25,26 @@ from llmcond.finetune.state import Progress, StateFolder
 from llmcond.log import log
 from llmcond.progress import TrainBar
 
-#: What the share of train is drawn by, beside the seed; steps are drawn by numbers from 0.
-_SHARE = 2**32
+#: Second number, next to the seed, of the random generator that samples the share of train. The
+#: generators of steps use numbers from 0.
+_SHARE_STREAM = 2**32
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastStage(Generic[P]):
-    """A model that was trained, and how, and on what, it is trained further.
+    """A trained model, and the settings and data of its last stage.
 
     Attributes:
-        inputs: takes rated rows in the form that the model has them.
-        train, dev: rated rows.
-        settings: of the training before.
-        start: the weights that were best on dev, by their names; each stage begins with them.
-        folder: where the states of these trainings are.
-        made_of: all that decides what comes out, for them.
+        model: the model, after the training before the stage.
+        inputs: converts rated rows to the model's input format.
+        train: rated rows of train.
+        dev: rated rows of dev.
+        settings: settings of the training before the stage.
+        stage: settings of the stage.
+        start: weights with the best dev score, by name; each stage begins with them.
+        accelerator: computes on one device or in several processes.
+        folder: folder of the states of these trainings.
+        made_of: everything that determines the result of training.
     """
 
     model: RatedModel[P]
@@ -53,28 +59,28 @@ class LastStage(Generic[P]):
     made_of: Mapping[str, Any]
 
     def folds(self) -> Folded:
-        """Train without each fold of dev, predict that, and compare with the weights before.
+        """Cross-validate the stage over folds of dev, and compare with the weights before it.
 
-        Those are in the model to begin with; afterwards it has those of the last fold.
+        The model must have those weights; afterwards it has the weights of the last fold.
 
         Raises:
-            UserError: dev has fewer sentence pairs than folds; and as :meth:`run`.
+            UserError: dev has fewer sentence pairs than folds; or as in ``run``.
         """
         count, shared = self.stage.folds, over_processes(self.accelerator)
         fold = fold_of_pair(self.dev, count, self.model.seed)
-        without = self.model.predict(self.inputs(self.dev), shared)
-        trained = np.empty_like(without)
+        baseline = self.model.predict(self.inputs(self.dev), shared)
+        predictions = np.empty_like(baseline)
         for number in range(count):
-            held = fold == number
-            self._train(f"fold-{number}", self.dev.take(~held))
-            trained[held] = self.model.predict(self.inputs(self.dev.take(held)), shared)
-        return Folded.of(count, without, trained, self.dev, self.train, self.model.metric)
+            held_out = fold == number
+            self._train(f"fold-{number}", self.dev.take(~held_out))
+            predictions[held_out] = self.model.predict(self.inputs(self.dev.take(held_out)), shared)
+        return Folded.of(count, baseline, predictions, self.dev, self.train, self.model.metric)
 
     def run(self) -> Progress:
-        """Train on the share of train and all of dev, and leave the last weights in the model.
+        """Train on the share of train and all of dev; leave the last weights in the model.
 
         Raises:
-            UserError: the loss became NaN, or a state that was begun with other settings.
+            UserError: the loss became NaN, or the stage was begun with other settings.
         """
         return self._train("then", self.dev)
 
@@ -83,27 +89,29 @@ class LastStage(Generic[P]):
         copy_tensors(self.start, "", self.model.trained())
         rows = self.inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
         state = StateFolder(self.folder / name, {**self.made_of, "stage": name})
-        pace = self.stage.pace(settings)
-        trainer = Trainer(self.model, rows, None, settings, self.accelerator, state, pace)
-        done = trainer.progress.step
+        learning_rate_scale = self.stage.pace(settings)
+        trainer = Trainer(
+            self.model, rows, None, settings, self.accelerator, state, learning_rate_scale
+        )
+        first_step = trainer.progress.step
         log.info(
-            f"{name}: {trainer.steps:,} steps on {len(dev):,} rows of dev, "
+            f"{name}: {trainer.steps:,} steps on {len(dev):,} rows of dev, repeated "
             f"{self.stage.then_weight} times, and {100 * self.stage.then_share:g} % of train"
-            + (f", from step {done:,}" if done else "")
+            + (f", from step {first_step:,}" if first_step else "")
         )
         metric = self.model.metric
         with TrainBar(key=None, score=metric.heading, show=metric.show, name=name) as bar:
             trainer.run(bar.on_step)
         self.accelerator.wait_for_everyone()
         trainer.keep_best()
-        # What wraps the model for several processes must be gone before it is wrapped again.
+        # The wrapper for several processes must be removed before the model is wrapped again.
         self.accelerator.free_memory()
         return trainer.progress
 
 
 def stage_rows(train: Rows, dev: Rows, stage: StageSettings, seed: int) -> Rows:
     """Return the rows of a stage: a share of train's sentence pairs, and dev's rows repeated."""
-    drawn = np.random.Generator(np.random.SFC64([seed, _SHARE]))
+    generator = np.random.Generator(np.random.SFC64([seed, _SHARE_STREAM]))
     n_pairs = len(train.pair_keys())
-    kept = drawn.permutation(n_pairs)[: round(stage.then_share * n_pairs)]
-    return join_rows([train.take(np.isin(train.pair, kept)), *[dev] * stage.then_weight])
+    sampled_pairs = generator.permutation(n_pairs)[: round(stage.then_share * n_pairs)]
+    return join_rows([train.take(np.isin(train.pair, sampled_pairs)), *[dev] * stage.then_weight])

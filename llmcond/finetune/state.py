@@ -1,7 +1,7 @@
-"""Where training stands, on disk: one file that is written whole, and the best weights.
+"""The state of training on disk: one file that is replaced atomically, and the best weights.
 
-What a checkpoint of accelerate has in pickles, is here in safetensors: weights and moments as
-tensors, all else as JSON in the header. Random states are not among it, as every draw is a function
+Checkpoints of accelerate use pickles; these use safetensors: weights and moments are tensors, and
+the rest is JSON in the header. Random states are not stored, as every random number is a function
 of seed and step.
 """
 
@@ -29,18 +29,18 @@ STATE, BEST = "state.safetensors", "best.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far training is.
+    """The progress of training.
 
     Attributes:
-        step: steps done, of all epochs.
-        updates: of them, those that changed the weights, at the last checkpoint.
-        curve: an entry for each evaluation: step, epoch, mean loss since the one before, score.
-        best_step: of the best evaluation; 0 before there is one.
-        best_score: its score on dev; None where nothing was scored, or it is undefined.
+        step: number of finished steps, over all epochs.
+        updates: number of those that changed the weights, at the last checkpoint.
+        curve: one entry per evaluation: step, epoch, mean loss since the previous one, and score.
+        best_step: step of the best evaluation; 0 before the first.
+        best_score: dev score of the best evaluation; None if nothing was scored or it is undefined.
         loss: sum of the losses since the last evaluation, in the order of steps.
-        losses: how many.
-        seconds: spent training, over all runs.
-        scaler: of float16.
+        losses: number of those losses.
+        seconds: training time in seconds, over all runs of the command.
+        scaler: state of the gradient scaler of float16.
         done: whether training has ended.
     """
 
@@ -57,8 +57,8 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class _Header:
-    """What the header of such a file holds; of the best weights no progress."""
+class _StateHeader:
+    """The header of a state file; that of the best weights has no progress."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -67,91 +67,93 @@ class _Header:
 
 
 class StateFolder:
-    """The folder ``training`` of a run that is being trained, made when it is written to.
+    """The folder ``training`` of a run that is being trained; it is created on the first write.
 
-    What is read raises a LlmcondError where it is missing or damaged; what is written a
-    DiskFullError where there is no room.
+    Reading raises a LlmcondError if a file is missing or damaged; writing raises a DiskFullError if
+    the disk is full.
     """
 
-    def __init__(self, folder: Path, made_of: Mapping[str, Any]) -> None:
-        """Take the folder, and by name, as JSON, all that decides what training gives."""
-        self.folder, self._made_of = folder, json.loads(json.dumps(made_of))
+    def __init__(self, folder: Path, training_config: Mapping[str, Any]) -> None:
+        """Store the folder, and the settings that determine the result of training, as JSON."""
+        self.folder, self._training_config = folder, json.loads(json.dumps(training_config))
 
     def load(self) -> tuple[Progress, dict[str, Tensor]] | None:
-        """Return where training stands, and its tensors; None where it has not begun.
+        """Return the progress and the tensors; None if training has not begun.
 
         Raises:
-            UserError: it was begun with other settings; each is named.
+            UserError: training was begun with other settings; the message names each.
         """
         path = self.folder / STATE
         if not path.is_file():
             return None
-        record, tensors = _read(path)
-        found = differences(record["made_of"], self._made_of)
-        if found:
+        record, tensors = _read_state(path)
+        changes = differences(record["made_of"], self._training_config)
+        if changes:
             raise UserError(
                 f"{self.folder} holds a training that was begun with other settings: "
-                f"{'; '.join(found)}. Give the same to go on, name another --run, or delete it "
-                "to begin anew."
+                f"{'; '.join(changes)}. Give the same settings to resume it, name another "
+                "--run, or delete the folder to start again."
             )
         values = record["progress"]
         return Progress(**{**values, "curve": tuple(values["curve"])}), tensors
 
     def save(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
-        """Write where training stands; after a failure the file is as it was."""
-        self._write(STATE, {"progress": asdict(progress)}, tensors)
+        """Write the progress and the tensors; after a failure the file is unchanged."""
+        self._write_state(STATE, {"progress": asdict(progress)}, tensors)
 
     def save_best(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the weights of the best evaluation."""
-        self._write(BEST, {"step": step}, tensors)
+        self._write_state(BEST, {"step": step}, tensors)
 
     def best(self) -> dict[str, Tensor]:
         """Return the weights of the best evaluation."""
-        return _read(self.folder / BEST)[1]
+        return _read_state(self.folder / BEST)[1]
 
-    def _write(self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        values = {"format": FORMAT, "made_of": self._made_of, **record}
+    def _write_state(
+        self, name: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> None:
+        values = {"format": FORMAT, "made_of": self._training_config, **record}
         write_tensors(self.folder / name, tensors, {"llmcond": json.dumps(values)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors as safetensors; after a failure the file is as it was."""
+    """Write tensors as safetensors; after a failure the file is unchanged."""
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     with replacing(path) as temporary:
         mode = temporary.stat().st_mode
         try:
             save_file(plain, temporary, metadata=metadata)
         except SafetensorError as error:
-            # It has the operating system's error in its words only.
-            found = re.search(r"\(os error (\d+)\)", str(error))
-            raise OSError(int(found[1]) if found else errno.EIO, str(error)) from error
-        # safetensors makes files that their owner alone can read.
+            # The error of the operating system is only in the text of the message.
+            match = re.search(r"\(os error (\d+)\)", str(error))
+            raise OSError(int(match[1]) if match else errno.EIO, str(error)) from error
+        # safetensors creates files that only their owner can read.
         temporary.chmod(mode)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt", device="cpu", backend="pread") as opened:
             record = dict(json.loads(opened.metadata()["llmcond"]))
-            # Copies: the file is replaced while what was read from it is in use.
+            # Copy, as the file is replaced while its tensors are still in use.
             tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise LlmcondError(
-            f"{path} is missing or damaged: {error}. Delete {path.parent} to begin anew."
+            f"{path} is missing or damaged: {error}. Delete {path.parent} to start again."
         ) from error
     if record.get("format") != FORMAT:
         raise UserError(f"{path} was written by another version of llmcond. Use that one.")
-    check_record(record, _Header, str(path), f"Delete {path.parent} to begin anew.")
+    check_record(record, _StateHeader, str(path), f"Delete {path.parent} to start again.")
     return record, tensors
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return ``name: now, not before`` for what differs, nested values each by themselves."""
-    found = []
+    """Return ``name: now, not before`` for each difference, including nested values."""
+    texts = []
     for key in dict.fromkeys([*before, *now]):
-        was, is_ = before.get(key), now.get(key)
-        if isinstance(was, dict) and isinstance(is_, dict):
-            found += [f"{key}.{text}" for text in differences(was, is_)]
-        elif was != is_:
-            found.append(f"{key}: {is_!r}, not {was!r}")
-    return found
+        old_value, new_value = before.get(key), now.get(key)
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            texts += [f"{key}.{text}" for text in differences(old_value, new_value)]
+        elif old_value != new_value:
+            texts.append(f"{key}: {new_value!r}, not {old_value!r}")
+    return texts

@@ -1,6 +1,6 @@
-"""Heads: small modules fitted on cached features. They know arrays, nothing of encoders or rows.
+"""Heads: small modules fitted on cached features. They know arrays, but no encoders and no rows.
 
-The public names are listed in ``__init__.pyi``; those that need torch are imported when used.
+The public names are listed in ``__init__.pyi``; those that need torch are imported on first use.
 """
 
 from llmcond.lazy import attach_stub

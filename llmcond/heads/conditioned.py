@@ -1,9 +1,10 @@
-"""Heads that take the features of a sentence and those of its condition, each by itself.
+"""Heads that read the features of a sentence and, separately, those of its condition.
 
 These are the tri-encoder baselines of C-STS and Hyper-CL, and Hyper-CL's hypernetwork (ACL 2024,
-section 3): a matrix generated from the condition, applied to the sentence. In full, W_c = f(h_c) is
-H x H; in low rank it is the product of two generated factors, H x K and K x H. Features of
-sentences are separate ones in the paper, and may be joint ones here, which no paper has.
+section 3): a matrix is generated from the condition and applied to the sentence. In full form, W_c
+= f(h_c) is H x H; in low rank it is the product of two generated factors, H x K and K x H. The
+papers use separate features of sentences; these heads can also read joint ones, which no paper
+does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from annotated_types import MultipleOf
 from torch import Tensor
 from torch.nn import init
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
@@ -25,22 +27,23 @@ from llmcond.heads.module import ACTIVATIONS, AT_ONCE, HeadModule
 from llmcond.heads.settings import Activation, Size, SizeOrNone, TrainingSettings
 from llmcond.system import to_device
 
-#: From so many rows a condition on, a product for each beats one that pads them to equal numbers.
-_MANY_ROWS = 16
+#: With at least this many rows per condition on average, one product per condition is faster than a
+#: batched product that pads conditions to an equal number of rows.
+_MIN_ROWS_PER_PRODUCT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConditionedSettings(TrainingSettings):
-    """What the recipe of any head that takes conditions may say.
+    """Recipe settings of heads that read conditions.
 
     Attributes:
-        features: of a sentence: ``separate`` e(s), ``joint`` e(s|c) - e(c), or ``both``.
-        transform: whether a linear layer with bias stands before all that is made of the
-            condition, as in the released code of C-STS and Hyper-CL; the paper of Hyper-CL has
-            none.
+        features: features of a sentence: ``separate`` e(s), ``joint`` e(s|c) - e(c), or ``both``.
+        transform: whether a linear layer with bias precedes everything that is computed from the
+            condition, as in the released code of C-STS and Hyper-CL; the Hyper-CL paper has none.
         bias: whether linear layers have biases, as in the released code; the paper shows none.
-        masks: ``shared``: one dropout mask for a condition; ``own``: one for each sentence, as in
-            the released code, where the two of a row see the condition through different masks.
+        masks: dropout masks of conditions. ``shared``: one mask per condition. ``own``: one per
+            sentence, as in the released code, where the two sentences of a row see the condition
+            through different masks.
     """
 
     features: Literal["separate", "joint", "both"] = "separate"
@@ -50,7 +53,7 @@ class ConditionedSettings(TrainingSettings):
 
 
 class ConditionedHead(HeadModule):
-    """A head that takes e(c) too, behind a linear layer if its settings say so."""
+    """A head that also reads e(c), through a linear layer if its settings say so."""
 
     Settings: ClassVar[type[Any]] = ConditionedSettings
     features = "separate"
@@ -58,15 +61,16 @@ class ConditionedHead(HeadModule):
     multiplies_in_bfloat16 = True
 
     def add_transform(self, dim: int, bias: bool = True) -> None:
-        """Register the layer to ``dim`` before all that is made of the condition, if it is set."""
+        """Register the ``transform`` layer to ``dim`` if the settings have it."""
         if self.settings.transform:
             self.add_layer("transform", dim, self.dim_condition, bias)
 
     def transformed(self, condition: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the conditions c' that a head goes on with, and which of them each row has.
+        """Return the transformed conditions c', and the index of each row's condition.
 
-        c' = W Dropout(h_c) + b where the settings say so, else c' = h_c. Rows are picked by
-        ``index_select``: gradients of an index are added in any order on several threads.
+        c' = W Dropout(h_c) + b if the settings have ``transform``, otherwise c' = h_c. Rows are
+        selected with ``index_select``, because the gradients of indexing are summed in varying
+        order on several threads.
         """
         if self.training and self.settings.masks == "own":
             condition = condition.index_select(0, which)
@@ -77,7 +81,7 @@ class ConditionedHead(HeadModule):
 
 
 class Hadamard(ConditionedHead):
-    """Z = h_s * c' (C-STS, released code)."""
+    """The elementwise product z = h_s * c' (C-STS, released code)."""
 
     def __init__(self, settings: ConditionedSettings, dim_in: int, dim_condition: int) -> None:
         super().__init__(settings, dim_in, dim_condition)
@@ -85,12 +89,12 @@ class Hadamard(ConditionedHead):
         if not settings.transform and dim_in != dim_condition:
             raise UserError(
                 f"the sentences' features have {dim_in} dimensions and the conditions' "
-                f"{dim_condition}; without a transform the hadamard head needs as many. Set "
+                f"{dim_condition}; without a transform the hadamard head needs equal sizes. Set "
                 "transform to true."
             )
 
+    @override
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`."""
         if self.settings.transform and self.settings.bias:
             init.zeros_(self.get_parameter("transform"))
             init.ones_(self.get_parameter("transform_bias"))
@@ -103,11 +107,11 @@ class Hadamard(ConditionedHead):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatSettings(ConditionedSettings):
-    """The settings of the concatenation.
+    """Recipe settings of the concatenation head.
 
     Attributes:
         dim: size k of the embeddings.
-        activation: behind the layer; GELU in the released code.
+        activation: activation after the layer; GELU in the released code.
     """
 
     dim: Size
@@ -115,9 +119,10 @@ class ConcatSettings(ConditionedSettings):
 
 
 class Concat(ConditionedHead):
-    """Z = f(W Dropout([h_s; c']) + b) (C-STS, released code), the two halves of W by themselves.
+    """The concatenation z = f(W Dropout([h_s; c']) + b) (C-STS, released code).
 
-    The condition's half is computed once for each condition of a batch.
+    The two halves of W are separate parameters, so the condition's half is computed only once per
+    distinct condition of a batch.
     """
 
     Settings = ConcatSettings
@@ -131,8 +136,9 @@ class Concat(ConditionedHead):
         if settings.bias:
             self.add_weight("bias", (settings.dim,), into)
 
+    @override
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`: as the sentence's, but for what the activation does."""
+        # The condition's half stays random, and the activation still changes the features.
         init.eye_(self.get_parameter("sentence"))
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
@@ -147,13 +153,17 @@ class Concat(ConditionedHead):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AblationSettings(ConditionedSettings):
-    """The settings of the ablation: ``rank``, K of the hypernetwork whose parameters it matches."""
+    """Recipe settings of the hypernetwork ablation.
+
+    Attributes:
+        rank: rank K of the hypernetwork whose number of parameters the ablation matches.
+    """
 
     rank: Size
 
 
 class HypernetAblation(ConditionedHead):
-    """Z = h_s * (W2 Dropout(W1 Dropout(c'))).
+    """The ablation of the hypernetwork: z = h_s * (W2 Dropout(W1 Dropout(c'))).
 
     Hyper-CL, table 6 and arXiv v1, section 5.3; released code, ``hypernet_ablation``.
     """
@@ -177,13 +187,13 @@ class HypernetAblation(ConditionedHead):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HypernetSettings(ConditionedSettings):
-    """The settings of a hypernetwork.
+    """Recipe settings of a hypernetwork.
 
     Attributes:
         dim: size k of the embeddings; H in the paper.
-        rank: K of the two factors; 0: W_c in full.
-        activation: behind the product; ``none`` in the paper. With ``relu`` no embedding points
-            away from another, as no rating is below 0.
+        rank: rank K of the two factors; 0: W_c in full.
+        activation: activation after the product; ``none`` in the paper. With ``relu`` no two
+            embeddings point in opposite directions, just as no rating is below 0.
     """
 
     dim: Size
@@ -192,7 +202,10 @@ class HypernetSettings(ConditionedSettings):
 
 
 class Hypernet(ConditionedHead):
-    """Z = f(h_s^T W_c); in low rank (h_s^T W_1) W_2, W_c never formed (Hyper-CL, section 3.4)."""
+    """The hypernetwork z = f(h_s^T W_c) (Hyper-CL, section 3.4).
+
+    In low rank z = f((h_s^T W_1) W_2), without forming W_c.
+    """
 
     Settings: ClassVar[type[Any]] = HypernetSettings
     generates_matrices = True
@@ -203,11 +216,11 @@ class Hypernet(ConditionedHead):
         self._add_generator(dim_in, settings.dim)
 
     def _add_generator(self, dim_in: int, dim: int) -> None:
-        """Register what generates (dim_in, dim) matrices."""
-        rank, most = self.settings.rank, min(dim_in, dim)
-        if rank > most:
+        """Register the layers that generate (dim_in, dim) matrices."""
+        rank, max_rank = self.settings.rank, min(dim_in, dim)
+        if rank > max_rank:
             raise UserError(
-                f"rank is {rank}, above the {most} dimensions that a {dim_in} x {dim} matrix has. "
+                f"rank is {rank}, but a {dim_in} x {dim} matrix has a rank of at most {max_rank}. "
                 "Lower it, or set rank to 0 for the full form."
             )
         self._shape, self._factors = (dim_in, dim), {"matrix": (dim_in, dim)}
@@ -217,9 +230,9 @@ class Hypernet(ConditionedHead):
             self.add_layer(name, height * width, self.dim_condition, self.settings.bias)
 
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`: W_c = I; in low rank W_1 W_2 projects on some K directions.
+        """Initialise W_c = I; in low rank W_1 W_2 is a projection on K random directions.
 
-        Without biases that is so of conditions whose features sum to 1, as one-hot ones do.
+        Without biases this holds for conditions whose features sum to 1, as one-hot vectors do.
         """
         dim_in, dim = self._shape
         starts = {"matrix": torch.eye(dim_in, dim)}
@@ -237,16 +250,18 @@ class Hypernet(ConditionedHead):
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Return embeddings, (m, dim)."""
-        values = self._times_matrices(x, condition, which)
+        values = self._multiply_matrices(x, condition, which)
         if self.settings.activation == "none":
             return values
         return self.dropout(ACTIVATIONS[self.settings.activation](values))
 
-    def _times_matrices(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
+    def _multiply_matrices(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
+        """Multiply each row by the matrix of its condition."""
         c, which = self.transformed(condition, which)
         if torch.is_grad_enabled() or len(c) <= AT_ONCE:
             return by_condition(x, which, self.factors(c), self.batched_product)
-        # Outside of training nothing is kept, so memory need not grow with the conditions.
+        # Without gradients, intermediate values need not be kept. Computing in blocks then keeps
+        # memory from growing with the number of conditions.
         order = torch.argsort(which, stable=True)
         ends = torch.bincount(which, minlength=len(c)).cumsum(0).tolist()
         blocks = []
@@ -258,26 +273,30 @@ class Hypernet(ConditionedHead):
         return torch.cat(blocks)[torch.argsort(order)]
 
     def factors(self, transformed: Tensor) -> list[Tensor]:
-        """Return W_c, or the factors whose product it is, (u, a, b) each; one dropout mask each.
+        """Return W_c, or the factors whose product it is, (u, a, b) each.
 
-        Conditions are (u, dim_c), as :meth:`transformed` gives them.
+        Conditions are (u, dim_c), as ``transformed`` returns them. Each factor has its own dropout
+        mask.
         """
         return [
             self.affine(name, self.dropout(transformed)).view(-1, *shape)
             for name, shape in self._factors.items()
         ]
 
+    @override
     def generated_matrices(self, condition: MatrixLike) -> list[Array]:
-        """See :class:`HeadModule`; in low rank the factors are (u, dim, K) and (u, K, k)."""
+        # In low rank the factors are (u, dim, K) and (u, K, k).
         with torch.inference_mode():
-            given = torch.from_numpy(as_matrix(condition).read())
-            c, _ = self.transformed(given, torch.arange(len(given)))
+            features = torch.from_numpy(as_matrix(condition).read())
+            c, _ = self.transformed(features, torch.arange(len(features)))
             return [factor.numpy() for factor in self.factors(c)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowersSettings(HypernetSettings):
-    """The settings of the two towers; those of the hypernetwork are its tower's.
+    """Recipe settings of the two towers.
+
+    The settings of ``HypernetSettings`` belong to the hypernetwork tower.
 
     Attributes:
         dim: size of the embeddings, half for each tower.
@@ -292,9 +311,9 @@ class TowersSettings(HypernetSettings):
 class Towers(Hypernet):
     """An MLP on joint features and a hypernetwork on separate ones; no paper has it.
 
-    What joint features tell of a sentence under a condition went through all layers of the encoder;
-    what e(s) tells was not disturbed by the condition. Each tower's embedding has length 1 before
-    both are concatenated, so that the cosine is the mean of the two cosines.
+    What joint features say about a sentence under a condition has passed through all layers of the
+    encoder; what e(s) says was not disturbed by the condition. The embedding of each tower has
+    length 1 before both are concatenated, so that the cosine is the mean of the two cosines.
     """
 
     Settings = TowersSettings
@@ -304,8 +323,8 @@ class Towers(Hypernet):
     def __init__(self, settings: TowersSettings, dim_in: int, dim_condition: int) -> None:
         if dim_in <= dim_condition:
             raise UserError(
-                f"the towers head needs joint features beside separate ones of {dim_condition} "
-                f"dimensions, and the features have {dim_in} in all."
+                f"the towers head needs joint features in addition to separate ones of "
+                f"{dim_condition} dimensions, but the features have only {dim_in} in total."
             )
         joint = dim_in - dim_condition
         HeadModule.__init__(self, settings, dim_in, dim_condition)
@@ -316,7 +335,8 @@ class Towers(Hypernet):
 
     def forward(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Return embeddings, (m, dim)."""
-        # The sentence's own features stand last, as many as the condition's: one encoder made both.
+        # The separate features of the sentence come last. They have as many dimensions as those of
+        # the condition, as the same encoder computed both.
         joint, sentence = x[:, : -self.dim_condition], x[:, -self.dim_condition :]
         activation = ACTIVATIONS[self.settings.activation]
         hidden = self.dropout(activation(self.affine("weight1", joint)))
@@ -333,46 +353,54 @@ def by_condition(
 ) -> Tensor:
     """Multiply each row by the matrices of its condition, left to right: ((x F1) F2) ...
 
-    No matrix is copied for each row, and no product of two factors is formed. Rows of a condition
-    are multiplied at once, padded to a common number; where a condition has far more rows than
-    others, it is cut into several. Where conditions are few, as relations are, nothing is padded.
+    Matrices are not copied for each row, and no product of two factors is formed. The rows of a
+    condition are multiplied together, padded to a common number; if a condition has far more rows
+    than others, it is split into several pieces. If there are few conditions, such as relations,
+    nothing is padded.
 
-    ``x`` is (m, dim), ``which`` (m,) the condition of each row, below u; factors are (u, a, b), the
-    first with a = dim, and the result (m, b) of the last.
+    Args:
+        x: (m, dim) rows.
+        which: (m,) index of each row's condition, below u.
+        factors: matrices, (u, a, b) each, where a is dim for the first.
+        batched_product: batched matrix product.
+
+    Returns:
+        (m, b) products, with the b of the last factor.
     """
     count = len(factors[0])
     if not len(x):
         return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
-    put = partial(to_device, device=x.device)
-    which = which.cpu()  # the one time that a GPU is waited for: the layout is made on the CPU
+    move = partial(to_device, device=x.device)
+    which = which.cpu()  # the only wait for a GPU; the layout is computed on the CPU
     rows = torch.bincount(which, minlength=count)
     order = torch.argsort(which, stable=True)
-    if 1 < count <= len(x) // _MANY_ROWS:
-        parts = list(torch.split(x.index_select(0, put(order)), rows.tolist()))
+    if 1 < count <= len(x) // _MIN_ROWS_PER_PRODUCT:
+        parts = list(torch.split(x.index_select(0, move(order)), rows.tolist()))
         for factor in factors:
             parts = [
                 batched_product(part[None], matrix[None])[0]
                 for part, matrix in zip(parts, factor, strict=True)
             ]
-        return torch.cat(parts).index_select(0, put(torch.argsort(order)))
-    most = max(4, -(-2 * len(x) // max(count, 1)))
-    width = int(min(int(rows.max()), most))
+        return torch.cat(parts).index_select(0, move(torch.argsort(order)))
+    max_width = max(4, -(-2 * len(x) // max(count, 1)))
+    width = int(min(int(rows.max()), max_width))
     pieces = (rows + width - 1) // width
     ordered = which[order]
-    begins = torch.cumsum(rows, 0) - rows
-    rank = torch.arange(len(x)) - begins[ordered]
+    starts = torch.cumsum(rows, 0) - rows
+    rank = torch.arange(len(x)) - starts[ordered]
     position = (torch.cumsum(pieces, 0) - pieces)[ordered] * width + rank
     total = int(pieces.sum())
     grouped = x.new_zeros(total * width, x.shape[1])
-    grouped = grouped.index_copy(0, put(position), x[put(order)])
+    grouped = grouped.index_copy(0, move(position), x[move(order)])
     grouped = grouped.view(total, width, -1)
-    # As a rule every condition is one piece, and no matrix is copied at all.
+    # Usually every condition is a single piece, and no matrix is copied.
     single = bool((pieces == 1).all())
-    owner = put(torch.repeat_interleave(torch.arange(count), pieces))
+    owner = move(torch.repeat_interleave(torch.arange(count), pieces))
     for factor in factors:
-        # Not factor[owner]: gradients of an index are added in any order on several threads.
+        # Not factor[owner], as the gradients of indexing are summed in varying order on several
+        # threads.
         matrices = factor if single else factor.index_select(0, owner)
         grouped = batched_product(grouped, matrices)
-    back = torch.empty_like(position)
-    back[order] = position
-    return grouped.reshape(total * width, -1)[put(back)]
+    output_position = torch.empty_like(position)
+    output_position[order] = position
+    return grouped.reshape(total * width, -1)[move(output_position)]

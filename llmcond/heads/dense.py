@@ -1,4 +1,4 @@
-"""Heads that take no conditions: none, dense layers, projections, and that of cross-encoders.
+"""Heads that read no conditions: none, dense layers, projections, and the head of cross-encoders.
 
 Both sentences share the weights of dense layers (CASE, section 3.2). Projections (PCA, ICA,
 whitening, random projection) learn nothing from ratings (CASE, section 4, figure 4).
@@ -16,6 +16,7 @@ import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn import init
+from typing_extensions import override
 
 from llmcond.arrays import Array, as_matrix
 from llmcond.config import STRICT
@@ -31,19 +32,20 @@ from llmcond.heads.settings import (
     SizedSettings,
 )
 
-#: Directions with less than this share of the widest one's spread are rounding, not signal.
+#: Directions whose spread is less than this share of the largest spread are rounding errors, not
+#: signal.
 _RANK_TOLERANCE = 1e-6
 
 
 class Identity(HeadModule):
-    """Z = e: the features as they are, which is the zero-shot setting."""
+    """The zero-shot head: z = e, the unchanged features."""
 
     Settings = NoSettings
     supervised = False
     is_identity = True
 
+    @override
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """Fit nothing."""
         return Fit({"selected_on": None})
 
     def forward(self, x: Tensor, condition: Tensor | None = None, which: Any = None) -> Tensor:
@@ -52,22 +54,24 @@ class Identity(HeadModule):
 
 
 class _Dense(HeadModule):
+    """Dense layers as ``PLAIN_KINDS`` describes them."""
+
     kind: ClassVar[str]
     multiplies_in_bfloat16 = True
 
     def __init__(self, settings: Any, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)
-        self.forms = PLAIN_KINDS[self.kind][1](settings, dim_in)
-        for form in self.forms:
-            self.add_layer(form.name, form.size_out, form.size_in, bias=False)
+        self.specs = PLAIN_KINDS[self.kind][1](settings, dim_in)
+        for spec in self.specs:
+            self.add_layer(spec.name, spec.size_out, spec.size_in, bias=False)
 
     def dense_layers(self, condition: Tensor | None) -> list[DenseLayer[Tensor]]:
-        return [form.layer(self.state_dict()) for form in self.forms]
+        return [spec.layer(self.state_dict()) for spec in self.specs]
 
     def forward(self, x: Tensor, condition: Any = None, which: Any = None) -> Tensor:
-        for form in self.forms:
-            x = ACTIVATIONS[form.activation](self.affine(form.name, x))
-            x = self.dropout(x) if form.dropout else x
+        for spec in self.specs:
+            x = ACTIVATIONS[spec.activation](self.affine(spec.name, x))
+            x = self.dropout(x) if spec.dropout else x
         return x
 
 
@@ -76,8 +80,8 @@ class Linear(_Dense):
 
     kind, Settings = "linear", SizedSettings
 
+    @override
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`."""
         init.eye_(self.get_parameter("weight"))
 
 
@@ -87,24 +91,27 @@ class Mlp(_Dense):
     kind, Settings = "mlp", MlpSettings
 
     def start_at_identity(self) -> None:
-        """See :class:`HeadModule`: f(x) - f(-x) = x for ReLU and GELU, if two layers have room."""
+        """Initialise f(x) - f(-x) = x, which holds for ReLU and GELU, if there are enough units."""
         settings = self.settings
-        room = (settings.hidden or settings.dim) >= 2 * self.dim_in
-        plain = settings.last == "none" and settings.activation in {"relu", "gelu"}
-        if settings.depth != 2 or not room or not plain:
+        fits = (settings.hidden or settings.dim) >= 2 * self.dim_in
+        suits = settings.last == "none" and settings.activation in {"relu", "gelu"}
+        if settings.depth != 2 or not fits or not suits:
             return
         first, second = self.get_parameter("weight1"), self.get_parameter("weight2")
         n = self.dim_in
         with torch.no_grad():
-            # The other units are as they were drawn, and have no say yet.
+            # The other units keep their random weights, but do not contribute yet.
             second.zero_()
-            for begin, sign in ((0, 1.0), (n, -1.0)):
-                first[begin : begin + n] = sign * torch.eye(n)
-                second[:, begin : begin + n] = sign * torch.eye(settings.dim, n)
+            for start, sign in ((0, 1.0), (n, -1.0)):
+                first[start : start + n] = sign * torch.eye(n)
+                second[:, start : start + n] = sign * torch.eye(settings.dim, n)
 
 
 class Projection(HeadModule):
-    """Z = components (e - mean), fitted in closed form; rank-deficient features give fewer rows."""
+    """A projection z = components (e - mean), fitted in closed form.
+
+    If the features are rank-deficient, it has fewer components than its settings say.
+    """
 
     Settings: ClassVar[type[Any]] = ProjectionSettings
     supervised = False
@@ -121,15 +128,15 @@ class Projection(HeadModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load tensors of a fitted projection, of as many components as it has."""
+        """Load the tensors of a fitted projection, which determine its number of components."""
         self.components = torch.empty(len(state_dict["components"]), self.dim_in)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _set(self, mean: Any, components: Any) -> None:
+    def _set_parameters(self, mean: Any, components: Any) -> None:
         self.mean = torch.from_numpy(np.ascontiguousarray(mean, dtype=np.float32))
         self.components = torch.from_numpy(np.ascontiguousarray(components, dtype=np.float32))
 
-    def _training_vectors(self, pairs: PairArrays) -> Array:
+    def _read_training_vectors(self, pairs: PairArrays) -> Array:
         features: Array = np.concatenate(
             [as_matrix(side).read() for side in (pairs.first, pairs.second)]
         )
@@ -145,14 +152,14 @@ class Projection(HeadModule):
 class Pca(Projection):
     """The directions of largest variance."""
 
+    @override
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """See :class:`HeadModule`."""
         from sklearn.decomposition import PCA
 
-        features = self._training_vectors(pairs)
+        features = self._read_training_vectors(pairs)
         dim = self.settings.dim
         model = PCA(n_components=dim, svd_solver="full", random_state=seed).fit(features)
-        self._set(model.mean_, model.components_)
+        self._set_parameters(model.mean_, model.components_)
         explained = float(model.explained_variance_ratio_.sum())
         return Fit({"selected_on": None, "explained_variance": explained})
 
@@ -162,20 +169,21 @@ class Ica(Projection):
 
     Settings = IcaSettings
 
+    @override
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """See :class:`HeadModule`."""
         from sklearn.decomposition import FastICA
         from sklearn.exceptions import ConvergenceWarning
 
         settings = self.settings
-        # Whitening divides by each direction's spread, which float32 cannot tell from nothing.
-        features = self._training_vectors(pairs).astype(np.float64)
+        # Whitening divides by the spread of each direction. In float32 the smallest spreads cannot
+        # be distinguished from zero.
+        features = self._read_training_vectors(pairs).astype(np.float64)
         rank = int(np.linalg.matrix_rank(features - features.mean(axis=0), rtol=_RANK_TOLERANCE))
         notes = []
         if rank < settings.dim:
             notes.append(
-                f"ICA: {rank} components instead of {settings.dim}: the training vectors span no "
-                "more directions"
+                f"ICA: {rank} components instead of {settings.dim}, as the training vectors span "
+                "no more directions"
             )
         model = FastICA(
             n_components=min(settings.dim, rank),
@@ -185,16 +193,16 @@ class Ica(Projection):
             random_state=seed,
         )
         with warnings.catch_warnings():
-            # It is noted below, with what to do.
+            # A note below reports it, with advice.
             warnings.simplefilter("ignore", ConvergenceWarning)
             model.fit(features)
         converged = bool(model.n_iter_ < settings.max_iterations)
         if not converged:
             notes.append(
                 f"ICA had not converged after {settings.max_iterations} iterations "
-                f"(max_iterations={2 * settings.max_iterations}, or a smaller dim)"
+                f"(try max_iterations={2 * settings.max_iterations}, or a smaller dim)"
             )
-        self._set(model.mean_, model.components_)
+        self._set_parameters(model.mean_, model.components_)
         record = {"selected_on": None, "iterations": int(model.n_iter_), "converged": converged}
         return Fit(record, tuple(notes))
 
@@ -202,42 +210,47 @@ class Ica(Projection):
 class Whitening(Projection):
     """The directions of largest variance, each scaled to variance 1."""
 
+    @override
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """See :class:`HeadModule`."""
         from sklearn.decomposition import PCA
 
-        # Division by a direction's spread: float32 cannot tell the least of them from nothing.
-        features, wanted = self._training_vectors(pairs).astype(np.float64), self.settings.dim
-        model = PCA(n_components=wanted, svd_solver="full", random_state=seed).fit(features)
+        # Whitening divides by the spread of each direction. In float32 the smallest spreads cannot
+        # be distinguished from zero.
+        features, requested = (
+            self._read_training_vectors(pairs).astype(np.float64),
+            self.settings.dim,
+        )
+        model = PCA(n_components=requested, svd_solver="full", random_state=seed).fit(features)
         spread = np.sqrt(model.explained_variance_)
         dim = int((spread > _RANK_TOLERANCE * spread[0]).sum())
-        self._set(model.mean_, model.components_[:dim] / spread[:dim, None])
+        self._set_parameters(model.mean_, model.components_[:dim] / spread[:dim, None])
         explained = float(model.explained_variance_ratio_[:dim].sum())
-        few = f"whitening: {dim} directions instead of {wanted}: the training vectors span no more"
+        note = f"whitening: {dim} directions instead of {requested}, as the vectors span no more"
         record = {"selected_on": None, "explained_variance": explained}
-        return Fit(record, (few,) if dim < wanted else ())
+        return Fit(record, (note,) if dim < requested else ())
 
 
 class Random(Projection):
-    """A Gaussian random projection, which needs no training and is what others must beat."""
+    """A Gaussian random projection, the baseline without training."""
 
+    @override
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """See :class:`HeadModule`."""
         from sklearn.random_projection import GaussianRandomProjection
 
         model = GaussianRandomProjection(n_components=self.settings.dim, random_state=seed)
         model.fit(np.zeros((1, self.dim_in), dtype=np.float32))
-        self._set(np.zeros(self.dim_in), model.components_)
+        self._set_parameters(np.zeros(self.dim_in), model.components_)
         return Fit({"selected_on": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegressionSettings:
-    """How the head of a cross-encoder is trained.
+    """Settings of the head of a cross-encoder.
 
     Attributes:
         dropout: share of the vector's units dropped in training.
-        learning_rate, weight_decay: of the head, by AdamW.
+        learning_rate: learning rate of the head in AdamW.
+        weight_decay: weight decay of the head in AdamW.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -248,7 +261,7 @@ class RegressionSettings:
 
 
 class Regression(HeadModule):
-    """y = w^T Dropout(e) + b, of the vector e of two texts and their condition."""
+    """A linear regression y = w^T Dropout(e) + b on the vector e of two texts and a condition."""
 
     Settings = RegressionSettings
     no_recipe = (

@@ -1,4 +1,4 @@
-"""Fitting a head on arrays: the loop that all kinds of heads share, and heads of rated pairs."""
+"""Fitting of heads on arrays: the loop that all kinds of heads share, and heads of rated pairs."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ from llmcond.system import choose_device, free_memory, native_bfloat16
 
 M = TypeVar("M", bound=HeadModule)
 
-#: Heads of so many parameters are multiplied in bfloat16 where the device does that natively.
-_LARGE = 2**21
-#: Values in memory for each parameter: itself, its gradient, two moments of Adam, the best epoch.
-_COPIES = 5
-#: Training vectors compared at a time.
+#: Heads with at least this many parameters multiply in bfloat16 if the device supports it natively.
+_MIN_BFLOAT16_PARAMETERS = 2**21
+#: Values in memory per parameter: the weight, its gradient, two moments of Adam, the best epoch.
+_VALUES_PER_PARAMETER = 5
+#: Number of training vectors compared at a time.
 _BLOCK = 1_024
-#: Between the seeds of an ensemble's heads: so far that seeds 0, 1, 2 ... share none.
+#: Distance between the seeds of an ensemble's heads, so large that ensembles with the seeds 0, 1,
+#: 2 ... have no member seed in common.
 _SEED_STEP = 2**20
 
 
 class Fitting(ABC, Generic[M, H]):
-    """One head while it is fitted: AdamW, dropout, and the best epoch on dev.
+    """One head while it is fitted with AdamW, dropout and selection of the epoch on dev.
 
-    A kind of head defines how its module is made, what its batches are and the loss of one. Every
-    random number comes from generators of their own, so the same seed gives the same head on the
-    same machine.
+    A subclass for a kind of head defines how the module is created, what a batch is and the loss of
+    a batch. All random numbers come from separate generators, so the same seed gives the same head
+    on the same machine.
 
     Args:
-        recipe: its family and settings.
-        dims: sizes of the features, as the family is made with.
-        dev: chooses the epoch; None: the last one is kept.
-        seed: of the module's start, dropout and the order of rows.
-        score_name: what the learning curve calls the score on dev.
+        recipe: family and settings of the head.
+        dims: sizes of the features, as the family's constructor expects them.
+        data: training data, as the subclass reads it.
+        dev: score that selects the epoch; None: the last epoch is kept.
+        device: device to fit on.
+        seed: random seed of initialisation, dropout and row order.
+        score_name: key of the dev score in the learning curve.
     """
 
-    #: How many rows an epoch has; not needed where a kind defines its own batches.
+    #: Number of rows per epoch; not needed if a subclass defines its own batches.
     n_rows: int
 
     def __init__(
@@ -70,21 +73,21 @@ class Fitting(ABC, Generic[M, H]):
         self.module, self.generator = seeded(self.make, seed)
 
     def make(self) -> M:
-        """Make the module; random numbers come from PyTorch's own generator."""
+        """Create the module; random numbers come from PyTorch's global generator."""
         family: Any = self.recipe.family
         module: M = family(self.settings, *self.dims)
         return module
 
     def prepare(self) -> None:
-        """Prepare what batches are made of; called only where there are parameters to fit."""
+        """Prepare the data for batches; called only if there are parameters to fit."""
 
     @property
     def steps(self) -> int:
-        """The number of batches of an epoch."""
+        """Number of batches per epoch."""
         return -(-self.n_rows // int(self.settings.batch_size))
 
     def batches(self) -> Iterator[tuple[int, Any]]:
-        """Yield the batches of an epoch, each with its size: by default positions, shuffled."""
+        """Yield the batches of an epoch, each with its size: by default shuffled row positions."""
         order = torch.randperm(self.n_rows, generator=self.generator).numpy()
         for rows in np.array_split(order, self.steps):
             yield len(rows), rows
@@ -95,18 +98,18 @@ class Fitting(ABC, Generic[M, H]):
 
     @abstractmethod
     def current(self) -> H:
-        """Return the head as it is now, for ``dev``."""
+        """Return the current state of the head, to be scored on dev."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the optimiser's groups: the head's own parameters, then the objective's."""
+        """Return the optimiser's parameter groups: first the head's, then the objective's."""
         return [{"params": list(self.module.parameters())}]
 
     def rate(self, step: int, steps: int) -> float:
-        """Return what the learning rate is multiplied by at a step, of ``steps`` in all."""
+        """Return the factor of the learning rate at a step; ``steps`` is the total number."""
         return 1.0
 
     def in_bfloat16(self) -> bool:
-        """Return whether to multiply in bfloat16; ``auto``: where the device does that natively."""
+        """Return whether to multiply in bfloat16; ``auto``: if the device supports it natively."""
         if self.settings.precision != "auto":
             return bool(self.settings.precision == "bfloat16")
         if self.device.type == "cuda":
@@ -115,11 +118,11 @@ class Fitting(ABC, Generic[M, H]):
         return native_bfloat16()
 
     def record(self) -> dict[str, Any]:
-        """Return what head.json records of this kind's fit besides what all kinds have."""
+        """Return additional entries of the fit's record for this kind of head."""
         return {}
 
     def finished_copy(self) -> M:
-        """Return a copy of the module as a fitted head has it; what dropout draws goes on."""
+        """Return a copy of the module for a fitted head; the state of dropout is unchanged."""
         state = {name: value.clone() for name, value in self.module.state_dict().items()}
         with torch.device("meta"):
             copied = Fitting.make(self)
@@ -127,7 +130,7 @@ class Fitting(ABC, Generic[M, H]):
         return copied.finished()
 
     def run(self, on_epoch: OnEpoch) -> tuple[M, Fit]:
-        """Fit the module, and return it on the CPU as it was after the best epoch.
+        """Fit the module; return it on the CPU, as it was after the best epoch, and the record.
 
         Raises:
             UserError: the loss became NaN or infinite.
@@ -140,7 +143,7 @@ class Fitting(ABC, Generic[M, H]):
         module.multiply_in_bfloat16(self.in_bfloat16())
         module.to(self.device)
         self.prepare()
-        # One kernel for all of a step; decoupled decay of 0 is plain Adam.
+        # `fused` runs a whole step in one kernel. AdamW without weight decay equals Adam.
         optimiser = torch.optim.AdamW(
             groups, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
@@ -160,7 +163,7 @@ class Fitting(ABC, Generic[M, H]):
     def _run_epochs(
         self, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch
     ) -> tuple[int, list[dict[str, float | None]]]:
-        """Train until the best epoch is known; return it and the learning curve.
+        """Train until the best epoch is known; return its number and the learning curve.
 
         The module then has the weights of that epoch.
         """
@@ -171,7 +174,7 @@ class Fitting(ABC, Generic[M, H]):
             if not math.isfinite(loss):
                 raise UserError(
                     f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
-                    f"{settings.learning_rate / 10:g} or so."
+                    f"about {settings.learning_rate / 10:g}."
                 )
             score = math.nan if dev is None else dev.of(self.current())
             curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(score) else score})
@@ -186,7 +189,7 @@ class Fitting(ABC, Generic[M, H]):
         return number, curve
 
     def _run_epoch(self, epoch: int, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch) -> float:
-        """Train on all batches; return the mean loss of a row."""
+        """Train on all batches; return the mean loss per row."""
         settings, steps, n_rows = self.settings, self.steps, 0
         total: Tensor | float = 0.0
         self.module.train()
@@ -207,9 +210,9 @@ class Fitting(ABC, Generic[M, H]):
 def fit_members(
     fitting: Callable[[int], Fitting[M, H]], members: int, seed: int, on_epoch: OnEpoch
 ) -> tuple[Any, Fit]:
-    """Fit a head, or each head of an ensemble by a seed of its own; return it, and how it went.
+    """Fit one head, or the heads of an ensemble with different seeds; return the module and record.
 
-    ``fitting`` returns the :class:`Fitting` of one member, given its seed.
+    ``fitting`` returns the ``Fitting`` of one member, given its seed.
     """
     seeds = ((seed + number * _SEED_STEP) % 2**32 for number in range(members))
     fitted = [fitting(member_seed).run(on_epoch) for member_seed in seeds]
@@ -222,33 +225,34 @@ def fit_members(
 
 
 def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
-    """Return how many entries of a learning curve come after the one with the best score on dev.
+    """Return how many entries of a learning curve follow the entry with the best dev score.
 
-    That is the first of equal ones. A score of None is undefined, as where all similarities are
-    equal, and never better than one that is defined; while none is, the last entry counts.
+    Of equal scores, the first is the best. A score of None is undefined, for example if all
+    similarities are equal; it is never better than a defined one. If no score is defined, the last
+    entry counts as the best.
     """
-    # An entry that a training wrote when another metric chose has no such score.
+    # Entries written when another metric selected the epoch lack this score.
     scores = [entry.get(key) for entry in curve]
     best = metric.best((score for score in scores if score is not None), default=None)
     return 0 if best is None else len(scores) - 1 - scores.index(best)
 
 
 def _check_memory(recipe: Recipe, dims: tuple[int, ...], device: torch.device) -> int:
-    """Return how many parameters a head has, if there is memory to fit them."""
-    with torch.device("meta"):  # no memory is needed to count its parameters
+    """Return the number of a head's parameters; raise an error if memory is too small to fit it."""
+    with torch.device("meta"):  # counts parameters without allocating memory
         module = recipe.family(recipe.settings, *dims)
     n_parameters = sum(value.numel() for value in module.parameters())
-    needed = 4 * _COPIES * n_parameters
+    needed = 4 * _VALUES_PER_PARAMETER * n_parameters
     free = free_memory()
     if device.type != "cpu":
-        # PyTorch keeps what the members fitted before have freed, and gives it to this one.
+        # PyTorch caches memory that previously fitted members freed, and reuses it for this one.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + cached
     if needed > free:
         raise UserError(
-            f"this head has {n_parameters:,} parameters, which take {needed / 2**30:,.1f} GiB to "
-            f"fit, and {free / 2**30:,.1f} GiB are free. Lower its dim, or its "
-            "rank if it has one."
+            f"this head has {n_parameters:,} parameters. Fitting it needs {needed / 2**30:,.1f} "
+            f"GiB, but only {free / 2**30:,.1f} GiB are free. Lower its dim, or its rank if it has "
+            "one."
         )
     return n_parameters
 
@@ -264,34 +268,38 @@ def fit_by_gradient(
 ) -> tuple[HeadModule, Fit]:
     """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
 
-    The weights of the epoch that ``metric`` calls the best on dev are kept, without dev those of
-    the last one; the learning curve has it as ``dev_NAME``. Features stay as they are given;
-    float32 copies are made of a batch only.
+    The result has the weights of the epoch with the best ``metric`` on dev; without dev, those of
+    the last epoch. The learning curve contains the metric as ``dev_NAME``. Features keep their
+    type; only batches are copied to float32.
 
     Raises:
-        UserError: parameters that do not fit into memory, no contrastive pairs for an objective
-            that needs them, or a loss that became NaN or infinite.
+        UserError: the parameters do not fit into memory, an objective needs contrastive pairs and
+            there are none, or the loss became NaN or infinite.
     """
-    where, scored, settings = torch.device(device), None, recipe.settings
+    target_device, dev_score, settings = torch.device(device), None, recipe.settings
     if dev is not None and len(dev):
-        loader = Loader(dev, settings, torch.Generator(), torch.float32, where)
-        scored = DevScore(metric, partial(_dev_score, metric=metric, dev=dev, loader=loader))
-    name = f"dev_{metric.name}"
+        loader = Loader(dev, settings, torch.Generator(), torch.float32, target_device)
+        dev_score = DevScore(
+            metric, partial(_compute_dev_score, metric=metric, dev=dev, loader=loader)
+        )
+    score_name = f"dev_{metric.name}"
     dims = pairs.dim, pairs.dim_condition
-    fitting = partial(_PairFitting, recipe, dims, pairs, scored, where, score_name=name)
+    fitting = partial(
+        _PairFitting, recipe, dims, pairs, dev_score, target_device, score_name=score_name
+    )
     module, fit = fit_members(fitting, settings.members, seed, on_epoch)
     if fit.notes:  # nothing was fitted
         return module, fit
     notes = []
     if fit.record["selected_on"] is None and dev is not None:
         notes.append(
-            "the dev score is undefined (all ratings or all predictions there are equal), so it "
-            "chose no epoch: the last one is kept"
+            "the dev score is undefined (all ratings or all predictions on dev are equal), so the "
+            "last epoch is kept"
         )
     if len(pairs) < settings.batch_size:
         notes.append(
-            f"the {len(pairs):,} training rows fill no batch of {settings.batch_size:,}, so every "
-            "epoch is one step; lower batch_size for more"
+            f"the {len(pairs):,} training rows are fewer than batch_size {settings.batch_size:,}, "
+            "so every epoch is one step; lower batch_size for more steps"
         )
     return module, replace(fit, notes=tuple(notes))
 
@@ -305,17 +313,48 @@ def fit_recipe(
     device: str = "auto",
     metric: Metric = METRICS["spearman"],
 ) -> FittedHead:
-    """Fit a head on rated pairs; ``metric`` on ``dev`` chooses the epoch, where there are epochs.
+    """Fit a head on rated pairs.
 
-    ``device`` is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; the fitted head is on the CPU.
+    Args:
+        recipe: the head's recipe.
+        pairs: training pairs.
+        dev: dev pairs, which select the epoch; None: the last epoch is kept. Heads that are fitted
+            in closed form ignore them.
+        seed: random seed of initialisation, dropout and row order.
+        on_epoch: function that is called with the progress: finished epochs (1.5: half of the
+            second epoch is done), the maximum number of epochs, and the dev score or None.
+        device: device to fit on: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        metric: metric on dev that selects the epoch; Spearman correlation by default.
+
+    Returns:
+        The fitted head, on the CPU.
 
     Raises:
-        UserError: a dimension above that of the features, too few ratings, a loss that diverges,
-            or a device that this machine lacks.
+        UserError: the recipe ranks candidates, its dim exceeds that of the features, it needs
+            features of conditions that are missing, the ratings or vectors are all equal, the loss
+            diverges, or the machine lacks the device.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import PairArrays, fit_recipe, load_recipe
+        >>> first, second = np.random.default_rng(0).normal(size=(2, 40, 8))
+        >>> pairs = PairArrays(first, second, rating=np.linspace(0, 1, 40))
+        >>> recipe = load_recipe("linear").with_settings(
+        ...     {"dim": 4, "epochs": 2, "batch_size": 16}, "example"
+        ... )
+        >>> head = fit_recipe(
+        ...     recipe, pairs, None, seed=0, on_epoch=lambda *_: None, device="cpu"
+        ... )
+        >>> head.transform(first).shape
+        (40, 4)
+        >>> [epoch["epoch"] for epoch in head.fit.record["curve"]]
+        [1, 2]
     """
     device, family = choose_device(device), recipe.family
     if not issubclass(fitted_class(family), FittedHead):
-        raise UserError(f"the head {recipe.name} ranks candidates; it takes no rated pairs.")
+        raise UserError(
+            f"the head {recipe.name} ranks candidates; it cannot be fitted on rated pairs."
+        )
     if recipe.dim is not None and recipe.dim > pairs.dim:
         raise UserError(
             f"dim is {recipe.dim}, but the features have {pairs.dim}: a head never enlarges them. "
@@ -327,19 +366,19 @@ def fit_recipe(
             f"the training split has {distinct} distinct ratings over {len(pairs)} rated rows; at "
             "least 2 are needed to fit a head."
         )
-    if not family.is_identity and not _varies(pairs):
+    if not family.is_identity and not _vectors_differ(pairs):
         raise UserError(
-            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Were "
-            "they made by the right prompt?"
+            f"all {2 * len(pairs):,} training vectors are equal, so there is nothing to fit. Check "
+            "that the features were extracted with the right prompt."
         )
     if not family.conditioned:
-        # So that a saved head says what it takes.
+        # A saved head records the size of its conditions, so drop those that it does not read.
         pairs = replace(pairs, condition=None)
         dev = None if dev is None else replace(dev, condition=None)
     elif not pairs.dim_condition:
         raise UserError(
-            f"the {recipe.kind} head takes the features of each condition, and none were given: "
-            "PairArrays(..., condition=...)."
+            f"the {recipe.kind} head needs the features of each condition, and none were given. "
+            "Pass them with PairArrays(..., condition=...)."
         )
     if family.supervised:
         module, fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch, device, metric)
@@ -350,8 +389,8 @@ def fit_recipe(
     return FittedHead(recipe.kind, family, module, seed, fit)
 
 
-def _varies(pairs: PairArrays) -> bool:
-    """Return whether any two training vectors differ; as a rule the first ones do."""
+def _vectors_differ(pairs: PairArrays) -> bool:
+    """Return whether any two training vectors differ; usually the first block already decides."""
     first = as_matrix(pairs.first).read(slice(0, 1))
     blocks = (
         as_matrix(side).read(slice(start, start + _BLOCK))
@@ -362,7 +401,7 @@ def _varies(pairs: PairArrays) -> bool:
 
 
 class _PairFitting(Fitting[HeadModule, HeadModule]):
-    """A head that is fitted on rated pairs, :class:`PairArrays`."""
+    """The fit of a head on rated pairs, ``PairArrays``."""
 
     def make(self) -> HeadModule:
         module = super().make()
@@ -374,7 +413,8 @@ class _PairFitting(Fitting[HeadModule, HeadModule]):
         self._objective.to(self.device)
         self._counts = check_contrasts(pairs.pair, pairs.rating, settings)
         if self._counts:
-            # The two rows of a contrastive pair are read at once.
+            # Put the two rows of a contrastive pair next to each other, so that they are read
+            # together.
             pairs = pairs.take(np.argsort(contrast_groups(pairs.pair), kind="stable"))
         dtype = torch.bfloat16 if self.module.in_bfloat16 else torch.float32
         self._loader = Loader(pairs, settings, self.generator, dtype, self.device)
@@ -404,10 +444,10 @@ class _PairFitting(Fitting[HeadModule, HeadModule]):
         if not self.module.multiplies_in_bfloat16:
             if precision == "bfloat16":
                 raise UserError(
-                    "this head multiplies in float32 only; leave out precision=bfloat16."
+                    "this head multiplies in float32 only. Leave out precision=bfloat16."
                 )
             return False
-        if precision == "auto" and self.n_parameters < _LARGE:
+        if precision == "auto" and self.n_parameters < _MIN_BFLOAT16_PARAMETERS:
             return False
         return super().in_bfloat16()
 
@@ -416,8 +456,10 @@ class _PairFitting(Fitting[HeadModule, HeadModule]):
 
 
 @torch.no_grad()
-def _dev_score(module: HeadModule, metric: Metric, dev: PairArrays, loader: Loader) -> float:
-    """Return the score of a module's similarities on dev; NaN where it is undefined."""
+def _compute_dev_score(
+    module: HeadModule, metric: Metric, dev: PairArrays, loader: Loader
+) -> float:
+    """Return the dev score of a module's similarities; NaN if it is undefined."""
     module.eval()
     in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
     parts = [

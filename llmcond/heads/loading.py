@@ -21,17 +21,37 @@ if TYPE_CHECKING:
     from llmcond.heads.module import HeadModule
 
 F = TypeVar("F", bound="Fitted")
-#: A head that makes embeddings of features.
+#: A head that maps features to embeddings.
 EmbeddingHead: TypeAlias = "FittedHead | PlainHead"
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
-    """Return the head of a folder, and everything that its head.json records.
+    """Load a head from its folder.
+
+    Args:
+        folder: folder of the head, which contains head.json and the weights.
+
+    Returns:
+        The fitted head on the CPU, and the contents of head.json.
 
     Raises:
-        UserError: no head there, one that ranks candidates, one written by a newer version, or one
-            of the user's own code that was neither named nor registered.
-        LlmcondError: its files were damaged.
+        UserError: the folder contains no head, a head that ranks candidates, or a head that a newer
+            version wrote; or the head is custom code that was neither named nor registered.
+        LlmcondError: a file is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
+        >>> first, second = np.random.default_rng(0).normal(size=(2, 20, 8))
+        >>> pairs = PairArrays(first, second, rating=np.linspace(0, 1, 20))
+        >>> head = fit_recipe(load_recipe("none"), pairs, None, seed=0, on_epoch=lambda *_: None)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_head(head, Path(folder), {"recipe": "none"})
+        ...     loaded, record = load_head(Path(folder))
+        >>> loaded.kind, record["recipe"], record["dim_in"]
+        ('none', 'none', 8)
     """
     from llmcond.heads.base import FittedHead
 
@@ -40,9 +60,10 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
 
 
 def restore_head(files: HeadFiles, of: type[F]) -> F:
-    """Return the head that files hold, if it is of a class of fitted heads.
+    """Restore the head that files hold, if it belongs to a class of fitted heads.
 
-    Errors are those of :func:`load_head`.
+    Raises:
+        UserError, LlmcondError: as in ``load_head``.
     """
     import torch
     from safetensors.torch import load as load_tensors
@@ -77,13 +98,13 @@ def restore_head(files: HeadFiles, of: type[F]) -> F:
 
 
 def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
-    """Return the head of a folder that embeds texts, and everything that its head.json records.
+    """Load a head that embeds texts; return it with the contents of its head.json.
 
-    A head of dense layers is always a :class:`PlainHead`, so that embeddings do not depend on what
-    else is installed. Any other one is loaded by torch.
+    A head of dense layers is always a ``PlainHead``, so that embeddings do not depend on which
+    other packages are installed. All other heads are loaded by torch.
 
     Raises:
-        UserError, LlmcondError: as :func:`load_head`.
+        UserError, LlmcondError: as in ``load_head``.
     """
     files = read_head(folder)
     source, description, path, weights = files

@@ -1,7 +1,7 @@
-"""Heads as torch modules: what every family shares, and how a module is made and restored.
+"""Heads as torch modules: the base class of all families, ensembles and seeding.
 
-A head of a user's own is a subclass of :class:`HeadModule` in a file of his, named by a recipe:
-``kind = "my_heads.py:GatedHead"``.
+A custom head is a subclass of ``HeadModule`` in a user's file. A recipe names it: ``kind =
+"my_heads.py:GatedHead"``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike
 from llmcond.heads.pairs import Fit, PairArrays
@@ -25,7 +26,7 @@ from llmcond.system import to_device
 
 T = TypeVar("T")
 
-#: Conditions whose matrices are made at a time outside of training.
+#: Number of conditions whose matrices are generated at a time outside training.
 AT_ONCE = 64
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -37,12 +38,12 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Batch(NamedTuple):
-    """What a head is applied to: ``module(*batch)``.
+    """The arguments of a head: ``module(*batch)``.
 
     Attributes:
         x: (m, dim) features of sentences.
-        condition: (u, dim_condition) features of the distinct conditions among them.
-        which: (m,) int64 the condition of each row.
+        condition: (u, dim_condition) features of the distinct conditions.
+        which: (m,) int64 index of each row's condition.
     """
 
     x: Tensor
@@ -50,38 +51,60 @@ class Batch(NamedTuple):
     which: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
+        """Move the batch to a device."""
         moved = [None if part is None else to_device(part, device) for part in self]
         return Batch(*moved)  # type: ignore[arg-type]
 
 
 class HeadModule(nn.Module):
-    """A head: features of sentences, and of conditions, to embeddings.
+    """Base class of heads, which map features of sentences, and of conditions, to embeddings.
 
-    A subclass names its settings, registers parameters in ``__init__`` and defines
-    ``forward(x, condition, which)``: (m, dim_in) features, (u, dim_condition) features of the
-    distinct conditions and (m,) int64 the condition of each row -> (m, k) embeddings; condition and
-    which are None for heads that take none. ``__init__`` reads no parameter's values: to count its
-    parameters before there is memory for them, a module is also made on the meta device.
+    A subclass names its settings, registers parameters in ``__init__`` and defines ``forward(x,
+    condition, which)``. Its arguments are (m, dim_in) features of sentences, (u, dim_condition)
+    features of the distinct conditions, and (m,) int64 indices of each row's condition; its result
+    is (m, k) embeddings. ``condition`` and ``which`` are None for heads that read no conditions.
+    ``__init__`` must not read the values of parameters: a module is also created on the meta
+    device, to count its parameters before memory is allocated for them.
+
+    Args:
+        settings: an instance of ``Settings``.
+        dim_in: size of the sentence features.
+        dim_condition: size of the condition features; 0 if there are none.
 
     Attributes:
-        Settings: a frozen dataclass; its fields are the recipe's keys. Of supervised heads a
-            subclass of :class:`~llmcond.heads.settings.TrainingSettings`.
-        features: of a sentence, that it takes: ``joint`` e(s|c), ``separate`` e(s), or ``both``;
-            ``alone`` is e(s) where there are no conditions. A setting of that name goes before.
-        conditioned: whether it takes the condition's own features e(c).
-        supervised: whether it learns from ratings, by gradient; else :meth:`solve` fits it.
-        is_identity: whether embeddings are the features as they are.
-        Fitted: the class of a fitted head of this family, a subclass of
-            :class:`~llmcond.heads.base.Fitted`; None: :class:`~llmcond.heads.base.FittedHead`,
-            which embeds sentences and compares rated pairs.
-        no_recipe: why recipes cannot name this family, worded to follow "a KIND head"; empty where
-            they can.
-        generates_matrices: whether it makes a matrix of each condition; see
-            :class:`~llmcond.heads.conditioned.Hypernet`.
-        multiplies_in_bfloat16: whether all products of sentences' features are made by
-            :meth:`product` or :meth:`batched_product`, so that they can be made in bfloat16.
-        dim_in, dim_condition: sizes of the features of sentences, and of conditions; 0: none.
+        Settings: frozen dataclass whose fields are the keys of recipes. For supervised heads it is
+            a subclass of ``llmcond.heads.TrainingSettings``.
+        features: sentence features that the head reads: ``joint`` e(s|c), ``separate`` e(s), or
+            ``both``; ``alone`` is e(s) for tasks without conditions. A setting of that name
+            overrides it.
+        conditioned: whether it reads the features e(c) of the condition.
+        supervised: whether it learns from ratings by gradient descent; otherwise ``solve`` fits it.
+        is_identity: whether embeddings are the unchanged features.
+        Fitted: class of the fitted heads of this family, a subclass of
+            ``llmcond.heads.base.Fitted``. None means ``FittedHead``, which embeds sentences and
+            compares rated pairs.
+        no_recipe: reason why recipes cannot name this family, worded to follow "a KIND head"; empty
+            if they can.
+        generates_matrices: whether it generates a matrix from each condition, as
+            ``llmcond.heads.conditioned.Hypernet`` does.
+        multiplies_in_bfloat16: whether all products with sentence features are computed by
+            ``product`` or ``batched_product``, so that they can be computed in bfloat16.
+
+    Example:
+        >>> import torch
+        >>> from llmcond.heads import HeadModule, SizedSettings
+        >>> class Square(HeadModule):
+        ...     Settings = SizedSettings
+        ...     def __init__(self, settings, dim_in, dim_condition=0):
+        ...         super().__init__(settings, dim_in, dim_condition)
+        ...         self.add_layer("weight", settings.dim, dim_in, bias=True)
+        ...     def forward(self, x, condition=None, which=None):
+        ...         return self.affine("weight", x).square()
+        >>> settings = SizedSettings(
+        ...     dim=2, dropout=0.1, learning_rate=1e-3, batch_size=8, epochs=1, patience=1
+        ... )
+        >>> Square(settings, dim_in=4)(torch.ones(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     Settings: ClassVar[type[Any]]
@@ -102,114 +125,202 @@ class HeadModule(nn.Module):
         self._device_masks: torch.Generator | None = None
 
     def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        """Fit an unsupervised head in closed form; ratings are not looked at."""
+        """Fit an unsupervised head in closed form.
+
+        Args:
+            pairs: features of the training pairs; their ratings are not used.
+            seed: random seed.
+
+        Returns:
+            The record of the fit.
+
+        Raises:
+            UserError: the features are too few for these settings.
+        """
         raise NotImplementedError
 
     def start_at_identity(self) -> None:
-        """Let embeddings be the features at first, as far as the form allows it.
+        """Initialise the parameters so that embeddings equal the features, if the form allows it.
 
-        Random numbers come from PyTorch's own generator. A family that has no such start stays as
-        it was drawn.
+        Random numbers come from PyTorch's global generator. The base class does nothing: a family
+        without such a start keeps its random initialisation.
         """
 
     def similarity(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return how similar embeddings are, (n, k) twice -> (n,): their cosine.
+        """Compute the similarity of embeddings: their cosine, unless a subclass overrides it.
 
-        A subclass may define another; it is what objectives, the score on dev and predictions take.
+        Objectives, the dev score and predictions all use this similarity.
+
+        Args:
+            first: (n, k) embeddings.
+            second: (n, k) embeddings.
+
+        Returns:
+            (n,) similarities.
         """
         return torch.cosine_similarity(first, second)
 
     def generated_matrices(self, condition: MatrixLike) -> list[Array]:
-        """Return what a fitted head that generates matrices makes of conditions, (u, dim_c).
+        """Generate the matrices of conditions with a fitted head.
 
-        That is W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each, in float32.
+        Args:
+            condition: (u, dim_condition) features of the conditions.
+
+        Returns:
+            W_c, (u, dim, k), or the factors whose product it is, (u, a, b) each; float32.
         """
         raise NotImplementedError
 
     def dense_layers(self, condition: Tensor | None) -> list[DenseLayer[Tensor]] | None:
-        """Return the layers that a fitted head is under one condition, (1, dim_condition).
+        """Express a fitted head as dense layers under one condition.
 
-        None where it is no such layers. Heads of one linear layer, with the activation of their
-        settings behind it or none, are found out; a subclass of several layers names them.
+        Heads of one linear layer, with or without the activation of their settings, are recognised
+        automatically. A subclass of several layers overrides this method.
+
+        Args:
+            condition: (1, dim_condition) features of the condition; None for heads that read none.
+
+        Returns:
+            The layers, or None if the head cannot be expressed that way.
         """
         activation: Activation = getattr(self.settings, "activation", "none")
-        twin = self
+        without_activation = self
         if activation != "none":
-            twin = copy.copy(self)
-            twin.settings = replace(self.settings, activation="none")
-        given = None if condition is None else torch.zeros(self.dim_in + 2, dtype=torch.int64)
-        # Nothing, each dimension by itself, and a vector to try the layer on.
-        tried = torch.linspace(-1, 1, self.dim_in)
-        x = torch.cat([torch.zeros(1, self.dim_in), torch.eye(self.dim_in), tried[None]])
+            without_activation = copy.copy(self)
+            without_activation.settings = replace(self.settings, activation="none")
+        which = None if condition is None else torch.zeros(self.dim_in + 2, dtype=torch.int64)
+        # The zero vector gives the bias, unit vectors give the weight, and a test vector checks
+        # both.
+        test_vector = torch.linspace(-1, 1, self.dim_in)
+        x = torch.cat([torch.zeros(1, self.dim_in), torch.eye(self.dim_in), test_vector[None]])
         with torch.inference_mode():
-            found = twin(x, condition, given)
-            bias, weight = found[0], (found[1:-1] - found[0]).T.contiguous()
+            outputs = without_activation(x, condition, which)
+            bias, weight = outputs[0], (outputs[1:-1] - outputs[0]).T.contiguous()
             layer = DenseLayer(weight, bias if bias.any() else None, activation)
-            wanted = self(x, condition, given)[-1]
-            made = ACTIVATIONS[activation](tried @ weight.T + bias)
-        close = torch.allclose(made, wanted, rtol=1e-3, atol=1e-5 * float(wanted.abs().max()))
+            target = self(x, condition, which)[-1]
+            computed = ACTIVATIONS[activation](test_vector @ weight.T + bias)
+        close = torch.allclose(computed, target, rtol=1e-3, atol=1e-5 * float(target.abs().max()))
         return [layer] if close else None
 
     def add_weight(self, name: str, shape: tuple[int, ...], fan_in: int) -> None:
-        """Register a parameter, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)), biases alike."""
+        """Register a parameter that is initialised uniformly on ±1/sqrt(fan_in).
+
+        Args:
+            name: name of the parameter.
+            shape: shape of the parameter.
+            fan_in: number of inputs.
+        """
         bound = 1 / math.sqrt(fan_in)
         self.register_parameter(name, nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
 
     def add_layer(self, name: str, out: int, into: int, bias: bool) -> None:
-        """Register the parameters of a linear layer: ``name``, and ``name_bias``."""
+        """Register the parameters of a linear layer, ``name`` and ``name_bias``.
+
+        Args:
+            name: name of the weight.
+            out: number of outputs.
+            into: number of inputs.
+            bias: whether the layer has a bias.
+        """
         self.add_weight(name, (out, into), into)
         if bias:
             self.add_weight(f"{name}_bias", (out,), into)
 
     def affine(self, name: str, values: Tensor) -> Tensor:
-        """Apply a layer of :meth:`add_layer`: (n, a) W^T, and the bias if it has one."""
+        """Apply a layer that ``add_layer`` registered.
+
+        Args:
+            name: name of the weight.
+            values: (n, a) inputs.
+
+        Returns:
+            (n, b) values W^T, plus the bias if the layer has one.
+        """
         product = self.product(values, self.get_parameter(name))
         bias: Tensor | None = getattr(self, f"{name}_bias", None)
         return product if bias is None else product + bias
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x W^T, (n, b) of (n, a) and (b, a), in bfloat16 where fitting asks for it."""
+        """Compute x W^T, in bfloat16 if the fit uses it.
+
+        Args:
+            x: (n, a) inputs.
+            weight: (b, a) weight W.
+
+        Returns:
+            (n, b) products in the type of the weight.
+        """
         if self.in_bfloat16:
             return (x.bfloat16() @ weight.bfloat16().T).to(weight.dtype)
         return x.to(weight.dtype) @ weight.T
 
     def batched_product(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """Return x_i M_i for each i: (n, m, a) and (n, a, b) give (n, m, b)."""
+        """Compute x_i M_i for each i, in bfloat16 if the fit uses it.
+
+        Args:
+            x: (n, m, a) inputs.
+            matrices: (n, a, b) matrices M_i.
+
+        Returns:
+            (n, m, b) products in the type of the matrices.
+        """
         if self.in_bfloat16:
             return torch.bmm(x.bfloat16(), matrices.bfloat16()).to(matrices.dtype)
         return torch.bmm(x.to(matrices.dtype), matrices)
 
-    def multiply_in_bfloat16(self, wanted: bool) -> None:
-        """Set whether this head and those that it consists of multiply in bfloat16."""
+    def multiply_in_bfloat16(self, enabled: bool) -> None:
+        """Set whether this head, and the heads that it consists of, multiply in bfloat16.
+
+        Args:
+            enabled: whether to multiply in bfloat16.
+        """
         for module in self.modules():
             if isinstance(module, HeadModule):
-                module.in_bfloat16 = wanted
+                module.in_bfloat16 = enabled
 
     def seed_dropout(self, seed: int | None) -> None:
-        """Draw what :meth:`dropout` drops from a generator of its own; None: the global one."""
+        """Give dropout its own random generator.
+
+        Args:
+            seed: seed of the generator; None: use PyTorch's global generator.
+        """
         self._masks = None if seed is None else np.random.Generator(np.random.SFC64(seed))
         self._device_masks = None
 
     def dropout(self, values: Tensor) -> Tensor:
-        """Return values of which some are 0 in training, and the others larger by as much."""
-        # Sixteen bits a unit are drawn: bits for a float of each take longer than the products.
-        kept = max(1, round((1 - self.settings.dropout) * 65_536))
-        if not self.training or kept == 65_536:
+        """Apply dropout with the rate of the settings, in training only.
+
+        Args:
+            values: any tensor.
+
+        Returns:
+            A tensor of the same shape; the remaining values are scaled up to keep the mean.
+        """
+        # Use 16 random bits per unit: generating a random float per unit takes longer than the
+        # products.
+        threshold = max(1, round((1 - self.settings.dropout) * 65_536))
+        if not self.training or threshold == 65_536:
             return values
         if self._masks is None:
             return nn.functional.dropout(values, self.settings.dropout)
         if values.device.type == "cpu":
-            drawn = self._masks.integers(65_536, size=tuple(values.shape), dtype=np.uint16)
-            scale = torch.from_numpy(drawn < kept).to(values)
+            random_bits = self._masks.integers(65_536, size=tuple(values.shape), dtype=np.uint16)
+            scale = torch.from_numpy(random_bits < threshold).to(values)
         else:
             if self._device_masks is None:
                 self._device_masks = torch.Generator(values.device)
                 self._device_masks.manual_seed(int(self._masks.integers(2**63)))
-            scale = torch.empty_like(values).bernoulli_(kept / 65_536, generator=self._device_masks)
-        return values * scale.mul_(65_536 / kept)
+            scale = torch.empty_like(values).bernoulli_(
+                threshold / 65_536, generator=self._device_masks
+            )
+        return values * scale.mul_(65_536 / threshold)
 
     def finished(self) -> Self:
-        """Return the module as a fitted head has it: on the CPU, no dropout, no gradients."""
+        """Prepare the module for a fitted head: on the CPU, in eval mode, without gradients.
+
+        Returns:
+            The module itself.
+        """
         self.seed_dropout(None)
         self.multiply_in_bfloat16(False)
         self.requires_grad_(False)
@@ -217,22 +328,23 @@ class HeadModule(nn.Module):
 
 
 def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
-    """Make something with random values by a seed, and return a generator that goes on there.
+    """Call ``make`` with a seeded random state.
 
-    The global generator stays as it is.
+    Return its result, and a generator that continues from that state. The global generator of
+    PyTorch is unchanged afterwards.
     """
     generator = torch.Generator()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        made = make()
+        result = make()
         generator.set_state(torch.default_generator.get_state())
-    return made, generator
+    return result, generator
 
 
 class Ensemble(HeadModule):
-    """Embeddings of several heads, each of length 1, side by side: the cosine is their mean.
+    """The concatenated unit-length embeddings of several heads, whose cosine is the mean of theirs.
 
-    In files the parameters of the i-th head begin with ``member{i}.``.
+    In weights files the parameters of the i-th head begin with ``member{i}.``.
     """
 
     def __init__(self, heads: Sequence[HeadModule]) -> None:
@@ -252,17 +364,17 @@ class Ensemble(HeadModule):
         embedded: Tensor = torch.cat([normalize(part) for part in parts], dim=1) / len(parts) ** 0.5
         return embedded
 
+    @override
     def similarity(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the mean of the heads' similarities, (n,)."""
         if self._has_cosine:
             return torch.cosine_similarity(first, second)
         heads: list[Any] = list(self.children())
         sides = [side.chunk(len(heads), dim=1) for side in (first, second)]
-        found = [head.similarity(*own) for head, *own in zip(heads, *sides, strict=True)]
-        mean: Tensor = torch.stack(found).mean(dim=0)
+        values = [head.similarity(*parts) for head, *parts in zip(heads, *sides, strict=True)]
+        mean: Tensor = torch.stack(values).mean(dim=0)
         return mean
 
 
 def members_of(module: HeadModule) -> list[Any]:
-    """Return the heads of an ensemble, or a list of the module itself if it is none."""
+    """Return the heads of an ensemble, or a list that contains only the module itself."""
     return list(module.children()) if isinstance(module, Ensemble) else [module]

@@ -1,12 +1,12 @@
-"""What fitting minimises: errors of the similarity, its order, and contrasts of two conditions.
+"""What fitting minimises: errors of the similarity, errors of its order, and contrastive losses.
 
-Contrastive objectives take *contrastive pairs*: the two rows of one sentence pair under two
+Contrastive objectives read *contrastive pairs*: the two rows of one sentence pair under two
 conditions. The row with the higher rating is the positive, the other the negative.
 
-An objective of a user's own is a function ``(first, second, rating, batch, settings) -> scalar``,
-or a class of ``torch.nn.Module`` that is made without arguments and called with the same; its
-parameters are trained along. A recipe names it: ``objective = "my_objectives.py:margin_loss"``. Its
-attribute ``contrasts = True`` asks for contrastive pairs.
+A custom objective is a function ``(first, second, rating, batch, settings) -> scalar``, or a class
+of ``torch.nn.Module`` that is created without arguments and called with the same ones; its
+parameters are trained too. A recipe names it: ``objective = "my_objectives.py:margin_loss"``. Its
+attribute ``contrasts = True`` requests contrastive pairs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from torch import Tensor, nn
 from llmcond.errors import UserError
 from llmcond.heads.settings import ObjectiveSettings
 
-#: Above it softplus is the identity to the last bit of float64; PyTorch takes 20, where it is not.
-_LINEAR = 40.0
+#: Above this threshold softplus equals the identity to the last bit of float64. At 20, PyTorch's
+#: default, it does not.
+_SOFTPLUS_THRESHOLD = 40.0
 
-#: (n, k) twice -> (n,).
+#: Function from two (n, k) embedding matrices to (n,) similarities.
 Similarity = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class RatedBatch:
-    """What objectives see of a batch besides both sentences' embeddings and the ratings.
+    """Inputs of objectives besides the embeddings and ratings of a batch.
 
     Attributes:
         similarity: how the head compares embeddings: (n, k) twice -> (n,).
-        pair: (n,) int64 the sentence pair of each row; None where none were given.
+        pair: (n,) int64 sentence pair of each row; None if the data has none.
         contrastive: (p, 2) int64 positions in the batch of the contrastive pairs, in either order
-            of rating. Both rows of a pair name its sentences in the same order. None where no
-            objective asks for them.
+            of rating. Both rows of a pair have its sentences in the same order. None if no
+            objective needs them.
     """
 
     similarity: Similarity = torch.cosine_similarity
@@ -51,7 +52,7 @@ class Objective(nn.Module):
     """The weighted sum of the objectives that have a weight.
 
     Raises:
-        UserError: the settings name an objective that the user has not loaded or registered.
+        UserError: the settings name an objective that has not been loaded or registered.
     """
 
     def __init__(self, settings: ObjectiveSettings) -> None:
@@ -59,27 +60,30 @@ class Objective(nn.Module):
         self.settings = settings
         self.custom: Any = None
         if settings.objective and settings.objective_weight:
-            found = settings.load_objective()
-            self.custom = found() if isinstance(found, type) else found
+            custom = settings.load_objective()
+            self.custom = custom() if isinstance(custom, type) else custom
 
     def forward(
         self, first: Tensor, second: Tensor, rating: Tensor, batch: RatedBatch | None = None
     ) -> Tensor:
-        """Return the sum, a scalar.
+        """Compute the weighted sum, a scalar.
 
-        An objective that finds nothing to compare in the batch, such as equal ratings only, is 0
-        and has gradients of 0.
+        An objective that can compare nothing in the batch, for example because all ratings are
+        equal, is 0 and has gradients of 0.
 
-        Embeddings are (n, k), ratings (n,) on 0 to 1; ``batch`` is needed where the settings ask
-        for contrastive pairs.
+        Args:
+            first: (n, k) embeddings of the first sentences.
+            second: (n, k) embeddings of the second sentences.
+            rating: (n,) ratings on 0 to 1.
+            batch: further inputs; required if the settings need contrastive pairs.
 
         Raises:
-            ValueError: contrastive pairs are needed and there are none.
+            ValueError: contrastive pairs are needed and missing.
         """
         settings, batch = self.settings, batch or RatedBatch()
-        own = _Compared(first, second, batch.similarity(first, second), rating, batch)
+        scored = _ScoredBatch(first, second, batch.similarity(first, second), rating, batch)
         terms: list[Tensor] = [
-            weight * objective(own, settings)
+            weight * objective(scored, settings)
             for name, objective in OBJECTIVES.items()
             if (weight := getattr(settings, name))
         ]
@@ -90,8 +94,8 @@ class Objective(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """The embeddings and ratings of a batch, and the cosines (or similarities) of its rows."""
+class _ScoredBatch:
+    """The embeddings and ratings of a batch, and the cosines (or other similarities) of rows."""
 
     first: Tensor
     second: Tensor
@@ -100,47 +104,54 @@ class _Compared:
     batch: RatedBatch
 
 
-def _mse(own: _Compared, settings: ObjectiveSettings) -> Tensor:
-    return (own.cosine - own.rating).square().mean()
+def _mse(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
+    return (scored.cosine - scored.rating).square().mean()
 
 
-def _cosent(own: _Compared, settings: ObjectiveSettings) -> Tensor:
+def _cosent(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
     """log(1 + sum over rating_i > rating_j of e^(scale (cos_j - cos_i)))."""
-    excess = settings.scale * (own.cosine[None, :] - own.cosine[:, None])
-    exponent = torch.where(own.rating[:, None] > own.rating[None, :], excess, -torch.inf)
-    # The 1 is an exponent of 0: logsumexp of -inf alone, where all ratings are equal, has no
-    # gradient.
+    excess = settings.scale * (scored.cosine[None, :] - scored.cosine[:, None])
+    exponent = torch.where(scored.rating[:, None] > scored.rating[None, :], excess, -torch.inf)
+    # The exponent 0 adds the 1. Without it, logsumexp of only -inf (if all ratings are equal) would
+    # have no gradient.
     return torch.cat([exponent.new_zeros(1), exponent.flatten()]).logsumexp(dim=0)
 
 
-def _ranking(own: _Compared, settings: ObjectiveSettings) -> Tensor:
+def _ranking(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
     """Mean over rating_i > rating_j of log(1 + e^(scale (cos_j - cos_i)))."""
-    excess = settings.scale * (own.cosine[None, :] - own.cosine[:, None])
-    gap = (own.rating[:, None] - own.rating[None, :]).relu()
-    loss = torch.nn.functional.softplus(excess, threshold=_LINEAR)
-    return _weighted_mean(loss, _weight(gap, settings.ties))
+    excess = settings.scale * (scored.cosine[None, :] - scored.cosine[:, None])
+    gap = (scored.rating[:, None] - scored.rating[None, :]).relu()
+    loss = torch.nn.functional.softplus(excess, threshold=_SOFTPLUS_THRESHOLD)
+    return _weighted_mean(loss, _gap_weight(gap, settings.ties))
 
 
-def _info_nce(own: _Compared, settings: ObjectiveSettings) -> Tensor:
-    (high, low, weight), first, second = _contrast(own, settings), own.first, own.second
+def _info_nce(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
+    (high, low, weight), first, second = (
+        _split_contrastive(scored, settings),
+        scored.first,
+        scored.second,
+    )
     if settings.info_nce_form == "v1":
         sides = [(first[high], second[low]), (first[low], second[high])]
     else:
         sides = [(first[high], second[high]), (first[low], second[low])]
-    rivals = [own.batch.similarity(*side) for side in sides]
+    rivals = [scored.batch.similarity(*side) for side in sides]
     if settings.info_nce_form == "self-negatives":
-        rivals += [0.5 * own.batch.similarity(side[high], side[low]) for side in (first, second)]
-    exponent = (torch.stack(rivals, dim=1) - own.cosine[high][:, None]) / settings.temperature
+        rivals += [0.5 * scored.batch.similarity(side[high], side[low]) for side in (first, second)]
+    exponent = (torch.stack(rivals, dim=1) - scored.cosine[high][:, None]) / settings.temperature
     return _weighted_mean(exponent.logsumexp(dim=1), weight)
 
 
-def _quadruplet(own: _Compared, settings: ObjectiveSettings) -> Tensor:
-    high, low, weight = _contrast(own, settings)
-    return _weighted_mean((settings.margin - own.cosine[high] + own.cosine[low]).relu(), weight)
+def _quadruplet(scored: _ScoredBatch, settings: ObjectiveSettings) -> Tensor:
+    high, low, weight = _split_contrastive(scored, settings)
+    return _weighted_mean(
+        (settings.margin - scored.cosine[high] + scored.cosine[low]).relu(), weight
+    )
 
 
-#: Name of the weight among the settings -> objective: a new one is a function and a line here.
-OBJECTIVES: Mapping[str, Callable[[_Compared, ObjectiveSettings], Tensor]] = {
+#: Setting with the weight of an objective -> the objective. To add one, write a function and add a
+#: line to this mapping.
+OBJECTIVES: Mapping[str, Callable[[_ScoredBatch, ObjectiveSettings], Tensor]] = {
     "mse": _mse,
     "cosent": _cosent,
     "ranking": _ranking,
@@ -149,47 +160,51 @@ OBJECTIVES: Mapping[str, Callable[[_Compared, ObjectiveSettings], Tensor]] = {
 }
 
 
-def _contrast(own: _Compared, settings: ObjectiveSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positives and negatives of contrastive pairs, (p,), and each pair's weight."""
-    if own.batch.contrastive is None:
+def _split_contrastive(
+    scored: _ScoredBatch, settings: ObjectiveSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the positives and negatives of contrastive pairs, (p,), and the pairs' weights."""
+    if scored.batch.contrastive is None:
         raise ValueError("contrastive pairs are missing: (p, 2) positions in the batch")
-    one, other = own.batch.contrastive.unbind(dim=1)
-    gap = own.rating[one] - own.rating[other]
+    first, second = scored.batch.contrastive.unbind(dim=1)
+    gap = scored.rating[first] - scored.rating[second]
     swapped = gap < 0
-    high, low = torch.where(swapped, other, one), torch.where(swapped, one, other)
-    weight = torch.ones_like(gap) if settings.ties == "keep" else _weight(gap.abs(), settings.ties)
+    high, low = torch.where(swapped, second, first), torch.where(swapped, first, second)
+    weight = (
+        torch.ones_like(gap) if settings.ties == "keep" else _gap_weight(gap.abs(), settings.ties)
+    )
     return high, low, weight
 
 
-def _weight(gap: Tensor, ties: str) -> Tensor:
+def _gap_weight(gap: Tensor, ties: str) -> Tensor:
     return gap if ties == "gap" else (gap > 0).to(gap.dtype)
 
 
 def _weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean, 0 where all weights are 0; then too there is a gradient, of 0."""
+    """Return the weighted mean; if all weights are 0, it is 0 and its gradient too."""
     return (values * weight).sum() / weight.sum().clamp(min=torch.finfo(weight.dtype).tiny)
 
 
 def contrast_groups(pair: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return which rows are a contrastive pair, (n,): each row has the position of its first row.
+    """Group rows into contrastive pairs; return (n,) the position of each group's first row.
 
-    The rows of a sentence pair, wherever they stand, are taken two by two in their order. A last
-    one without another is a group by itself: it has nothing to be contrasted with.
+    Two consecutive rows of a sentence pair form a group, wherever they are in the data. If their
+    number is odd, the last row is a group of one, which is not contrasted.
 
     Args:
-        pair: (n,) the sentence pair of each row.
+        pair: (n,) sentence pair of each row.
     """
     order = np.argsort(pair, kind="stable")
-    place = np.arange(len(pair))
-    begins = np.diff(pair[order], prepend=pair[order[:1]] - 1) != 0
-    second = (place - np.maximum.accumulate(np.where(begins, place, 0))) % 2
-    group = np.empty_like(place)
-    group[order] = order[place - second]
+    positions = np.arange(len(pair))
+    is_first = np.diff(pair[order], prepend=pair[order[:1]] - 1) != 0
+    second = (positions - np.maximum.accumulate(np.where(is_first, positions, 0))) % 2
+    group = np.empty_like(positions)
+    group[order] = order[positions - second]
     return group
 
 
 def adjacent_pairs(group: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions, (p, 2), of adjacent rows of one group, whose rows are two at most."""
+    """Return the positions, (p, 2), of adjacent rows of one group; groups have at most two rows."""
     first = np.flatnonzero(group[1:] == group[:-1])
     return np.stack([first, first + 1], axis=1)
 
@@ -197,28 +212,31 @@ def adjacent_pairs(group: NDArray[np.int64]) -> NDArray[np.int64]:
 def check_contrasts(
     pair: NDArray[np.int64] | None, rating: NDArray[np.float64], settings: ObjectiveSettings
 ) -> dict[str, int]:
-    """Count contrastive pairs where an objective needs them; none is an error.
+    """Count contrastive pairs if an objective needs them; raise an error if there are none.
 
-    Those of equal ratings, which ``settings.ties`` is about, are counted as well.
+    Pairs with equal ratings, which ``settings.ties`` is about, are also counted.
 
     Args:
-        pair: (n,) the sentence pair of each row.
-        rating: (n,).
-        settings: which objectives there are.
+        pair: (n,) sentence pair of each row.
+        rating: (n,) ratings.
+        settings: the objectives and their weights.
+
+    Returns:
+        The counts for the fit's record; empty if no objective needs contrastive pairs.
 
     Raises:
         UserError: no sentence pairs were given, or none has two rows.
     """
     if not settings.contrasts:
         return {}
-    needed = "info_nce and quadruplet contrast the two conditions of a sentence pair, and no"
+    problem = "info_nce and quadruplet contrast the two conditions of a sentence pair, and no"
     if pair is None:
-        raise UserError(f"{needed} pairs were given: name that of each row with pair=.")
+        raise UserError(f"{problem} pairs were given. Pass the sentence pair of each row as pair=.")
     group = contrast_groups(pair)
     second = np.flatnonzero(group != np.arange(len(pair)))
     if not len(second):
         raise UserError(
-            f"{needed} sentence pair has two rated rows. Use mse, cosent or ranking instead: "
+            f"{problem} sentence pair has two rated rows. Use mse, cosent or ranking instead: "
             "--set info_nce=0 quadruplet=0."
         )
     n_tied = int((rating[group[second]] == rating[second]).sum())

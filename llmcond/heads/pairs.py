@@ -1,4 +1,4 @@
-"""The arrays that heads are fitted on, and how fitting went."""
+"""The arrays that heads are fitted on, and the record of a fit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,31 @@ from llmcond.metrics import Metric
 
 H = TypeVar("H")
 
-#: What the learning curve of queries or dialogues calls the score on dev, whatever metric that is.
+#: Key of the dev score in learning curves of query heads and dialogue heads, for any metric.
 SCORE = "dev_score"
 
 
 @dataclass(frozen=True, slots=True)
 class PairArrays:
-    """The rated pairs of a split, as heads take them.
+    """The rated pairs of a split, as the arrays that heads read.
 
     Attributes:
-        first, second: (n, dim) the features of both sentences, in any float type: NumPy arrays,
-            memory maps, or what :mod:`llmcond.arrays` has.
-        rating: (n,) float64 on 0 to 1, no NaN.
-        condition: (n, dim_c) the features e(c) of each row's condition, for heads that take them.
-        pair: (n,) the sentence pair of each row, for objectives that contrast its two conditions.
+        first: (n, dim) features of the first sentences, in any float type: a NumPy array, a memory
+            map, or a matrix of ``llmcond.arrays``.
+        second: (n, dim) features of the second sentences, likewise.
+        rating: (n,) float64 on 0 to 1, without NaN.
+        condition: (n, dim_c) features e(c) of each row's condition, for heads that read them.
+        pair: (n,) sentence pair of each row, for objectives that contrast its two conditions.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import PairArrays
+        >>> first, second = np.random.default_rng(0).normal(size=(2, 6, 4))
+        >>> pairs = PairArrays(first, second, rating=np.linspace(0, 1, 6))
+        >>> len(pairs), pairs.dim, pairs.dim_condition
+        (6, 4, 0)
+        >>> len(pairs.take(pairs.rating > 0.5))
+        3
     """
 
     first: MatrixLike
@@ -41,21 +52,28 @@ class PairArrays:
 
     @property
     def dim(self) -> int:
-        """Return the features' size."""
+        """Size of the features."""
         return int(self.first.shape[1])
 
     @property
     def dim_condition(self) -> int:
-        """Return the size of the conditions' features, 0 where there are none."""
+        """Size of the conditions' features; 0 if there are none."""
         return 0 if self.condition is None else int(self.condition.shape[1])
 
     @property
     def groups(self) -> NDArray[np.int64]:
-        """The sentence pair of each row, (n,); each row is one of its own where none is named."""
+        """Sentence pair of each row, (n,); without ``pair``, each row is its own group."""
         return np.arange(len(self)) if self.pair is None else self.pair
 
     def take(self, rows: NDArray[Any]) -> PairArrays:
-        """Return some rows, by positions or a mask, without reading their vectors."""
+        """Select rows without reading their vectors.
+
+        Args:
+            rows: positions, or a boolean mask, (n,).
+
+        Returns:
+            The selected rows, (m,), as arrays that are read when needed.
+        """
         condition = self.condition
         return replace(
             self,
@@ -69,7 +87,7 @@ class PairArrays:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How fitting went: what head.json records, and what the user should know, in sentences."""
+    """The record of a fit for head.json, and notes for the user as sentences."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -77,12 +95,16 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class DevScore(Generic[H]):
-    """What chooses the epoch: a metric on dev, and what computes it of a head; NaN: undefined."""
+    """A metric on dev that selects the epoch, and a function that scores a head on dev.
+
+    A score of NaN means undefined.
+    """
 
     metric: Metric
     of: Callable[[H], float]
 
 
-#: Called after each step of an epoch but the last, and after each epoch, with the epochs that are
-#: done (1.5: half of the second one), their number, and after an epoch its score on dev, else None.
+#: Called after each epoch, and after each step within an epoch except the last. The arguments are
+#: the number of finished epochs (1.5: half of the second epoch is done), the maximum number of
+#: epochs, and the dev score (None except after an epoch).
 OnEpoch = Callable[[float, int, float | None], None]

@@ -1,6 +1,6 @@
-"""Heads of dense layers, applied by NumPy: what embeds texts needs no torch for them.
+"""Heads of dense layers, computed with NumPy so that embedding texts needs no torch.
 
-PyTorch heads use the same descriptions of layers and the same checks of features.
+PyTorch heads use the same layer descriptions and the same checks of features.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from llmcond.heads.settings import (
     SizedSettings,
 )
 
-#: Vectors transformed at a time, so that memory does not grow with their number.
+#: Number of vectors transformed at a time, which bounds the memory.
 _BLOCK = 65_536
 
-#: An array of NumPy or a tensor of torch.
+#: A NumPy array or a torch tensor.
 T = TypeVar("T")
 
 
-#: What :data:`llmcond.heads.module.ACTIVATIONS` has of tensors.
+#: Activations of NumPy arrays; ``llmcond.heads.module.ACTIVATIONS`` has those of tensors.
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "none": lambda values: values,
     "relu": lambda values: np.maximum(values, 0),
@@ -42,13 +42,13 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 class DenseLayer(NamedTuple, Generic[T]):
-    """A linear layer with the activation behind it: f((x - mean) W^T + b).
+    """A linear layer followed by an activation: f((x - mean) W^T + b).
 
     Attributes:
-        weight: (out, in).
-        bias: (out,); None: there is none.
+        weight: (out, in) W.
+        bias: (out,) b; None: no bias.
         activation: f.
-        mean: (in,); None: nothing is subtracted.
+        mean: (in,) vector subtracted from the inputs; None: nothing is subtracted.
     """
 
     weight: T
@@ -57,15 +57,16 @@ class DenseLayer(NamedTuple, Generic[T]):
     mean: T | None = None
 
 
-class LayerForm(NamedTuple):
-    """A dense layer of a kind of head, whose tensors have these names and sizes.
+class LayerSpec(NamedTuple):
+    """Names and sizes of the tensors of a dense layer.
 
     Attributes:
         name: name of the weight.
-        size_out: size of the outputs; 0: as the weight has it.
-        size_in: size of the inputs.
-        mean: name of what is subtracted from the inputs; None: nothing is.
-        dropout: whether some outputs are dropped in training.
+        size_out: number of outputs; 0: determined by the weight.
+        size_in: number of inputs.
+        activation: activation after the linear layer.
+        mean: name of the vector subtracted from the inputs; None: nothing is subtracted.
+        dropout: whether dropout is applied to the outputs in training.
     """
 
     name: str
@@ -76,43 +77,44 @@ class LayerForm(NamedTuple):
     dropout: bool = True
 
     def layer(self, tensors: Mapping[str, T]) -> DenseLayer[T]:
-        """Return the layer of this form, by the names of tensors."""
+        """Return the layer, given its tensors by name."""
         mean = None if self.mean is None else tensors[self.mean]
         return DenseLayer(tensors[self.name], None, self.activation, mean)
 
 
-def mlp_forms(settings: MlpSettings, dim_in: int) -> list[LayerForm]:
+def mlp_layers(settings: MlpSettings, dim_in: int) -> list[LayerSpec]:
     """Return the layers of the MLP."""
     hidden = settings.hidden or settings.dim
     sizes = pairwise([dim_in, *[hidden] * (settings.depth - 1), settings.dim])
-    forms = [
-        LayerForm(f"weight{number}", size_out, size_in, settings.activation)
+    specs = [
+        LayerSpec(f"weight{number}", size_out, size_in, settings.activation)
         for number, (size_in, size_out) in enumerate(sizes, start=1)
     ]
     if settings.last == "none":
-        forms[-1] = forms[-1]._replace(activation="none", dropout=False)
-    return forms
+        specs[-1] = specs[-1]._replace(activation="none", dropout=False)
+    return specs
 
 
-def projection_forms(settings: ProjectionSettings, dim_in: int) -> list[LayerForm]:
-    """Return the layer of an unsupervised head, of as many components as could be fitted."""
-    return [LayerForm("components", 0, dim_in, mean="mean")]
+def projection_layers(settings: ProjectionSettings, dim_in: int) -> list[LayerSpec]:
+    """Return the layer of an unsupervised head; its number of components depends on the data."""
+    return [LayerSpec("components", 0, dim_in, mean="mean")]
 
 
-#: The kinds of heads that are dense layers, whatever the condition: settings and layers of each.
-PLAIN_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerForm]]]] = {
+#: Settings class and layers of each kind of head that consists of dense layers and does not depend
+#: on the condition.
+PLAIN_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerSpec]]]] = {
     "none": (NoSettings, lambda settings, dim_in: []),
-    "linear": (SizedSettings, lambda settings, dim_in: [LayerForm("weight", settings.dim, dim_in)]),
-    "mlp": (MlpSettings, mlp_forms),
-    "pca": (ProjectionSettings, projection_forms),
-    "ica": (IcaSettings, projection_forms),
-    "whitening": (ProjectionSettings, projection_forms),
-    "random": (ProjectionSettings, projection_forms),
+    "linear": (SizedSettings, lambda settings, dim_in: [LayerSpec("weight", settings.dim, dim_in)]),
+    "mlp": (MlpSettings, mlp_layers),
+    "pca": (ProjectionSettings, projection_layers),
+    "ica": (IcaSettings, projection_layers),
+    "whitening": (ProjectionSettings, projection_layers),
+    "random": (ProjectionSettings, projection_layers),
 }
 
 
 def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
-    """Return (n, out) float32 of the inputs, (n, in) float32."""
+    """Apply layers to (n, in) float32 inputs; return (n, out) float32."""
     for weight, bias, activation, mean in layers:
         centred: Array = values if mean is None else values - mean
         product: Array = centred @ weight.T
@@ -120,8 +122,8 @@ def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
     return values
 
 
-class _Sized(Protocol):
-    """A head, as far as its inputs are concerned."""
+class _FeatureSizes(Protocol):
+    """The attributes of a head that describe its inputs."""
 
     @property
     def kind(self) -> str: ...
@@ -131,11 +133,11 @@ class _Sized(Protocol):
     def dim_condition(self) -> int: ...  # 0: none
 
 
-def check_features(head: _Sized, features: MatrixLike, condition: MatrixLike | None) -> None:
-    """Check that a head can be applied to features, (n, dim), under conditions, (n or 1, dim_c).
+def check_features(head: _FeatureSizes, features: MatrixLike, condition: MatrixLike | None) -> None:
+    """Check that a head can be applied to features, (n, dim), and conditions, (n or 1, dim_c).
 
     Raises:
-        UserError: features of another size, or conditions that are missing or not wanted.
+        UserError: the features have another size, or conditions are missing or not expected.
     """
     kind = head.kind
     if head.dim_in and features.shape[1] != head.dim_in:
@@ -143,27 +145,28 @@ def check_features(head: _Sized, features: MatrixLike, condition: MatrixLike | N
             f"the features have {features.shape[1]} dimensions; this {kind} head was fitted on "
             f"{head.dim_in}."
         )
-    got = 0 if condition is None else int(condition.shape[1])
+    dim_condition = 0 if condition is None else int(condition.shape[1])
     if condition is not None and len(condition) not in (1, len(features)):
         raise UserError(
-            f"there are {len(features)} sentences and {len(condition)} conditions; they must "
-            "be as many, or one condition for all."
+            f"there are {len(features)} sentences and {len(condition)} conditions. Give one "
+            "condition per sentence, or one for all."
         )
-    if got == head.dim_condition:
+    if dim_condition == head.dim_condition:
         return
-    if not got:
+    if not dim_condition:
         raise UserError(
-            f"this {kind} head takes the features of each condition as well, "
+            f"this {kind} head also needs the features of each condition, "
             f"(n, {head.dim_condition}); none were given."
         )
-    wanted = f"{head.dim_condition} dimensions" if head.dim_condition else "none"
+    expected = f"{head.dim_condition} dimensions" if head.dim_condition else "none"
     raise UserError(
-        f"the conditions have {got} dimensions; this {kind} head was fitted on {wanted}."
+        f"the conditions have {dim_condition} dimensions; this {kind} head was fitted on "
+        f"{expected}."
     )
 
 
 def transform_blocks(embed: Callable[[slice], Array], n: int) -> Array:
-    """Return embeddings of n rows, (n, k), from ``embed``, which gives those of some rows."""
+    """Compute embeddings of n rows, (n, k), block by block; ``embed`` returns those of a slice."""
     blocks = [embed(slice(start, start + _BLOCK)) for start in range(0, max(n, 1), _BLOCK)]
     return blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
 
@@ -173,13 +176,13 @@ _Layers = Sequence[DenseLayer[Array]]
 
 @dataclass(frozen=True, eq=False)
 class PlainHead:
-    """A fitted head of a kind in ``PLAIN_KINDS``; see :class:`FittedHead`.
+    """A fitted head of a kind in ``PLAIN_KINDS``, with the interface of ``FittedHead``.
 
     Attributes:
-        kind: its name in recipes and head.json.
+        kind: name of the kind in recipes and in head.json.
         settings: an instance of the kind's settings.
-        dim_in: size of the features; 0: any, of a head of kind ``none`` that was not fitted.
-        tensors: its parameters, by the names that head.safetensors has.
+        dim_in: size of the features; 0: any size, for a head of kind ``none`` that was not fitted.
+        tensors: parameters by their names in the weights file.
     """
 
     kind: str
@@ -198,10 +201,10 @@ class PlainHead:
         """The layers of each head of an ensemble, or of the only head.
 
         Raises:
-            ValueError: the tensors are not those of a head of these settings.
+            ValueError: the tensors do not belong to a head with these settings.
         """
-        forms = PLAIN_KINDS[self.kind][1](self.settings, self.dim_in)
-        names = [name for form in forms for name in (form.name, form.mean) if name is not None]
+        specs = PLAIN_KINDS[self.kind][1](self.settings, self.dim_in)
+        names = [name for spec in specs for name in (spec.name, spec.mean) if name is not None]
         n = getattr(self.settings, "members", 1)
         prefixes = [f"member{number}." for number in range(n)] if n > 1 else [""]
         differences = self.tensors.keys() ^ {part + name for part in prefixes for name in names}
@@ -209,29 +212,29 @@ class PlainHead:
             raise ValueError(f"missing or unexpected: {', '.join(sorted(differences))}")
         tensors = {name: np.asarray(value, np.float32) for name, value in self.tensors.items()}
         return [
-            [_checked_layer(form, {name: tensors[part + name] for name in names}) for form in forms]
+            [_build_layer(spec, {name: tensors[part + name] for name in names}) for spec in specs]
             for part in prefixes
         ]
 
     @property
     def is_identity(self) -> bool:
-        """Return whether embeddings are the features as they are."""
+        """Whether embeddings are the unchanged features."""
         return self.kind == "none"
 
     @property
     def dim_out(self) -> int:
-        """Return the size of the embeddings; 0: that of the features."""
+        """Size of the embeddings; 0: that of the features."""
         return sum(len(layers[-1].weight) if layers else self.dim_in for layers in self.members)
 
     def dense_layers(self, condition: Array | None = None) -> _Layers | None:
-        """Return its layers, which are the same under all conditions; None: it is an ensemble."""
+        """Return the layers, which are the same for all conditions; None for an ensemble."""
         return self.members[0] if len(self.members) == 1 else None
 
     def transform(self, features: MatrixLike, condition: MatrixLike | None = None) -> Array:
-        """Return embeddings, (n, k) float32, of features, (n, dim).
+        """Compute embeddings, (n, k) float32, of features, (n, dim).
 
         Raises:
-            UserError: features of another size, or conditions.
+            UserError: the features have another size, or conditions were given.
         """
         check_features(self, features, condition)
         matrix = as_matrix(features)
@@ -249,23 +252,23 @@ class PlainHead:
     def similarity(
         self, first: MatrixLike, second: MatrixLike, condition: MatrixLike | None = None
     ) -> Array:
-        """Return the cosines of the embeddings of two sets of features, (n,) float32."""
+        """Compute the cosines of the embeddings of two sets of features, (n,) float32."""
         return self.compare(self.transform(first, condition), self.transform(second, condition))
 
     def compare(self, first: Array, second: Array) -> Array:
-        """Return the cosines of embeddings, (n, k) twice -> (n,)."""
+        """Compute the cosines of embeddings: (n, k) twice -> (n,)."""
         return cosine(first, second)
 
 
-#: The head of zero-shot, which was not fitted: embeddings are the features as they are.
+#: The zero-shot head, which was not fitted: embeddings are the unchanged features.
 ZERO_SHOT = PlainHead("none", NoSettings(), 0, {})
 
 
-def _checked_layer(form: LayerForm, tensors: Mapping[str, Array]) -> DenseLayer[Array]:
-    """Return a layer; a ValueError if its tensors have other shapes."""
-    layer = form.layer(tensors)
-    shape, size_in = layer.weight.shape, (form.size_in,)
-    fits = shape[1:] == size_in and form.size_out in (0, shape[0])
+def _build_layer(spec: LayerSpec, tensors: Mapping[str, Array]) -> DenseLayer[Array]:
+    """Return a layer; raise a ValueError if its tensors have other shapes."""
+    layer = spec.layer(tensors)
+    shape, size_in = layer.weight.shape, (spec.size_in,)
+    fits = shape[1:] == size_in and spec.size_out in (0, shape[0])
     if not fits or (layer.mean is not None and layer.mean.shape != size_in):
-        raise ValueError(f"{form.name} has the shape {shape}, or its mean another one")
+        raise ValueError(f"{spec.name} or its mean has an unexpected shape; the weight: {shape}")
     return layer

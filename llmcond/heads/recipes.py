@@ -1,4 +1,4 @@
-"""Recipes: one TOML file a head, with its kind and settings."""
+"""Recipes: one TOML file per head, with its kind and settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmcond.errors import UserError, nearest
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
 
-#: The kind of a head -> its class. A new one is a class and a line here.
+#: Kind of a head -> its class. To add a kind, write a class and add a line to this mapping.
 FAMILIES = {
     "none": "llmcond.heads.dense:Identity",
     "linear": "llmcond.heads.dense:Linear",
@@ -32,13 +32,13 @@ FAMILIES = {
     "no-roles": "llmcond.kinds.dialogue.roles:NoRoles",
 }
 
-#: Prefix of kinds that wrap another kind, such as ``query-mlp`` -> the function that makes the
+#: Prefix of kinds that wrap another kind, such as ``query-mlp`` -> the function that creates the
 #: wrapping class from the wrapped one.
 PREFIXES = {"query-": "llmcond.kinds.ranking.heads:query_family"}
 
 
 @dataclass(frozen=True, slots=True)
-class _About:
+class _RecipeHeader:
     """The keys that every recipe has; all others are settings of its kind."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -51,18 +51,26 @@ class _About:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A head's recipe, checked.
+    """A validated recipe of a head.
 
     Attributes:
-        name: the file's name without ``.toml``.
+        name: name of the file without ``.toml``.
         description: one line for listings.
-        source: the paper's section or equation.
-        kind: the family's name, in recipes and head.json.
-        family: the class of its module.
+        source: section or equation of the paper.
+        kind: name of the family in recipes and in head.json.
+        family: class of the module.
         settings: an instance of the family's settings.
-        path: what :func:`load_recipe` found it by.
-        finetune: how an encoder is trained with it, where its authors did: settings of
-            ``train-lora`` that go before the defaults.
+        path: path that the recipe was read from.
+        finetune: settings of ``train-lora`` that override its defaults when an encoder is trained
+            with this head, if its authors trained one.
+
+    Example:
+        >>> from llmcond.heads import load_recipe
+        >>> recipe = load_recipe("linear")
+        >>> recipe.kind, recipe.features
+        ('linear', 'joint')
+        >>> recipe.with_settings({"dim": 64}, "example").dim
+        64
     """
 
     name: str
@@ -76,37 +84,63 @@ class Recipe:
 
     @property
     def dim(self) -> int | None:
-        """Return the size of the embeddings; None where the head keeps that of the features."""
+        """Size of the embeddings; None if the head keeps that of the features."""
         dim: int | None = getattr(self.settings, "dim", None)
         return dim
 
     @property
     def features(self) -> str:
-        """Return which features of a sentence it takes: ``joint``, ``separate`` or ``both``."""
+        """Sentence features that the head reads: ``joint``, ``separate`` or ``both``."""
         return str(getattr(self.settings, "features", self.family.features))
 
     @property
     def is_identity(self) -> bool:
-        """Return whether embeddings are the features as they are."""
+        """Whether embeddings are the unchanged features."""
         return self.family.is_identity
 
     def with_settings(self, changes: dict[str, Any], source: str) -> Recipe:
-        """Return the recipe with some settings changed, checked as :func:`load_recipe` does."""
+        """Copy the recipe with some settings changed.
+
+        Args:
+            changes: new values by setting.
+            source: where the changes come from; errors begin with it.
+
+        Returns:
+            The changed recipe.
+
+        Raises:
+            UserError: a setting does not exist, or its value is invalid.
+        """
         settings = build(self.family.Settings, {**asdict(self.settings), **changes}, source)
         return replace(self, settings=settings)
 
     def parse_changes(self, changes: dict[str, str], source: str) -> dict[str, Any]:
-        """Return ``--set`` values, given as text, in the types of the settings."""
+        """Parse the values of ``--set`` to the types of the settings.
+
+        Args:
+            changes: values as text, by setting.
+            source: where the changes come from; errors begin with it.
+
+        Returns:
+            The parsed values by setting.
+
+        Raises:
+            UserError: a setting does not exist, or its value cannot be parsed.
+        """
         return parse_settings(self.family.Settings, changes, source, f"the head {self.name}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the recipe as head.json records it."""
+        """Return the recipe as head.json records it.
+
+        Returns:
+            Its name, description, source, kind and settings.
+        """
         about = {"name": self.name, "description": self.description, "source": self.source}
         return {**about, "kind": self.kind, "settings": asdict(self.settings)}
 
 
-#: How ``--set`` reads each type of setting, by the type of a value.
-_READERS: Mapping[type, Callable[[str], Any]] = {
+#: Parsers of ``--set`` values, by the type of the setting.
+_PARSERS: Mapping[type, Callable[[str], Any]] = {
     int: int,
     float: float,
     str: str,
@@ -117,12 +151,12 @@ _READERS: Mapping[type, Callable[[str], Any]] = {
 def parse_settings(
     settings: type[Any], changes: Mapping[str, str], source: str, what: str
 ) -> dict[str, Any]:
-    """Return values that were given as text in the types of a dataclass's fields.
+    """Parse values given as text to the types of a dataclass's fields; ``what`` names it in errors.
 
     Raises:
-        UserError: a setting that ``what`` lacks, or text that is no such number.
+        UserError: a setting does not exist, or its value cannot be parsed.
     """
-    hints = get_type_hints(settings)  # int of Annotated[int, ...]
+    hints = get_type_hints(settings)  # resolves Annotated[int, ...] to int
     kinds: dict[str, type] = {
         item.name: str if get_origin(hints[item.name]) is Literal else hints[item.name]
         for item in fields(settings)
@@ -135,75 +169,90 @@ def parse_settings(
                 f"Settings: {', '.join(kinds) or 'none'}."
             )
         try:
-            parsed[key] = _READERS[kinds[key]](text)
+            parsed[key] = _PARSERS[kinds[key]](text)
         except (KeyError, ValueError) as error:
             raise UserError(f"{source}: {key} is {text!r}, not {kinds[key].__name__}.") from error
-    return _with_objective(settings, parsed, Path())
+    return _load_objective(settings, parsed, Path())
 
 
 def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
-    """Read a recipe by its bundled name or by the path of a ``.toml`` file.
+    """Read a recipe.
 
     Args:
-        name_or_file: such as ``mlp``, or ``my/head.toml``.
-        task: a task with recipes of its own, such as ``kgc``; any other has those of rated pairs.
+        name_or_file: name of a bundled recipe, such as ``mlp``, or path of a ``.toml`` file.
+        task: task with recipes of its own, such as ``kgc``; all others use those of rated pairs.
+
+    Returns:
+        The validated recipe.
 
     Raises:
-        UserError: no such recipe, an unknown kind or key, or a bad value.
+        UserError: the recipe does not exist, or has an unknown kind, an unknown key or an invalid
+            value.
+
+    Example:
+        >>> from llmcond.heads import load_recipe
+        >>> load_recipe("mlp").settings.depth
+        2
     """
     path = find_toml(name_or_file, "heads", task)
     settings = read_toml(path)
-    about = {item.name: settings.pop(item.name) for item in fields(_About) if item.name in settings}
-    described = build(_About, about, str(path))
-    kind, family = find_family(described.kind, str(path), path.parent)
+    header = {
+        item.name: settings.pop(item.name)
+        for item in fields(_RecipeHeader)
+        if item.name in settings
+    }
+    recipe_header = build(_RecipeHeader, header, str(path))
+    kind, family = find_family(recipe_header.kind, str(path), path.parent)
     if family.no_recipe:
         raise UserError(f"{path}: a {kind} head {family.no_recipe}.")
-    settings = _with_objective(family.Settings, settings, path.parent)
+    settings = _load_objective(family.Settings, settings, path.parent)
     built = build(family.Settings, settings, str(path))
-    names = path.stem, described.description, described.source, kind
-    return Recipe(*names, family, built, str(path.absolute()), described.finetune)
+    names = path.stem, recipe_header.description, recipe_header.source, kind
+    return Recipe(*names, family, built, str(path.absolute()), recipe_header.finetune)
 
 
 def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str, type[HeadModule]]:
-    """Return a kind of head as records name it, and its class; its module is imported only now.
+    """Return the name of a kind of head as records have it, and its class, which is imported now.
 
-    A kind may be made of another one, whose name follows a prefix: ``query-KIND`` is a head whose
-    map of queries is of a kind, beside a map of candidates.
+    A prefix wraps another kind: ``query-KIND`` is a head that maps queries with a KIND head, in
+    addition to a map of candidates.
 
-    Code of the user's own, ``FILE.py:NAME`` or ``MODULE:NAME``, is relative to ``folder``; where
-    that is None, ``source`` is a record, for which no code is imported that the user has not named
-    elsewhere.
+    Custom code, ``FILE.py:NAME`` or ``MODULE:NAME``, is relative to ``folder``. If ``folder`` is
+    None, ``source`` is a record, and only code that the user has named or registered elsewhere is
+    used.
 
     Raises:
-        UserError: no such kind, or code that is no head.
+        UserError: the kind does not exist, or the code is not a head.
     """
     for prefix in PREFIXES:
         if kind.startswith(prefix):
             name, inner = find_family(kind.removeprefix(prefix), source, folder)
             return f"{prefix}{name}", plugins.find(prefix, PREFIXES, "heads", "kind of head")(inner)
     if plugins.is_plugin(kind):
-        family = plugins.recorded(kind, source) if folder is None else _named(kind, folder, source)
+        family = (
+            plugins.recorded(kind, source) if folder is None else _load_named(kind, folder, source)
+        )
     else:
         try:
             family = plugins.find(kind, FAMILIES, "heads", "kind of head")
         except UserError as error:
             raise UserError(f"{source}: {error}") from error
     if not (isinstance(family, type) and issubclass(family, HeadModule)):
-        raise UserError(f"{kind} is no head: it must be a subclass of llmcond.heads.HeadModule.")
+        raise UserError(f"{kind} is not a head: it must be a subclass of llmcond.heads.HeadModule.")
     settings: Any = getattr(family, "Settings", None)
-    legal = is_dataclass(settings)
-    # Some of our own are not fitted on rated pairs.
+    has_settings = is_dataclass(settings)
+    # Some bundled families are not fitted on rated pairs.
     trained = family.supervised and kind not in FAMILIES
-    if not legal or (trained and not issubclass(settings, TrainingSettings)):
+    if not has_settings or (trained and not issubclass(settings, TrainingSettings)):
         raise UserError(
-            f"{kind} has no Settings that recipes can be checked by: a frozen dataclass, of "
-            "heads trained by gradient a subclass of llmcond.heads.TrainingSettings."
+            f"{kind} has no valid Settings: it must be a frozen dataclass, and for heads trained "
+            "by gradient descent a subclass of llmcond.heads.TrainingSettings."
         )
     return plugins.record_name(kind), family
 
 
-def _named(name: str, folder: Path, source: str) -> Any:
-    """Return code that the user named: from its file, else registered, else imported."""
+def _load_named(name: str, folder: Path, source: str) -> Any:
+    """Return code that the user named: from its file, or registered, or imported."""
     home = name.rpartition(":")[0]
     if home.endswith(".py") and (folder / home).is_file():
         return plugins.load(name, folder)
@@ -213,13 +262,15 @@ def _named(name: str, folder: Path, source: str) -> Any:
         return plugins.load(name, folder)
 
 
-def _with_objective(of: type[Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return settings whose objective, if it is the user's own code on rated pairs, is loaded."""
+def _load_objective(
+    settings_class: type[Any], settings: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Load the custom objective of settings for rated pairs; return the settings with its name."""
     name = settings.get("objective")
-    if not issubclass(of, ObjectiveSettings) or not isinstance(name, str) or not name:
+    if not issubclass(settings_class, ObjectiveSettings) or not isinstance(name, str) or not name:
         return settings
     if not plugins.is_plugin(name):
-        known = "mse, info_nce, quadruplet, cosent and ranking are weights by themselves"
-        raise UserError(f"objective is {name!r}; it names code, FILE.py:NAME ({known}).")
-    _named(name, folder, "the setting objective")
+        known = "mse, info_nce, quadruplet, cosent and ranking are settings"
+        raise UserError(f"objective is {name!r}; expected code as FILE.py:NAME ({known}).")
+    _load_named(name, folder, "the setting objective")
     return {**settings, "objective": plugins.record_name(name)}

@@ -1,4 +1,4 @@
-"""The settings that recipes have, and the sizes that heads have; without importing torch."""
+"""The settings of recipes and the sizes of heads, without an import of torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from llmcond import plugins
 from llmcond.config import STRICT
 from llmcond.records import RECORD
 
-#: Beyond any use, and below what overflows; its inverse is the least temperature.
+#: Upper limit of settings: larger than any useful value, and too small to overflow. Its inverse is
+#: the lowest temperature.
 LARGEST = 1_000_000
 
 Count = Annotated[int, Ge(1), Le(LARGEST)]
 Size = Annotated[int, Ge(1), Le(65_536)]
 SizeOrNone = Annotated[int, Ge(0), Le(65_536)]
 
-#: Of features and whatever else is counted: beyond any use, and below what overflows.
+#: A size or a count in a record, with a limit above any useful value that cannot overflow.
 RecordedSize = Annotated[int, Ge(0), Le(2**24)]
 
 Weight = Annotated[float, Ge(0), Le(LARGEST)]
@@ -26,38 +27,37 @@ _Positive = Annotated[float, Ge(1 / LARGEST), Le(LARGEST)]
 
 Activation = Literal["none", "relu", "gelu", "tanh"]
 
-#: The settings that are weights of objectives.
+#: Names of the settings that are weights of objectives.
 _OBJECTIVES = ("mse", "cosent", "ranking", "info_nce", "quadruplet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSettings:
-    """What is minimised: a weighted sum of objectives.
+    """The weighted sum of objectives that is minimised.
 
     Attributes:
         mse: weight of the mean of (cos(z1, z2) - r)^2 (CASE, equation 2, as a mean over the batch).
-        info_nce: weight of the contrastive objective of Hyper-CL (section 3.3), with the cosines
-            p of the positive and n of the negative, and the temperature t.
-        info_nce_form: ``acl``: -log(e^(p/t) / (e^(p/t) + e^(n/t))), as in ACL 2024 and the
-            released code; ``v1``: as in arXiv version 1, where the denominator has the cosines of
-            each first sentence with the second one under the other condition, and not p, so that
-            it may be below 0;
-            ``self-negatives``: ``acl`` with half the cosine of each sentence with itself under the
-            other condition added to the denominator (the released code's ``cl_in_batch_neg``).
+        info_nce: weight of the contrastive objective of Hyper-CL (section 3.3), with the cosines p
+            of the positive and n of the negative, and the temperature t.
+        info_nce_form: formula of ``info_nce``. ``acl``: -log(e^(p/t) / (e^(p/t) + e^(n/t))), as in
+            ACL 2024 and the released code. ``v1``: as in arXiv version 1, where the denominator
+            contains the cosines of each first sentence with the second one under the other
+            condition instead of p, so the loss may be negative. ``self-negatives``: ``acl`` with
+            half the cosine of each sentence with itself under the other condition added to the
+            denominator (``cl_in_batch_neg`` in the released code).
         quadruplet: weight of max(0, margin + (1 - p) - (1 - n)), the quadruplet objective of C-STS.
-        cosent: weight of CoSENT, log(1 + sum of e^(scale (cos_j - cos_i))) over the rows i and j
-            of the batch with rating_i > rating_j.
-        ranking: weight of RankNet on cosines, the mean over the same i and j of
-            log(1 + e^(scale (cos_j - cos_i))).
-        objective: an objective of the user's own, ``FILE.py:NAME`` or ``package.module:NAME``.
-        objective_weight: its weight.
-        temperature: t of ``info_nce``.
-        margin: of ``quadruplet``.
-        scale: of ``cosent`` and ``ranking``.
-        ties: ``drop``: ``info_nce`` and ``quadruplet`` leave out contrastive pairs of equal rating;
-            ``keep``: the first row of such pairs counts as the higher, as in the code of C-STS and
-            Hyper-CL; ``gap``: each contrastive pair weighs as much as its ratings differ, and so
-            does each i and j of ``ranking``.
+        cosent: weight of CoSENT, log(1 + sum of e^(scale (cos_j - cos_i))) over the rows i and j of
+            the batch with rating_i > rating_j.
+        ranking: weight of RankNet on cosines, the mean over the same i and j of log(1 + e^(scale
+            (cos_j
+            - cos_i))). objective: name of a custom objective, ``FILE.py:NAME`` or
+              ``package.module:NAME``. objective_weight: weight of the custom objective.
+              temperature: temperature t of ``info_nce``. margin: margin of ``quadruplet``. scale:
+              factor of the cosines in ``cosent`` and ``ranking``. ties: how ``info_nce`` and
+              ``quadruplet`` treat contrastive pairs with equal ratings. ``drop``: they leave them
+              out. ``keep``: the first row counts as the higher one, as in the code of C-STS and
+              Hyper-CL. ``gap``: each contrastive pair is weighted by the difference of its ratings,
+              and so are i and j of ``ranking``.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -76,47 +76,50 @@ class ObjectiveSettings:
     ties: Literal["drop", "keep", "gap"] = "drop"
 
     def __post_init__(self) -> None:
-        """Refuse settings that leave nothing to minimise."""
-        own = bool(self.objective) and self.objective_weight > 0
-        if not own and not any(getattr(self, name) for name in _OBJECTIVES):
+        """Raise an error if the settings leave nothing to minimise."""
+        has_custom_objective = bool(self.objective) and self.objective_weight > 0
+        if not has_custom_objective and not any(getattr(self, name) for name in _OBJECTIVES):
             raise ValueError(
                 f"the weights {', '.join(_OBJECTIVES)} are all 0, so there is nothing to minimise: "
-                "set one of them at least above 0"
+                "set at least one of them above 0"
             )
 
     @property
     def contrasts(self) -> bool:
-        """Return whether contrastive pairs are needed."""
+        """Whether contrastive pairs are needed."""
         if self.info_nce > 0 or self.quadruplet > 0:
             return True
         return bool(self.objective) and bool(getattr(self.load_objective(), "contrasts", False))
 
     def load_objective(self) -> Any:
-        """Return the objective of the user's own that the settings name.
+        """Return the custom objective that the settings name.
+
+        Returns:
+            A function or a class; see ``llmcond.heads.objectives``.
 
         Raises:
-            UserError: the user has not loaded or registered it.
+            UserError: the objective has not been loaded or registered.
         """
         return plugins.recorded(self.objective, "the setting objective")
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: two bases of a class cannot both have them
 class GradientSettings:
-    """How any head is trained by gradient, whatever it minimises.
+    """Settings of training by gradient descent, for any objective.
 
     Attributes:
         dropout: share of units dropped in training.
-        learning_rate: of Adam.
-        weight_decay: decoupled, as AdamW has it.
-        batch_size: rows a step.
-        epochs: at most.
-        patience: epochs without a better dev score before fitting stops.
-        precision: of products in training: ``float32``, ``bfloat16`` (summed in float32), or
-            ``auto``: bfloat16 where it pays, as for rated pairs in heads of 2 M parameters and
-            more, if the device has it.
-        members: size of the ensemble: heads that are fitted, each by a seed of its own. Their
-            embeddings, each of length 1, are concatenated, so that the cosine is the mean of
-            theirs.
+        learning_rate: learning rate of AdamW.
+        weight_decay: decoupled weight decay of AdamW.
+        batch_size: rows per step.
+        epochs: maximum number of epochs.
+        patience: number of epochs without a better dev score after which fitting stops.
+        precision: precision of products in training: ``float32``, ``bfloat16`` (summed in float32),
+            or ``auto``: bfloat16 if it is faster, which for rated pairs means heads of at least 2 M
+            parameters on a device that supports it.
+        members: number of heads in the ensemble, each fitted with a different seed. Their
+            embeddings, each of length 1, are concatenated, so that the cosine is the mean of their
+            cosines.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -133,12 +136,22 @@ class GradientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings(GradientSettings, ObjectiveSettings):
-    """What the recipe of any head may say that is trained by gradient on rated pairs.
+    """Recipe settings of heads that are trained by gradient descent on rated pairs.
+
+    Custom heads subclass it to add settings.
 
     Attributes:
-        batches: ``rows`` in any order, or ``conditions``: rows of a condition next to each other,
-            whose matrices are then made once. Contrastive objectives keep the two conditions of a
-            sentence pair together instead.
+        batches: how batches are formed. ``rows``: from rows in any order. ``conditions``: rows with
+            the same condition are adjacent, so that its matrices are generated once. Contrastive
+            objectives always keep the two conditions of a sentence pair together instead.
+
+    Example:
+        >>> from llmcond.heads import TrainingSettings
+        >>> settings = TrainingSettings(
+        ...     dropout=0.1, learning_rate=1e-3, batch_size=64, epochs=10, patience=3
+        ... )
+        >>> settings.mse, settings.batches, settings.members
+        (1.0, 'rows', 1)
     """
 
     batches: Literal["rows", "conditions"] = "rows"
@@ -146,21 +159,33 @@ class TrainingSettings(GradientSettings, ObjectiveSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedSettings(TrainingSettings):
-    """The settings of a head whose embeddings have a size k, ``dim``: at most the features'."""
+    """Recipe settings of heads whose embeddings have a size of their own.
+
+    Attributes:
+        dim: size k of the embeddings, at most that of the features.
+
+    Example:
+        >>> from llmcond.heads import SizedSettings
+        >>> settings = SizedSettings(
+        ...     dim=128, dropout=0.1, learning_rate=1e-3, batch_size=64, epochs=10, patience=3
+        ... )
+        >>> settings.dim
+        128
+    """
 
     dim: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSettings(SizedSettings):
-    """The MLP's settings.
+    """Recipe settings of the MLP.
 
     Attributes:
-        hidden: width of the hidden layers; 0: as wide as the embeddings. CASE does not state it.
-        depth: layers, the last one included; 2 in CASE.
+        hidden: width of the hidden layers; 0: the size of the embeddings. CASE does not state it.
+        depth: number of layers, including the last one; 2 in CASE.
         activation: ``relu`` as in CASE, ``gelu``, ``tanh`` or ``none``.
-        last: what stands behind the last layer: ``same`` as behind the others, as in CASE, or
-            ``none``: neither activation nor dropout.
+        last: what follows the last layer. ``same``: activation and dropout like the other layers,
+            as in CASE. ``none``: neither.
     """
 
     hidden: SizeOrNone = 0
@@ -171,14 +196,18 @@ class MlpSettings(SizedSettings):
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """Nothing to set."""
+    """Settings of heads that have nothing to set."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionSettings:
-    """The settings of PCA, whitening and random projection: the number of components."""
+    """Recipe settings of PCA, whitening and random projection.
+
+    Attributes:
+        dim: number of components.
+    """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
@@ -187,7 +216,12 @@ class ProjectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcaSettings(ProjectionSettings):
-    """The settings of FastICA, which has converged once the unmixing matrix changes by less."""
+    """Recipe settings of FastICA.
+
+    Attributes:
+        max_iterations: maximum number of iterations.
+        tolerance: change of the unmixing matrix below which FastICA has converged.
+    """
 
     max_iterations: Annotated[int, Ge(1)]
     tolerance: Annotated[float, Gt(0)]
@@ -195,11 +229,11 @@ class IcaSettings(ProjectionSettings):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a head's module is made with, in this order, as head.json records them.
+    """The sizes that a head's constructor takes, in this order, as head.json records them.
 
     Attributes:
-        dim_in: of the features of sentences.
-        dim_condition: of the features of conditions; 0: none.
+        dim_in: size of the sentence features.
+        dim_condition: size of the condition features; 0: none.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD

@@ -1,6 +1,6 @@
 """A fitted head on disk: a folder with head.json and its weights in safetensors, never a pickle.
 
-Importing this module imports no torch; :mod:`llmcond.heads.loading` makes modules of what is read.
+This module does not import torch; ``llmcond.heads.loading`` creates modules from the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmcond.records import RECORD, check_record
 if TYPE_CHECKING:
     from llmcond.heads.base import Fitted
 
-#: In format 1 the weights had one name, so that a head could not be replaced at once.
+#: In format 1 the weights always had the same name, so a head could not be replaced atomically.
 FORMAT = 2
 AGAIN = "Fit the head again."
 
@@ -40,7 +40,7 @@ class _Epoch:
 
 @dataclass(frozen=True)
 class FitRecord:
-    """What is recorded of a fit, as far as it is read."""
+    """The fields of a fit's record that are read again."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -52,7 +52,7 @@ class FitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class _Description(Sizes):
-    """What head.json holds of a head by itself."""
+    """The fields of head.json that describe the head itself."""
 
     kind: str
     settings: Mapping[str, Any]
@@ -62,13 +62,32 @@ class _Description(Sizes):
 
 
 def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
-    """Write a head's folder; a reader finds the head that was there, or the new one.
+    """Write a head into its folder.
 
-    ``record`` says what made it: recipe, encoder, prompt, data, versions.
+    The head is replaced atomically: a concurrent reader gets the previous head or the new one.
+
+    Args:
+        head: the fitted head.
+        folder: folder of the head; it is created if it does not exist.
+        record: further entries of head.json, such as the recipe, encoder, prompt, data and
+            versions.
 
     Raises:
         UserError, OSError: the folder cannot be written.
-        DiskFullError: no room.
+        DiskFullError: the disk is full.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> from llmcond.heads import PairArrays, fit_recipe, load_recipe, save_head
+        >>> first, second = np.random.default_rng(0).normal(size=(2, 20, 8))
+        >>> pairs = PairArrays(first, second, rating=np.linspace(0, 1, 20))
+        >>> head = fit_recipe(load_recipe("none"), pairs, None, seed=0, on_epoch=lambda *_: None)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_head(head, Path(folder), {"recipe": "none"})
+        ...     (Path(folder) / "head.json").is_file()
+        True
     """
     tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
     weights = save_tensors(tensors)
@@ -88,10 +107,10 @@ def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
         try:
             with replacing(folder / _weights_name(description)) as path:
                 path.write_bytes(weights)
-            # From here on it is the head: weights have the name that this file gives them.
+            # This file names the weights, so from now on readers get the new head.
             write_json(folder / "head.json", description)
         finally:
-            _sweep(folder)
+            _remove_obsolete_files(folder)
 
 
 def _weights_name(description: Mapping[str, Any]) -> str:
@@ -99,17 +118,17 @@ def _weights_name(description: Mapping[str, Any]) -> str:
 
 
 def weights_of(folder: Path, description: Mapping[str, Any]) -> Path:
-    """Return where the weights lie that head.json describes."""
-    named = folder / _weights_name(description)
-    return named if named.is_file() else folder / "head.safetensors"  # as format 1 and push have it
+    """Return the path of the weights that head.json describes."""
+    path = folder / _weights_name(description)
+    return path if path.is_file() else folder / "head.safetensors"  # in format 1, or pushed
 
 
-def _sweep(folder: Path) -> None:
-    """Remove weights that are not the head's, and what killed processes left; it is locked."""
+def _remove_obsolete_files(folder: Path) -> None:
+    """Remove obsolete weights and leftovers of killed processes; the caller holds the lock."""
     with suppress(UserError, OSError):
-        kept = weights_of(folder, read_json(folder / "head.json"))
+        current = weights_of(folder, read_json(folder / "head.json"))
         for path in (*folder.glob("head*.safetensors"), *folder.glob(".head*")):
-            if path != kept:
+            if path != current:
                 path.unlink()
 
 
@@ -118,9 +137,9 @@ class HeadFiles(NamedTuple):
 
     Attributes:
         source: path of head.json.
-        description: what it holds.
+        description: contents of head.json.
         path: path of the weights.
-        weights: their bytes, in the format of safetensors.
+        weights: the weights as bytes, in safetensors format.
     """
 
     source: Path
@@ -133,8 +152,8 @@ def read_head(folder: Path) -> HeadFiles:
     """Read the files of a head, and check that they belong together.
 
     Raises:
-        UserError: no head there, or one written by a newer version.
-        LlmcondError: its files were damaged.
+        UserError: the folder contains no head, or one that a newer version wrote.
+        LlmcondError: a file is damaged.
     """
     source = folder / "head.json"
     description = read_json(source)
@@ -144,17 +163,17 @@ def read_head(folder: Path) -> HeadFiles:
     try:
         weights = path.read_bytes()
     except OSError as error:
-        if read_json(source) != description:  # it was replaced just now
+        if read_json(source) != description:  # another process has just replaced the head
             return read_head(folder)
         raise LlmcondError(f"{path} cannot be read: {error.strerror}. {AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
-        raise LlmcondError(f"{path} is damaged: it is not what head.json describes. {AGAIN}")
+        raise LlmcondError(f"{path} is damaged: head.json has another checksum. {AGAIN}")
     return HeadFiles(source, description, path, weights)
 
 
 def damaged_weights(path: Path, kind: str, error: Exception) -> LlmcondError:
-    """Return the error that weights are not those of a head, and why."""
+    """Return an error which says that weights do not belong to a head of this kind, and why."""
     return LlmcondError(
-        f"{path} does not hold the parameters of a {kind} head of these settings "
+        f"{path} does not hold the parameters of a {kind} head with these settings "
         f"({first_line(error)}). {AGAIN}"
     )

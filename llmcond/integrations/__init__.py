@@ -1,1 +1,1 @@
-"""Embedders inside other libraries; each module needs the library that it is named after."""
+"""Integrations with other libraries; each module needs the library that it is named after."""

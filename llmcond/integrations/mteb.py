@@ -1,10 +1,12 @@
-"""Embedders and conditional similarity inside mteb, which passes each row's condition along.
+"""Embedders and conditional similarity as a model and a task of mteb.
 
->>> import mteb
->>> from llmcond.integrations.mteb import CSTS, MtebEncoder
->>> mteb.evaluate(MtebEncoder("runs/default"), CSTS("csts/", split="dev"), cache=None)
+mteb passes the condition of each row to the model. Usage::
 
-What no embedder reads, such as a task's own instruction, is left out.
+    import mteb from llmcond.integrations.mteb import CSTS, MtebEncoder
+
+    mteb.evaluate(MtebEncoder("runs/default"), CSTS("csts/", split="dev"), cache=None)
+
+Inputs that embedders do not read, such as the instruction of a task, are ignored.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, load_embedder
 
 
-class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without types
+class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # mteb has no types
     """An embedder as a model of mteb.
 
     Attributes:
-        embedder: what it encodes by.
-        condition: of texts whose task gives none; None: such a task is refused.
+        embedder: the embedder.
+        condition: condition for texts of tasks that have none; None: such tasks raise an error.
     """
 
     def __init__(
@@ -48,26 +50,28 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without typ
         condition: str | None = None,
         **_: Any,
     ) -> None:
-        """Load it; ``model_name`` is a run's folder or the name of a bundled model.
+        """Load an embedder; ``model_name`` is the folder of a run or the name of a bundled model.
 
         Raises:
-            UserError, LlmcondError: as :func:`llmcond.load_embedder`, or its vectors are not
-                compared by their cosine.
+            UserError, LlmcondError: as in ``llmcond.load_embedder``; or the head does not compare
+                vectors by their cosine.
         """
         self.embedder = load_embedder(model_name, head, prompt=prompt, device=device or "auto")
         self.condition = condition
-        own = self.embedder
-        if not own.head.compares_by_cosine:
+        embedder = self.embedder
+        if not embedder.head.compares_by_cosine:
             raise UserError(
-                f"the head {own.name} compares embeddings not by their cosine, as mteb would."
+                f"the head {embedder.name} does not compare embeddings by their cosine, as mteb "
+                "does."
             )
         self.mteb_model_meta = ModelMeta.create_empty(
             {
-                "name": f"llmcond/{Path(own.encoder.name).name}-{own.name}-{own.view.name}",
-                # mteb keeps results by it.
-                "revision": _revision(own),
-                "embed_dim": own.dim,
-                "max_tokens": own.encoder.identity.max_length,
+                "name": f"llmcond/{Path(embedder.encoder.name).name}-{embedder.name}-"
+                f"{embedder.view.name}",
+                # mteb stores results under this revision.
+                "revision": _hash_embedder(embedder),
+                "embed_dim": embedder.dim,
+                "max_tokens": embedder.encoder.identity.max_length,
                 "framework": ["PyTorch"],
                 "similarity_fn_name": ScoringFunction.COSINE,
                 "use_instructions": True,
@@ -75,26 +79,26 @@ class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # of a library without typ
         )
 
     def encode(self, inputs: Any, *, task_metadata: Any, **_: Any) -> Vectors:
-        """Return (n, k) float32 embeddings of what mteb's batches hold: texts and conditions.
+        """Return (n, k) float32 embeddings of the texts and conditions in mteb's batches.
 
         Raises:
-            UserError: the task gives no conditions, and none was given for it.
+            UserError: neither the task nor the model has a condition.
         """
-        found = []
+        embeddings = []
         for batch in inputs:
             conditions = batch.get("condition", self.condition)
             if conditions is None:
                 raise UserError(
-                    f"the task {task_metadata.name} gives no conditions. Give one for all of its "
-                    "texts: MtebEncoder(..., condition=...)."
+                    f"the task {task_metadata.name} has no conditions. Give one for all its texts: "
+                    "MtebEncoder(..., condition=...)."
                 )
-            given = conditions if isinstance(conditions, str) else list(conditions)
-            found.append(self.embedder.encode(list(batch["text"]), given))
-        return np.concatenate(found)
+            batch_conditions = conditions if isinstance(conditions, str) else list(conditions)
+            embeddings.append(self.embedder.encode(list(batch["text"]), batch_conditions))
+        return np.concatenate(embeddings)
 
 
-def _revision(embedder: Embedder) -> str:
-    """Identify everything that decides an embedder's vectors."""
+def _hash_embedder(embedder: Embedder) -> str:
+    """Return a hash of everything that determines an embedder's vectors."""
     head, prompts = embedder.head, [prompt.digest for prompt in embedder.view.prompts]
     tensors = {name: np.ascontiguousarray(value) for name, value in head.tensors.items()}
     weights = digest_bytes(save_tensors(tensors), size=16).hex()
@@ -102,14 +106,14 @@ def _revision(embedder: Embedder) -> str:
     return digest_text(embedder.encoder.identity.fingerprint, *prompts, settings, weights)
 
 
-class CSTS(AbsTaskSTS):  # type: ignore[misc]  # of a library without types
-    """Conditional semantic textual similarity, of rows on this machine; unrated ones are left out.
+class CSTS(AbsTaskSTS):  # type: ignore[misc]  # mteb has no types
+    """Conditional semantic textual similarity on local data, without its unrated rows.
 
-    Models that read no ``condition`` are scored on the texts alone.
+    Models that do not read ``condition`` are scored on the texts alone.
     """
 
     min_score, max_score = 0, 1
-    #: A text and its condition: rows of a sentence pair have one condition for both.
+    #: Columns of both texts. The two sentences of a row share its condition.
     column_names: ClassVar[tuple[Mapping[str, str], Mapping[str, str]]] = (
         {"sentence1": "text", "condition": "condition"},
         {"sentence2": "text", "condition": "condition"},
@@ -139,13 +143,13 @@ class CSTS(AbsTaskSTS):  # type: ignore[misc]  # of a library without types
         """Read the rows of a file, or of one split of a folder.
 
         Args:
-            source: rows as ``llmcond extract --data`` takes them; None: the bundled sample, which
-                is not C-STS.
-            split: of a folder; None: test, or where there is none dev.
-            kwargs: those of mteb's tasks.
+            source: data as ``llmcond extract --data`` reads it; None: the bundled sample, which is
+                not C-STS.
+            split: split of a folder; None: test, or dev if there is no test split.
+            kwargs: arguments of mteb's tasks.
 
         Raises:
-            UserError: as for any data.
+            UserError: the data cannot be read.
         """
         rows, name = read_rows(sample_folder() if source is None else source, split)
         rows = rows.take(rows.rated)
@@ -160,9 +164,9 @@ class CSTS(AbsTaskSTS):  # type: ignore[misc]  # of a library without types
         super().__init__(**kwargs)
 
     def load_data(self, *_: Any, **__: Any) -> None:
-        """Hand the rows to mteb."""
+        """Pass the rows to mteb."""
         columns = ("sentence1", "sentence2", "condition")
-        own = {name: list(self._rows.texts[name]) for name in columns}
-        data = Dataset.from_dict({**own, "score": self._rows.rating.tolist()})
+        texts = {name: list(self._rows.texts[name]) for name in columns}
+        data = Dataset.from_dict({**texts, "score": self._rows.rating.tolist()})
         self.dataset = {"default": DatasetDict({self._split: data})}
         self.data_loaded = True

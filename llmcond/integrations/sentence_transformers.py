@@ -1,9 +1,4 @@
-"""An embedder inside sentence-transformers, for any condition.
-
->>> model = llmcond.load_sentence_transformer("runs/default")
->>> model.encode(["A man rides a horse."], condition="the activity")
->>> model.encode([("A man rides a horse.", "the activity"), ("A girl cycles.", "the place")])
-"""
+"""Embedders as models of sentence-transformers, for any condition."""
 
 from __future__ import annotations
 
@@ -20,8 +15,8 @@ from llmcond.exporting.run import SETTINGS, copy_run, read_export
 from llmcond.runs.embedder import Embedder, load_embedder
 
 
-class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # of a library without types
-    """The only module of a model: texts and conditions in, embeddings out."""
+class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has no types
+    """The only module of a model: it maps texts and conditions to embeddings."""
 
     forward_kwargs: ClassVar[set[str]] = {"condition"}
 
@@ -31,7 +26,7 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # of a library wi
 
     @property
     def max_seq_length(self) -> int:
-        """Return the tokens that an input may have."""
+        """Maximum number of tokens of an input."""
         return self.embedder.encoder.identity.max_length
 
     def get_embedding_dimension(self) -> int:
@@ -45,15 +40,15 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # of a library wi
         condition: str | None = None,
         **others: Any,
     ) -> dict[str, Any]:
-        """Return texts with their conditions; ``inputs`` are texts or (text, condition) pairs.
+        """Pair texts with their conditions; ``inputs`` are texts or (text, condition) pairs.
 
         Raises:
-            UserError: a text without a condition, or a list of conditions, which would not be
-                in the order that texts are encoded in.
+            UserError: a text has no condition, or ``condition`` is a list, which
+                sentence-transformers would not sort together with the texts.
         """
         if prompt:
             raise UserError(
-                "this model takes no prompt: it has its own, which the condition is put into. "
+                "this model takes no prompt: it has a prompt into which it inserts the condition. "
                 "Give condition= instead."
             )
         if condition is not None and not isinstance(condition, str):
@@ -61,7 +56,7 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # of a library wi
                 f"condition is a {type(condition).__name__}; give one text for all, or a list of "
                 "(text, condition) pairs to encode."
             )
-        rows = [one if isinstance(one, tuple | list) else (one, condition) for one in inputs]
+        rows = [item if isinstance(item, tuple | list) else (item, condition) for item in inputs]
         for row in rows:
             if len(row) != 2 or not all(isinstance(text, str) for text in row):
                 raise UserError(
@@ -77,38 +72,50 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # of a library wi
         return features
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Write what :meth:`load` reads."""
+        """Write the files that ``load`` reads."""
         copy_run(self.run, self.embedder, Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Self:
-        """Load what an export of any condition wrote, or what was downloaded of one."""
+        """Load an export of any condition, from a local folder or from the hub."""
         names = ("token", "cache_folder", "revision", "local_files_only")
-        where = {name: kwargs[name] for name in names if name in kwargs}
-        path = cls.load_file_path(model_name_or_path, SETTINGS, subfolder=subfolder, **where)
+        hub_options = {name: kwargs[name] for name in names if name in kwargs}
+        path = cls.load_file_path(model_name_or_path, SETTINGS, subfolder=subfolder, **hub_options)
         if path is None:
-            raise UserError(f"{model_name_or_path} has no {SETTINGS}; export it anew.")
-        run = cls.load_dir_path(model_name_or_path, subfolder="run", **where)
+            raise UserError(f"{model_name_or_path} has no {SETTINGS}. Export it again.")
+        run = cls.load_dir_path(model_name_or_path, subfolder="run", **hub_options)
         return cls.of_export(Path(path).parent, Path(str(run)))
 
     @classmethod
     def of_export(cls, folder: Path, run: Path, device: str = "auto") -> Self:
-        """Return the module of an export's folder, with its run; see :func:`load_embedder`."""
+        """Create the module from the folder of an export and its run."""
         return cls(load_embedder(run, **read_export(folder), device=device), run)
 
 
 def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> SentenceTransformer:
-    """Load an embedder as a ``SentenceTransformer`` whose ``encode`` takes a condition.
+    """Load an embedder as a ``SentenceTransformer`` whose ``encode`` accepts a condition.
 
-    ``encode(texts, condition="the place")`` is one condition for all texts, and
-    ``encode([(text, condition), ...])`` one for each.
+    ``encode(texts, condition="the place")`` uses one condition for all texts, and ``encode([(text,
+    condition), ...])`` one for each.
 
     Args:
-        path: what ``llmcond export`` wrote, a run's folder, or the name of a bundled model.
+        path: output of ``llmcond export``, the folder of a run, or the name of a bundled model.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
+    Returns:
+        The model. An export with fixed conditions is an ordinary sentence-transformers model.
+
     Raises:
-        UserError, LlmcondError: as :func:`llmcond.load_embedder`.
+        UserError, LlmcondError: as in ``llmcond.load_embedder``.
+
+    Example:
+        >>> import llmcond
+        >>> model = llmcond.load_sentence_transformer("minilm-conditions")
+        >>> model.encode(["A man rides a horse."], condition="the activity").shape
+        (1, 384)
+        >>> pairs = [("A man rides a horse.", "the activity"), ("A girl cycles.", "the place")]
+        >>> model.encode(pairs).shape
+        (2, 384)
     """
     folder = Path(path)
     if (folder / SETTINGS).is_file():

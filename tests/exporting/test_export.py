@@ -117,7 +117,7 @@ def test_who_names_no_prompt_gets_the_first_condition(exported, fitted):
     from sentence_transformers import SentenceTransformer
 
     made = exported["plain"]
-    assert "encode_query and encode_document take the first" in " ".join(made.notes)
+    assert "encode_query and encode_document use the first" in " ".join(made.notes)
     model = SentenceTransformer(str(made.out), device="cpu")
     wanted = llmcond.load_embedder(fitted, "plain").encode(TEXTS, CONDITIONS[0])
     for encode in (model.encode, model.encode_query, model.encode_document):
@@ -209,10 +209,10 @@ def test_calls_that_are_wrong(fitted, given, message):
 @pytest.mark.parametrize(
     ("head", "conditions", "why"),
     [
-        ("towers", 1, "reads each text by 2 prompts"),
+        ("towers", 1, "reads each text with 2 prompts"),
         ("pair", 1, "reads a pair of texts"),
-        ("two", 1, "is no such layers"),
-        ("linear", 2, "Export each condition by itself, or leave out --condition"),
+        ("two", 1, "does not consist of dense layers"),
+        ("linear", 2, "Export each condition separately, or leave out --condition"),
     ],
 )
 def test_what_has_no_plain_form_is_refused(fitted, tmp_path, capsys, head, conditions, why):
@@ -220,15 +220,15 @@ def test_what_has_no_plain_form_is_refused(fitted, tmp_path, capsys, head, condi
     own = [word for one in CONDITIONS[:conditions] for word in ("--condition", one)]
     told = refused(capsys, "export", "--run", fitted, "--head", head, "--out", out, *own)
     assert why in told
-    assert "any condition, where llmcond is installed" in told
+    assert "any condition, but needs llmcond" in told
     assert not out.exists()
 
 
 def test_wrong_input_of_the_command(fitted, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     command = ["export", "--run", fitted, "--head", "linear", "--condition"]
-    assert "is there already" in refused(capsys, *command, "c", "--out", tmp_path)
-    assert "is there already" in refused(capsys, *command, "c", "--out", tmp_path / "file")
+    assert "already exists" in refused(capsys, *command, "c", "--out", tmp_path)
+    assert "already exists" in refused(capsys, *command, "c", "--out", tmp_path / "file")
     assert "--condition is empty" in refused(capsys, *command, " ", "--out", tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

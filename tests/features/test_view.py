@@ -581,8 +581,8 @@ def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name)
         (["--head", "concat", "--set", "hidden=2"], "has no setting 'hidden'"),
         (["--head", "hypernet", "--set", "features=all"], "one of 'separate', 'joint' or 'both'"),
         (["--head", "hypernet", "--set", "transform=yes"], "transform is 'yes', not bool"),
-        (["--head", "hypernet", "--dim", "4", "--set", "rank=5"], "above the 4 dimensions"),
-        (["--head", "hypernet", "--set", "rank=33"], "above the 32 dimensions"),
+        (["--head", "hypernet", "--dim", "4", "--set", "rank=5"], "has a rank of at most 4"),
+        (["--head", "hypernet", "--set", "rank=33"], "has a rank of at most 32"),
         (["--head", "hypernet-ablation", "--set", "rank=0"], "'rank' is 0: it must be at least 1"),
         (["--head", "hadamard", "--dim", "4"], "leave out --dim"),
         (

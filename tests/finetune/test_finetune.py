@@ -26,7 +26,7 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.loop import Order
+from llmcond.finetune.loop import BatchSchedule
 from llmcond.finetune.settings import TuneSettings
 from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
@@ -59,7 +59,7 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
     group = contrast_groups(np.array([0, 0, 1, 2, 3, 3, 2, 0, 0, 4]))
     settings = TuneSettings(batch_size=4, gradient_accumulation_steps=2)
-    order = Order(group, settings, seed=3, processes=1)
+    order = BatchSchedule(group, settings, seed=3, processes=1)
     assert order.steps == 3
     epochs = [order.epoch(number) for number in (0, 1)]
     for epoch in epochs:
@@ -74,19 +74,19 @@ def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
             assert all(np.diff(part)[np.diff(group[part]) == 0] > 0)
     first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
     assert first != second
-    again = Order(group, settings, seed=3, processes=1)
+    again = BatchSchedule(group, settings, seed=3, processes=1)
     assert str(again.epoch(1)) == str(epochs[1])
 
 
 def test_steps_are_of_like_size_whatever_is_left():
-    order = Order(np.arange(101), TuneSettings(batch_size=25), seed=0, processes=1)
+    order = BatchSchedule(np.arange(101), TuneSettings(batch_size=25), seed=0, processes=1)
     assert {len(part) for step in order.epoch(0) for part in step} <= {20, 21}
     assert order.steps == 5
 
 
 def test_a_step_with_fewer_rows_than_parts_is_refused():
     with pytest.raises(UserError, match="has 2 rows, too few for 3 processes"):
-        Order(np.arange(10), TuneSettings(batch_size=2), seed=0, processes=3)
+        BatchSchedule(np.arange(10), TuneSettings(batch_size=2), seed=0, processes=3)
 
 
 def test_learning_rates_rise_and_fall():
@@ -506,7 +506,7 @@ def test_the_record_says_what_made_it(tuned):
     ("arguments", "said"),
     [
         (["--head", "none", "--target", "q_proj"], "Legal: auto, attention, mlp, attention.self"),
-        (["--head", "none", "--rank", "0"], "expected a number of at least 1, or full"),
+        (["--head", "none", "--rank", "0"], "expected a whole number of at least 1, or full"),
         (["--head", "none", "--rank", "full", "--quantize", "4bit"], "cannot be trained"),
         (["--head", "none", "--merge", "--quantize", "4bit"], "Leave out --merge"),
         (["--head", "pca"], "not fitted by gradients"),
@@ -566,7 +566,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
     said = train("wild", *arguments, command=refused)
     assert "became" in said
     assert "step 2 of" in said
-    assert "the last checkpoint is kept in wild/training" in said
+    assert "the last checkpoint is in wild/training" in said
     assert "--learning-rate" in said
     state = StateFolder(tmp_path / "wild" / "training", {})
     assert (state.folder / STATE).is_file()
@@ -605,7 +605,7 @@ def test_a_damaged_checkpoint_is_told(tiny, data, tmp_path):
     trainer.run(lambda *_: None)
     path = tmp_path / "t" / STATE
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(llmcond.LlmcondError, match="begin anew"):
+    with pytest.raises(llmcond.LlmcondError, match="start again"):
         trainer_of(tiny, data, tmp_path / "t", epochs=1)
 
 

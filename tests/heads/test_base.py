@@ -64,8 +64,8 @@ def test_equal_vectors_are_one_condition_however_they_are_given():
 
 
 def test_other_heads_have_nothing_to_keep():
-    with pytest.raises(UserError, match="a linear head makes no matrices"):
+    with pytest.raises(UserError, match="a linear head generates no matrices that could be cached"):
         ConditionCache(fitted("linear", dim=4))
     assert not fitted("linear", dim=4).generates_matrices
-    with pytest.raises(UserError, match="takes the features of each condition"):
+    with pytest.raises(UserError, match="needs the features of each condition"):
         ConditionCache(fitted(dim=8, rank=3)).transform(np.ones((2, 12)), None)

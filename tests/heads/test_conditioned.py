@@ -659,10 +659,10 @@ def test_low_rank_hypernetwork_and_its_ablation_have_as_many_weights():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_missing_conditions_are_refused(heads, name):
-    with pytest.raises(UserError, match=rf"takes the features of each condition.*\(n, {DIM_C}\)"):
+    with pytest.raises(UserError, match=rf"needs the features of each condition.*\(n, {DIM_C}\)"):
         heads[name].transform(paired().first)
     kind, changes = VARIANTS[name]
-    with pytest.raises(UserError, match=r"takes the features of each condition.*condition=\.\.\."):
+    with pytest.raises(UserError, match=r"needs the features of each condition.*condition=\.\.\."):
         fit(kind, replace(paired(), condition=None), **SHORT, **changes)
 
 
@@ -693,7 +693,9 @@ def test_another_number_of_conditions_is_refused(heads, n):
 
 @pytest.mark.parametrize(("dim", "rank", "most"), [(3, 4, 3), (6, 7, 6), (4, 5, 4)])
 def test_a_rank_above_the_dimension_is_refused(dim, rank, most):
-    with pytest.raises(UserError, match=rf"rank is {rank}, above the {most} dim.*{DIM} x {dim}"):
+    with pytest.raises(
+        UserError, match=rf"rank is {rank}, but a {DIM} x {dim} matrix .* most {most}"
+    ):
         fit("hypernet-mse", paired(), **SHORT, dim=dim, rank=rank)
     fit("hypernet-mse", paired(), epochs=1, batch_size=60, dim=dim, rank=most)
 
@@ -728,7 +730,7 @@ def large():
 
 def test_a_hypernetwork_beyond_memory_is_refused_with_its_size():
     size = (
-        rf"{4_096**3:,} parameters, which take 1,280\.0 GiB .* GiB are free.*its dim, or its rank"
+        rf"{4_096**3:,} parameters\. .* needs 1,280\.0 GiB, .* GiB are free.*its dim, or its rank"
     )
     with pytest.raises(UserError, match=size):
         fit("hypernet-full-mse", large(), dim=4_096)

@@ -290,7 +290,7 @@ def test_no_sentence_pair_is_both_fitted_on_and_held_out(data, monkeypatch):
 
 
 def test_notes_of_a_fit_are_warnings(data):
-    with pytest.warns(UserWarning, match="fill no batch of 512"):
+    with pytest.warns(UserWarning, match="are fewer than batch_size 512"):
         Head("linear", settings={"epochs": 1}).fit(*data)
 
 
@@ -317,7 +317,7 @@ def test_rows_of_a_pair_may_stand_anywhere(data):
 
 
 def test_contrastive_objectives_without_pairs_say_what_is_missing(data):
-    with pytest.raises(ValueError, match=r"no pairs were given: .* with pair="):
+    with pytest.raises(ValueError, match=r"no pairs were given\. .* as pair="):
         Head("linear", settings=CONTRAST).fit(*data)
 
 
@@ -371,7 +371,7 @@ def test_embed_gives_either_side(conditioned, name):
     [
         ("linear", np.zeros((2, DIM + 1)), None, f"have {DIM + 1} dimensions.*fitted on {DIM}"),
         ("linear", np.full((2, DIM), np.nan), None, "features contains NaN"),
-        ("hadamard", np.zeros((2, DIM)), None, "takes the features of each condition as well"),
+        ("hadamard", np.zeros((2, DIM)), None, "also needs the features of each condition"),
         ("hadamard", np.zeros((2, DIM)), np.zeros((2, DIM_C + 1)), "conditions have 4 dimensions"),
         ("hadamard", np.zeros((3, DIM)), np.zeros((2, DIM_C)), "3 sentences and 2 conditions"),
     ],
@@ -480,7 +480,7 @@ def test_grid_search_over_recipes_dimensions_and_settings(conditioned):
     ]
     search = GridSearchCV(Head(n_condition=DIM_C), grid, cv=2, error_score="raise")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fill no batch")
+        warnings.filterwarnings("ignore", message=".*fewer than batch_size")
         search.fit(X, y)
     assert search.cv_results_["mean_test_score"].shape == (6,)
     assert search.best_score_ == max(search.cv_results_["mean_test_score"])
@@ -544,12 +544,12 @@ def test_shuffled_splits_keep_contrasts(data):
         ({"settings": ["epochs"]}, r"settings is \['epochs'\]; it must be a dict"),
         ({"settings": {"epoch": 5}}, r"Head\('mlp'\): unknown key 'epoch'. Did you mean 'epochs'"),
         ({"settings": {"epochs": 0}}, ".epochs. is 0: .*at least 1"),
-        ({"settings": {"dim": 4}}, r"a parameter by itself: Head\(dim="),
+        ({"settings": {"dim": 4}}, r"a separate parameter: Head\(dim="),
         ({"dim": DIM + 1}, f"features have {DIM}: .*Set dim to {DIM} or less"),
         ({"dim": 2.5}, "'dim' is 2.5"),
-        ({"recipe": "none", "dim": 2}, "the head none has no dim to choose"),
-        ({"recipe": "hadamard"}, "how many columns they are with n_condition"),
-        ({"n_condition": 1}, f"{2 * DIM} columns less the 1 of the condition, an odd number"),
+        ({"recipe": "none", "dim": 2}, "the head none has no setting dim"),
+        ({"recipe": "hadamard"}, "set n_condition to their number of columns"),
+        ({"n_condition": 1}, f"{2 * DIM} columns minus the 1 of the condition, an odd number"),
         ({"n_condition": -2}, "n_condition is -2; it must be a number of columns"),
         ({"n_condition": 2 * DIM}, f"minimum of {2 * DIM + 2} is required"),
         ({"validation_fraction": 1.0}, r"validation_fraction is 1\.0"),
@@ -605,7 +605,7 @@ def test_errors_are_those_of_the_package_too(data):
     with pytest.raises(UserError, match="unknown head"):
         Head("mpl").fit(*data)
     assert not get_tags(Head("mpl")).target_tags.required
-    with pytest.raises(UserError, match="rank is 64, above the 6 dimensions"):
+    with pytest.raises(UserError, match="rank is 64, but a 6 x 6 matrix"):
         Head("hypernet-mse", n_condition=2, settings={"rank": 64}).fit(
             *rated(ROWS, 0, n_condition=2)
         )

@@ -454,7 +454,7 @@ NAMES = ["mse", "info_nce", "quadruplet", "cosent", "ranking"]
         ({"scale": 0.0}, "'scale' is 0.0: .*at least 1e-06"),
         ({"scale": -1.0}, "'scale' is -1.0:"),
         ({"temperature": 1e7}, "'temperature' is 10000000.0: .*at most 1,000,000"),
-        ({"mse": 0.0}, "mse, cosent, ranking, info_nce, quadruplet are all 0.*set one"),
+        ({"mse": 0.0}, "mse, cosent, ranking, info_nce, quadruplet are all 0.*set at least one"),
         ({"info_nce_form": "v2"}, "'info_nce_form' is 'v2': .*'acl', 'v1' or 'self-negatives'"),
         ({"ties": "skip"}, "'ties' is 'skip': .*'drop', 'keep' or 'gap'"),
         ({"tie": "drop"}, "unknown key 'tie'"),

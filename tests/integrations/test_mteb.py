@@ -53,7 +53,7 @@ def test_rows_of_ones_own(wrapper, tiny_run, write_rows, small_rows):
 def test_a_task_without_conditions_is_refused(wrapper, tiny_run, write_rows, small_rows):
     task = wrapper.CSTS(write_rows(small_rows))
     task.column_names = ("sentence1", "sentence2")
-    with pytest.raises(llmcond.UserError, match="gives no conditions"):
+    with pytest.raises(llmcond.UserError, match="has no conditions"):
         evaluated(wrapper.MtebEncoder(tiny_run, head="none"), task)
 
 

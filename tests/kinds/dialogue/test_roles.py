@@ -388,7 +388,7 @@ def test_what_cannot_be_fitted_is_told():
     with pytest.raises(UserError, match="the head linear does not map utterances to roles"):
         fit_turns(load_recipe("linear"), short, None, 0, quiet)
     pairs = PairArrays(np.ones((3, D)), np.ones((3, D)), np.array([0, 0.5, 1]))
-    with pytest.raises(UserError, match="it takes no rated pairs"):
+    with pytest.raises(UserError, match="it cannot be fitted on rated pairs"):
         fit_recipe(recipe("rank"), pairs, None, 0, quiet)
     with pytest.raises(UserError, match="no parameters, but the objective weighted"):
         fit_turns(recipe("none", objective="weighted"), dialogues(), None, 0, quiet)

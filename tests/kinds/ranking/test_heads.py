@@ -517,7 +517,9 @@ def test_what_is_missing_is_told():
         UserError, match="the head mlp compares rated pairs and cannot rank candidates"
     ):
         fit_queries(pair_recipe("mlp"), arrays, None, 0, quiet)
-    with pytest.raises(UserError, match="the head hypernet ranks candidates; it takes no rated"):
+    with pytest.raises(
+        UserError, match="the head hypernet ranks candidates; it cannot be fitted on rated"
+    ):
         fit_recipe(recipe("hypernet"), None, None, 0, quiet)
 
 
