@@ -187,7 +187,8 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     kind = plain_type(hint)
     inner = get_args(kind)
     text = spec.help
-    if "default:" not in text and default not in (dataclasses.MISSING, None, (), "", False, True):
+    shown = default not in (dataclasses.MISSING, None, (), "") and not isinstance(default, bool)
+    if shown and "default:" not in text:
         text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
     keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
     if spec.metavar is not None:

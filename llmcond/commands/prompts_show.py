@@ -36,7 +36,7 @@ class ShowPrompt(WithColumns, WithEncoderSettings, Command):
     split_seed: int | None = option(
         None,
         metavar="S",
-        help="random seed that splits a single file into train, dev and test (default: 0)",
+        help="random seed that splits a single file into train, dev and test",
     )
     model: str | None = option(
         None,

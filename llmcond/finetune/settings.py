@@ -190,7 +190,7 @@ class StageSettings:
         metavar="LR",
         **_STAGE,
     )
-    then_epochs: Count = option(1, help="epochs of this stage (default: 1)", metavar="N", **_STAGE)
+    then_epochs: Count = option(1, help="epochs of this stage", metavar="N", **_STAGE)
     folds: Annotated[int, Ge(0), Le(_LARGEST)] = option(
         0,
         help="folds of a cross-validation over dev's sentence pairs that measures the gain of this "

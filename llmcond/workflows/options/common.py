@@ -268,7 +268,7 @@ class WithTask(WithColumns):
     split_seed: int | None = option(
         None,
         metavar="S",
-        help="random seed that splits a single file into train, dev and test (default: 0)",
+        help="random seed that splits a single file into train, dev and test",
     )
     task: str | None = option(
         None,

@@ -36,7 +36,7 @@ class ExtractOptions(RunOptions, WithScale):
         1,
         metavar="N",
         help="number of processes that share the work: one per GPU, or on a CPU each with an equal "
-        "share of its cores (default: 1)",
+        "share of its cores",
     )
 
     plan: bool = option(

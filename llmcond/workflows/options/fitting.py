@@ -72,7 +72,7 @@ class FitHeadOptions(InRun, WithDevice, DevOptions):
         help="subtract the unconditional embedding (default: yes, except in tasks that rank "
         "candidates)",
     )
-    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
+    seed: Seed = option(0, metavar="S", help="random seed")
     set: Mapping[str, str] | None = option(
         None, metavar="KEY=VALUE", help="settings that override those of the recipe"
     )

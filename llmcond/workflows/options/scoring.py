@@ -66,7 +66,7 @@ class AnalyseOptions(InRun, WithSplit):
     top: Annotated[int, Ge(0)] = option(
         5, metavar="N", help="number of rows to list, those whose similarity changed most"
     )
-    seed: Seed = option(0, metavar="S", help="random seed (default: 0)")
+    seed: Seed = option(0, metavar="S", help="random seed")
 
 
 @dataclass(frozen=True, kw_only=True)

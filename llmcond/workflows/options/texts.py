@@ -144,9 +144,7 @@ class ClusterOptions(WithGuide, WithConditions, WithEmbedder):
         None, metavar="FILE.html", help="HTML report to write, with an interactive map of the texts"
     )
     check: bool = option(True, help=f"without --guide: {CHECK_HELP}")
-    seed: Seed = option(
-        0, metavar="S", help="random seed of K-means, sampling and the map (default: 0)"
-    )
+    seed: Seed = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +161,7 @@ class CheckConditionOptions(WithConditions, WithEmbedder):
         metavar="TEXT", repeat=True, help="condition to check; may be repeated"
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
-    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts (default: 0)")
+    seed: Seed = option(0, metavar="S", help="random seed of the sample of texts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +223,7 @@ class AnnotateOptions(WithColumns):
         help="prompt that asks for a rating: rate, answer-then-compare, or a .toml file",
     )
     samples: Positive = option(
-        1, metavar="K", help="number of answers per question, which are averaged (default: 1)"
+        1, metavar="K", help="number of answers per question, which are averaged"
     )
     rows: Positive | None = option(
         None, metavar="N", help="number of rows to rate, sampled at random (default: all)"
@@ -236,7 +234,7 @@ class AnnotateOptions(WithColumns):
     seed: Seed = option(
         0,
         metavar="S",
-        help="random seed; with another seed all questions are asked again (default: 0)",
+        help="random seed; with another seed all questions are asked again",
     )
     yes: bool = option(
         False, help="continue without asking for confirmation of the estimated cost and time"
