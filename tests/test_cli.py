@@ -488,7 +488,7 @@ def test_wrong_arguments_are_one_clear_line(capsys, arguments, expected):
         (b"sentence1,sentence2,condition,label\na,b,c,6\n", "outside the rating range"),
         (b"sentence1,sentence2,condition,label\na,b,c,good\n", "not a number"),
         ("sentence1,sentence2,condition,label\ncafé,b,c,1\n".encode("latin-1"), "not UTF-8"),
-        (b"sentence1,sentence2,condition,label\na,b,c\n", "3 fields, not 4"),
+        (b"sentence1,sentence2,condition,label\na,b,c\n", "3 fields, but its header has 4"),
     ],
 )
 def test_bad_rows_are_refused_before_anything_is_written(capsys, tiny, content, expected):

@@ -1,1 +1,1 @@
-"""Data sets: files become rows, checked, on a stated scale, in splits."""
+"""Reading of datasets: files become validated rows in splits, with ratings on a known scale."""

@@ -1,8 +1,8 @@
-"""Texts with several attributes, the conditions that ask for them, and paired triples of both.
+"""Texts with several attributes, the conditions that select an attribute, and paired triples.
 
-A set is one JSON file: ``{"texts": [{"text", "attrs": {condition id: value}, "group"}], "conds":
-{condition id: {"text", "question", "para": [...]}}, "same_group": false}``. The keys ``group``,
-``question``, ``para`` and ``same_group`` are optional.
+A dataset is one JSON file: ``{"texts": [{"text", "attrs": {condition id: value}, "group"}],
+"conds": {condition id: {"text", "question", "para": [...]}}, "same_group": false}``. The keys
+``group``, ``question``, ``para`` and ``same_group`` are optional.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from llmcond.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class AspectText:
-    """A text with the values of its attributes by condition; only these are asked of it."""
+    """A text with its attributes.
+
+    Attributes:
+        text: the text.
+        attributes: values by condition. The text is not evaluated under other conditions.
+        group: name of the group of texts that it belongs to; may be empty.
+    """
 
     text: str
     attributes: Mapping[str, str]
@@ -27,7 +33,13 @@ class AspectText:
 
 @dataclass(frozen=True, slots=True)
 class ConditionWordings:
-    """Ways to say a condition: a noun phrase, a question (may be empty), other noun phrases."""
+    """Wordings of a condition.
+
+    Attributes:
+        text: a noun phrase.
+        question: a question; may be empty.
+        others: further noun phrases.
+    """
 
     text: str
     question: str = ""
@@ -36,10 +48,11 @@ class ConditionWordings:
 
 @dataclass(frozen=True, slots=True)
 class Triple:
-    """A paired triple, by the positions of its texts.
+    """A paired triple of texts, given by their positions.
 
-    Under ``condition`` the first text is the nearer one to the anchor: it has the anchor's value of
-    ``condition``, and not of ``other``. Under ``other`` it is the second, which has the reverse.
+    The first text has the anchor's value of ``condition`` but not of ``other``, so under
+    ``condition`` it is closer to the anchor. The second text has the anchor's value of ``other``
+    but not of ``condition``, so under ``other`` it is closer.
     """
 
     anchor: int
@@ -51,10 +64,14 @@ class Triple:
 
 @dataclass(frozen=True, slots=True)
 class AspectSample:
-    """Texts that are measured, with conditions and paired triples (none where none exist).
+    """Texts to evaluate, with conditions and paired triples.
 
     Attributes:
-        values: for each condition, values that no text of the sample has, the commonest first;
+        name: name of the dataset.
+        texts: the texts.
+        conditions: wordings of the conditions, by their ids.
+        triples: paired triples; may be empty.
+        values: for each condition, values that no text of the sample has, the most frequent first;
             filled by ``scripts/aspect_samples.py``.
     """
 
@@ -69,27 +86,32 @@ class AspectSample:
 
 
 def set_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each set of a folder by its name; a UserError if there is none."""
-    found = {path.stem: path for path in sorted(folder.glob("*.json"))}
-    if not found:
+    """Return the files of a folder's datasets by name; raises a ``UserError`` if there are none."""
+    files = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    if not files:
         raise UserError(
-            f"{folder} holds no data set. Name a folder that has one file NAME.json a set: "
+            f"{folder} contains no dataset. Name a folder with a file NAME.json for each dataset: "
             '{"texts": [{"text", "attrs"}], "conds": {ID: {"text"}}}'
         )
-    return found
+    return files
 
 
 def read_sets(folder: Path) -> list[AspectSample]:
-    """Read all sets of a folder with all of their texts; errors as of :func:`parse_sample`."""
+    """Read all datasets of a folder; raises the errors of ``set_files`` and ``parse_sample``."""
     files = set_files(folder).items()
     return [parse_sample(read_json(path), name, str(path)) for name, path in files]
 
 
 def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSample:
-    """Check what a file holds, and return it; ``source`` is what messages call the file.
+    """Check and convert the content of a file.
+
+    Args:
+        values: the content.
+        name: name of the dataset.
+        source: name of the file in messages.
 
     Raises:
-        UserError: it is not in the format, or one of its triples is not valid.
+        UserError: the content does not follow the format, or a triple is not valid.
     """
     texts = [
         _parse_text(item, f"{source}: texts[{i}]")
@@ -101,11 +123,11 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
     }
     if not texts or not conditions:
         raise UserError(f"{source} has no {'conds' if texts else 'texts'}.")
-    asked = {key for text in texts for key in text.attributes}
-    if not asked & set(conditions):
+    attributes = {key for text in texts for key in text.attributes}
+    if not attributes & set(conditions):
         raise UserError(
-            f"{source}: no text has an attribute that a condition asks for. Attributes: "
-            f"{listed(sorted(asked), 5)}; conditions: {listed(sorted(conditions), 5)}."
+            f"{source}: no attribute of a text matches a condition. Attributes: "
+            f"{listed(sorted(attributes), 5)}; conditions: {listed(sorted(conditions), 5)}."
         )
     triples = [
         _parse_triple(item, texts, conditions, f"{source}: triples[{i}]")
@@ -118,12 +140,12 @@ _KINDS: Mapping[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
 
 def _get(values: Any, key: str, kind: type, source: str) -> Any:
-    """Return what a JSON object holds under a key; a UserError where that is of another kind."""
+    """Return the value of a key; raises a ``UserError`` if it is missing or of another type."""
     if not isinstance(values, dict):
         raise UserError(f"{source} is {brief(values)}; expected an object.")
     if not isinstance(values.get(key), kind):
-        got = brief(values[key]) if key in values else "missing"
-        raise UserError(f"{source}: {key!r} is {got}; expected {_KINDS[kind]}.")
+        actual = brief(values[key]) if key in values else "missing"
+        raise UserError(f"{source}: {key!r} is {actual}; expected {_KINDS[kind]}.")
     return values[key]
 
 
@@ -164,27 +186,29 @@ def _parse_triple(
         item = [item[key] for key in keys]
     if not isinstance(item, list) or len(item) != len(keys):
         raise UserError(f"{source} is {brief(item)}; expected [a, x, y, c, d].")
-    positions, asked = item[:3], [str(key) for key in item[3:]]
+    positions, condition_ids = item[:3], [str(key) for key in item[3:]]
     for position in positions:
         if type(position) is not int or not 0 <= position < len(texts):
             raise UserError(
                 f"{source} names the text {brief(position)}; expected a position from 0 to "
                 f"{len(texts) - 1:,}."
             )
-    for key in asked:
+    for key in condition_ids:
         if key not in conditions:
-            raise UserError(f"{source} asks for {brief(key)}. {nearest(key, conditions)}")
-    triple = Triple(*positions, *asked)
+            raise UserError(
+                f"{source} names the unknown condition {brief(key)}. {nearest(key, conditions)}"
+            )
+    triple = Triple(*positions, *condition_ids)
     if not is_valid(triple, texts):
         raise UserError(
-            f"{source} is no paired triple: x must have a's value of c and not of d, and y a's "
-            "value of d and not of c."
+            f"{source} is not a paired triple: x must have the same value of c as a, but not of d; "
+            "y must have the same value of d as a, but not of c."
         )
     return triple
 
 
 def is_valid(triple: Triple, texts: Sequence[AspectText]) -> bool:
-    """Return whether each of the two other texts has just one of the anchor's two values."""
+    """Return whether each of the other two texts shares exactly one value with the anchor."""
     anchor, first, second = (
         [texts[i].attributes.get(key) for key in (triple.condition, triple.other)]
         for i in (triple.anchor, triple.first, triple.second)

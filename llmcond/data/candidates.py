@@ -1,4 +1,4 @@
-"""Candidates of a user's own: texts that are ranked, from a file."""
+"""Texts from files that are not datasets: candidates to rank, and texts to embed."""
 
 from __future__ import annotations
 
@@ -27,36 +27,41 @@ from llmcond.log import log
 
 
 def read_candidates(path: Path) -> list[str]:
-    """Return the texts of a file, as :func:`text_file` does. Repeats are kept, and told.
+    """Read candidates with ``text_file``; repeated ones are kept, and their number is logged.
 
     Raises:
-        UserError: as of that function, or fewer than two texts.
+        UserError: as ``text_file``, or there are fewer than two texts.
     """
     texts = text_file(path, "candidates")
     if len(texts) < 2:
-        raise UserError(
-            f"{path} holds {len(texts)} candidates; at least 2 are needed to choose between."
-        )
+        raise UserError(f"{path} contains {len(texts)} candidates; a choice needs at least 2.")
     repeats = len(texts) - len(set(texts))
     if repeats:
-        log.info(f"{path}: {repeats:,} of {len(texts):,} candidates repeat an earlier one; kept")
+        log.info(
+            f"{path}: {repeats:,} of {len(texts):,} candidates repeat an earlier one; all are kept"
+        )
     return texts
 
 
 def text_file(path: Path, what: str, column: str = "text") -> list[str]:
-    """Return the texts of a file: one a line, or those of a table's column.
+    """Read the texts of a file: one per line, or those of a table's column.
 
-    Lines without a text are left out. ``what`` is what messages call the texts.
+    Blank lines are skipped.
+
+    Args:
+        path: the file.
+        what: name of the texts in messages.
+        column: the column of a table.
 
     Raises:
-        UserError: no such file, not UTF-8, or an empty text in a table; as of
-            :func:`is_text_file`.
+        UserError: there is no such file, it is not UTF-8, or a text in a table is empty; or as
+            ``is_text_file``.
     """
     path = Path(path).expanduser()
     if not path.is_file():
         raise UserError(
-            f"{path} is no file. Expected {what}: a .txt file, one a line, or a table with a "
-            f"column {column}."
+            f"{path} is not a file. Expected {what}: a .txt file with one per line, or a table "
+            f"with a column {column}."
         )
     if not is_text_file(path):
         source = open_source(str(path))
@@ -70,15 +75,15 @@ def text_file(path: Path, what: str, column: str = "text") -> list[str]:
     return texts
 
 
-def is_text_file(given: Any) -> bool:
-    """Return whether there is a file of one text a line, by its name.
+def is_text_file(data: Any) -> bool:
+    """Return whether ``data`` is the path of an existing file with one text per line.
 
     Raises:
-        UserError: its name is neither that of such a file nor that of a table.
+        UserError: it is a file whose suffix is neither that of text files nor that of tables.
     """
-    if not isinstance(given, str | Path):
+    if not isinstance(data, str | Path):
         return False
-    path = Path(given).expanduser()
+    path = Path(data).expanduser()
     suffix = suffix_of(str(path))
     if suffix in SUFFIXES or not path.is_file():
         return False
@@ -87,19 +92,19 @@ def is_text_file(given: Any) -> bool:
     return True
 
 
-def _are_texts(given: Any) -> bool:
-    return isinstance(given, list | tuple) and all(isinstance(one, str) for one in given)
+def _is_text_list(data: Any) -> bool:
+    return isinstance(data, list | tuple) and all(isinstance(text, str) for text in data)
 
 
-def has_column(given: Any, name: str) -> bool:
-    """Return whether a file or rows in memory have a column; texts without a table have none.
+def has_column(data: Any, name: str) -> bool:
+    """Return whether a file or a table in memory has a column; False for plain texts.
 
     Raises:
-        UserError: nothing there, or its first row cannot be read.
+        UserError: the file does not exist, or its first row cannot be read.
     """
-    if is_text_file(given) or _are_texts(given):
+    if is_text_file(data) or _is_text_list(data):
         return False
-    source = open_source(given)
+    source = open_source(data)
     if source.splits is not None:
         return False
     try:
@@ -110,35 +115,44 @@ def has_column(given: Any, name: str) -> bool:
     return True
 
 
-def text_column(has: Callable[[str], bool], named: str | None = None) -> str:
-    """Return the column that texts are in: the one that was named, else text, else sentence.
+def text_column(column_exists: Callable[[str], bool], requested: str | None = None) -> str:
+    """Return the name of the column of texts: the requested one, else text, else sentence.
 
-    ``has`` is whether there is a column of a name.
+    Args:
+        column_exists: whether there is a column of a name.
+        requested: the column that the user named, if any.
     """
-    if named is not None:
-        return named
+    if requested is not None:
+        return requested
     first, second = TEXT_COLUMNS
-    if not has(first):
-        return second if has(second) else first
-    if has(second):
-        log.info(f"the texts are in the column {first}; --text {second} takes the other one")
+    if not column_exists(first):
+        return second if column_exists(second) else first
+    if column_exists(second):
+        log.info(f"texts: the column {first}; to use the column {second}: --text {second}")
     return first
 
 
 def condition_source(
-    has: Callable[[str], bool], condition: str | None, condition_text: str | None = None
+    column_exists: Callable[[str], bool], condition: str | None, condition_text: str | None = None
 ) -> tuple[str | None, str | None]:
-    """Return the column that conditions are in, or the one text that is every row's condition.
+    """Decide whether conditions come from a column or are a single text for all rows.
 
-    ``condition`` names a column where there is one of that name (as ``has`` says), and is else the
-    text, which a message says. Neither given: the column called condition.
+    Args:
+        column_exists: whether there is a column of a name.
+        condition: name of a column if there is such a column, otherwise the text. Which of the two
+            was chosen is logged.
+        condition_text: the text.
+
+    Returns:
+        The name of the column, or None; and the text, or None. If neither argument is given, the
+        column is called condition.
 
     Raises:
-        UserError: both are given, or an empty text.
+        UserError: both arguments are given, or the text is empty.
     """
     if condition is None or condition_text is not None:
         return condition_column(condition, condition_text), condition_text
-    if has(condition):
+    if column_exists(condition):
         log.info(f"conditions: the column {condition!r}")
         return condition, None
     condition_column(None, condition)
@@ -147,7 +161,7 @@ def condition_source(
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a cell of a table holds nothing: None, NaN, or blanks."""
+    """Return whether a cell of a table is missing: None, NaN, or blank."""
     if isinstance(value, Real):
         return math.isnan(value)
     return value is None or not str(value).strip()
@@ -155,43 +169,53 @@ def is_missing(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Texts, with further columns as they are, and the name of the file for messages."""
+    """Texts with further columns.
+
+    Attributes:
+        texts: the texts.
+        file: name of their file in messages.
+        columns: further columns by name, with unconverted values.
+    """
 
     texts: list[str]
     file: str
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
-def read_collection(given: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
-    """Return the texts of a file or of rows in memory, with further columns.
+def read_collection(data: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
+    """Read texts from a file or from memory, with further columns.
 
     Args:
-        given: a table, a text file, one a line, or in memory a table or a list of texts.
-        column: where the texts of a table are.
-        others: further columns of it.
+        data: path of a table or of a text file with one text per line; or, in memory, a table or a
+            list of texts.
+        column: the column of a table that contains the texts.
+        others: further columns of the table.
 
     Raises:
-        UserError: as of :func:`text_file`, a folder, or further columns of a text file.
-        MissingColumnError: no such column.
+        UserError: as ``text_file``, or ``data`` is a folder, or further columns are requested from
+            a text file.
+        MissingColumnError: the table lacks a column.
     """
-    if _are_texts(given):
-        given = [{column: text} for text in given]
-    elif isinstance(given, str | Path) and not str(given).startswith("hf://"):
-        path = Path(given).expanduser()
+    if _is_text_list(data):
+        data = [{column: text} for text in data]
+    elif isinstance(data, str | Path) and not str(data).startswith("hf://"):
+        path = Path(data).expanduser()
         if is_text_file(path):
             if others:
                 raise UserError(
-                    f"{path} is read as a text file, one text a line, and has no column "
+                    f"{path} is a text file with one text per line, so it has no column "
                     f"{others[0]!r}. Name a table."
                 )
             return Collection(text_file(path, "texts"), path.name)
-    source = open_source(given)
+    source = open_source(data)
     if source.splits is not None:
-        raise UserError(f"{source.name} is a folder; name one file.")
-    wanted = [(column, cell_text), *unread_columns(others)]
+        raise UserError(f"{source.name} is a folder; name a single file.")
+    columns = [(column, cell_text), *unread_columns(others)]
     try:
-        texts, *found = read_columns(source, source.files, wanted)
+        texts, *other_values = read_columns(source, source.files, columns)
     except MissingColumnError as error:
-        advice = "Name one of them (--text COL for the texts)."
+        advice = "Name one of its columns (--text COL for the texts)."
         raise MissingColumnError(error.found, advice) from error
-    return Collection(texts, Path(source.files[0]).name, dict(zip(others, found, strict=True)))
+    return Collection(
+        texts, Path(source.files[0]).name, dict(zip(others, other_values, strict=True))
+    )

@@ -1,4 +1,4 @@
-"""Reading data sets: files become rows, checked, on a stated scale, in splits."""
+"""Reading of datasets of rated sentence pairs: validated rows in splits, with scaled ratings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEV_FRACTION = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names that a file's columns have; without one of labels, ``label`` is empty."""
+    """The names of a file's columns; ``label`` is empty if no column has ratings."""
 
     sentence1: str = "sentence1"
     sentence2: str = "sentence2"
@@ -44,10 +44,13 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class RatingScale:
-    """The range that ratings are on, mapped to 0 to 1.
+    """The range of ratings, which are mapped to 0 to 1.
 
-    ``unrated`` is the label of a row that is unrated or ill-defined: a number, or ``empty`` for
-    labels that are empty, null or NaN.
+    Attributes:
+        low: lowest rating.
+        high: highest rating.
+        unrated: label of rows that are unrated or ill-defined: a number, or ``empty`` for labels
+            that are empty, null or NaN.
     """
 
     low: float = 1.0
@@ -55,7 +58,7 @@ class RatingScale:
     unrated: float | Literal["empty"] = -1.0
 
     def check(self) -> None:
-        """Raise a UserError unless low < high, with ``unrated`` outside."""
+        """Raise a ``UserError`` unless low < high and ``unrated`` is outside of this range."""
         if not (np.isfinite([self.low, self.high]).all() and self.low < self.high):
             raise UserError(
                 f"the rating range is {self.low:g} to {self.high:g}; low must be below high, and "
@@ -70,15 +73,15 @@ class RatingScale:
             )
         if self.low <= self.unrated <= self.high:
             raise UserError(
-                f"the label {self.unrated:g} marks unrated rows, but lies within the rating range "
-                f"{self.low:g} to {self.high:g}. Name another with --unrated."
+                f"the label {self.unrated:g} marks unrated rows, but is within the rating range "
+                f"{self.low:g} to {self.high:g}. Choose another one with --unrated."
             )
 
     def to_unit(self, label: object) -> float:
-        """Return a label on 0 to 1; NaN for an unrated row.
+        """Scale a label to 0 to 1; NaN for an unrated row.
 
         Raises:
-            ValueError: not a number, or out of range; the message says which.
+            ValueError: the label is not a number or is out of range; the message says which.
         """
         text = str(label).strip() if label is not None else ""
         try:
@@ -90,25 +93,28 @@ class RatingScale:
             return math.nan
         if empty:
             raise ValueError(
-                f"is {brief(text)}, not a number; --unrated empty takes such rows as unrated"
+                f"is {brief(text)}, not a number; to read such rows as unrated: --unrated empty"
             )
         if not self.low <= value <= self.high:
             marker = self.unrated if self.unrated == "empty" else f"{self.unrated:g}"
             raise ValueError(
                 f"is {value:g}, outside the rating range {self.low:g} to {self.high:g} (and not "
-                f"{marker}, which marks unrated rows); name the range with --rating-range"
+                f"{marker}, which marks unrated rows); set the range with --rating-range"
             )
         return (value - self.low) / (self.high - self.low)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Splits of rows, and what they came from.
+    """Splits of rows, with the options that they were read with.
 
     Attributes:
-        splits: rows by ``train``, ``dev`` and ``test``; ``test`` may be missing.
-        source: what the user named, or ``sample``.
-        notes: what was decided on the way, in sentences for the user.
+        splits: rows by split, ``train``, ``dev`` and ``test``; ``test`` may be missing.
+        source: the path or URI that the user named, or ``sample``.
+        columns: names of the columns.
+        scale: range of the ratings.
+        split_seed: seed with which a single file was split.
+        notes: decisions made during reading, as phrases for the user.
     """
 
     splits: Mapping[str, Rows]
@@ -120,11 +126,11 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """Identify texts, ratings and splits, whatever file they came from."""
+        """A digest of texts, ratings and splits, independent of the files they came from."""
         return digest_text(*(f"{name}:{rows_digest(rows)}" for name, rows in self.splits.items()))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that manifests keep: source, digest, settings and counts."""
+        """Return the record for manifests: source, digest, settings and counts."""
         return {
             "source": self.source,
             "digest": self.digest,
@@ -143,7 +149,7 @@ class Dataset:
 
 
 def sample_folder() -> Path:
-    """Return the folder of the bundled sample."""
+    """Return the folder of the bundled sample data."""
     return Path(__file__).resolve().parent / "sample"
 
 
@@ -154,23 +160,25 @@ def read_dataset(
     seed: int = 0,
     extra: Sequence[str] = (),
 ) -> Dataset:
-    """Read a file or a folder of splits; None is the bundled sample.
+    """Read a file, a folder of splits, or rows in memory.
 
-    A single file is split by sentence pair (70 % train, 15 % dev, 15 % test), by a hash of the
-    seed and the two sentences: the order of rows does not matter. In a folder without a dev file,
-    10 % of the training pairs become dev.
+    A single file is split by sentence pair (70 % train, 15 % dev, 15 % test) with a hash of the
+    seed and the two sentences, so the order of rows does not matter. In a folder without a dev
+    file, 10 % of the training pairs become dev.
 
     Args:
-        source: a file that ends in one of ``SUFFIXES``; a folder with train, dev (or validation)
-            and test files; either as ``hf://datasets/...``; or rows in memory: a pandas or Arrow
-            table or a sequence of mappings, or one for each split by its name.
-        columns: the columns' names.
-        scale: the range of the ratings.
-        seed: decides which pairs go where.
+        source: a file with one of the ``SUFFIXES``; a folder with train, dev (or validation) and
+            test files; either of these as ``hf://datasets/...``; or rows in memory: a pandas or
+            Arrow table or a sequence of mappings, or a mapping from split to one of these. None:
+            the bundled sample.
+        columns: names of the columns.
+        scale: range of the ratings.
+        seed: random seed of the split.
         extra: further columns of text to read.
 
     Raises:
-        UserError: nothing there, a missing column, an empty file, or a row that is wrong.
+        UserError: the source does not exist, a column is missing, a file is empty, or a row is
+            invalid.
     """
     scale.check()
     opened = open_source(str(sample_folder()) if source is None else source)
@@ -183,24 +191,24 @@ def read_dataset(
             name: _read_rows(opened, files, columns, scale, extra)
             for name, files in opened.splits.items()
         }
-        splits, note = _complete(splits, opened.name, seed)
+        splits, note = _add_dev_split(splits, opened.name, seed)
     notes = (note,) if note else ()
     return Dataset(splits, source_name(source, opened.name), columns, scale, seed, notes)
 
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """Where rows come from, and how they are read: what was asked for.
+    """The user's options about data.
 
-    What is not given is as in the run or the task; see :meth:`like`.
+    Missing options come from the run or the task; see ``like``.
 
     Attributes:
-        source: None: the run's own data, or the bundled sample for a new run.
-        columns: names that differ, by fields of :class:`Columns`.
-        scale: values that differ, by fields of :class:`RatingScale`.
-        split_seed: decides how a single file is split; None: not given.
+        source: as in ``read_dataset``. None: the run's data, or the bundled sample for a new run.
+        columns: names that differ from the default, by fields of ``Columns``.
+        scale: values that differ from the default, by fields of ``RatingScale``.
+        split_seed: random seed of the split of a single file; None: missing.
         extra: further columns of text to read.
-        drop_leaks: of dialogues, whether those that are in a later split too are left out.
+        drop_leaks: whether to drop dialogues that are also in a later split.
     """
 
     source: Any = None
@@ -216,7 +224,7 @@ class DataOptions:
         return read_dataset(self.source, columns, scale, self.split_seed or 0, self.extra)
 
     def like(self, other: DataOptions) -> DataOptions:
-        """Return the options with whatever was not given taken from others."""
+        """Return these options, with missing ones filled in from ``other``."""
         return replace(
             self,
             columns={**other.columns, **self.columns},
@@ -234,44 +242,46 @@ def read_rows(
     scale: RatingScale = RatingScale(),
     extra: Sequence[str] = (),
 ) -> tuple[Rows, str]:
-    """Read the rows of a single file, all of them, or of one split of a folder.
+    """Read all rows of a single file, or one split of a folder.
 
     Returns:
-        The rows, and the split they are: the one asked for; else test, or for a folder without
-        test dev.
+        The rows, and their split: ``split`` if it is given; otherwise test, or dev for a folder
+        without test.
 
     Raises:
-        UserError: as :func:`read_dataset`, or a folder without that split.
+        UserError: as ``read_dataset``, or the folder does not have the split.
     """
     scale.check()
     opened = open_source(source)
     if opened.splits is None:
         return _read_rows(opened, opened.files, columns, scale, extra), split or "test"
-    wanted = split or ("test" if "test" in opened.splits else "dev")
-    if wanted not in opened.splits:
-        raise UserError(f"{opened.name} has no {wanted} file; it has {', '.join(opened.splits)}.")
-    return _read_rows(opened, opened.splits[wanted], columns, scale, extra), wanted
+    split_name = split or ("test" if "test" in opened.splits else "dev")
+    if split_name not in opened.splits:
+        raise UserError(
+            f"{opened.name} has no {split_name} file; it has {', '.join(opened.splits)}."
+        )
+    return _read_rows(opened, opened.splits[split_name], columns, scale, extra), split_name
 
 
 def read_pairs(
     source: Any, split: str, columns: Columns = Columns(), scale: RatingScale = RatingScale()
 ) -> Rows:
-    """Read rows as :func:`read_rows` does; all are unrated where no column has ratings."""
+    """Read rows with ``read_rows``; without a column of ratings, all rows are unrated."""
     try:
         return read_rows(source, split, columns, scale)[0]
     except MissingColumnError:
         return read_rows(source, split, replace(columns, label=""), scale)[0]
 
 
-def _complete(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
-    """Return splits with a dev split, in their order, and a note if it was made."""
+def _add_dev_split(splits: dict[str, Rows], source: str, seed: int) -> tuple[dict[str, Rows], str]:
+    """Return ordered splits that include dev, with a note if it was split off the train rows."""
     if "train" not in splits:
         raise UserError(f"{source} has no train file; it has {', '.join(splits)}.")
-    note, shares = "", {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
+    note, fractions = "", {"train": 1 - DEV_FRACTION, "dev": DEV_FRACTION}
     if "dev" not in splits:
-        splits = {**splits, **split_by_pair(splits["train"], shares, seed)}
-        share = f"{DEV_FRACTION:.0%} of the training pairs"
-        note = f"no dev file: {share} are dev, chosen with seed {seed}"
+        splits = {**splits, **split_by_pair(splits["train"], fractions, seed)}
+        share_text = f"{DEV_FRACTION:.0%} of the training pairs"
+        note = f"no dev file: {share_text} are dev, chosen with seed {seed}"
     return {name: splits[name] for name in SPLITS if name in splits}, note
 
 
@@ -279,12 +289,12 @@ def _read_rows(
     source: Source, files: Sequence[str], columns: Columns, scale: RatingScale, extra: Sequence[str]
 ) -> Rows:
     names = [columns.sentence1, columns.sentence2, columns.condition, *extra]
-    wanted: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
+    readers: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
     if columns.label:
-        wanted.append((columns.label, scale.to_unit))
-    found = read_columns(source, files, wanted)
-    ratings = found.pop() if columns.label else [math.nan] * len(found[0])
-    first, second, conditions, *more = found
+        readers.append((columns.label, scale.to_unit))
+    values = read_columns(source, files, readers)
+    ratings = values.pop() if columns.label else [math.nan] * len(values[0])
+    first, second, conditions, *extra_values = values
     name = Path(files[0]).name
     return Rows(
         first,
@@ -292,60 +302,71 @@ def _read_rows(
         conditions,
         rating=np.array(ratings, dtype=np.float64),
         number=np.arange(1, len(ratings) + 1),
-        # Shards count as one file, cut into pieces.
+        # Shards count as a single file.
         file=name if len(files) == 1 else without_shard(name),
-        extra=dict(zip(extra, more, strict=True)),
+        extra=dict(zip(extra, extra_values, strict=True)),
     )
 
 
 def read_columns(
     source: Source, files: Sequence[str], columns: Sequence[tuple[str, Callable[[Any], Any]]]
 ) -> list[list[Any]]:
-    """Return columns of files, each with what its function makes of the cells.
+    """Read columns of files.
+
+    Args:
+        source: the source of the files.
+        files: names of the files, whose rows are concatenated.
+        columns: names of columns, each with a function that converts its cells. The function
+            raises a ``ValueError`` with an explanation for an invalid cell.
+
+    Returns:
+        The converted values of each column.
 
     Raises:
-        UserError: as of :func:`llmcond.data.readers.read_records`, or a function raised a
-            ValueError, which says what is wrong with the cell.
+        UserError: as ``read_records``, or a cell is invalid.
     """
-    found, names = [list[Any]() for _ in columns], list(dict.fromkeys(name for name, _ in columns))
-    # Equal texts, as of a sentence's conditions, are one object.
-    same: dict[Any, Any] = {}
+    values_by_column, names = (
+        [list[Any]() for _ in columns],
+        list(dict.fromkeys(name for name, _ in columns)),
+    )
+    # Equal texts, such as the sentence of several conditions, share one object to save memory.
+    interned: dict[Any, Any] = {}
     for file in files:
         problems = Problems(Path(file).name)
         with ReadBar(problems.file) as bar:
             for number, record in enumerate(bar.count(read_records(source, file, names)), 1):
-                for values, (name, read) in zip(found, columns, strict=True):
+                for values, (name, read) in zip(values_by_column, columns, strict=True):
                     try:
                         value = read(record[name])
                         values.append(
-                            same.setdefault(value, value) if type(value) is str else value
+                            interned.setdefault(value, value) if type(value) is str else value
                         )
                     except ValueError as error:
                         problems.add(number, f"{name} {error}")
         problems.raise_if_any()
-    return found
+    return values_by_column
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def cell_text(value: object) -> str:
-    """Return a cell that holds a text.
+    """Return the text of a cell.
 
     Raises:
-        ValueError: it is empty or no text at all; the message says which.
+        ValueError: the cell is empty or not a text; the message says which.
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("is empty")
     if not isinstance(value, str):
         raise ValueError(f"is {brief(value)}, not a text")
     if _LONE_SURROGATE.search(value):
-        raise ValueError("holds half of a surrogate pair, which is no character")
+        raise ValueError("contains half of a surrogate pair, which is not a valid character")
     return str(value)
 
 
 class Problems:
-    """What is wrong in a file's rows, gathered so that one error tells how many there are."""
+    """Collects the invalid rows of a file, so that a single error reports their number."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -353,12 +374,12 @@ class Problems:
         self._rows: set[int] = set()
 
     def add(self, number: int, what: str) -> None:
-        """Record that the row with this number is wrong."""
+        """Record that the row with this number is invalid, and why."""
         self._first = self._first or f"row {number} of {self.file}: {what}"
         self._rows.add(number)
 
     def text(self, number: int, column: str, value: object) -> str:
-        """Return ``value`` as text, noting the row if it is empty or no text at all."""
+        """Return ``value`` as text; if it is empty or not a text, record the row."""
         try:
             return cell_text(value)
         except ValueError as error:
@@ -366,18 +387,25 @@ class Problems:
             return ""
 
     def raise_if_any(self) -> None:
-        """Raise a UserError that names the first wrong row and counts the others."""
+        """Raise a ``UserError`` that names the first invalid row and counts the others, if any."""
         if self._first is None:
             return
         others = len(self._rows) - 1
-        what = "row is" if others == 1 else "rows are"
-        more = f" ({others} more {what} wrong too)" if others else ""
-        raise UserError(f"{self._first}{more}. Mend or remove it and try again.")
+        noun = "row is" if others == 1 else "rows are"
+        note = f" ({others} more {noun} invalid)" if others else ""
+        raise UserError(f"{self._first}{note}. Correct or remove it and try again.")
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Sentences with their conditions, for embedding, and further columns, from a file so named."""
+    """Sentences with their conditions, for embedding.
+
+    Attributes:
+        sentences: the sentences.
+        conditions: the condition of each sentence.
+        file: name of their file.
+        kept: further columns by name.
+    """
 
     sentences: list[str]
     conditions: list[str]
@@ -386,13 +414,13 @@ class Texts:
 
 
 def condition_column(condition: str | None, condition_text: str | None) -> str | None:
-    """Return the column that conditions are in; None where one text is that of every row.
+    """Return the name of the column of conditions; None if one text is the condition of all rows.
 
     Raises:
-        UserError: both are given, or an empty text.
+        UserError: both arguments are given, or the text is empty.
     """
     if condition is not None and condition_text is not None:
-        raise UserError("both --condition and --condition-text are given; give one of them.")
+        raise UserError("both --condition and --condition-text are given; use only one of them.")
     if condition_text is None:
         return condition or "condition"
     try:
@@ -409,31 +437,40 @@ def read_texts(
     condition_text: str | None = None,
     keep: Sequence[str] = (),
 ) -> Texts:
-    """Read a column of sentences with their conditions from one file.
+    """Read a column of sentences with their conditions from a single file.
 
-    The conditions are in a column, by default the one called condition, or ``condition_text`` is
-    that of every sentence. Columns to ``keep`` are read as they are.
+    Args:
+        source: the file.
+        sentence: column of the sentences.
+        condition: column of the conditions; by default, condition.
+        condition_text: a text that is the condition of all sentences, instead of a column.
+        keep: further columns, whose values are not converted.
 
     Raises:
-        UserError: a folder, a missing column, an empty file or an empty text.
+        UserError: the source is a folder, a column is missing, or the file or a text is empty.
     """
     column = condition_column(condition, condition_text)
     opened = open_source(source)
     if opened.splits is not None:
-        raise UserError(f"{source} is a folder; name one file.")
-    wanted = [(name, cell_text) for name in (sentence, column) if name]
+        raise UserError(f"{source} is a folder; name a single file.")
+    readers = [(name, cell_text) for name in (sentence, column) if name]
     try:
-        sentences, *found = read_columns(opened, opened.files, [*wanted, *unread_columns(keep)])
+        sentences, *other_values = read_columns(
+            opened, opened.files, [*readers, *unread_columns(keep)]
+        )
     except MissingColumnError as error:
         other = "" if condition_text else ", and the conditions: --condition COL_OR_TEXT"
         advice = f"Name the column of the texts: --text COL{other}."
         raise UserError(f"{error.found} {advice}") from error
-    conditions = found.pop(0) if column else [condition_text or ""] * len(sentences)
+    conditions = other_values.pop(0) if column else [condition_text or ""] * len(sentences)
     return Texts(
-        sentences, conditions, Path(opened.files[0]).name, dict(zip(keep, found, strict=True))
+        sentences,
+        conditions,
+        Path(opened.files[0]).name,
+        dict(zip(keep, other_values, strict=True)),
     )
 
 
 def unread_columns(names: Sequence[str]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Return columns whose cells :func:`read_columns` leaves as they are."""
+    """Return the argument with which ``read_columns`` reads columns without converting them."""
     return [(name, lambda value: value) for name in names]

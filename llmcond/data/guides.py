@@ -16,7 +16,7 @@ from llmcond.errors import UserError, brief, listed, plural
 from llmcond.files import digest_text
 from llmcond.log import log
 
-#: How messages call labelled texts that are from no file.
+#: Name in messages of labelled texts that do not come from a file.
 PYTHON = "the guide"
 
 
@@ -25,10 +25,10 @@ class LabelledTexts:
     """Distinct texts with labels under one condition.
 
     Attributes:
-        condition: None: the texts by themselves.
-        texts: (m,) different from each other.
-        labels: (m,) two different ones at least.
-        source: name of the file that they are from, or :data:`PYTHON`.
+        condition: the condition; None: the texts are embedded without one.
+        texts: (m,) distinct texts.
+        labels: (m,) at least two distinct labels.
+        source: name of their file, or ``PYTHON``.
     """
 
     condition: str | None
@@ -38,7 +38,7 @@ class LabelledTexts:
 
     @property
     def digest(self) -> str:
-        """Identify the texts with their labels and their condition, whatever their order."""
+        """A digest of texts, labels and condition that does not depend on their order."""
         pairs = sorted(zip(self.texts, self.labels, strict=True))
         return digest_text(str(self.condition or ""), *(part for pair in pairs for part in pair))
 
@@ -50,13 +50,21 @@ def check_labelled(
     source: str = PYTHON,
     numbers: Iterable[int] | None = None,
 ) -> LabelledTexts:
-    """Return labelled texts, each once, and log how many texts have how many labels.
+    """Check and deduplicate labelled texts, and log the numbers of texts and labels.
 
-    ``numbers`` are those of their rows in the source, counted from 1; None: all rows.
+    Args:
+        condition: the condition of the labels; None: texts without a condition.
+        texts: n texts.
+        labels: n labels, which are converted to text.
+        source: name of the texts in messages.
+        numbers: their row numbers in the source, from 1. None: 1 to n.
+
+    Returns:
+        The distinct texts with their labels.
 
     Raises:
-        UserError: texts and labels that are not equally many, an empty text or label, a text with
-            two labels, or fewer than two labels.
+        UserError: the numbers of texts and labels differ, a text or a label is empty, a text has
+            two labels, or there are fewer than two labels.
     """
     texts, labels = list(texts), list(labels)
     if len(texts) != len(labels):
@@ -64,86 +72,108 @@ def check_labelled(
             f"there are {plural(len(texts), 'text')} and {plural(len(labels), 'label')}; give one "
             "label for each text."
         )
-    found: dict[str, str] = {}
+    label_of: dict[str, str] = {}
     for number, text, value in zip(numbers or range(1, len(texts) + 1), texts, labels, strict=True):
         row = f"row {number} of {source}"
         if is_missing(value):
-            raise UserError(f"{row}: label is empty. Mend or remove it and try again.")
+            raise UserError(f"{row}: label is empty. Correct or remove the row.")
         if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{row}: text is empty. Mend or remove it and try again.")
+            raise UserError(f"{row}: text is empty. Correct or remove the row.")
         label = str(value).strip()
-        if found.setdefault(text, label) != label:
+        if label_of.setdefault(text, label) != label:
             raise UserError(
-                f"{row}: {brief(text)} is labelled {brief(label)}, and {brief(found[text])} "
-                "before. Keep one of them."
+                f"{row}: {brief(text)} has the label {brief(label)}, but an earlier row has "
+                f"{brief(label_of[text])}. Keep only one of them."
             )
-    counts = Counter(found.values())
-    named = "" if condition is None else f" under {condition_text(condition)!r}"
+    counts = Counter(label_of.values())
+    under_condition = "" if condition is None else f" under {condition_text(condition)!r}"
     if len(counts) < 2:
-        has = f"one label{named}, {brief(next(iter(counts)))}" if counts else f"no texts{named}"
+        content = (
+            f"one label{under_condition}, {brief(next(iter(counts)))}"
+            if counts
+            else f"no texts{under_condition}"
+        )
         raise UserError(
-            f"{source} has {has}; a guide shows what sets texts apart, by texts of two labels at "
-            "least."
+            f"{source} has {content}. A guide needs texts with at least two labels, to show how "
+            "they differ."
         )
     log.info(
-        f"{source}: {plural(len(found), 'text')} of {len(counts)} labels guide embeddings{named}"
+        f"{source}: {plural(len(label_of), 'text')} of {len(counts)} labels guide embeddings"
+        f"{under_condition}"
     )
-    single = [label for label, count in counts.items() if count == 1]
-    if single:
-        log.info(f"{source}: only one text each has {listed(single, 5)}; give more of them")
-    return LabelledTexts(condition, list(found), list(found.values()), source)
+    rare_labels = [label for label, count in counts.items() if count == 1]
+    if rare_labels:
+        log.info(
+            f"{source}: labels with only one text: {listed(rare_labels, 5)}; add texts for them"
+        )
+    return LabelledTexts(condition, list(label_of), list(label_of.values()), source)
 
 
 def read_guide(
-    given: Any, text: str | None, conditions: Sequence[str | None], *, closed: bool = True
+    data: Any, text: str | None, conditions: Sequence[str | None], *, closed: bool = True
 ) -> list[LabelledTexts]:
-    """Read the labelled texts of a guide, for each condition that it names.
+    """Read the labelled texts of a guide, for each of its conditions.
 
     Args:
-        given: a table with a column for the texts, ``label`` and, optionally, ``condition``.
-        text: column of the texts; None: text, or else sentence.
-        conditions: those that texts are embedded under. Where the table has no column
-            ``condition``, there must be one only. None stands for texts by themselves.
-        closed: whether the guide can name no others.
+        data: a table with the columns of the texts, ``label`` and, optionally, ``condition``.
+        text: column of the texts. None: text, or sentence if there is no column text.
+        conditions: the conditions that texts are embedded under, or None for texts without a
+            condition. If the table has no column ``condition``, there must be exactly one.
+        closed: whether the guide may name only these conditions.
 
     Raises:
-        UserError: the table cannot be read, several conditions and no column for them, a condition
-            that is not asked for, or as of :func:`check_labelled`.
+        UserError: the table cannot be read; there are several conditions, but no column for them;
+            the guide names a condition that is not among ``conditions``; or as ``check_labelled``.
     """
-    has = partial(has_column, given)
-    column = text_column(has, text)
-    by_condition = has("condition")
+    column_exists = partial(has_column, data)
+    column = text_column(column_exists, text)
+    by_condition = column_exists("condition")
     others = ["label", *(["condition"] if by_condition else [])]
     try:
-        table = read_collection(given, column, others)
+        table = read_collection(data, column, others)
     except MissingColumnError as error:
-        advice = f"A guide has the columns {column} and label."
+        advice = f"A guide needs the columns {column} and label."
         raise UserError(f"{error.found} {advice}") from error
-    source = table.file if isinstance(given, str | Path) else PYTHON
+    source = table.file if isinstance(data, str | Path) else PYTHON
     labels = table.columns["label"]
     if not by_condition:
         if len(conditions) != 1:
             raise UserError(
-                f"{source} has no column condition, and there are {len(conditions)} conditions. "
-                "Add the column, which names the condition of each label, or give one condition."
+                f"{source} has no column condition, but there are {len(conditions)} conditions. "
+                "Add this column, which names the condition of each label, or give only one "
+                "condition."
             )
         return [check_labelled(conditions[0], table.texts, labels, source)]
-    known = {name: one for one in conditions if one for name in (str(one), condition_text(one))}
+    known = {
+        name: known_condition
+        for known_condition in conditions
+        if known_condition
+        for name in (str(known_condition), condition_text(known_condition))
+    }
     rows: dict[str, list[int]] = {}
     for row, value in enumerate(table.columns["condition"]):
         name = "" if is_missing(value) else str(value).strip()
         if not name:
-            raise UserError(f"row {row + 1} of {source}: condition is empty. Name it.")
+            raise UserError(f"row {row + 1} of {source}: condition is empty. Fill it in.")
         if closed and name not in known:
-            asked = listed([condition_text(one) for one in conditions if one], 5)
+            expected = listed(
+                [
+                    condition_text(known_condition)
+                    for known_condition in conditions
+                    if known_condition
+                ],
+                5,
+            )
             raise UserError(
                 f"row {row + 1} of {source}: no texts are embedded under the condition "
-                f"{brief(name)}; those that are asked for: {asked}."
+                f"{brief(name)}. Use one of these conditions: {expected}."
             )
         rows.setdefault(known.get(name, name), []).append(row)
-    found = []
-    for condition, own in rows.items():
-        texts, named = ([values[row] for row in own] for values in (table.texts, labels))
-        numbers = [row + 1 for row in own]
-        found.append(check_labelled(condition, texts, named, source, numbers))
-    return found
+    guides = []
+    for condition, row_indices in rows.items():
+        texts, row_labels = (
+            [values[row] for row in row_indices] for values in (table.texts, labels)
+        )
+        numbers = [row + 1 for row in row_indices]
+        guides.append(check_labelled(condition, texts, row_labels, source, numbers))
+    return guides

@@ -1,4 +1,4 @@
-"""Queries as readers see them: what is asked of what, and what the right answer is."""
+"""Queries as texts for readers: the question, its subject, and the correct answer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from numpy.typing import NDArray
 
 
 class KnownAnswers(Protocol):
-    """The known right answers of queries."""
+    """The known correct answers of queries."""
 
     def gather(
         self, sentence: NDArray[np.integer], condition: NDArray[np.integer], /
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return those of m queries, flat: (k,) the query and (k,) an answer of it."""
+        """Return the answers of m queries, flattened.
+
+        Args:
+            sentence: (m,) index of each query's sentence.
+            condition: (m,) index of each query's condition.
+
+        Returns:
+            (k,) position of a query, and (k,) index of one of its answers.
+        """
 
 
 @dataclass(frozen=True)
 class QueryRows:
-    """Queries in columns of texts, (n,) each.
+    """Queries as columns of n texts.
 
     Attributes:
-        columns: all that files have of them, by name.
-        heading: the columns that say what is asked.
-        texts: the columns that say of what it is asked, and the answer.
-        by: the column whose values are parts that figures are told of.
+        columns: all columns that the files have, by name.
+        heading: names of the columns that state the question.
+        texts: names of the columns with the subject of the question, and with the answer.
+        by: name of the column whose values define the groups that metrics are reported for.
     """
 
     columns: Mapping[str, Sequence[str]]
@@ -40,9 +48,9 @@ class QueryRows:
 
     @property
     def headings(self) -> list[str]:
-        """Return what is asked by each query: a text, or several with the names of their columns.
+        """The question of each query, for example ``the place`` or ``dialogue d3, history 2``.
 
-        ``the place``, or ``dialogue d3, history 2``.
+        Several columns are joined, each with its name.
         """
         columns = [self.columns[name] for name in self.heading]
         if len(columns) == 1:

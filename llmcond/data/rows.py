@@ -1,4 +1,4 @@
-"""Rows of two sentences, a condition and a rating, as columns; their pairs, splits and file."""
+"""Rows of two sentences, a condition and a rating: their columns, pairs, splits and storage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Rows:
     """Rows of one split, as columns of equal length.
 
     Attributes:
-        sentence1, sentence2, condition: texts, never empty.
-        rating: (n,) float64 on 0 to 1; NaN where the row is unrated or ill-defined.
-        number: (n,) the row's number in its file, from 1.
-        file: the name of the file they came from.
-        extra: further columns of text by name, for templates that name them.
+        sentence1: n texts, never empty.
+        sentence2: n texts, never empty.
+        condition: n texts, never empty.
+        rating: (n,) float64 from 0 to 1; NaN for rows that are unrated or ill-defined.
+        number: (n,) number of each row in its file, from 1.
+        file: name of the file that they were read from.
+        extra: further columns of text by name, for prompts that use them.
         conditioned: whether the first and the second sentence are encoded under the condition.
     """
 
@@ -43,49 +45,52 @@ class Rows:
 
     @property
     def rated(self) -> NDArray[np.bool_]:
-        """Return (n,) whether a row has a rating."""
+        """(n,) whether a row has a rating."""
         return ~np.isnan(self.rating)
 
     @cached_property
     def pair(self) -> NDArray[np.int64]:
-        """Return (n,) the number of each row's sentence pair, whichever sentence comes first.
+        """(n,) number of each row's sentence pair, regardless of the order of the sentences.
 
-        Sentences that differ in case or spaces only are the same sentence.
+        Sentences that differ only in case or white space count as the same.
         """
         numbers: dict[tuple[str, str], int] = {}
-        found = [numbers.setdefault(pair, len(numbers)) for pair in self._folded_pairs()]
-        return np.array(found, dtype=np.int64)
+        pair_numbers = [numbers.setdefault(pair, len(numbers)) for pair in self._folded_pairs()]
+        return np.array(pair_numbers, dtype=np.int64)
 
     def pair_keys(self) -> list[tuple[str, str]]:
-        """Return each distinct sentence pair once, as it first stands, in the order of ``pair``."""
+        """Return each distinct sentence pair once, in the order of ``pair``.
+
+        A pair has the spelling of its first row.
+        """
         keys: dict[tuple[str, str], tuple[str, str]] = {}
         for pair, key in zip(
             zip(self.sentence1, self.sentence2, strict=True), self._folded_pairs(), strict=True
         ):
-            keys.setdefault(key, _in_order(*pair))
+            keys.setdefault(key, _sort_pair(*pair))
         return list(keys.values())
 
     def folded_sentences(self) -> set[str]:
-        """Return the distinct sentences of either side, see :func:`fold_text`."""
+        """Return the distinct sentences of both columns, folded by ``fold_text``."""
         return {fold_text(text) for text in {*self.sentence1, *self.sentence2}}
 
     def _folded_pairs(self) -> Iterator[tuple[str, str]]:
         folded = {text: fold_text(text) for text in {*self.sentence1, *self.sentence2}}
         for a, b in zip(self.sentence1, self.sentence2, strict=True):
-            yield _in_order(folded[a], folded[b])
+            yield _sort_pair(folded[a], folded[b])
 
-    def take(self, chosen: NDArray[Any]) -> Rows:
-        """Return the rows at the chosen positions (numbers or a mask)."""
-        positions = np.arange(len(self))[chosen]
+    def take(self, selection: NDArray[Any]) -> Rows:
+        """Select rows by positions or by a boolean mask."""
+        positions = np.arange(len(self))[selection]
         texts = {name: [column[i] for i in positions] for name, column in self.texts.items()}
         rating, number = self.rating[positions], self.number[positions]
-        return replace(_with_texts(self, texts), rating=rating, number=number)
+        return replace(_replace_texts(self, texts), rating=rating, number=number)
 
     @property
     def texts(self) -> dict[str, Sequence[str]]:
-        """Return the columns of text by name: both sentences, the condition, further ones."""
-        own = {"sentence1": self.sentence1, "sentence2": self.sentence2}
-        return {**own, "condition": self.condition, **self.extra}
+        """The columns of text by name: both sentences, the condition, and further columns."""
+        sentences = {"sentence1": self.sentence1, "sentence2": self.sentence2}
+        return {**sentences, "condition": self.condition, **self.extra}
 
     def describe(self, position: int) -> str:
         """Return the name of a row for messages: ``row 17 of train.csv``."""
@@ -93,35 +98,37 @@ class Rows:
 
 
 def fold_text(text: str) -> str:
-    """Return a text without differences in case and in white space."""
+    """Normalise case and white space of a text."""
     return " ".join(text.split()).casefold()
 
 
-def _in_order(a: str, b: str) -> tuple[str, str]:
+def _sort_pair(a: str, b: str) -> tuple[str, str]:
     return (a, b) if a <= b else (b, a)
 
 
 def rows_digest(rows: Rows) -> str:
-    """Identify rows by their texts and ratings, in their order."""
+    """Return a digest of the rows' texts and ratings, which depends on their order."""
     ratings = [None if np.isnan(r) else float(r) for r in rows.rating]
     columns = [*(list(texts) for texts in rows.texts.values()), ratings]
     return digest_bytes(json.dumps(columns).encode(), size=16).hex()
 
 
 def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict[str, Rows]:
-    """Divide rows so that all rows of a sentence pair are in one split.
+    """Divide rows into splits so that all rows of a sentence pair are in the same split.
 
-    ``fractions`` are the share of the pairs for each split, adding up to 1. The seed and the
-    sentences themselves decide which pairs go where.
+    Args:
+        rows: the rows.
+        fractions: for each split, its share of the pairs; they sum to 1.
+        seed: random seed. Only the seed and the sentences decide the split of a pair.
 
     Raises:
-        UserError: fewer pairs than splits.
+        UserError: there are fewer pairs than splits.
     """
     keys = rows.pair_keys()
     if len(keys) < len(fractions):
         raise UserError(
-            f"{rows.file} has {len(keys)} distinct sentence pairs; {len(fractions)} at least are "
-            f"needed to make {', '.join(fractions)}."
+            f"{rows.file} has {len(keys)} distinct sentence pairs; at least {len(fractions)} are "
+            f"needed to divide it into {', '.join(fractions)}."
         )
     split_of_pair = split_keys(keys, fractions, seed)
     return {
@@ -132,9 +139,10 @@ def split_by_pair(rows: Rows, fractions: Mapping[str, float], seed: int) -> dict
 def split_keys(
     keys: Sequence[Sequence[str]], fractions: Mapping[str, float], seed: int
 ) -> NDArray[np.int64]:
-    """Return (n,) which split each of n distinct keys is in, by their texts and the seed.
+    """Return (n,) the split of each of n distinct keys, as its position in ``fractions``.
 
-    Every split gets one at least, however few there are; the first one gets what is left.
+    Only the texts and the seed decide. Every split gets at least one key; the first split gets the
+    remaining ones.
     """
     order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
     sizes = [max(1, int(share * len(keys))) for share in fractions.values()]
@@ -145,9 +153,9 @@ def split_keys(
 
 
 def fold_of_pair(rows: Rows, folds: int, seed: int) -> NDArray[np.int64]:
-    """Return (n,) which of ``folds`` parts of like size each row is in, all of a pair in one.
+    """Return (n,) the fold of each row, from 0, with all rows of a pair in the same fold.
 
-    The seed and the sentences themselves decide.
+    Folds have about the same number of pairs. Only the seed and the sentences decide.
     """
     keys = rows.pair_keys()
     order = sorted(range(len(keys)), key=lambda i: digest_text(str(seed), *keys[i]))
@@ -157,32 +165,32 @@ def fold_of_pair(rows: Rows, folds: int, seed: int) -> NDArray[np.int64]:
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
-    """Return rows that have the same columns as one, in their order."""
+    """Concatenate rows that have the same columns."""
     names = parts[0].texts
     texts = {name: [text for rows in parts for text in rows.texts[name]] for name in names}
     return replace(
-        _with_texts(parts[0], texts),
+        _replace_texts(parts[0], texts),
         rating=np.concatenate([rows.rating for rows in parts]),
         number=np.concatenate([rows.number for rows in parts]),
         file=" and ".join(dict.fromkeys(rows.file for rows in parts)),
     )
 
 
-def _with_texts(rows: Rows, texts: dict[str, Any]) -> Rows:
-    own = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
-    return replace(rows, **own, extra=texts)
+def _replace_texts(rows: Rows, texts: dict[str, Any]) -> Rows:
+    required = {name: texts.pop(name) for name in ("sentence1", "sentence2", "condition")}
+    return replace(rows, **required, extra=texts)
 
 
 def leaked_pairs(rows: Rows, train: Rows) -> int:
-    """Count the sentence pairs of ``rows`` that occur in ``train`` too."""
+    """Count the sentence pairs of ``rows`` that also occur in ``train``."""
     return len(set(rows._folded_pairs()) & set(train._folded_pairs()))
 
 
 def shares_sentence(rows: Rows, sentences: Set[str]) -> NDArray[np.bool_]:
-    """Return (n,) whether one of a row's two sentences is among ``sentences``, folded ones."""
+    """Return (n,) whether a sentence of the row, once folded, is among ``sentences``."""
     pairs = zip(rows.sentence1, rows.sentence2, strict=True)
-    found = [fold_text(a) in sentences or fold_text(b) in sentences for a, b in pairs]
-    return np.array(found, dtype=np.bool_)
+    shared = [fold_text(a) in sentences or fold_text(b) in sentences for a, b in pairs]
+    return np.array(shared, dtype=np.bool_)
 
 
 def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
@@ -202,20 +210,21 @@ def save_rows(path: Path, splits: Mapping[str, Rows]) -> None:
         )
         for name, rows in splits.items()
     ]
-    # Absolute: in a relative one with a colon Arrow sees the name of a file system.
+    # The path is made absolute, because Arrow takes the part before a colon in a relative path for
+    # the name of a file system.
     pq.write_table(pa.concat_tables(tables), path.absolute())
 
 
-#: The columns that rows have, by the names of their Arrow types; all others are texts.
-_COLUMNS = {
+#: The Arrow types of the columns; all others are texts.
+_COLUMN_TYPES = {
     **dict.fromkeys(("split", "file", "sentence1", "sentence2", "condition"), "string"),
     "number": "int64",
     "rating": "double",
 }
 
 
-def _shared(column: Any) -> list[Any]:
-    """Return the values of a column; texts that occur again are one object."""
+def _intern_values(column: Any) -> list[Any]:
+    """Return the values of a column; equal texts share one object."""
     import pyarrow as pa
 
     if not pa.types.is_string(column.type):
@@ -226,16 +235,16 @@ def _shared(column: Any) -> list[Any]:
 
 
 def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict[str, Rows]:
-    """Return the rows that :func:`save_rows` wrote, by split; a UserError if it is damaged."""
+    """Read the rows that ``save_rows`` wrote, by split; raises a ``UserError`` if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(path.absolute())
-        table.select([*_COLUMNS])
-        kinds = ((name, _COLUMNS.get(name, "string")) for name in table.column_names)
-        table = table.cast(pa.schema([pa.field(*kind, nullable=False) for kind in kinds]))
-        columns = {name: _shared(table[name]) for name in table.column_names}
+        table.select([*_COLUMN_TYPES])
+        types = ((name, _COLUMN_TYPES.get(name, "string")) for name in table.column_names)
+        table = table.cast(pa.schema([pa.field(*kind, nullable=False) for kind in types]))
+        columns = {name: _intern_values(table[name]) for name in table.column_names}
     except (OSError, KeyError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {error}. Extract into a new --run.") from error
     split = np.array(columns["split"])
@@ -246,18 +255,20 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
         rating=table["rating"].to_numpy(),
         number=table["number"].to_numpy(),
         file="",
-        extra={name: columns[name] for name in columns if name not in _COLUMNS},
+        extra={name: columns[name] for name in columns if name not in _COLUMN_TYPES},
         conditioned=conditioned,
     )
-    found: dict[str, Rows] = {}
+    rows_by_split: dict[str, Rows] = {}
     for name in dict.fromkeys(columns["split"]):
         positions = np.flatnonzero(split == name)
-        found[name] = replace(everything.take(positions), file=columns["file"][positions[0]])
-    return found
+        rows_by_split[name] = replace(
+            everything.take(positions), file=columns["file"][positions[0]]
+        )
+    return rows_by_split
 
 
 def column_of(values: Sequence[Any]) -> Any:
-    """Return values as an Arrow array, as texts where they are of several types."""
+    """Convert values to an Arrow array; values of several types become texts."""
     import pyarrow as pa
 
     try:

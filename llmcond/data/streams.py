@@ -1,6 +1,7 @@
-"""Texts that do not fit in memory: a folder of Parquet files or a Lance dataset, read in ranges.
+"""Sources of texts that do not fit in memory: folders of Parquet files, and Lance datasets.
 
-Either may be a URI of an object store, whose credentials come from the environment.
+Rows are read in ranges. A source may be the URI of an object store, whose credentials come from the
+environment.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
+from typing_extensions import override
 
 from llmcond.data.datasets import Problems
 from llmcond.data.readers import check_columns
@@ -30,23 +32,24 @@ from llmcond.lance_io import UNREADABLE, without_panic
 from llmcond.object_stores import failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
 
-#: Rows that are read at a time where a whole part is.
+#: Rows per batch when a whole part is read.
 _BATCH_ROWS = 16_384
-#: Parts that are surveyed at a time: an object store answers late, and many at once.
-_AT_ONCE = 8
+#: Parts that are surveyed in parallel: an object store has a high latency, but serves many requests
+#: at once.
+_MAX_THREADS = 8
 _UNREADABLE = (pa.ArrowException, *UNREADABLE)
-#: Columns that are written beside those that are kept.
-TAKEN = ("sentence", "condition", "embedding")
-_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+#: Columns that are written in addition to the kept ones.
+RESERVED_COLUMNS = ("sentence", "condition", "embedding")
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 class Part(NamedTuple):
     """A file, or a fragment of a Lance dataset.
 
     Attributes:
-        name: unique within its source.
-        state: what changes when its content does.
-        rows: how many it has.
+        name: its name, unique within the source.
+        state: a text that changes with its content.
+        rows: number of rows.
     """
 
     name: str
@@ -56,11 +59,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Columns:
-    """What is read of each row.
+    """The columns that are read.
 
     Attributes:
-        condition: the column of the conditions; None where one text is that of every row.
-        keep: further columns, in types that hold those of all parts.
+        sentence: column of the sentences.
+        condition: column of the conditions; None if one text is the condition of all rows.
+        keep: further columns, in types that can represent the values of all parts.
     """
 
     sentence: str
@@ -69,24 +73,24 @@ class Columns:
 
     @property
     def schema(self) -> pa.Schema:
-        """Return the kept columns, and those of texts behind them."""
+        """The kept columns, followed by the columns of texts."""
         texts = dict.fromkeys(name for name in (self.sentence, self.condition) if name)
         others = [name for name in texts if name not in self.keep.names]
         return pa.schema([*self.keep, *(pa.field(name, pa.string()) for name in others)])
 
 
 class TextSource(ABC):
-    """Rows in parts, each read in ranges. Make one with :func:`open_texts`.
+    """Rows in parts, each read in ranges, as returned by ``open_texts``.
 
     Attributes:
-        name: as records call it: a URI, or a path from the root.
+        name: its name in records: a URI or an absolute path.
     """
 
     name: str
 
     @abstractmethod
     def states(self) -> dict[str, str]:
-        """Return the state of each part by its name, in order."""
+        """Return the state of each part, keyed by the part's name, in order."""
 
     @abstractmethod
     def schema(self, part: str) -> pa.Schema:
@@ -94,61 +98,64 @@ class TextSource(ABC):
 
     @abstractmethod
     def count(self, part: str) -> int:
-        """Return how many rows a part has, as its metadata says."""
+        """Return the number of rows of a part, according to its metadata."""
 
     @abstractmethod
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of a part, some at a time."""
+        """Yield all rows of a part, in batches."""
 
     @abstractmethod
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Return rows of a part."""
+        """Return the rows of a part from ``start`` to ``stop``, end excluded."""
 
     def columns(self) -> list[str]:
-        """Return the names of the columns of the first part; none where there is no part."""
+        """Return the column names of the first part; empty if there are no parts."""
         part = next(iter(self.states()), None)
         if part is None:
             return []
-        with _reading(self.where(part), self.name):
+        with _convert_errors(self.where(part), self.name):
             return list(self.schema(part).names)
 
     def where(self, part: str) -> str:
-        """Return what messages call a part."""
+        """Return the name of a part in messages."""
         return f"{part} of {self.name}"
 
     def read(self, part: str, start: int, stop: int, columns: Columns) -> pa.Table:
-        """Return rows of a part in the types of ``columns.schema``.
+        """Return rows of a part, from ``start`` to ``stop``, in the types of ``columns.schema``.
 
         Raises:
-            LlmcondError: they cannot be read, or are not there any more.
+            LlmcondError: the rows cannot be read, or no longer exist.
         """
         schema, where = columns.schema, self.where(part)
-        with _reading(where, self.name):
-            found = self.rows(part, start, stop, schema.names).select(schema.names).cast(schema)
-        if len(found) != stop - start:
-            raise LlmcondError(f"{where} has fewer rows than when it was checked: it was changed.")
-        return found
+        with _convert_errors(where, self.name):
+            table = self.rows(part, start, stop, schema.names).select(schema.names).cast(schema)
+        if len(table) != stop - start:
+            raise LlmcondError(
+                f"{where} has fewer rows than when it was checked, so it was changed meanwhile. "
+                "Run the command again."
+            )
+        return table
 
     def counts(self, parts: Sequence[str]) -> list[int]:
-        """Return how many rows parts have."""
-        with _reading(self.name), ThreadPoolExecutor(_AT_ONCE) as threads:
+        """Return the number of rows of each part."""
+        with _convert_errors(self.name), ThreadPoolExecutor(_MAX_THREADS) as threads:
             return list(threads.map(self.count, parts))
 
     def survey(self, part: str, texts: Sequence[str]) -> tuple[int, pa.Schema]:
-        """Return how many rows a part has, and its columns; all its texts are there.
+        """Check that a part has no empty texts, and return its number of rows and its columns.
 
         Raises:
-            UserError: a text is null or empty, with its row; no such column, or it has no texts.
+            UserError: a text is null or empty, or a column does not exist or does not have texts.
         """
         where = self.where(part)
-        with _reading(where, self.name):
+        with _convert_errors(where, self.name):
             schema = self.schema(part)
         _check_texts(where, schema, texts)
         problems, rows = Problems(where), 0
-        with _reading(where, self.name):
+        with _convert_errors(where, self.name):
             for batch in self.batches(part, texts):
                 for name in texts:
-                    for index in pc.indices_nonzero(_absent(batch.column(name))).to_pylist():
+                    for index in pc.indices_nonzero(_find_missing(batch.column(name))).to_pylist():
                         problems.add(rows + index + 1, f"{name} is empty")
                 rows += len(batch)
         problems.raise_if_any()
@@ -156,18 +163,21 @@ class TextSource(ABC):
 
 
 def open_texts(name: str, version: int | None = None, *, patient: bool = False) -> TextSource:
-    """Open a Parquet file, a folder of them, or a Lance dataset (its name ends in ``.lance``).
+    """Open a Parquet file, a folder of Parquet files, or a Lance dataset.
 
-    ``version`` is that of the dataset; None: the newest. ``patient``: see :func:`open_filesystem`.
+    Args:
+        name: path or URI. That of a Lance dataset ends in ``.lance``.
+        version: version of a Lance dataset; None: the latest.
+        patient: see ``open_filesystem``.
 
     Raises:
-        UserError: nothing there, or something else.
+        UserError: it does not exist, or is of another format.
     """
     filesystem, root = open_filesystem(name, patient=patient)
     uri = name if "://" in name else str(Path(name).expanduser().absolute())
     if root.rstrip("/").endswith(".lance"):
         return LanceRows(uri, version, lance_options(name, patient=patient))
-    with _reading(name):
+    with _convert_errors(name):
         kind = filesystem.get_file_info(root).type
     if kind == fs.FileType.File and root.endswith(".parquet"):
         path = PurePosixPath(root)
@@ -175,8 +185,8 @@ def open_texts(name: str, version: int | None = None, *, patient: bool = False) 
     if kind != fs.FileType.Directory:
         wrong = "does not exist" if kind == fs.FileType.NotFound else "is of another format"
         raise UserError(
-            f"{name} {wrong}. To write a folder or .lance, name a .parquet file, a folder of them, "
-            "or a .lance dataset."
+            f"{name} {wrong}. If the output is a folder or a .lance dataset, the input must be a "
+            ".parquet file, a folder of these, or a .lance dataset."
         )
     return ParquetFiles(uri, filesystem, root)
 
@@ -186,65 +196,75 @@ def survey(
     parts: Sequence[str],
     texts: Sequence[str],
     keep: Sequence[str],
-    kept: pa.Schema | None = None,
+    keep_schema: pa.Schema | None = None,
 ) -> tuple[list[Part], pa.Schema]:
-    """Return parts with their rows, and what is kept of their columns, in types that hold all.
+    """Check parts, and determine the schema of the columns to keep.
 
-    All texts are read, and nothing else. ``keep`` empty: all columns but those of texts. ``kept``
-    is what is kept of parts before.
+    All texts are read, but no other columns.
+
+    Args:
+        source: the source.
+        parts: names of the parts.
+        texts: columns of texts.
+        keep: columns to keep; empty: all columns but those of texts.
+        keep_schema: schema of the columns kept from previous parts, if any.
+
+    Returns:
+        The parts, and a schema whose types can represent the kept columns of all parts.
 
     Raises:
-        UserError: as of :meth:`TextSource.survey`; a part that lacks a column, or has it in a type
-            of another kind than those before; a column of a name that is taken.
+        UserError: as ``TextSource.survey``; a part lacks a column, or has it in an incompatible
+            type; or a column has a reserved name.
     """
-    states, found = source.states(), []
-    threads = ThreadPoolExecutor(_AT_ONCE)
+    states, surveyed_parts = source.states(), []
+    threads = ThreadPoolExecutor(_MAX_THREADS)
     try:
         surveyed = threads.map(partial(source.survey, texts=texts), parts)
         with ReadBar(source.name) as bar:
             for part, (rows, schema) in zip(parts, surveyed, strict=True):
-                found.append(Part(part, states[part], rows))
-                kept = _kept(source.where(part), schema, texts, keep, kept)
+                surveyed_parts.append(Part(part, states[part], rows))
+                keep_schema = _merge_schemas(source.where(part), schema, texts, keep, keep_schema)
                 bar.add(rows)
     finally:
         threads.shutdown(cancel_futures=True)
-    return found, pa.schema([]) if kept is None else kept
+    return surveyed_parts, pa.schema([]) if keep_schema is None else keep_schema
 
 
 class ParquetFiles(TextSource):
-    """Parquet files below a folder in the order of their names, or ``only`` one of them.
+    """Parquet files below a folder, in the order of their names, or ``only`` one of them.
 
-    What a path says of all its rows (``lang=en/1.parquet``) is a column of texts.
+    A Hive partition in a path (``lang=en/1.parquet``) becomes a column of texts.
     """
 
     def __init__(self, name: str, filesystem: Any, root: str, only: str = "") -> None:
         self.name, self._filesystem, self._root, self._only = name, filesystem, root, only
-        #: The file and columns that were read last, and what is left of them: a file need not be
-        #: read from its first row for each range.
-        self._of: tuple[str, tuple[str, ...]] | None = None
-        self._left: Generator[tuple[int, pa.RecordBatch]] | None = None
-        self._last: tuple[int, pa.RecordBatch] | None = None
+        #: The file and columns that were read last, and an iterator over the remaining batches, so
+        #: that a file need not be read from its first row for each range.
+        self._read_key: tuple[str, tuple[str, ...]] | None = None
+        self._remaining: Generator[tuple[int, pa.RecordBatch]] | None = None
+        self._current: tuple[int, pa.RecordBatch] | None = None
 
+    @override
     def states(self) -> dict[str, str]:
-        """Return size and time of change of each file."""
+        """Return the size and the modification time of each file."""
         return self._states
 
     @cached_property
     def _states(self) -> dict[str, str]:
-        with _reading(self.name):
+        with _convert_errors(self.name):
             infos: Any = self._infos()
-        found = {}
+        states = {}
         for info in sorted(infos, key=lambda info: str(info.path)):
             inner = info.path.removeprefix(self._root).lstrip("/")
             hidden = any(part.startswith((".", "_")) for part in PurePosixPath(inner).parts)
             if info.type == fs.FileType.File and inner.endswith(".parquet") and not hidden:
-                found[inner] = f"{info.size}-{info.mtime_ns}"
-        if not found:
+                states[inner] = f"{info.size}-{info.mtime_ns}"
+        if not states:
             raise UserError(f"{self.name} is a folder without .parquet files.")
-        return found
+        return states
 
     def _infos(self) -> list[Any]:
-        """Return what lies below the folder; a file that several links lead to is there once."""
+        """List the entries below the folder; a file with several links to it occurs once."""
         if self._only:
             return [self._filesystem.get_file_info(f"{self._root}/{self._only}")]
         if not isinstance(self._filesystem, fs.LocalFileSystem):
@@ -252,84 +272,100 @@ class ParquetFiles(TextSource):
             return list(self._filesystem.get_file_info(selector))
         return list(self._filesystem.get_file_info(_files_below(self._root)))
 
+    @override
     def where(self, part: str) -> str:
-        """Return the file."""
         return self.name if self._only else part
 
     @contextmanager
-    def _file(self, part: str) -> Iterator[pq.ParquetFile]:
+    def _open_parquet(self, part: str) -> Iterator[pq.ParquetFile]:
         path = f"{self._root}/{part}"
         with self._filesystem.open_input_file(path) as stream, pq.ParquetFile(stream) as file:
             yield file
 
+    @override
     def schema(self, part: str) -> pa.Schema:
-        """Return the columns of a file, and what its path says."""
-        with self._file(part) as file:
-            own = [field for field in file.schema_arrow if field.name not in _partition(part)]
-        return pa.schema([*own, *(pa.field(name, pa.string()) for name in _partition(part))])
+        with self._open_parquet(part) as file:
+            file_fields = [
+                field for field in file.schema_arrow if field.name not in _parse_partition(part)
+            ]
+        return pa.schema(
+            [*file_fields, *(pa.field(name, pa.string()) for name in _parse_partition(part))]
+        )
 
+    @override
     def count(self, part: str) -> int:
-        """Return how many rows a file has."""
-        with self._file(part) as file:
+        with self._open_parquet(part) as file:
             return int(file.metadata.num_rows)
 
+    @override
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of a file, some at a time."""
-        with self._file(part) as file:
+        with self._open_parquet(part) as file:
             yield from self._with_partition(part, file, range(file.num_row_groups), columns)
 
     def _with_partition(
         self, part: str, file: pq.ParquetFile, groups: Sequence[int], columns: Sequence[str]
     ) -> Iterator[pa.RecordBatch]:
-        told = _partition(part)
-        own = [name for name in columns if name not in told]
-        for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=own):
-            made = [
-                pa.array([told[name]] * len(batch), pa.string())
-                if name in told
+        partition = _parse_partition(part)
+        file_columns = [name for name in columns if name not in partition]
+        for batch in file.iter_batches(_BATCH_ROWS, row_groups=list(groups), columns=file_columns):
+            arrays = [
+                pa.array([partition[name]] * len(batch), pa.string())
+                if name in partition
                 else batch.column(name)
                 for name in columns
             ]
-            yield pa.record_batch(made, list(columns))
+            yield pa.record_batch(arrays, list(columns))
 
+    @override
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Return rows of a file; what follows those of before is read on from there."""
-        wanted = (part, tuple(columns))
-        if self._left is None or self._of != wanted or not self._last or self._last[0] > start:
-            if self._left is not None:
-                self._left.close()
-            self._of, self._left, self._last = wanted, self._from(part, start, columns), None
-            self._last = next(self._left, None)
-        found = []
-        while self._last is not None:
-            at, batch = self._last
-            begin, end = max(start - at, 0), min(stop - at, len(batch))
+        """Return rows of a file; a range after the previous one continues reading from there."""
+        key = (part, tuple(columns))
+        if (
+            self._remaining is None
+            or self._read_key != key
+            or not self._current
+            or self._current[0] > start
+        ):
+            if self._remaining is not None:
+                self._remaining.close()
+            self._read_key, self._remaining, self._current = (
+                key,
+                self._iter_from(part, start, columns),
+                None,
+            )
+            self._current = next(self._remaining, None)
+        batches = []
+        while self._current is not None:
+            batch_start, batch = self._current
+            begin, end = max(start - batch_start, 0), min(stop - batch_start, len(batch))
             if begin < end:
-                found.append(batch.slice(begin, end - begin))
-            if at + len(batch) > stop:
+                batches.append(batch.slice(begin, end - begin))
+            if batch_start + len(batch) > stop:
                 break
-            self._last = next(self._left, None)
-        return pa.Table.from_batches(found) if found else pa.table({name: [] for name in columns})
+            self._current = next(self._remaining, None)
+        return (
+            pa.Table.from_batches(batches) if batches else pa.table({name: [] for name in columns})
+        )
 
-    def _from(
+    def _iter_from(
         self, part: str, start: int, columns: Sequence[str]
     ) -> Generator[tuple[int, pa.RecordBatch]]:
-        """Yield batches with the row that they begin at, from the row group that holds one on."""
-        with self._file(part) as file:
+        """Yield batches with the number of their first row, from the row group of ``start`` on."""
+        with self._open_parquet(part) as file:
             sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            at = first = 0
-            while first < len(sizes) and at + sizes[first] <= start:
-                at += sizes[first]
+            row = first = 0
+            while first < len(sizes) and row + sizes[first] <= start:
+                row += sizes[first]
                 first += 1
             groups = range(first, len(sizes))
             for batch in self._with_partition(part, file, groups, columns):
-                yield at, batch
-                at += len(batch)
+                yield row, batch
+                row += len(batch)
 
 
 def _files_below(root: str) -> list[str]:
-    """Return the Parquet files below a folder, each once wherever links lead; links come last."""
-    found, seen = [], set[str]()
+    """List the Parquet files below a folder, each only once; links are followed last."""
+    paths, seen = [], set[str]()
     folders, linked = deque([root]), deque[str]()
     while folders or linked:
         folder = (folders or linked).popleft()
@@ -343,66 +379,70 @@ def _files_below(root: str) -> list[str]:
                 (linked if entry.is_symlink() else folders).append(entry.path)
             elif entry.name.endswith(".parquet") and os.path.realpath(entry.path) not in seen:
                 seen.add(os.path.realpath(entry.path))
-                found.append(entry.path)
-    return found
+                paths.append(entry.path)
+    return paths
 
 
 class LanceRows(TextSource):
-    """A version of a Lance dataset, fragment by fragment."""
+    """A version of a Lance dataset, whose parts are its fragments."""
 
     def __init__(
         self, name: str, version: int | None, options: dict[str, str] | None = None
     ) -> None:
         self.name = name
-        with _reading(name):
+        with _convert_errors(name):
             import lance
 
             self._dataset = lance.dataset(name, version=version, storage_options=options)
 
     @property
     def version(self) -> int:
-        """Return which version it is."""
+        """The version of the dataset."""
         return int(self._dataset.version)
 
     @cached_property
     def _fragments(self) -> dict[str, Any]:
-        return {f"fragment {own.fragment_id}": own for own in self._dataset.get_fragments()}
+        return {
+            f"fragment {fragment.fragment_id}": fragment
+            for fragment in self._dataset.get_fragments()
+        }
 
+    @override
     def states(self) -> dict[str, str]:
-        """Return a digest of the files that each fragment consists of."""
-        found = {}
+        """Return a digest of the names of each fragment's files."""
+        states = {}
         for name, fragment in self._fragments.items():
             files = [file.path for file in fragment.data_files()]
-            found[name] = digest_text(*files, str(fragment.deletion_file() or ""), size=8)
-        return found
+            states[name] = digest_text(*files, str(fragment.deletion_file() or ""), size=8)
+        return states
 
+    @override
     def schema(self, part: str) -> pa.Schema:
-        """Return the columns."""
         return self._dataset.schema
 
+    @override
     def count(self, part: str) -> int:
-        """Return how many rows a fragment has."""
         return int(self._fragments[part].count_rows())
 
+    @override
     def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield all rows of a fragment, some at a time."""
         fragment = self._fragments[part]
         yield from fragment.to_batches(columns=list(columns), batch_size=_BATCH_ROWS)
 
+    @override
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
-        """Return rows of a fragment."""
         fragment = self._fragments[part]
         return fragment.to_table(columns=list(columns), offset=start, limit=stop - start)
 
 
-def _partition(part: str) -> dict[str, str | None]:
-    """Return what a file's path says of its rows, as Hive writes it."""
+def _parse_partition(part: str) -> dict[str, str | None]:
+    """Return the Hive partition in a file's path, as values by column."""
     pairs = (folder.split("=", 1) for folder in PurePosixPath(part).parent.parts if "=" in folder)
-    return {unquote(name): None if v == _NO_PARTITION else unquote(v) for name, v in pairs}
+    return {unquote(name): None if v == _NULL_PARTITION else unquote(v) for name, v in pairs}
 
 
-def _absent(column: Any) -> Any:
-    """Return which texts of a column are null or empty."""
+def _find_missing(column: Any) -> Any:
+    """Return (n,) whether a text of a column is null or empty."""
     if pa.types.is_null(column.type):
         return pa.array([True] * len(column))
     column = column.cast(pa.string())
@@ -411,64 +451,64 @@ def _absent(column: Any) -> Any:
 
 
 def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
-    advice = "Say which columns to read: --sentence, --condition."
+    advice = "Name the columns to read: --sentence, --condition."
     check_columns(where, schema.names, texts, advice)
     for name in texts:
-        kind = schema.field(name).type
-        held = kind.value_type if pa.types.is_dictionary(kind) else kind
+        column_type = schema.field(name).type
+        value_type = column_type.value_type if pa.types.is_dictionary(column_type) else column_type
         is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        if not any(check(held) for check in (*is_text, pa.types.is_null)):
+        if not any(check(value_type) for check in (*is_text, pa.types.is_null)):
             raise UserError(
-                f"{where} has the column {brief(name)} of the type {kind}; expected texts. Name "
-                "another column (--sentence, --condition), or write it as text."
+                f"{where} has the column {brief(name)} of the type {column_type}; expected texts. "
+                "Name another column (--sentence, --condition), or save it as text."
             )
 
 
-def _kept(
+def _merge_schemas(
     where: str,
     schema: pa.Schema,
     texts: Sequence[str],
     keep: Sequence[str],
-    before: pa.Schema | None,
+    previous: pa.Schema | None,
 ) -> pa.Schema:
-    """Return what is kept of a part's columns, in types that hold those of parts before too."""
+    """Return the schema of a part's columns to keep, merged with that of previous parts."""
     names = list(keep) or [name for name in schema.names if name not in texts]
-    if before is not None:
-        odd = sorted(set(names) ^ set(before.names))
-        if odd:
+    if previous is not None:
+        differing = sorted(set(names) ^ set(previous.names))
+        if differing:
             raise UserError(
-                f"{where} has other columns than the parts before it: {listed(odd)}. Name those "
-                "to keep that all have: --keep COL"
+                f"{where} and previous parts have different columns: {listed(differing)}. Keep "
+                "only columns that all parts have: --keep COL"
             )
-        names = before.names
-    check_columns(where, schema.names, names, "Name others with --keep.")
-    taken = [name for name in names if name in TAKEN]
-    if taken:
+        names = previous.names
+    check_columns(where, schema.names, names, "Name other columns with --keep.")
+    reserved = [name for name in names if name in RESERVED_COLUMNS]
+    if reserved:
         raise UserError(
-            f"{where} has a column {taken[0]!r}, and a column of that name is written. Name those "
-            "to keep, without it: --keep COL"
+            f"{where} has a column {reserved[0]!r}, but the output has another column of that "
+            "name. Keep only other columns: --keep COL"
         )
-    # Metadata of pandas and others tells of columns that are not kept.
-    own = pa.schema([schema.field(name).remove_metadata() for name in names])
-    if before is None:
-        return own
+    # Metadata of pandas and other libraries describes columns that are not kept.
+    keep_schema = pa.schema([schema.field(name).remove_metadata() for name in names])
+    if previous is None:
+        return keep_schema
     try:
-        return pa.unify_schemas([before, own], promote_options="permissive")
+        return pa.unify_schemas([previous, keep_schema], promote_options="permissive")
     except _UNREADABLE as error:
         raise UserError(
-            f"{where} has a column of another type than the parts before it: {first_line(error)}. "
-            "Mend it, or name the columns to keep: --keep COL"
+            f"{where} has a column of another type than previous parts: {first_line(error)}. "
+            "Correct it, or keep only other columns: --keep COL"
         ) from error
 
 
 @contextmanager
-def _reading(where: str, name: str = "") -> Iterator[None]:
-    """Tell what fails as our own errors; ``where`` is in the source of that name."""
+def _convert_errors(where: str, name: str = "") -> Iterator[None]:
+    """Convert errors of reading ``where``, in the source ``name``, to errors of llmcond."""
     try:
         with without_panic():
             yield
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist.") from error
     except _UNREADABLE as error:
-        # Not from the error: what a server writes of keys and signatures is told to nobody.
+        # The original error is dropped, because a server's text may contain keys and signatures.
         raise LlmcondError(f"{where} cannot be read: {failure(name or where, error)}") from None

@@ -1,4 +1,4 @@
-"""Frozen encoders: found by name, loaded with stock transformers, fed by a token budget.
+"""Frozen encoders: lookup by name, loading with stock transformers, batching by a token budget.
 
 Importing this package imports neither torch nor transformers; ``encoder`` and ``loading`` do.
 """

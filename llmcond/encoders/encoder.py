@@ -1,4 +1,4 @@
-"""A frozen encoder: texts with instructions in, one float32 vector each out."""
+"""A frozen encoder, which maps each text, with its instruction, to a float32 vector."""
 
 from __future__ import annotations
 
@@ -35,42 +35,42 @@ _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-#: Inputs that one thread tokenises and encodes at a time, on a CPU and on a GPU, whose batches of
-#: short texts would otherwise stay far below its token budget.
+#: Inputs that one thread tokenises and encodes at a time: on a CPU, and on a GPU, where batches of
+#: fewer short texts would stay far below the token budget.
 UNIT, UNIT_ON_GPU = 256, 2_048
-#: Vectors that they may have, where each has several routers.
-_ROUTED = 4_096
-#: Size of a digest of an input's tokens: no two inputs that differ have the same.
+#: The most vectors of one work unit whose inputs have several routers each.
+_MAX_ROUTED = 4_096
+#: Size of a digest of an input's tokens, large enough that different inputs do not collide.
 _DIGEST_BYTES = 16
 
 
 class Query(NamedTuple):
-    """A router, as it weights the tokens of others.
+    """A router in the form in which it weights the tokens of inputs.
 
     Attributes:
-        state: (width,) as it leaves the pooling, in the space of the tokens' states; of a router
-            inside the encoder its query, or its tokens where those are read with each input.
-        n_tokens: tokens it has, before truncation.
+        state: (width,) pooled state, in the space of the token states. For a router inside the
+            encoder: its query, or its tokens if they are read together with each input.
+        n_tokens: number of tokens before truncation.
     """
 
     state: NDArray[np.float32] | Tokens
     n_tokens: int
 
 
-#: Routers by their texts.
+#: Routers, keyed by their texts.
 Queries = Mapping[str, Query]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Vectors and what it took to make them, in the order of the inputs.
+    """Vectors and token counts, in the order of the inputs.
 
     Attributes:
-        vectors: (n, dim).
-        n_tokens: (n,) tokens each input has, special tokens included, before truncation.
-        truncated: (n,) whether an input was longer than the encoder takes, and its sentence cut.
-        n_computed: tokens that went through the network, padding included; fewer than there are
-            where prefixes are shared.
+        vectors: (n, dim) float32.
+        n_tokens: (n,) tokens of each input before truncation, special tokens included.
+        truncated: (n,) whether an input exceeded ``max_length``, so that its sentence was cut.
+        n_computed: tokens that went through the network, padding included. Sharing prefixes makes
+            this less than the sum of ``n_tokens``.
     """
 
     vectors: NDArray[np.float32]
@@ -79,15 +79,17 @@ class Encoded:
     n_computed: int = 0
 
     def take(self, rows: Sequence[int] | NDArray[Any]) -> Encoded:
-        """Return what belongs to some inputs, by positions, or a mask."""
+        """Select inputs by positions or by a boolean mask; ``n_computed`` becomes 0."""
         return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
 
 
 _Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
-def _load(resolved: ResolvedEncoder, threads: int) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
-    """Load an encoder's tokenizer and its engines, one for each member of an ensemble."""
+def _load_engines(
+    resolved: ResolvedEncoder, threads: int
+) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
+    """Load an encoder's tokenizer and engines; an ensemble has one engine per member."""
     why = resolved.not_openvino
     if resolved.runtime == "openvino":
         from llmcond.encoders.openvino.engine import load_engines
@@ -99,70 +101,87 @@ def _load(resolved: ResolvedEncoder, threads: int) -> tuple[InputTokenizer, Sequ
             why = str(error)
     from llmcond.encoders.engine.engine import load_torch_engines
 
-    # Where the weights are broken, PyTorch is what says so.
+    # PyTorch reports broken weights, so it loads them even if an error about OpenVINO follows.
     loaded = load_torch_engines(resolved, threads)
     if resolved.identity.runtime == "openvino":
         raise LlmcondError(
-            f"{resolved.checkpoint.name} cannot be run by OpenVINO: {why}. Compute with PyTorch "
+            f"{resolved.checkpoint.name} cannot be run by OpenVINO: {why}. Use PyTorch instead "
             "(llmcond extract --runtime torch)."
         )
     if why:
-        log.info(f"{resolved.checkpoint.name} is computed by PyTorch on this CPU: {why}")
+        log.info(f"{resolved.checkpoint.name} runs in PyTorch on this CPU: {why}")
     return loaded
 
 
 class Encoder:
-    """A frozen encoder on one device. Make one with :func:`load_encoder`.
+    """A frozen encoder on one device, as returned by ``load_encoder``.
 
     Attributes:
-        resolved: its checkpoint, identity, device and token budget.
-        identity: everything that decides its vectors.
-        name: the name that messages call it by.
-        dim: size of its vectors.
-        concurrency: how many threads it is best run by at a time.
+        resolved: checkpoint, identity, device and token budget.
+        identity: everything that decides the vectors.
+        name: name of the encoder in messages.
+        engine: the engine that runs the network; of an ensemble, that of the first member.
+        dim: size of the vectors.
+        concurrency: number of worker threads, and of CPU cores for each of them.
+
+    Example:
+        >>> import llmcond
+        >>> encoder = llmcond.load_encoder("minilm", device="cpu")
+        >>> vectors = encoder.encode(["A girl plays chess.", "Two men sing."])
+        >>> vectors.shape
+        (2, 384)
     """
 
     def __init__(self, resolved: ResolvedEncoder) -> None:
         """Load tokenizer and weights.
 
+        Args:
+            resolved: the encoder to load, as returned by ``resolve``.
+
         Raises:
             UserError: the checkpoint cannot be loaded with stock transformers classes.
-            LlmcondError: its weights are broken or do not fit into memory.
+            LlmcondError: the weights are broken or do not fit into memory.
         """
         self.resolved, self.identity = resolved, resolved.identity
         self.name = resolved.checkpoint.name
         self.concurrency = Concurrency.of(resolved)
         self._threads = WorkerThreads(self.concurrency)
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
-        # A fast tokenizer is one object in Rust, which refuses a second borrower.
-        self._tokenizing = threading.Lock()
-        self._tokenizer, self._engines = _load(resolved, self.concurrency.threads)
+        # A fast tokenizer is a single Rust object, which raises when two threads borrow it.
+        self._tokenizer_lock = threading.Lock()
+        self._tokenizer, self._engines = _load_engines(resolved, self.concurrency.threads)
         self.engine = self._engines[0]
         self.dim = sum(engine.dim for engine in self._engines)
 
     def __reduce__(self) -> tuple[type[Encoder], tuple[ResolvedEncoder]]:
-        """Pickle what it was loaded from: another process loads it anew."""
+        """Pickle only the resolved encoder, so that another process loads the weights itself."""
         return type(self), (self.resolved,)
 
     def encode(
         self, inputs: Iterable[EncoderInput | str], *, show_progress: bool = False
     ) -> NDArray[np.float32]:
-        """Return one vector an input, (n, dim) in float32, in the order of ``inputs``.
+        """Encode texts.
 
-        In inputs longer than the encoder takes the sentence is cut, with a warning that counts
-        them; or it is read in windows, whose vectors are averaged (``long_texts``).
+        If an input exceeds ``max_length``, its sentence is cut, and a warning counts such inputs.
+        With ``long_texts="windows"`` it is read in windows, whose vectors are averaged.
 
         Args:
             inputs: n inputs: a list, an iterator, a column of a data frame or an Arrow array. A
-                plain string is a text without instruction.
+                plain string is a text without an instruction.
             show_progress: whether to show a progress bar on standard error.
 
+        Returns:
+            (n, dim) float32 vectors, in the order of ``inputs``.
+
         Raises:
-            UserError: an instruction or a context that the encoder cannot take.
+            UserError: a single input was given instead of a list, or an input has an instruction,
+                a context or a router that the encoder does not take.
             LlmcondError: out of memory.
         """
         if isinstance(inputs, str | EncoderInput):
-            raise UserError(f"one {type(inputs).__name__} was given; give a list of inputs.")
+            raise UserError(
+                f"inputs is a single {type(inputs).__name__}; expected a list of inputs."
+            )
         items = [
             EncoderInput("", item) if isinstance(item, str) else item for item in as_list(inputs)
         ]
@@ -172,7 +191,7 @@ class Encoder:
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
-                f"{self.identity.max_length} tokens that {self.name} takes; {CUT}.",
+                f"{self.identity.max_length} tokens that {self.name} accepts; {CUT}.",
                 stacklevel=2,
             )
         return encoded.vectors
@@ -180,12 +199,19 @@ class Encoder:
     def encode_joined(
         self, rows: Sequence[tuple[str, str, str]], *, show_progress: bool = False
     ) -> NDArray[np.float32]:
-        """Return a vector for two sentences and their condition read as one text, (n, dim).
+        """Encode two sentences and their condition as a single text, as cross-encoders do.
 
-        That is what a cross-encoder rates. Sentences that are too long are cut, with a warning.
+        If a row exceeds ``max_length``, its sentences are cut, and a warning counts such rows.
+
+        Args:
+            rows: n tuples of first sentence, second sentence and condition.
+            show_progress: whether to show a progress bar on standard error.
+
+        Returns:
+            (n, dim) float32 vectors, in the order of ``rows``.
 
         Raises:
-            UserError: no texts, or a condition that leaves no room for sentences.
+            UserError: a value is not a text, or a condition leaves no room for the sentences.
             LlmcondError: out of memory.
         """
         for column in zip(*rows, strict=True):
@@ -195,7 +221,7 @@ class Encoder:
         vectors, n_cut = np.empty((len(rows), self.dim), dtype=np.float32), 0
 
         def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-            with self._tokenizing:
+            with self._tokenizer_lock:
                 tokens = self._tokenizer.joined([rows[index] for index in unit])
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             return np.concatenate(self._run(tokens)[0]), n_tokens
@@ -204,14 +230,17 @@ class Encoder:
         with ExtractionBar() if show_progress else nullcontext() as bar:
             if bar is not None:
                 bar.start(len(rows), sum(sizes))
-            units = _chunks(order, self._unit)
-            for unit, (found, n_tokens) in self._each(units, encode, map_units, sizes, bar):
-                vectors[unit] = found
+            units = _split_chunks(order, self._unit)
+            for unit, (unit_vectors, n_tokens) in self._map_units_timed(
+                units, encode, map_units, sizes, bar
+            ):
+                vectors[unit] = unit_vectors
                 n_cut += int((n_tokens > self.identity.max_length).sum())
         if n_cut:
             warnings.warn(
-                f"{n_cut} of {len(rows)} rows have more than the {self.identity.max_length} tokens "
-                f"that {self.name} takes; their sentences were cut, conditions are whole.",
+                f"{n_cut} of {len(rows)} rows are longer than the {self.identity.max_length} "
+                f"tokens that {self.name} accepts; their sentences were cut, their conditions were "
+                "not.",
                 stacklevel=2,
             )
         return vectors
@@ -223,40 +252,55 @@ class Encoder:
         *,
         threads: bool = False,
     ) -> Encoded:
-        """Return vectors with the tokens and the truncation of each input, on the calling thread.
+        """Encode inputs, and count the tokens of each.
 
-        Or by all ``threads`` that the encoder is best run by: the vectors are the same.
+        The result depends on the arguments only: unless memory runs out, nothing else influences
+        how inputs are batched. Several threads may call this method at once.
 
-        A function of its arguments alone: how inputs are batched depends on nothing else, but where
-        memory runs out. Safe to call from several threads. ``queries`` are the inputs' routers, and
-        any others; None: they are computed as well. A plain input that is one of them is not
-        encoded again.
+        Args:
+            inputs: n inputs.
+            queries: the routers of the inputs, and any others, as returned by ``queries``. A plain
+                input that is among them is not encoded again. None: compute them.
+            threads: encode on the encoder's worker threads. By default, everything runs on the
+                calling thread. The vectors are the same.
+
+        Returns:
+            Vectors with the token count and the truncation of each input.
 
         Raises:
-            UserError: an instruction, a context or a router that the encoder cannot take.
+            UserError: an input has an instruction, a context or a router that the encoder does not
+                take.
             LlmcondError: out of memory.
         """
-        several = threads and self.concurrency.threads > 1
-        return self._encode(inputs, self._threads.map if several else map, queries=queries)
+        concurrent = threads and self.concurrency.threads > 1
+        return self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
 
     def queries(self, texts: Iterable[str], map_units: _Map = map) -> Queries:
-        """Return what routers of these texts are, each computed once.
+        """Compute the queries of routers, each distinct text once.
+
+        Args:
+            texts: texts of routers; repeats are allowed.
+            map_units: applies a function to each work unit, in order. The default runs on the
+                calling thread.
+
+        Returns:
+            The query of each distinct text, keyed by the text.
 
         Raises:
-            UserError: the encoder's pooling leaves the space of the tokens' states.
+            UserError: the encoder's pooling leaves the space of the token states.
             LlmcondError: out of memory.
         """
         plain = [EncoderInput("", text) for text in sorted(set(texts))]
-        pools = self.engine.inside or self.identity.pooling in ROUTED_POOLINGS
-        if plain and not pools:
+        routable = self.engine.inside or self.identity.pooling in ROUTED_POOLINGS
+        if plain and not routable:
             raise UserError(
-                f"{self.name} pools by {self.identity.pooling}, and a router weights the tokens' "
-                f"own states: --pooling {' or '.join(ROUTED_POOLINGS)}."
+                f"{self.name} uses the pooling {self.identity.pooling}, but a router weights token "
+                f"states. Use --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
-        units = _chunks(ordered, self._unit)
-        found = (query for unit in map_units(self._queries, units) for query in unit)
-        return {item.text: query for item, query in zip(ordered, found, strict=True)}
+        units = _split_chunks(ordered, self._unit)
+        computed = (query for unit in map_units(self._compute_queries, units) for query in unit)
+        return {item.text: query for item, query in zip(ordered, computed, strict=True)}
 
     def _encode(
         self,
@@ -275,30 +319,32 @@ class Encoder:
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         computed = 0
-        found = [place for place in order if self._is_query(inputs[place], queries)]
-        if found:
-            own = [queries[inputs[place].text] for place in found]
-            states: list[Any] = [query.state for query in own]
-            vectors[found] = self.engine.finish_states(np.stack(states))
-            n_tokens[found] = [query.n_tokens for query in own]
+        router_indices = [row for row in order if self._is_query(inputs[row], queries)]
+        if router_indices:
+            known_queries = [queries[inputs[row].text] for row in router_indices]
+            states: list[Any] = [query.state for query in known_queries]
+            vectors[router_indices] = self.engine.finish_states(np.stack(states))
+            n_tokens[router_indices] = [query.n_tokens for query in known_queries]
             if bar is not None:
-                bar.advance(len(found), sum(sizes[place] for place in found), 0, 0.0)
-        left = set(found)
-        units = list(_units([place for place in order if place not in left], inputs, self._unit))
+                bar.advance(len(router_indices), sum(sizes[row] for row in router_indices), 0, 0.0)
+        encoded = set(router_indices)
+        units = list(_group_units([row for row in order if row not in encoded], inputs, self._unit))
         work = partial(self._encode_unit, inputs, queries)
-        first: dict[bytes, int] = {}
-        for unit, result in self._each(units, work, map_units, sizes, bar):
+        first_index: dict[bytes, int] = {}
+        for unit, result in self._map_units_timed(units, work, map_units, sizes, bar):
             vectors[unit], n_tokens[unit], n_computed, digests = result
-            # Rounding depends on the batch, so equal inputs of two batches would differ by noise,
-            # which is all that is left where one is subtracted from the other.
-            same = [first.setdefault(key, index) for key, index in zip(digests, unit, strict=True)]
-            if same != unit:
-                vectors[unit] = vectors[same]
+            # Rounding depends on the batch, so equal inputs in two batches would get slightly
+            # different vectors. Subtracting one from the other would leave nothing but that noise.
+            sources = [
+                first_index.setdefault(key, index) for key, index in zip(digests, unit, strict=True)
+            ]
+            if sources != unit:
+                vectors[unit] = vectors[sources]
             computed += n_computed
         cut = (n_tokens > self.identity.max_length) & (self.identity.long_texts == "cut")
         return Encoded(vectors, n_tokens, cut, computed)
 
-    def _each(
+    def _map_units_timed(
         self,
         units: Sequence[list[int]],
         work: Callable[[list[int]], _Result],
@@ -306,9 +352,12 @@ class Encoder:
         sizes: Sequence[int],
         bar: ExtractionBar | None,
     ) -> Iterator[tuple[list[int], _Result]]:
-        """Yield units with what ``work`` gives for them: vectors, numbers of tokens, and more."""
+        """Yield each unit with the result of ``work``, and advance the progress bar.
+
+        The second item of a result must be the numbers of tokens.
+        """
         map_units = map_units if len(units) > 1 else map
-        at_once = 1 if map_units is map else self.concurrency.threads
+        n_threads = 1 if map_units is map else self.concurrency.threads
 
         def timed(unit: list[int]) -> tuple[Any, float]:
             began = time.monotonic()
@@ -318,105 +367,116 @@ class Encoder:
             yield unit, result
             if bar is not None:
                 size = sum(sizes[index] for index in unit)
-                bar.advance(len(unit), size, int(result[1].sum()), seconds / at_once)
+                bar.advance(len(unit), size, int(result[1].sum()), seconds / n_threads)
 
     def _encode_unit(
         self, every: Sequence[EncoderInput], queries: Queries, unit: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]:
-        """Encode some of all inputs.
+        """Encode the inputs of one work unit, given by their positions in ``every``.
 
         Returns:
-            Their vectors, their numbers of tokens, how many tokens were computed, and a digest of
-            all that each vector is computed from.
+            Vectors, numbers of tokens, the number of tokens that were computed, and for each
+            vector a digest of everything that it is computed from.
         """
         inputs = [every[index] for index in unit]
-        # All of a unit have a router, or none has.
-        groups = grouped(inputs) or [[place] for place in range(len(inputs))]
-        windows = self._windows([inputs[places[0]] for places in groups])
+        # Either all inputs of a unit have a router, or none has.
+        groups = grouped(inputs) or [[position] for position in range(len(inputs))]
+        windows = self._tokenize([inputs[group[0]] for group in groups])
         rows: list[Tokens] = []
         routes: list[Any] = []
-        for places, own in zip(groups, windows, strict=True):
-            routers = routers_of([inputs[place] for place in places])
-            read: Any = [queries[router.text].state for router in routers]
+        for group, item_windows in zip(groups, windows, strict=True):
+            routers = routers_of([inputs[position] for position in group])
+            router_states: Any = [queries[router.text].state for router in routers]
             if routers and not self.engine.inside:
-                read = np.stack(read)
-            for window in own:
-                added = routes_of(self.engine, read, routers[0]) if routers else []
-                routes += added
-                rows += [window] * (len(added) or 1)
-        found, computed = self._run(rows, routes)
+                router_states = np.stack(router_states)
+            for window in item_windows:
+                new_routes = routes_of(self.engine, router_states, routers[0]) if routers else []
+                routes += new_routes
+                rows += [window] * (len(new_routes) or 1)
+        results, computed = self._run(rows, routes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
         digests = [b""] * len(inputs)
-        all_of = iter(np.concatenate(found))
-        for places, own in zip(groups, windows, strict=True):
-            read_tokens = [(row.ids, row.first, row.last, row.second) for row in own]
-            for place in places:
-                computed_from = repr((read_tokens, inputs[place].router)).encode()
-                digests[place] = digest_bytes(computed_from, size=_DIGEST_BYTES)
-            by_window = [[next(all_of) for _ in places] for _ in own]
-            vectors[places] = self._averaged([np.stack(part) for part in by_window])
-            n_tokens[places] = own[0].n_tokens
+        row_vectors = iter(np.concatenate(results))
+        for group, item_windows in zip(groups, windows, strict=True):
+            token_ids = [(row.ids, row.first, row.last, row.second) for row in item_windows]
+            for position in group:
+                computed_from = repr((token_ids, inputs[position].router)).encode()
+                digests[position] = digest_bytes(computed_from, size=_DIGEST_BYTES)
+            by_window = [[next(row_vectors) for _ in group] for _ in item_windows]
+            vectors[group] = self._average_windows([np.stack(part) for part in by_window])
+            n_tokens[group] = item_windows[0].n_tokens
         return vectors, n_tokens, computed, digests
 
-    def _queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
-        """Return plain inputs as routers, each the mean of its windows."""
-        windows = self._windows(inputs)
+    def _compute_queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
+        """Compute the queries of plain inputs, each the mean over the windows of its text."""
+        windows = self._tokenize(inputs)
         if self.engine.reads_routers:
-            return [Query(own[0], own[0].n_tokens) for own in windows]
-        rows = iter(self._run([row for own in windows for row in own], queries=True)[0])
-        means = [np.mean([next(rows) for _ in own], axis=0)[0] for own in windows]
-        return [Query(mean, own[0].n_tokens) for mean, own in zip(means, windows, strict=True)]
+            return [Query(item_windows[0], item_windows[0].n_tokens) for item_windows in windows]
+        rows = iter(
+            self._run([row for item_windows in windows for row in item_windows], queries=True)[0]
+        )
+        means = [np.mean([next(rows) for _ in item_windows], axis=0)[0] for item_windows in windows]
+        return [
+            Query(mean, item_windows[0].n_tokens)
+            for mean, item_windows in zip(means, windows, strict=True)
+        ]
 
     def _is_query(self, item: EncoderInput, queries: Queries) -> bool:
-        """Return whether an input is a router that is known, as the encoder pools it, and whole."""
+        """Return whether an untruncated router with this text is known, pooled like the input."""
         if item.router is not None or item.context is not None or item.instruction:
             return False
-        found = None if self.engine.inside else queries.get(item.text)
-        return found is not None and found.n_tokens <= self.identity.max_length
+        query = None if self.engine.inside else queries.get(item.text)
+        return query is not None and query.n_tokens <= self.identity.max_length
 
-    def _windows(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
-        with self._tokenizing:
+    def _tokenize(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
+        with self._tokenizer_lock:
             return self._tokenizer.windows(inputs)
 
     def _run(
         self, rows: Sequence[Tokens], routes: Sequence[Any] = (), *, queries: bool = False
     ) -> tuple[list[NDArray[np.float32]], int]:
-        """Return (1, dim) for each row, or (routes, dim), and how many tokens were computed.
+        """Run the engines, and count the computed tokens.
 
-        Of an ensemble, members' vectors stand side by side. They are of length 1, so that over
-        sqrt(N) what they make is too, and its cosine is the mean of theirs.
+        Each row gives (1, dim), or (routes, dim) with routers. The vectors of an ensemble are
+        those of its N members, concatenated and divided by sqrt(N). The members' vectors have unit
+        norm, so the result has too, and its cosine is the mean of the members' cosines.
         """
         if len(self._engines) > 1 and (routes or queries):
-            raise UserError(f"{self.name} is an ensemble, which takes no routers.")
-        each = [self._run_by(engine, rows, routes, queries) for engine in self._engines]
-        if len(each) == 1:
-            return each[0]
-        parts = zip(*(vectors for vectors, _ in each), strict=True)
-        scale = np.float32(1 / np.sqrt(len(each)))
-        return [np.hstack(own) * scale for own in parts], sum(computed for _, computed in each)
+            raise UserError(
+                f"{self.name} is an ensemble, and ensembles do not support routers. Use another "
+                "prompt or encoder."
+            )
+        results = [self._run_engine(engine, rows, routes, queries) for engine in self._engines]
+        if len(results) == 1:
+            return results[0]
+        parts = zip(*(vectors for vectors, _ in results), strict=True)
+        scale = np.float32(1 / np.sqrt(len(results)))
+        return [np.hstack(member_vectors) * scale for member_vectors in parts], sum(
+            computed for _, computed in results
+        )
 
-    def _run_by(
+    def _run_engine(
         self, engine: AnyEngine, rows: Sequence[Tokens], routes: Sequence[Any], queries: bool
     ) -> tuple[list[NDArray[np.float32]], int]:
-        found: list[Any] = [None] * len(rows)
+        vectors_of: list[Any] = [None] * len(rows)
         computed = 0
         try:
-            for done in engine.run(rows, check_cancelled, routes, queries=queries):
-                counts = [n_routes(routes[row]) if routes else 1 for row in done.inputs]
-                parts = np.split(done.vectors, np.cumsum(counts)[:-1])
-                for row, vectors in zip(done.inputs, parts, strict=True):
-                    found[row] = vectors
-                computed += done.n_computed
+            for batch in engine.run(rows, check_cancelled, routes, queries=queries):
+                counts = [n_routes(routes[row]) if routes else 1 for row in batch.inputs]
+                parts = np.split(batch.vectors, np.cumsum(counts)[:-1])
+                for row, vectors in zip(batch.inputs, parts, strict=True):
+                    vectors_of[row] = vectors
+                computed += batch.n_computed
         except OutOfMemoryError as error:
             raise LlmcondError(
-                f"{self.name} {error} Encode with a smaller max_length (llmcond extract "
-                f"--max-length), or see what fits: llmcond models --check {self.name}"
+                f"{self.name} {error} Reduce max_length (llmcond extract --max-length), or see "
+                f"what fits: llmcond models --check {self.name}"
             ) from error
-        return found, computed
+        return vectors_of, computed
 
-    def _averaged(self, windows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Return the mean over windows, which are equally long; unit norm if asked."""
+    def _average_windows(self, windows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Average vectors over windows, and normalise them if the encoder does."""
         if len(windows) == 1:
             return windows[0]
         means: NDArray[np.float32] = np.mean(windows, axis=0, dtype=np.float32)
@@ -425,32 +485,40 @@ class Encoder:
         return means
 
     def format(self, item: EncoderInput) -> str:
-        """Return the string that the tokenizer is given, with the model's own format around it.
+        """Format an input as the tokenizer reads it, with the model's instruction format.
+
+        Args:
+            item: the input.
+
+        Returns:
+            The string that is tokenised, without special tokens.
 
         Raises:
-            UserError: the input has an instruction, and the encoder takes none.
+            UserError: the input has an instruction, but the encoder takes none.
         """
         return self._tokenizer.format(item)
 
 
-def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
+def _split_chunks(items: list[_Item], size: int) -> list[list[_Item]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _units(order: Sequence[int], inputs: Sequence[EncoderInput], size: int) -> Iterator[list[int]]:
-    """Yield the inputs that are encoded together: those with a router apart from others.
+def _group_units(
+    order: Sequence[int], inputs: Sequence[EncoderInput], size: int
+) -> Iterator[list[int]]:
+    """Yield the positions of inputs that are encoded together, those with a router separately.
 
-    A unit has ``size`` inputs that go through the network, with up to ``_ROUTED`` routers.
+    A unit has ``size`` inputs that go through the network, with up to ``_MAX_ROUTED`` routers.
     """
     plain = [index for index in order if inputs[index].router is None]
-    yield from _chunks(plain, size)
+    yield from _split_chunks(plain, size)
     unit: list[int] = []
     bases: set[object] = set()
     for index in order:
         if inputs[index].router is None:
             continue
         base = unrouted(inputs[index])
-        if (base not in bases and len(bases) == size) or len(unit) == _ROUTED:
+        if (base not in bases and len(bases) == size) or len(unit) == _MAX_ROUTED:
             yield unit
             unit, bases = [], set()
         unit.append(index)
@@ -459,43 +527,54 @@ def _units(order: Sequence[int], inputs: Sequence[EncoderInput], size: int) -> I
         yield unit
 
 
-def _loader(
+def _make_loader(
     options: Callable[_P, EncoderOptions],
 ) -> Callable[Concatenate[str | os.PathLike[str], _P], Encoder]:
-    """Return :func:`load_encoder`, whose keyword arguments are the fields of ``EncoderOptions``."""
+    """Build ``load_encoder``, whose keyword arguments are the fields of ``EncoderOptions``."""
 
     def load_encoder(model: str | os.PathLike[str], *args: _P.args, **kwargs: _P.kwargs) -> Encoder:
         return Encoder(resolve(os.fspath(model), options(*args, **kwargs)))
 
-    given = [
-        f"    {field.name}: {told.help}"
+    descriptions = [
+        f"    {field.name}: {declared.help}"
         for field in fields(EncoderOptions)
-        if (told := option_of(field)) is not None
+        if (declared := option_of(field)) is not None
     ]
     signature = inspect.signature(options)
     model = inspect.Parameter(
         "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="str | os.PathLike[str]"
     )
-    return public_function(  # type: ignore[return-value]  # model may be named, too
+    return public_function(  # type: ignore[return-value]  # model may also be passed by keyword
         load_encoder,
         "load_encoder",
         __name__,
-        _DOC.format(options="\n".join(given)),
+        _LOADER_DOC.format(options="\n".join(descriptions)),
         signature.replace(
             parameters=[model, *signature.parameters.values()], return_annotation=Encoder
         ),
     )
 
 
-_DOC = """Load an encoder by alias (``minilm``), hub name or folder.
+_LOADER_DOC = """Load an encoder by alias (``minilm``), hub name or folder.
 
 Args:
-    model: alias, ``OWNER/NAME`` on the Hugging Face hub, or a checkpoint's folder.
+    model: alias, ``OWNER/NAME`` on the Hugging Face hub, or folder of a checkpoint.
 {options}
 
+Returns:
+    The encoder, on the chosen device.
+
 Raises:
-    UserError: an unknown model, or an option that the model or machine cannot have.
+    UserError: the model is unknown, or does not support an option on this machine.
     LlmcondError: the hub cannot be reached, or the weights are broken or too large.
+
+Example:
+    >>> import llmcond
+    >>> encoder = llmcond.load_encoder("minilm", device="cpu", max_length=64)
+    >>> encoder.dim
+    384
+    >>> encoder.encode(["A girl plays chess."]).shape
+    (1, 384)
 """
 
-load_encoder = _loader(EncoderOptions)
+load_encoder = _make_loader(EncoderOptions)

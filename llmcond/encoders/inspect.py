@@ -1,4 +1,4 @@
-"""What an encoder will do, told from its tokenizer and config before anything large is read."""
+"""Previews of an encoder from its tokenizer and config, before its weights are read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import STATED
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 
-#: The precisions that a check tells the memory of.
+#: The number types and quantisations whose memory requirements are reported.
 _PRECISIONS: list[tuple[Dtype, str]] = [("float32", "none")]
 _PRECISIONS += [("bfloat16", quantize) for quantize in get_args(Quantize)]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An input as the encoder reads it: its tokens, and of which of them its vector is made."""
+    """An input as the encoder reads it.
+
+    Attributes:
+        label: the label that the input was given with.
+        tokens: its tokens as strings, special tokens included.
+        pooled: whether the vector is computed from each of these tokens.
+    """
 
     label: str
     tokens: list[str]
@@ -41,54 +47,64 @@ class Sample:
 
 
 def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]]) -> list[Sample]:
-    """Tokenise labelled inputs as extraction would.
+    """Tokenise labelled inputs in the same way as extraction.
 
     Raises:
-        UserError: the checkpoint has no tokenizer that fits it.
+        UserError: the checkpoint has no tokenizer, or one that does not fit its vocabulary.
     """
     identity, checkpoint = resolved.identity, resolved.checkpoint
     config = load_config(checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(checkpoint, config), identity, checkpoint.name)
     rows = tokenizer([item for _, item in inputs])
     check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
-    found = []
+    samples_read = []
     for (label, item), row in zip(inputs, rows, strict=True):
         routed = item.router is not None and not identity.routes_inside
         pooling = pooling_named("mean" if routed else identity.pooling)
         first, last = pooling.tokens(row.first, row.last, len(row.ids))
         first, last = max(first, row.first), min(last, row.last)
         pooled = [first <= position < last for position in range(len(row.ids))]
-        found.append(Sample(label, tokenizer.strings(row), pooled))
-    return found
+        samples_read.append(Sample(label, tokenizer.strings(row), pooled))
+    return samples_read
 
 
 def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
-    """Return what is settled of an encoder, and the memory it needs on its device.
+    """Describe the settings of an encoder, and the memory that it needs on its device.
 
     Raises:
-        UserError: it has an adapter that does not belong to it, or peft is not installed.
+        UserError: its adapter was trained on another base, or peft is not installed.
     """
     identity, checkpoint = resolved.identity, resolved.checkpoint
     config = load_config(checkpoint, identity.attention)
     check_parts(resolved, build_on_meta(config))
     budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
     settled = {name: getattr(identity, name) for name in (*STATED, "dtype", "quantize")}
-    about = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
-    return _facts(checkpoint.known) | settled | about | _size(config, resolved.device, budget)
+    origin = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
+    return (
+        _known_facts(checkpoint.known)
+        | settled
+        | origin
+        | _describe_size(config, resolved.device, budget)
+    )
 
 
 def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
-    """Return what is known of a model without any of its files."""
+    """Describe a known model from its entry alone, without any of its files."""
     architecture = dict(known.architecture)
     nv_embed = architecture["model_type"] == "nvembed"
     config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
     settled = {**known.stated, "dtype": None, "quantize": "none"}
-    about = {"name": known.name, "source": known.repo, "assumed": []}
-    return _facts(known) | settled | about | _size(config, device, default_token_budget(device))
+    origin = {"name": known.name, "source": known.repo, "assumed": []}
+    return (
+        _known_facts(known)
+        | settled
+        | origin
+        | _describe_size(config, device, default_token_budget(device))
+    )
 
 
-def _facts(known: KnownModel | None) -> dict[str, Any]:
-    """Return what is known of a model beside its settings."""
+def _known_facts(known: KnownModel | None) -> dict[str, Any]:
+    """Return the facts about a known model that are not settings; None for unknown models."""
     facts = {name: getattr(known, name, None) for name in ("repo", "licence", "gated")}
     return facts | {
         "other_poolings": list(known.poolings[1:]) if known else None,
@@ -97,7 +113,7 @@ def _facts(known: KnownModel | None) -> dict[str, Any]:
     }
 
 
-def _size(config: Any, device: str, tokens: int) -> dict[str, Any]:
+def _describe_size(config: Any, device: str, tokens: int) -> dict[str, Any]:
     size, free = footprint(build_on_meta(config)), available(device)
     memory: list[dict[str, Any]] = []
     for dtype, quantize in _PRECISIONS:

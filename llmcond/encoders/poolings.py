@@ -1,8 +1,8 @@
 """Poolings: how the states of an input's tokens become one vector.
 
-A pooling is a line of :data:`POOLINGS`. Engines compute it by the tokens that it takes:
-:mod:`llmcond.encoders.engine.pooling` with PyTorch, :mod:`llmcond.encoders.openvino.engine` with
-numpy. A function of the user's own is named ``FILE.py:NAME`` or ``MODULE:NAME``.
+Each entry of ``POOLINGS`` says which token states it needs. The engines compute it:
+``llmcond.encoders.engine.pooling`` with PyTorch, ``llmcond.encoders.openvino.engine`` with numpy. A
+user-defined function is named ``FILE.py:NAME`` or ``MODULE:NAME``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class Pooling:
     """How the states of an input's tokens become one vector.
 
     Attributes:
-        takes: the state of the input's ``first`` token or of the ``last`` one that counts; the
-            ``mean`` of those that count; or ``all``, for a function of the user's own.
-        module: its name in the pooling module of sentence-transformers; empty where it has none.
-        counts: whether the user chooses which tokens count.
-        routed: whether the states of tokens lie in one space with the vectors of texts, so that
-            routers can weight them.
-        part: the part of the network that it needs: its ``pooler``, a dense layer behind the first
-            token; or its ``latent`` attention, behind every token.
+        takes: the states that it needs: of the ``first`` token of the input, of the ``last`` pooled
+            token, the ``mean`` of the pooled tokens, or ``all`` for a user-defined function.
+        module: its name in the pooling module of sentence-transformers; empty if it has none.
+        counts: whether ``pool_over`` applies, that is, whether users choose which tokens are
+            pooled.
+        routed: whether token states lie in the same space as the vectors of texts, so that routers
+            can weight them.
+        part: the part of the network that it needs: the ``pooler``, a dense layer after the first
+            token, or the ``latent`` attention after every token; empty if neither.
     """
 
     takes: Literal["first", "last", "mean", "all"]
@@ -40,9 +41,12 @@ class Pooling:
     part: Literal["", "pooler", "latent"] = ""
 
     def tokens(self, first: int, last: int, length: int) -> tuple[int, int]:
-        """Return the range of tokens that it reads of an input of a ``length``.
+        """Return the range of tokens, end excluded, whose states an input's vector needs.
 
-        The tokens from ``first`` up to ``last``, which is left out, are those that count.
+        Args:
+            first: position of the first pooled token.
+            last: position after the last pooled token.
+            length: number of tokens of the input.
         """
         ranges = {"first": (0, 1), "last": (last - 1, last), "mean": (first, last)}
         return ranges.get(self.takes, (0, length))
@@ -52,37 +56,45 @@ POOLINGS: Mapping[str, Pooling] = {
     "cls": Pooling("first", "cls_token", routed=True),
     "mean": Pooling("mean", "mean_tokens", counts=True, routed=True),
     "last": Pooling("last", "lasttoken", counts=True, routed=True),
-    # As SimCSE pools.
+    # Used by SimCSE.
     "pooler": Pooling("first", "cls_token", part="pooler"),
-    # As NV-Embed-v2 pools.
+    # Used by NV-Embed-v2.
     "latent": Pooling("mean", part="latent"),
 }
 ROUTED_POOLINGS = tuple(name for name, pooling in POOLINGS.items() if pooling.routed)
 
 
 def pooling_named(name: str) -> Pooling:
-    """Return the pooling that an identity names."""
+    """Return the pooling with this name, which may be that of a user-defined function."""
     return Pooling("all", counts=True) if plugins.is_plugin(name) else POOLINGS[name]
 
 
 def identify_pooling(name: str, source: str) -> str:
-    """Return what an identity records of a user's own pooling: its name and its file's digest.
+    """Return the name of a user-defined pooling with the digest of its file, ``NAME@DIGEST``.
 
-    A name as the user gave it loads its file; one of an identity (``NAME@DIGEST``) does not.
+    Args:
+        name: ``FILE.py:NAME`` or ``MODULE:NAME``, whose file is loaded; or the recorded form
+            ``NAME@DIGEST``, whose function must have been loaded before.
+        source: name of the record in messages.
 
     Raises:
-        UserError: it cannot be loaded, is no function, or has changed since it was recorded.
+        UserError: it cannot be loaded, is not a function, or has changed since it was recorded.
     """
-    given, _, digest = name.partition("@")
-    function = plugins.recorded(given, source) if digest else plugins.load(given)
+    import_path, _, recorded_digest = name.partition("@")
+    function = (
+        plugins.recorded(import_path, source) if recorded_digest else plugins.load(import_path)
+    )
     try:
         file = Path(inspect.getsourcefile(function) or "")
-        found = digest_bytes(file.read_bytes(), size=8).hex()
+        current_digest = digest_bytes(file.read_bytes(), size=8).hex()
     except (OSError, TypeError) as error:
-        raise UserError(f"the pooling {given} is no function in a Python file.") from error
-    if digest not in ("", found):
         raise UserError(
-            f"{source} records the pooling {given} with the digest {digest}, and {file} has "
-            f"changed since ({found}). Restore it, or use another --run."
+            f"the pooling {import_path} is not a function that is defined in a Python file."
+        ) from error
+    if recorded_digest not in ("", current_digest):
+        raise UserError(
+            f"{source} records the pooling {import_path} with the digest {recorded_digest}, but "
+            f"{file} has changed since then ({current_digest}). Restore the file, or use another "
+            "--run."
         )
-    return f"{plugins.record_name(given)}@{found}"
+    return f"{plugins.record_name(import_path)}@{current_digest}"

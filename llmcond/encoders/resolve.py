@@ -1,7 +1,7 @@
-"""From a model's name and options to everything that decides its vectors.
+"""Resolution of a model's name and options to everything that decides its vectors.
 
-Nothing is loaded here but small JSON files: a second extraction of the same thing finds its
-features without touching the weights.
+Only small JSON files are read, so that extracting the same features a second time finds them
+without loading the weights.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from llmcond.system import choose_device
 
 
 def no_embeddings(folder: object) -> UserError:
-    """Return what is said of a cross-encoder where embeddings are needed."""
+    """Return the error for a cross-encoder that is used where embeddings are needed."""
     return UserError(
         f"{folder} is a cross-encoder: it compares two texts and has no embeddings. Compare texts "
-        f"by llmcond similarity or evaluate, --run {folder}; for embeddings, train an encoder by "
-        "llmcond train-lora."
+        f"with llmcond similarity or evaluate, --run {folder}; for embeddings, train an encoder "
+        "with llmcond train-lora."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEncoder:
-    """An encoder that is found but not loaded.
+    """An encoder whose settings are known but whose weights are not loaded.
 
     Attributes:
         checkpoint: its files.
         identity: everything that decides its vectors.
-        device: where it will run: ``cpu`` or ``cuda:N``.
-        options: what the user chose; what was left open is as training recorded it, if it did.
-        assumed: what no file and no option said, in sentences for the user.
+        device: device that it will run on, ``cpu`` or ``cuda:N``.
+        options: the user's options, filled in with the settings that training recorded.
+        assumed: what neither a file nor an option states, as phrases for the user.
         runtime: the library that computes.
-        not_openvino: why OpenVINO does not compute, on a CPU; "" where it does, or was not wanted.
+        not_openvino: why OpenVINO does not run it on this CPU; empty if it does, or was not
+            requested.
     """
 
     checkpoint: Checkpoint
@@ -53,16 +54,16 @@ class ResolvedEncoder:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Return whether prefixes are shared: as was chosen, and where it is exact.
+        """Whether prefixes are shared: if the user allows it, and only where it is exact.
 
-        A token's vector is decided by what stands before it in a causal encoder only. And what is
-        pooled must be computed for each input by itself, as the last token is.
+        Only in a causal encoder does a token's state depend on the preceding tokens alone. The
+        pooled token must also lie outside the shared prefix, as the last token does.
         """
         last = pooling_named(self.identity.pooling).takes == "last"
         return self.options.share_prefixes and self.identity.attention == "causal" and last
 
     def each_member(self) -> list[ResolvedEncoder]:
-        """Return the encoders of an ensemble, each with its adapter; of others the encoder."""
+        """Return the members of an ensemble, each with its adapter, or the encoder itself."""
         return [
             replace(self, checkpoint=replace(self.checkpoint, adapter=member, members=()))
             for member in self.checkpoint.members
@@ -70,16 +71,16 @@ class ResolvedEncoder:
 
     @property
     def default_prompt(self) -> str:
-        """Return the bundled prompt that suits the model as it is."""
+        """The bundled prompt that suits the model without further training."""
         if self.checkpoint.stated or self.identity.routes_inside:
             return self.joint_prompt  # it was trained to read sentence and condition together
         return default_prompt(self.identity.instruction_format, self.identity.pooling)
 
     @property
     def joint_prompt(self) -> str:
-        """Return the one that suits it while it is trained: all of its layers see the condition.
+        """The bundled prompt for training, with which all layers see the condition.
 
-        Or those that have a router.
+        In an encoder with a router, only the layers of the router see it.
         """
         if self.identity.routes_inside:
             return "routed"
@@ -91,11 +92,14 @@ def resolve(
 ) -> ResolvedEncoder:
     """Find a model by alias, hub name or folder, and settle every setting that decides its vectors.
 
-    To identify which weights they are, a local checkpoint is read whole. With ``cross`` it may be
-    the encoder of a cross-encoder.
+    Args:
+        name_or_path: alias, hub name or folder.
+        options: the user's options.
+        identify: identify the weights; those of a local checkpoint are read in full.
+        cross: accept the encoder of a cross-encoder.
 
     Raises:
-        UserError: an unknown model, an option that the model or machine cannot have, or a
+        UserError: the model is unknown, does not support an option on this machine, or is a
             cross-encoder.
         LlmcondError: the hub cannot be reached.
     """
@@ -109,12 +113,12 @@ def resolve(
 def settle(
     checkpoint: Checkpoint, options: EncoderOptions, device: str, *, identify: bool
 ) -> ResolvedEncoder:
-    """Settle every setting of a checkpoint that was found; see :func:`resolve`.
+    """Settle every setting of a checkpoint; see ``resolve``.
 
-    What the user left open is as the checkpoint was trained, where that is recorded.
+    Options that the user left open get the values that training recorded, if any.
 
     Raises:
-        UserError: an option that the model cannot have.
+        UserError: the model does not support an option.
     """
     stated = {**stated_beside(checkpoint), **checkpoint.stated}
     options = options.filled_from(stated)
@@ -126,7 +130,7 @@ def settle(
         options=options,
         known=known.settings if known else None,
         files=settings.stated,
-        # Only NV-Embed-v2 has latent attention, and it is known.
+        # Only NV-Embed-v2, a known model, has latent attention.
         poolings=known.poolings if known else [name for name in POOLINGS if name != "latent"],
         model_type=str(settings.config.get("model_type")),
         positions=settings.positions,
@@ -137,35 +141,35 @@ def settle(
     identity = sources.settle(checkpoint.weights if identify else "")
     if settings.pooling_config.get("include_prompt") is False and identity.pool_over == "all":
         assumed.append(
-            "an instruction is pooled along, though the checkpoint's files leave prompts out "
-            "(--pool-over text)"
+            "pooling that includes the instruction, although the checkpoint's files exclude "
+            "prompts (--pool-over text to exclude it)"
         )
     if identity.quantize == "8bit" and known and known.no_float16:
         assumed.append(
-            f"8 bit multiplies in float16, which {checkpoint.name} does not stand: "
+            f"8 bit multiplies in float16, which {checkpoint.name} does not support: "
             f"{known.no_float16}; prefer --quantize 4bit"
         )
-    trained = checkpoint.stated.get("quantize")
-    if trained is not None and identity.quantize == "none":
+    trained_quantize = checkpoint.stated.get("quantize")
+    if trained_quantize is not None and identity.quantize == "none":
         assumed.append(
-            f"whole weights of the base, though its adapter was trained on {trained} ones "
-            f"(--quantize {trained})"
+            "unquantised weights of the base, although its adapter was trained on "
+            f"{trained_quantize} ones (--quantize {trained_quantize} to use those)"
         )
-    runtime, reason = _runtime(checkpoint, identity, settings.config, sources)
+    runtime, reason = _choose_runtime(checkpoint, identity, settings.config, sources)
     if identity.dtype != "float32":
         identity = replace(identity, runtime=runtime)
     return ResolvedEncoder(checkpoint, identity, device, options, tuple(assumed), runtime, reason)
 
 
 def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
-    """Return the encoder that an adapter was trained on, as it was before, on the same device.
+    """Return the encoder that an adapter was trained on, without the adapter, on the same device.
 
-    It has its own pooling, length and norm, in the number type and quantisation of the adapted one.
-    An encoder that was not trained is its own base. None: all weights were trained, and what they
-    began from is not recorded.
+    The base keeps its original pooling, length and norm, but has the number type and quantisation
+    of the adapted encoder. An encoder that was not trained is its own base. The result is None if
+    all weights were trained, as the weights that training started from are not recorded.
 
     Raises:
-        UserError: an option that the base cannot have.
+        UserError: the base does not support an option.
     """
     checkpoint = resolved.checkpoint
     if checkpoint.base is None:
@@ -179,12 +183,15 @@ def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
     return settle(checkpoint.base, options, resolved.device, identify=True)
 
 
-def _runtime(
+def _choose_runtime(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any], sources: Sources
 ) -> tuple[Runtime, str]:
-    """Return the library that computes, and why it is not OpenVINO where that was not chosen."""
-    chosen, on_cpu = sources.options.runtime, sources.device == "cpu"
-    if chosen == "torch" or (chosen == "auto" and not on_cpu):
+    """Choose the library that computes, with the reason why it is not OpenVINO, if any.
+
+    The reason is empty if OpenVINO was not requested.
+    """
+    requested, on_cpu = sources.options.runtime, sources.device == "cpu"
+    if requested == "torch" or (requested == "auto" and not on_cpu):
         return "torch", ""
     from llmcond.encoders.openvino.support import reason_against
 
@@ -192,9 +199,9 @@ def _runtime(
     reason = reason_against(checkpoint, identity, config) if on_cpu else on_gpu
     if reason is None:
         return "openvino", ""
-    if chosen == "openvino":
+    if requested == "openvino":
         raise UserError(
-            f"runtime is 'openvino', which does not run {checkpoint.name}: {reason}. Leave out "
-            "--runtime, and PyTorch does."
+            f"runtime is 'openvino', but OpenVINO cannot run {checkpoint.name}: {reason}. Leave "
+            "--runtime out to use PyTorch."
         )
     return "torch", reason

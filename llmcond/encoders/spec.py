@@ -1,4 +1,4 @@
-"""What an encoder reads: its inputs, and the types of what it is computed in."""
+"""Inputs of encoders, and the types of settings that describe how encoders compute."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from llmcond.files import digest_bytes
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Quantize = Literal["none", "8bit", "4bit"]
-#: The library that computes: PyTorch, or on a CPU OpenVINO.
+#: The library that computes: PyTorch, or OpenVINO on a CPU.
 Runtime = Literal["torch", "openvino"]
-#: In which orders a cross-encoder reads two sentences: the mean of both, or as they are given.
+#: The order in which a cross-encoder reads two sentences: both orders, whose predictions are
+#: averaged, or only the given one.
 Orders = Literal["both", "given"]
-#: What is said of inputs that were longer than the encoder takes, unless it reads windows.
+#: What warnings say about inputs that are longer than ``max_length``, unless windows are read.
 CUT = (
-    "their sentences were cut, conditions and instructions are whole (--long-texts windows reads "
-    "all of them)"
+    "their sentences were cut, their conditions and instructions were not (--long-texts windows "
+    "reads the whole sentences)"
 )
-#: A part of an input's texts: the field, its first character, and the one behind its last.
+#: A part of an input's texts: the field, the position of its first character, and the position
+#: after its last character.
 Span = tuple[Literal["instruction", "text", "context"], int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Another text that chooses which tokens of an input count: routed pooling.
+    """A second text that weights the tokens of an input: routed pooling.
 
     The token states h_i of the input are pooled to sum_i w_i h_i, with w the softmax over i of
-    cos(h_i - m, q) / (temperature * s). q is the router's own vector; m the mean of the h_i, or 0;
-    s the standard deviation of these cosines over i, or 1. An encoder with a router inside has
-    another formula, and no use for the settings.
+    cos(h_i - m, q) / (temperature * s). Here q is the vector of the router's text; m is the mean of
+    the h_i, or 0; s is the standard deviation of these cosines over i, or 1. An encoder with a
+    router inside uses another formula and ignores the settings.
 
     Attributes:
-        text: is encoded by itself, as a plain input.
-        temperature: above 0; a very large one gives the mean of the tokens.
-        centre: whether m is subtracted.
-        standardize: whether the cosines are divided by s.
+        text: text of the router, encoded as a plain input.
+        temperature: positive; a very large temperature gives the mean of the tokens.
+        centre: whether m is the mean of the h_i.
+        standardize: whether s is the standard deviation of the cosines.
 
     Raises:
-        UserError: a temperature that is not above 0.
+        UserError: the temperature is not positive.
     """
 
     text: str
@@ -57,20 +59,27 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One text to encode, with the task it is encoded for.
+    """A text to encode, with an optional instruction, context and router.
 
     Attributes:
         instruction: the task description only (for CASE, I(s) with the sentence in it); the
-            encoder adds its own model's format around it. Empty: no instruction.
+            encoder adds its model's format around it. Empty: no instruction.
         text: the text whose tokens are encoded.
-        context: a text that is read with it, as the first half of a tokenizer pair, but not
-            pooled: the vector is made of the text's own tokens only, no special ones. Empty: no
-            first half, but pooled alike, so that f(c; ∅) is made as f(c; s) is. None: a plain
-            input, pooled as the model pools.
-        sentence: where the sentence stands in these texts: what is cut, or read in windows, where
-            an input is longer than the encoder takes. Empty: nothing may be cut. None: all of the
-            context, and then of the text.
-        router: weights the tokens that are pooled; None: they are pooled as the model pools.
+        context: a text that is read before ``text``, as the first half of a tokenizer pair, but
+            not pooled: only the tokens of ``text`` are pooled, without special tokens. Empty:
+            there is no first half, but the same tokens are pooled, so that f(c; ∅) is computed in
+            the same way as f(c; s). None: a plain input with the model's default pooling.
+        sentence: the parts of these texts that may be cut, or read in windows, if the input is
+            longer than the encoder accepts. Empty: nothing may be cut. None: first all of the
+            context, then the text.
+        router: weights the tokens that are pooled. None: the model's default pooling.
+
+    Example:
+        >>> import llmcond
+        >>> encoder = llmcond.load_encoder("minilm", device="cpu")
+        >>> item = llmcond.EncoderInput(instruction="", text="A girl plays chess.")
+        >>> encoder.encode([item]).shape
+        (1, 384)
     """
 
     instruction: str
@@ -82,47 +91,49 @@ class EncoderInput:
 
     @property
     def size(self) -> int:
-        """Return its number of characters, without those of a router, which several share."""
+        """Number of characters, without the router's, as several inputs share a router."""
         return len(self.instruction) + len(self.text) + len(self.context or "")
 
     @property
     def texts(self) -> tuple[str, str, str, bool, str]:
-        """Return what it is sorted by: its texts in the order that they are read in.
+        """Sort key: the texts of the input, in the order in which the encoder reads them.
 
-        Inputs that differ by their routers only stand side by side, and are encoded once.
+        In this order, inputs that differ only in their routers are adjacent, and the text that
+        they share is encoded once.
         """
         router = self.router.text if self.router else ""
         return self.instruction, self.context or "", self.text, self.context is not None, router
 
     @property
     def key(self) -> bytes:
-        """Identify the input: 16 bytes over its texts, their boundaries included."""
+        """Identifier of the input: a 16-byte digest of its texts and their boundaries."""
         if self._key is None:
-            # Kept: an extraction looks at it several times, and making it takes longer than that.
-            object.__setattr__(self, "_key", self._digest(self._listed))
+            # Cached, because an extraction uses the key several times, and computing it is slower
+            # than looking it up.
+            object.__setattr__(self, "_key", self._digest_json(self._key_content))
         key: Any = self._key
         return bytes(key)
 
     @property
     def key_when_cut(self) -> bytes:
-        """Identify what is left of the input where its sentence was cut.
+        """Identifier of the input with its sentence cut.
 
-        Another key, as earlier versions cut whatever came last.
+        It differs from ``key``, because earlier versions cut whatever came last.
         """
-        return self._digest({"cut": self._listed})
+        return self._digest_json({"cut": self._key_content})
 
     @property
-    def _listed(self) -> tuple[Any, ...]:
-        listed = self.instruction, self.text, *(() if self.context is None else (self.context,))
-        return listed if self.router is None else (*listed, {"router": asdict(self.router)})
+    def _key_content(self) -> tuple[Any, ...]:
+        content = self.instruction, self.text, *(() if self.context is None else (self.context,))
+        return content if self.router is None else (*content, {"router": asdict(self.router)})
 
     @staticmethod
-    def _digest(texts: Any) -> bytes:
+    def _digest_json(texts: Any) -> bytes:
         return digest_bytes(json.dumps(texts).encode(), size=16)
 
 
 class InputError(UserError):
-    """An input that an encoder cannot take, or gives no vector for.
+    """An input that an encoder does not accept or gives no vector for.
 
     Attributes:
         item: the input.
@@ -134,10 +145,13 @@ class InputError(UserError):
 
 
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:
-    """Return the order in which inputs are best encoded, as positions.
+    """Return the positions of inputs in the order in which they are encoded most efficiently.
 
-    By prefix, what begins alike is side by side, for encoders that compute a prefix once. Otherwise
-    longest first, so that inputs of like length go together and memory runs out early if it does.
+    Args:
+        inputs: n inputs.
+        by_prefix: put inputs with a common prefix next to each other, for encoders that compute a
+            prefix once. Otherwise the longest inputs come first, so that batches hold inputs of
+            similar length, and running out of memory shows early.
     """
     if by_prefix:
         return sorted(range(len(inputs)), key=lambda i: inputs[i].texts)

@@ -1,4 +1,4 @@
-"""Prompt templates: a TOML file with placeholders becomes the inputs of an encoder."""
+"""Prompt templates: TOML files with placeholders, which become the inputs of an encoder."""
 
 from llmcond.prompts.template import Part, Prompt, fields_of, load_prompt, prompt_from_json
 

@@ -1,4 +1,4 @@
-"""From rows and a prompt to the inputs of an encoder."""
+"""Rendering of rows with a prompt to inputs of an encoder."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from llmcond.errors import UserError
 from llmcond.files import digest_text
 from llmcond.prompts.template import Part, Prompt
 
-#: Of the draw that gives each row another row's condition. Another seed would give other inputs
-#: under the same digest of the prompt.
+#: Seed with which each row gets another row's condition. It is fixed because prompts with the same
+#: digest must give the same inputs.
 _SEED = "0"
-#: Whose inputs are kept, to be made once.
+#: Number of conditions whose rendered inputs are cached.
 _CONDITIONS = 4_096
 
 
 class PromptInputs(Protocol):
-    """Every input of some data under a prompt, repeats included; made when it is asked for."""
+    """All inputs of some data under a prompt, repeats included, rendered during iteration."""
 
     def __iter__(self) -> Iterator[EncoderInput]: ...
 
     def __len__(self) -> int: ...
 
     def where(self, item: EncoderInput) -> str | None:
-        """Return what needs an input, for messages; None if nothing does."""
+        """Describe the first row or text that needs an input, for messages; None if none does."""
 
     def check_differ(self) -> None:
-        """Raise a UserError if the prompt makes the same of different conditions."""
+        """Raise a ``UserError`` if the prompt gives the same input for different conditions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowInputs:
-    """The inputs of rows, as columns: conditional and unconditional, for both sentences."""
+    """The inputs of n rows, as columns: conditional and unconditional, for both sentences."""
 
     first: Sequence[EncoderInput]
     second: Sequence[EncoderInput]
@@ -47,19 +47,19 @@ class RowInputs:
 
 
 class SplitInputs:
-    """The :class:`PromptInputs` of some rows."""
+    """The ``PromptInputs`` of some rows."""
 
     def __init__(self, splits: Iterable[Rows], prompt: Prompt) -> None:
-        """Prepare rows, each split by itself.
+        """Prepare rows, each split separately.
 
         Raises:
-            UserError: as :func:`given_conditions`, or a column that the template names is missing.
+            UserError: as ``given_conditions``, or a column that the template names is missing.
         """
         self._prompt = prompt
         self._splits = [(rows, _renderers(rows, prompt)) for rows in splits]
 
     def __iter__(self) -> Iterator[EncoderInput]:
-        # Row by row, so that inputs which begin alike stand near each other.
+        # Inputs come row by row, so that those with a common prefix are close to each other.
         for rows, renderers in self._splits:
             for position in range(len(rows)):
                 for conditional, unconditional in renderers:
@@ -70,27 +70,26 @@ class SplitInputs:
         return 4 * sum(len(rows) for rows, _ in self._splits)
 
     def where(self, item: EncoderInput) -> str | None:
-        """Return the first row that needs an input: ``row 17 of train.csv``."""
+        """Describe the first row that needs an input: ``row 17 of train.csv``."""
         for rows, renderers in self._splits:
-            both = [render for pair in renderers for render in pair]
+            renders = [render for pair in renderers for render in pair]
             for position in range(len(rows)):
-                if any(render(position) == item for render in both):
+                if any(render(position) == item for render in renders):
                     return rows.describe(position)
         return None
 
     def check_differ(self) -> None:
-        """Raise a UserError if two rows with different conditions get the same inputs."""
+        """Raise a ``UserError`` if two rows with different conditions get the same inputs."""
         for rows, _ in self._splits:
-            found = same_inputs(rows, self._prompt)
-            if found is None:
+            clash = same_inputs(rows, self._prompt)
+            if clash is None:
                 continue
-            first, second = found
+            first, second = clash
             raise UserError(
-                f"the prompt {self._prompt.name} makes the same input of {rows.describe(first)} "
-                f"and {rows.describe(second)}, though their conditions differ "
-                f"({rows.condition[first]!r} and {rows.condition[second]!r}), so that nothing can "
-                "tell them apart. Put words or punctuation between {sentence} and {condition} in "
-                "the template."
+                f"the prompt {self._prompt.name} gives the same input for {rows.describe(first)} "
+                f"and {rows.describe(second)}, although their conditions differ "
+                f"({rows.condition[first]!r} and {rows.condition[second]!r}). Put words or "
+                "punctuation between {sentence} and {condition} in the template."
             )
 
 
@@ -98,21 +97,24 @@ _Render = Callable[[int], EncoderInput]
 
 
 def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
-    """Return, for each of both sentences, what renders a row's two inputs by its position."""
+    """Return functions from a row's position to its inputs, two for each of its sentences.
+
+    The first function of a sentence gives the conditional input, the second the unconditional one.
+    """
     missing = [name for name in prompt.fields if name not in rows.extra]
     if missing:
         raise UserError(
-            f"the prompt {prompt.name} names the column {missing[0]!r}, which the rows of "
-            f"{rows.file} were not read with. Extract it into a new --run."
+            f"the prompt {prompt.name} names the column {missing[0]!r}, but the rows of "
+            f"{rows.file} were read without it. Extract into a new --run with this prompt."
         )
     conditions = given_conditions(rows, prompt)
     plain = prompt.plain or Part("{sentence}")
 
     def renderer(part: Part, texts: Sequence[str]) -> _Render:
         if not prompt.fields and "sentence" not in part.placeholders:
-            # Conditions are few, and asked for by every row.
-            of_condition = lru_cache(_CONDITIONS)(lambda condition: part.render("", condition))
-            return lambda i: of_condition(conditions[i])
+            # There are few conditions, and every row needs one.
+            render_condition = lru_cache(_CONDITIONS)(lambda condition: part.render("", condition))
+            return lambda i: render_condition(conditions[i])
         if not prompt.fields:
             return lambda i: part.render(texts[i], conditions[i])
         columns = {name: rows.extra[name] for name in prompt.fields}
@@ -120,23 +122,24 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
             texts[i], conditions[i], {name: column[i] for name, column in columns.items()}
         )
 
-    found = []
+    renderers = []
     for texts, conditioned in zip((rows.sentence1, rows.sentence2), rows.conditioned, strict=True):
-        # From a sentence without a condition nothing is subtracted: both inputs are the same.
+        # Nothing is subtracted from a sentence without a condition, so both inputs are the same.
         parts = (prompt.conditional, prompt.unconditional) if conditioned else (plain, plain)
-        found.append((renderer(parts[0], texts), renderer(parts[1], texts)))
-    return found
+        renderers.append((renderer(parts[0], texts), renderer(parts[1], texts)))
+    return renderers
 
 
 def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
-    """Return the condition that each row is given: its own, or for a shuffled control another's.
+    """Return the condition that each row's inputs contain.
 
-    Another's is sampled among all rows whose condition differs, so frequent ones are sampled
-    often. The draw depends on the row's texts and on the conditions that the rows have between
-    them, not on their order: pass all rows of a split, never a part of it.
+    This is the row's own condition or, for a shuffled control, that of a random other row whose
+    condition differs; frequent conditions are thus sampled often. The choice depends on the row's
+    texts and on the conditions of all rows, but not on the order of rows. Therefore pass all rows
+    of a split, never a part of it.
 
     Raises:
-        UserError: the prompt is a shuffled control, and the rows have one condition between them.
+        UserError: the prompt is a shuffled control, but all rows have the same condition.
     """
     if prompt.control != "shuffled":
         return rows.condition
@@ -147,46 +150,55 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
 def shuffled(
     conditions: Sequence[str], texts: Sequence[tuple[str, ...]], prompt: Prompt, what: str
 ) -> list[str]:
-    """Return for each row the condition of another row, whose condition differs.
+    """Return, for each row, the condition of a random other row whose condition differs.
 
-    ``texts`` are what decides the draw of each; ``what`` messages call the rows. Errors are those
-    of :func:`given_conditions`.
+    Args:
+        conditions: the conditions of n rows.
+        texts: for each row, the texts that decide its random choice.
+        prompt: the prompt, for messages.
+        what: name of the rows in messages.
+
+    Raises:
+        UserError: all rows have the same condition.
     """
-    # Most tokenizers see neither case nor further spaces: another spelling is no other condition.
+    # Most tokenizers ignore case and repeated spaces, so conditions that differ only in these
+    # count as the same.
     kinds = [" ".join(text.casefold().split()) for text in conditions]
     if len(set(kinds)) == 1:
         raise UserError(
-            f"the prompt {prompt.name} gives each row the condition of another row, and all "
-            f"{len(kinds):,} {what} have the same, {conditions[0]!r}. Leave the prompt out, or "
-            "name rows under several conditions."
+            f"the prompt {prompt.name} gives each row the condition of another row, but all "
+            f"{len(kinds):,} {what} have the same condition, {conditions[0]!r}. Leave the prompt "
+            "out, or use rows with several conditions."
         )
     order = sorted(range(len(kinds)), key=lambda i: (kinds[i], conditions[i]))
     counts = Counter(kinds[position] for position in order)
     starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-    given = []
-    for own, kind in zip(texts, kinds, strict=True):
-        sampled = int(digest_text(_SEED, *own), 16) % (len(kinds) - counts[kind])
-        # Rows of its own kind are stepped over.
-        place = sampled + counts[kind] if sampled >= starts[kind] else sampled
-        given.append(conditions[order[place]])
-    return given
+    shuffled_conditions = []
+    for row_texts, kind in zip(texts, kinds, strict=True):
+        offset = int(digest_text(_SEED, *row_texts), 16) % (len(kinds) - counts[kind])
+        # Rows with the same condition are skipped.
+        rank = offset + counts[kind] if offset >= starts[kind] else offset
+        shuffled_conditions.append(conditions[order[rank]])
+    return shuffled_conditions
 
 
 def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
-    """Render every row's texts by a prompt; errors as of :class:`SplitInputs`."""
+    """Render all rows with a prompt; raises the errors of ``SplitInputs``."""
     first, second = _renderers(rows, prompt)
     renderers = (first[0], second[0], first[1], second[1])
     return RowInputs(*([render(i) for i in range(len(rows))] for render in renderers))
 
 
 def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
-    """Find two rows that a prompt makes the same though their conditions differ.
+    """Find two rows with different conditions for which a prompt gives the same inputs.
 
-    Whatever is made of such rows, it cannot tell their conditions apart. What is subtracted does
-    not count, as it need not be; separate features are e(s) and e(c) together.
+    No head can distinguish the conditions of such rows. Unconditional inputs are compared only if
+    features are separate, where e(s) and e(c) together represent a row; otherwise they are
+    ignored, because subtracting them is optional.
 
     Returns:
-        The positions of the first two; None where there are none, or the prompt is a control.
+        The positions of the first two such rows; None if there are none, or if the prompt is a
+        control.
     """
     if prompt.control is not None:
         return None

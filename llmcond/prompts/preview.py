@@ -1,4 +1,4 @@
-"""The inputs that a prompt gives for a row: the exact texts, and the tokens an encoder reads."""
+"""Previews of a prompt on a row: the exact texts, and the tokens that an encoder reads."""
 
 from __future__ import annotations
 
@@ -28,31 +28,35 @@ def prompt_on_row(
     number: int | None = None,
     resolved: ResolvedEncoder | None = None,
 ) -> dict[str, Any]:
-    """Return a row, and under ``inputs`` each conditional input, then what is subtracted.
+    """Return a row, and under ``inputs`` its conditional inputs and those that are subtracted.
 
-    Of ``split``, the row with this ``number`` in its file, by default the first. Without a split
-    it is train, or another split of the same file if that has the row. Without an encoder, of which
-    the tokenizer is loaded, there are no tokens.
+    Args:
+        prompt: the prompt.
+        dataset: the rows.
+        split: split of the row. Default: train, or another split of the same file that has the row.
+        number: the row's number in its file; the first row by default.
+        resolved: the encoder whose tokenizer is loaded. None: the inputs have no tokens.
 
     Raises:
-        UserError: no such split or row, or an encoder that cannot take the template or the texts.
+        UserError: there is no such split or row, or the encoder does not accept the template or
+            the texts.
     """
     obstacle = prompt.obstacle(resolved.identity) if resolved else ""
     if resolved and obstacle:
         raise UserError(
-            f"the prompt {prompt.name} does not go with {resolved.checkpoint.name}: {obstacle}. "
+            f"the prompt {prompt.name} does not work with {resolved.checkpoint.name}: {obstacle}. "
             "Name another prompt or --model."
         )
     split, position = _find_row(dataset, split, number)
     rows = dataset.splits[split]
     condition = given_conditions(rows, prompt)[position]
-    items = _row_items(prompt, rows, position)
+    items = _list_row_inputs(prompt, rows, position)
     encoder: dict[str, Any] | None = None
-    read: list[dict[str, Any]] = [{}] * len(items)
+    token_facts: list[dict[str, Any]] = [{}] * len(items)
     if resolved:
-        facts = {name: getattr(resolved.identity, name) for name in READ}
-        encoder = {"name": resolved.checkpoint.name, **facts}
-        read = _as_read([item for _, _, item in items], resolved)
+        settings = {name: getattr(resolved.identity, name) for name in READ}
+        encoder = {"name": resolved.checkpoint.name, **settings}
+        token_facts = _tokenize_items([item for _, _, item in items], resolved)
     return {
         "prompt": prompt.name,
         "description": prompt.description,
@@ -75,13 +79,13 @@ def prompt_on_row(
                 "text": item.text,
                 **tokens,
             }
-            for (part, sentence, item), tokens in zip(items, read, strict=True)
+            for (part, sentence, item), tokens in zip(items, token_facts, strict=True)
         ],
     }
 
 
 def _find_row(dataset: Dataset, split: str | None, number: int | None) -> tuple[str, int]:
-    """Return the split of a row, and its position there."""
+    """Return the split of a row, and its position in that split."""
     if split is not None and split not in dataset.splits:
         raise UserError(
             f"{dataset.source} has no {split} split; it has {', '.join(dataset.splits)}."
@@ -89,24 +93,31 @@ def _find_row(dataset: Dataset, split: str | None, number: int | None) -> tuple[
     rows = dataset.splits[split or "train"]
     if number is None:
         return split or "train", 0
-    # A single file is cut into splits: its rows keep their numbers, in whichever split they are.
-    alike = {name: found for name, found in dataset.splits.items() if found.file == rows.file}
-    places = {name: np.flatnonzero(found.number == number) for name, found in alike.items()}
-    having = [name for name, found in places.items() if len(found)]
-    chosen = split or (having[0] if having else "train")
-    if chosen not in having:
-        hint = f" It is in {having[0]}: --split {having[0]}." if having else ""
+    # If a single file was divided into splits, rows keep their numbers in the file.
+    same_file = {name: part for name, part in dataset.splits.items() if part.file == rows.file}
+    positions = {name: np.flatnonzero(part.number == number) for name, part in same_file.items()}
+    splits_with_row = [name for name, matches in positions.items() if len(matches)]
+    split_name = split or (splits_with_row[0] if splits_with_row else "train")
+    if split_name not in splits_with_row:
+        hint = (
+            f" It is in {splits_with_row[0]}: --split {splits_with_row[0]}."
+            if splits_with_row
+            else ""
+        )
         raise UserError(
-            f"there is no row {number} in the {chosen} split of {rows.file}, whose "
+            f"there is no row {number} in the {split_name} split of {rows.file}, whose "
             f"{len(rows):,} rows are numbered {rows.number.min()} to {rows.number.max()}.{hint}"
         )
-    return chosen, int(places[chosen][0])
+    return split_name, int(positions[split_name][0])
 
 
-def _row_items(
+def _list_row_inputs(
     prompt: Prompt, rows: Rows, position: int
 ) -> list[tuple[str, int | None, EncoderInput]]:
-    """Return each input of a row: the template's part, which sentence, and the input."""
+    """List the inputs of a row: the template's part, the number of the sentence, and the input.
+
+    The number is None for the condition alone.
+    """
     inputs = row_inputs(rows, prompt)
     conditional = [inputs.first[position], inputs.second[position]]
     items: list[tuple[str, int | None, EncoderInput]] = [
@@ -118,19 +129,21 @@ def _row_items(
     unconditional = [inputs.first_unconditional[position], inputs.second_unconditional[position]]
     if prompt.of_condition:
         return [*items, ("unconditional", None, unconditional[0])]
-    given = [n for n in (1, 2) if rows.conditioned[n - 1]]
-    return [*items, *(("unconditional", n, unconditional[n - 1]) for n in given)]
+    conditioned = [n for n in (1, 2) if rows.conditioned[n - 1]]
+    return [*items, *(("unconditional", n, unconditional[n - 1]) for n in conditioned)]
 
 
-def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[dict[str, Any]]:
-    """Return the tokens of inputs, those that are pooled, and those that are cut."""
-    # Tokenizers take a second to import; texts alone need none.
+def _tokenize_items(
+    items: Sequence[EncoderInput], resolved: ResolvedEncoder
+) -> list[dict[str, Any]]:
+    """Return the tokens of inputs, which of them are pooled, and which were cut."""
+    # Importing tokenizers takes a second, and is not needed to show texts alone.
     from llmcond.encoders.inspect import samples
 
     labelled = [("", item) for item in items]
-    read = samples(resolved, labelled)
-    untruncated = read
-    if any(len(sample.tokens) >= resolved.identity.max_length for sample in read):
+    samples_read = samples(resolved, labelled)
+    untruncated = samples_read
+    if any(len(sample.tokens) >= resolved.identity.max_length for sample in samples_read):
         unlimited = replace(resolved.identity, max_length=sys.maxsize)
         untruncated = samples(replace(resolved, identity=unlimited), labelled)
     return [
@@ -138,19 +151,19 @@ def _as_read(items: Sequence[EncoderInput], resolved: ResolvedEncoder) -> list[d
             "tokens": sample.tokens,
             "pooled": sample.pooled,
             "n_tokens": len(uncut.tokens),
-            "cut": _cut(uncut.tokens, sample.tokens),
+            "cut": _find_cut_tokens(uncut.tokens, sample.tokens),
         }
-        for sample, uncut in zip(read, untruncated, strict=True)
+        for sample, uncut in zip(samples_read, untruncated, strict=True)
     ]
 
 
-def _cut(tokens: Sequence[str], kept: Sequence[str]) -> list[str]:
-    """Return the tokens that are missing; what is kept stands in the same order."""
+def _find_cut_tokens(tokens: Sequence[str], remaining: Sequence[str]) -> list[str]:
+    """Return the tokens that are not among the remaining ones, which are in the same order."""
     missing: list[str] = []
-    at = 0
+    index = 0
     for token in tokens:
-        if at < len(kept) and kept[at] == token:
-            at += 1
+        if index < len(remaining) and remaining[index] == token:
+            index += 1
         else:
             missing.append(token)
     return missing

@@ -1,8 +1,9 @@
-"""Prompt templates: a sentence and a condition become what the encoder reads.
+"""Prompt templates, which turn a sentence and a condition into the input of an encoder.
 
-A template is one TOML file. It holds the task instruction and the encoded text, for the
-conditional embedding f(c; I(s)) and for the unconditional one f(c; I(∅)) that is subtracted from
-it (CASE, section 3.1, equation 1). Sentences are put in as text: braces in them mean nothing.
+A template is one TOML file. It contains the task instruction and the encoded text, both for the
+conditional embedding f(c; I(s)) and for the unconditional one, f(c; I(∅)), which is subtracted from
+it (CASE, section 3.1, equation 1). Sentences are inserted verbatim, so braces in them have no
+special meaning.
 """
 
 from __future__ import annotations
@@ -23,23 +24,27 @@ from llmcond.errors import UserError, nearest
 from llmcond.files import digest_text
 
 PLACEHOLDERS = ("sentence", "condition")
-#: The settings of a ``Router``, which stand beside it in a template.
+#: The settings of a ``Router``, which are keys of the same table in a template.
 ROUTER_SETTINGS = tuple(each.name for each in fields(Router) if each.name != "text")
-#: What a template that others are compared with does to the condition.
+#: How a control, with which other templates are compared, treats the condition.
 Control = Literal["left-out", "shuffled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One input of a template: the text that is encoded, and what it is encoded under.
+    """The templates of one encoder input.
 
     Attributes:
-        text: what is encoded.
-        instruction: the task, for encoders that take one.
-        context: what is read before the text but not pooled, for encoders that read pairs; see
-            ``EncoderInput``. Empty: none, but pooled alike. None: a plain text.
-        router: what weights the tokens that are pooled, by their nearness to it; see ``Router``,
-            also for its settings. None: all count alike.
+        text: template of the text that is encoded.
+        instruction: template of the task instruction, for encoders that take one.
+        context: template of a text that is read before ``text`` but not pooled, for encoders that
+            read pairs; see ``EncoderInput``. Empty: there is no such text, but the same tokens are
+            pooled. None: a plain input.
+        router: template of the text that weights the pooled tokens by their similarity to it; see
+            ``Router``. None: all tokens have the same weight.
+        temperature: setting of the router.
+        centre: setting of the router.
+        standardize: setting of the router.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -54,20 +59,20 @@ class Part:
 
     @property
     def templates(self) -> dict[Any, str]:
-        """Return its templates by their keys, without a context or router that is not there."""
-        found = {"instruction": self.instruction, "text": self.text}
-        others = {"context": self.context, "router": self.router}
-        return found | {key: text for key, text in others.items() if text is not None}
+        """The templates by their keys, without a missing context or router."""
+        templates = {"instruction": self.instruction, "text": self.text}
+        optional = {"context": self.context, "router": self.router}
+        return templates | {key: text for key, text in optional.items() if text is not None}
 
     @property
     def decisive(self) -> dict[Any, Any]:
-        """Return all that decides an input: its templates, and the settings of a router."""
+        """Everything that decides an input: the templates, and the settings of a router."""
         if self.router is None:
             return self.templates
         return {**self.templates, **{key: getattr(self, key) for key in ROUTER_SETTINGS}}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what manifests record: no settings of a router that is not there."""
+        """Return the fields as manifests record them; settings of a missing router are omitted."""
         values = asdict(self)
         if self.router is None:
             for key in ("router", *ROUTER_SETTINGS):
@@ -76,65 +81,77 @@ class Part:
 
     @property
     def placeholders(self) -> set[str]:
-        """Return the names that its templates have in braces."""
-        return self._names(self.templates)
+        """The names of all placeholders in the templates."""
+        return self._find_names(self.templates)
 
     @property
     def read(self) -> set[str]:
-        """Return those whose texts the encoder reads together with the text, not by a router."""
-        return self._names({key: t for key, t in self.templates.items() if key != "router"})
+        """The placeholders that the encoder reads together with the text, not in a router."""
+        return self._find_names({key: t for key, t in self.templates.items() if key != "router"})
 
     @staticmethod
-    def _names(templates: Mapping[Any, str]) -> set[str]:
-        pieces = (piece for template in templates.values() for piece in _pieces(template))
+    def _find_names(templates: Mapping[Any, str]) -> set[str]:
+        pieces = (piece for template in templates.values() for piece in _parse_template(template))
         return {name for _, name in pieces if name is not None}
 
     def render(
         self, sentence: str, condition: str, extra: Mapping[str, str] = MappingProxyType({})
     ) -> EncoderInput:
-        """Return the encoder input with the texts put in; ``extra`` is for further placeholders."""
+        """Fill in the placeholders.
+
+        Args:
+            sentence: value of ``{sentence}``.
+            condition: value of ``{condition}``.
+            extra: values of further placeholders by name.
+
+        Returns:
+            The input of the encoder.
+        """
         values = {"sentence": sentence, "condition": condition, **extra}
         texts: dict[Any, str] = {}
         spans: list[Span] = []
         for key, template in self.templates.items():
             text = ""
-            for literal, name in _pieces(template):
+            for literal, name in _parse_template(template):
                 text += literal
                 if name == "sentence" and key != "router":
                     spans.append((key, len(text), len(text) + len(sentence)))
                 text += values[name] if name is not None else ""
             texts[key] = text
         router = texts.pop("router", None)
-        return EncoderInput(**texts, sentence=tuple(spans), router=self._router(router))
+        return EncoderInput(**texts, sentence=tuple(spans), router=self._make_router(router))
 
-    def _router(self, text: str | None) -> Router | None:
+    def _make_router(self, text: str | None) -> Router | None:
         settings = {key: getattr(self, key) for key in ROUTER_SETTINGS}
         return None if text is None else Router(text, **settings)
 
 
 @cache
-def _pieces(template: str) -> list[tuple[str, str | None]]:
-    """Return the texts of a checked template, each with the placeholder behind it."""
+def _parse_template(template: str) -> list[tuple[str, str | None]]:
+    """Return the literal texts of a valid template, each with the placeholder after it, if any."""
     return [(literal, name) for literal, name, _, _ in Formatter().parse(template)]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A template file, checked.
+    """A valid template file.
 
     Attributes:
+        description: what the template does, in a sentence.
         source: where the wording comes from.
-        conditional: the input for e(s|c); names both ``{sentence}`` and ``{condition}``, or the
-            sentence only: then features are separate, e(s) here and e(c) in the other.
-        unconditional: the input that is subtracted; names exactly one of them.
-        control: for templates that are there to be compared with only. ``left-out``: the condition
-            is in neither input, so both rows of a sentence pair get the same one. Nothing is
-            subtracted then, as e(c) would bring the condition in again, and any constant would be
-            one more choice; ``unconditional`` repeats ``conditional``. ``shuffled``: every row
-            gets the condition of another row; see :mod:`llmcond.prompts.inputs`.
-        fields: columns of the data, besides sentence and condition, that are placeholders too.
-        plain: the input of a text that has no condition, in tasks where only one side has one;
-            None: the text as it is.
+        conditional: the input for e(s|c). It names both ``{sentence}`` and ``{condition}``, or only
+            the sentence. In that case features are separate: ``conditional`` gives e(s), and
+            ``unconditional`` gives e(c).
+        unconditional: the input that is subtracted. It names exactly one of the two placeholders.
+        control: set for templates that only serve as a comparison. ``left-out``: neither input
+            contains the condition, so both rows of a sentence pair get the same input. Nothing is
+            subtracted then, because e(c) would bring the condition back, and any constant would be
+            an arbitrary choice; ``unconditional`` repeats ``conditional``. ``shuffled``: every row
+            gets the condition of another row; see ``llmcond.prompts.inputs``.
+        fields: further columns of the data that may be used as placeholders.
+        plain: the input of a text without a condition, for tasks in which only one side has one.
+            None: the text itself.
+        name: name of the template, which is that of its file.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -150,67 +167,67 @@ class Prompt:
 
     @property
     def separate(self) -> bool:
-        """Return whether sentence and condition are encoded separately, as e(s) and e(c)."""
+        """Whether sentence and condition are encoded separately, as e(s) and e(c)."""
         return "condition" not in self.conditional.placeholders and self.subtractable
 
     @property
     def subtractable(self) -> bool:
-        """Return whether an unconditional embedding can be subtracted."""
+        """Whether an unconditional embedding can be subtracted."""
         return self.control != "left-out"
 
     @property
     def routes(self) -> bool:
-        """Return whether one of its inputs has a router."""
+        """Whether one of the two inputs has a router."""
         return any(part.router is not None for part in (self.conditional, self.unconditional))
 
     @property
     def of_condition(self) -> bool:
-        """Return whether the unconditional input is the condition alone, e(c)."""
+        """Whether the unconditional input is the condition alone, e(c)."""
         return "condition" in self.unconditional.placeholders
 
     @property
     def alone(self) -> Part | None:
-        """Return what makes the input of a sentence by itself, e(s); None where nothing does."""
+        """The part that gives the input of a sentence alone, e(s); None if there is none."""
         if not self.of_condition:
             return self.unconditional
         return self.conditional if self.separate else None
 
     @property
     def digest(self) -> str:
-        """Identify everything in the template that changes an encoder's input."""
+        """A digest of everything in the template that affects an encoder's input."""
         parts = [self.conditional, self.unconditional, *([self.plain] if self.plain else [])]
-        later = any(part.context is not None or part.router is not None for part in parts)
-        if not self.plain and not self.control and not later:
+        has_later_keys = any(part.context is not None or part.router is not None for part in parts)
+        if not self.plain and not self.control and not has_later_keys:
             return digest_text(*(text for part in parts for text in part.templates.values()))
-        named = [self.control] if self.control and not self.plain else []
-        return digest_text(*named, *(json.dumps(part.decisive) for part in parts))
+        control = [self.control] if self.control and not self.plain else []
+        return digest_text(*control, *(json.dumps(part.decisive) for part in parts))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
-        """Return why an encoder cannot take the template's inputs; empty if it can."""
+        """Return why an encoder does not support the template's inputs; empty if it does."""
         parts = (self.conditional, self.unconditional)
         if any(part.instruction for part in parts) and not encoder.instruction_format:
             return (
-                "it gives an instruction, and the encoder takes none (or say how to put it in: "
+                "it has an instruction, but the encoder takes none (or define a format for it: "
                 r"--instruction-format 'Instruct: {instruction}\nQuery: {text}')"
             )
         if any(part.context is not None for part in parts):
             if encoder.special_tokens != TOKENIZER_DECIDES:
-                return "it gives a context, and the encoder reads one text only, not a pair"
+                return "it has a context, but the encoder reads single texts only, not pairs"
             if not pooling_named(encoder.pooling).counts:
                 return (
-                    "it pools over the text's own tokens, and the encoder pools by "
-                    f"{encoder.pooling} (--pooling mean)"
+                    "it pools only the tokens of the text, which the encoder's pooling "
+                    f"{encoder.pooling} does not support (--pooling mean)"
                 )
         if encoder.routes_inside and "condition" in self.conditional.read:
             return (
-                "it puts the condition into the text, and the encoder has a router for it "
+                "it puts the condition into the text, but the encoder expects it in a router "
                 "(--prompt routed)"
             )
         if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.routes:
             return ""
         return (
-            "its router weights the tokens' own states, and the encoder pools by "
-            f"{encoder.pooling} (--pooling {' or '.join(ROUTED_POOLINGS)})"
+            "its router weights token states, which the encoder's pooling "
+            f"{encoder.pooling} does not support (--pooling {' or '.join(ROUTED_POOLINGS)})"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -219,17 +236,17 @@ class Prompt:
         values = {**asdict(self), "digest": self.digest}
         values |= {name: part.to_json() for name, part in parts.items()}
         values["plain"] = self.plain.to_json() if self.plain else None
-        later = ("control", "fields", "plain")  # records have had these keys not from the start
-        return {key: value for key, value in values.items() if value or key not in later}
+        later_keys = ("control", "fields", "plain")  # older records lack these keys
+        return {key: value for key, value in values.items() if value or key not in later_keys}
 
 
 def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Return the further columns of the data that prompts name, each once."""
+    """Return the further columns of the data that prompts use, each once."""
     return tuple(dict.fromkeys(name for prompt in prompts for name in prompt.fields))
 
 
 def prompt_from_json(values: dict[str, Any], source: str) -> Prompt:
-    """Return the template that :meth:`Prompt.to_json` recorded; a UserError if it was changed."""
+    """Return the template that ``Prompt.to_json`` recorded; a ``UserError`` if it was changed."""
     prompt = build(Prompt, {key: values[key] for key in values if key != "digest"}, source)
     if prompt.name:
         check_name(prompt.name, f"{source}: a prompt")
@@ -243,12 +260,14 @@ def load_prompt(name_or_file: str) -> Prompt:
     """Read a template by its bundled name or by the path of a ``.toml`` file.
 
     Raises:
-        UserError: no such template, an unknown or missing key, an unknown or missing placeholder.
+        UserError: there is no such template, or a key or a placeholder is unknown or missing.
     """
     path = find_toml(name_or_file, "prompts")
     values = read_toml(path)
     if "name" in values:
-        raise UserError(f"{path}: unknown key 'name': a prompt is named by its file.")
+        raise UserError(
+            f"{path}: unknown key 'name'. A prompt has the name of its file; remove the key."
+        )
     prompt = build(Prompt, {**values, "name": path.stem}, str(path))
     _check(prompt, str(path))
     return prompt
@@ -256,44 +275,46 @@ def load_prompt(name_or_file: str) -> Prompt:
 
 def _check(prompt: Prompt, source: str) -> None:
     known = (*PLACEHOLDERS, *prompt.fields)
-    conditional = _placeholders(prompt.conditional, f"{source}: [conditional]", known)
-    unconditional = _placeholders(prompt.unconditional, f"{source}: [unconditional]", known)
-    if prompt.plain is not None and "condition" in _placeholders(
+    conditional = _check_part(prompt.conditional, f"{source}: [conditional]", known)
+    unconditional = _check_part(prompt.unconditional, f"{source}: [unconditional]", known)
+    if prompt.plain is not None and "condition" in _check_part(
         prompt.plain, f"{source}: [plain]", known
     ):
-        raise UserError(f"{source}: [plain] names {{condition}}, which such texts do not have.")
+        raise UserError(
+            f"{source}: [plain] names {{condition}}, but it is for texts without a condition."
+        )
     conditional, unconditional = conditional & set(PLACEHOLDERS), unconditional & set(PLACEHOLDERS)
     if prompt.control == "left-out":
         _check_left_out(prompt, conditional | unconditional, source)
         return
-    apart = conditional == {"sentence"} and unconditional == {"condition"}
+    separate = conditional == {"sentence"} and unconditional == {"condition"}
     missing = [name for name in PLACEHOLDERS if name not in conditional]
-    if missing and not apart:
+    if missing and not separate:
         raise UserError(
-            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its text, and its "
-            f"instruction or context, must name {{sentence}} and {{condition}} between them; or, "
-            "for separate features, {sentence} alone where [unconditional] names {condition}."
+            f"{source}: [conditional] lacks the placeholder {{{missing[0]}}}. Its text and its "
+            f"instruction or context together must name {{sentence}} and {{condition}}. For "
+            "separate features, it must name only {sentence}, and [unconditional] {condition}."
         )
     if (prompt.conditional.context is None) != (prompt.unconditional.context is None):
         raise UserError(
-            f"{source}: one of [conditional] and [unconditional] has a context, so that they would "
-            'be pooled over different tokens. Give both one; context = "" reads nothing before '
-            "the text."
+            f"{source}: only one of [conditional] and [unconditional] has a context, so different "
+            'tokens would be pooled. Add a context to the other one as well; context = "" reads '
+            "nothing before the text."
         )
     if len(unconditional) != 1:
-        got = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
+        placeholder_list = " and ".join(f"{{{name}}}" for name in sorted(unconditional)) or "none"
         raise UserError(
-            f"{source}: [unconditional] names {got}. It must name exactly one placeholder, "
-            "{sentence} or {condition}: the text whose own embedding is subtracted."
+            f"{source}: [unconditional] names {placeholder_list}. It must name exactly one "
+            "placeholder, {sentence} or {condition}: the text whose embedding is subtracted."
         )
 
 
 def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None:
     if placeholders != {"sentence"}:
-        got = " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
+        placeholder_list = " and ".join(f"{{{name}}}" for name in sorted(placeholders)) or "none"
         raise UserError(
-            f"{source}: control is 'left-out', and the template names {got}. Without the condition "
-            "both [conditional] and [unconditional] must name {sentence} alone."
+            f"{source}: control is 'left-out', but the template names {placeholder_list}. Both "
+            "[conditional] and [unconditional] must name only {sentence}."
         )
     if prompt.conditional != prompt.unconditional:
         raise UserError(
@@ -302,52 +323,56 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
         )
 
 
-def _placeholders(part: Part, source: str, known: Sequence[str]) -> set[str]:
-    advice = ' Other columns of the data are named first: fields = ["COLUMN"].'
-    found: set[str] = set()
+def _check_part(part: Part, source: str, known: Sequence[str]) -> set[str]:
+    advice = ' To use another column of the data, declare it: fields = ["COLUMN"].'
+    names: set[str] = set()
     for key, template in part.templates.items():
-        found |= placeholders(template, f"{source} {key}", known, advice)
+        names |= placeholders(template, f"{source} {key}", known, advice)
     if part.router is not None and not part.router.strip():
-        raise UserError(f"{source} router is empty: it would choose no tokens. Leave it out.")
+        raise UserError(f"{source} router is empty, so it could not weight tokens. Leave it out.")
     try:
-        part._router(part.router or "")
+        part._make_router(part.router or "")
     except UserError as error:
         raise UserError(f"{source} {error}") from error
     if part.instruction and part.context is not None:
-        raise UserError(f"{source} has both an instruction and a context; give one of them.")
+        raise UserError(f"{source} has both an instruction and a context; use only one of them.")
     if not part.text.strip():
         raise UserError(f"{source} text is empty: there is nothing to encode.")
-    return found
+    return names
 
 
 def placeholders(template: str, source: str, known: Sequence[str], advice: str = "") -> set[str]:
-    """Return the names that a text has in braces.
+    """Return the names of a template's placeholders.
+
+    Args:
+        template: a text with names in braces.
+        source: name of the template in messages.
+        known: valid names.
+        advice: the end of the message about an unknown name.
 
     Raises:
-        UserError: a brace that is not closed, a name that is not ``known``, or one with a format;
-            it ends in ``advice`` for an unknown one.
+        UserError: a brace is not closed, a name is unknown, or a placeholder has a format or a
+            conversion.
     """
     try:
         fields = list(Formatter().parse(template))
     except ValueError as error:
-        raise UserError(
-            f"{source}: {error}. Write {{{{ and }}}} for braces that are text."
-        ) from error
-    found: set[str] = set()
+        raise UserError(f"{source}: {error}. Write {{{{ and }}}} for literal braces.") from error
+    names: set[str] = set()
     for _, name, spec, conversion in fields:
         if name is None:
             continue
         if name in known and (spec or conversion):
-            written = f"{name}{'!' if conversion else ''}{conversion or ''}"
-            written += f":{spec}" if spec else ""
+            full_field = f"{name}{'!' if conversion else ''}{conversion or ''}"
+            full_field += f":{spec}" if spec else ""
             raise UserError(
-                f"{source} has {{{written}}}, but texts are put in as they are; write {{{name}}}."
+                f"{source} has {{{full_field}}}, but texts are inserted verbatim; write {{{name}}}."
             )
         if name not in known:
-            legal = ", ".join(f"{{{one}}}" for one in known)
+            legal = ", ".join(f"{{{known_name}}}" for known_name in known)
             raise UserError(
                 f"{source} has the unknown placeholder {{{name}}}. {nearest(name, known)} "
                 f"Legal: {legal}.{advice}"
             )
-        found.add(name)
-    return found
+        names.add(name)
+    return names

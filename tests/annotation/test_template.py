@@ -90,7 +90,7 @@ def test_bundled_templates_differ_and_say_where_they_are_from():
         (("{condition}", "it"), "question lacks the placeholder {condition}"),
         (("{condition}", "{aspect}"), "unknown placeholder {aspect}"),
         (("{condition}", "{condition!r}"), "write {condition}"),
-        (("{condition}", "{condition} {"), "for braces that are text"),
+        (("{condition}", "{condition} {"), "for literal braces"),
         (('kind = "rate"', 'kind = "rank"'), "'kind' is 'rank'"),
         (('kind = "rate"', 'kind = "rate"\nfirst = ["rating"]'), "first has 'rating'"),
         (

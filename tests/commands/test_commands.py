@@ -246,7 +246,7 @@ def test_a_file_that_holds_no_texts_is_told_with_what_the_command_reads(
     out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
     said = refused(capsys, command, tmp_path / name, *more, *out)
     assert f"{name} {problem} Expected a .csv, " in said
-    assert said.endswith(", or a .txt file, one text a line.")
+    assert said.endswith(", or a .txt file with one text per line.")
     assert not (tmp_path / "out.parquet").exists()
 
 

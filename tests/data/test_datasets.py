@@ -89,8 +89,8 @@ def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
         (-2, "label is -2, outside"),
         ("high", "label is 'high', not a number"),
         ("3,5", "label is '3,5', not a number"),
-        ("", "label is '', not a number; --unrated empty takes such rows as unrated"),
-        ("nan", "label is 'nan', not a number; --unrated empty"),
+        ("", "label is '', not a number; to read such rows as unrated: --unrated empty"),
+        ("nan", "label is 'nan', not a number; to read such rows as unrated: --unrated empty"),
         ("inf", "label is inf, outside the rating range 1 to 5"),
         ("True", "label is 'True', not a number"),
     ],
@@ -125,8 +125,8 @@ def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(writ
         (RatingScale(1, float("nan")), "rating range"),
         (RatingScale(1, float("inf")), "rating range"),
         (RatingScale(float("-inf"), 1, unrated=9), "rating range"),
-        (RatingScale(-1, 1), "-1 marks unrated rows, but lies within .* -1 to 1.*--unrated"),
-        (RatingScale(0, 10, unrated=10), "10 marks unrated rows, but lies within"),
+        (RatingScale(-1, 1), "-1 marks unrated rows, but is within .* -1 to 1.*--unrated"),
+        (RatingScale(0, 10, unrated=10), "10 marks unrated rows, but is within"),
         (RatingScale(unrated=float("nan")), "--unrated is nan; expected a number, or empty"),
         (RatingScale(unrated="none"), "--unrated is 'none'; expected a number, or empty"),
     ],
@@ -184,15 +184,18 @@ def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([("", "b", "c", 1)], "row 1 of rows.csv: sentence1 is empty. Mend"),
-        ([("a", "b", "c", 1), ("a", " \t", "c", 1)], "row 2 of rows.csv: sentence2 is empty. Mend"),
+        ([("", "b", "c", 1)], "row 1 of rows.csv: sentence1 is empty. Correct or remove it"),
+        (
+            [("a", "b", "c", 1), ("a", " \t", "c", 1)],
+            "row 2 of rows.csv: sentence2 is empty. Correct or remove it",
+        ),
         (
             [("a", "b", "\n", 1), ("a", "b", "c", 9)],
-            "row 1 of rows.csv: condition is empty (1 more row is wrong too)",
+            "row 1 of rows.csv: condition is empty (1 more row is invalid)",
         ),
         (
             [("a", "b", "c", 1), ("", "", "", ""), ("", "b", "c", 1), ("a", "b", "c", 0)],
-            "row 2 of rows.csv: sentence1 is empty (2 more rows are wrong too)",
+            "row 2 of rows.csv: sentence1 is empty (2 more rows are invalid)",
         ),
     ],
 )
@@ -210,8 +213,8 @@ def test_the_first_wrong_row_is_named_and_the_others_are_counted(
         (None, "sentence1 is empty"),
         (7, "sentence1 is 7, not a text"),
         (["a"], "sentence1 is ['a'], not a text"),
-        ("\ud800", "sentence1 holds half of a surrogate pair"),
-        ("a \udfff b", "sentence1 holds half of a surrogate pair"),
+        ("\ud800", "sentence1 contains half of a surrogate pair"),
+        ("a \udfff b", "sentence1 contains half of a surrogate pair"),
     ],
 )
 def test_a_json_value_that_is_no_text_is_refused(tmp_path: Path, value: object, words: str):
@@ -252,7 +255,7 @@ PAIRS = st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=60)
 def test_no_sentence_pair_is_in_two_splits_in_either_order(pairs: list[tuple[str, str]], seed: int):
     rows = make_rows(pairs)
     if len(unordered_pairs(rows)) < 3:
-        with pytest.raises(UserError, match="distinct sentence pairs; 3 at least"):
+        with pytest.raises(UserError, match="distinct sentence pairs; at least 3"):
             split_by_pair(rows, FRACTIONS, seed)
         return
     splits = split_by_pair(rows, FRACTIONS, seed)
@@ -296,7 +299,7 @@ def test_rows_keep_their_number_in_the_file_when_split(write_rows: Write):
 @pytest.mark.parametrize("n_pairs", [1, 2])
 def test_a_file_with_fewer_pairs_than_splits_is_refused(write_rows: Write, n_pairs: int):
     rows = [(f"a{i % n_pairs}", "b", f"c{i}", 3) for i in range(10)]
-    with pytest.raises(UserError, match=f"has {n_pairs} distinct sentence pairs; 3 at least"):
+    with pytest.raises(UserError, match=f"has {n_pairs} distinct sentence pairs; at least 3"):
         read_dataset(str(write_rows(rows)))
 
 
@@ -316,7 +319,7 @@ def test_without_a_dev_file_a_tenth_of_the_training_pairs_is_dev(tmp_path: Path,
 
 def test_a_train_file_with_one_pair_cannot_give_a_dev_split(tmp_path: Path, write_rows: Write):
     write_rows([("a", "b", "c", 3), ("b", "a", "d", 3)], "d/train.csv")
-    with pytest.raises(UserError, match="1 distinct sentence pairs; 2 at least"):
+    with pytest.raises(UserError, match="1 distinct sentence pairs; at least 2"):
         read_dataset(str(tmp_path / "d"))
 
 
@@ -396,7 +399,7 @@ def test_texts_that_cannot_be_embedded_are_refused(
 
 def test_texts_are_read_from_a_file_and_not_from_a_folder(tmp_path: Path, write_rows: Write):
     write_rows([("a", "b", "c", 1)], "d/test.csv")
-    with pytest.raises(UserError, match="is a folder; name one file"):
+    with pytest.raises(UserError, match="is a folder; name a single file"):
         read_texts(str(tmp_path / "d"), "sentence1", "condition")
 
 

@@ -93,7 +93,7 @@ def test_minilm_tells_apart_what_eight_labels_name(minilm):
         (
             ["a", "b", "a"],
             ["x", "y", "y"],
-            "row 3 of the guide: 'a' is labelled 'y', and 'x' before",
+            "row 3 of the guide: 'a' has the label 'y', but an earlier row has 'x'",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_a_single_text_of_a_label_is_reported(embedder, capsys):
     embedder.guided(TEXTS[:3], ["a", "a", "b"], PLACE)
     messages = " ".join(capsys.readouterr().err.split())
     assert "the guide: 3 texts of 2 labels guide embeddings under 'the place'" in messages
-    assert "only one text each has 'b'" in messages
+    assert "labels with only one text: 'b'" in messages
 
 
 def test_a_file_names_the_conditions_of_its_labels(rows):
@@ -122,7 +122,7 @@ def test_a_file_names_the_conditions_of_its_labels(rows):
     assert read_guide(both, None, [with_values], closed=False)[0].condition is with_values
     with pytest.raises(UserError, match=r"row 9 of both.csv: no texts are embedded under .*mood"):
         read_guide(both, None, [PLACE])
-    with pytest.raises(UserError, match=r"labels\.csv has no column condition, and there are 2"):
+    with pytest.raises(UserError, match=r"labels\.csv has no column condition, but there are 2"):
         read_guide(rows, None, [PLACE, MOOD])
     assert read_guide(rows, None, [PLACE])[0].digest == place.digest != mood.digest
 
@@ -167,5 +167,5 @@ def test_a_server_follows_its_guide(tiny_run, rows, embedder):
     assert found == pytest.approx(guided.encode(TEXTS[8], PLACE), abs=1e-4)
     assert similar == pytest.approx(guided.similarity(*pair.values(), PLACE), abs=1e-4)
     assert model["guides"] == {PLACE: {"labels": {"park": 4, "beach": 4}, "source": "labels.csv"}}
-    with pytest.raises(UserError, match="no column condition, and there are 0 conditions"):
+    with pytest.raises(UserError, match="no column condition, but there are 0 conditions"):
         load_model(Served(run=tiny_run, device="cpu", guide=rows))

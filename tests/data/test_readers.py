@@ -320,8 +320,12 @@ def test_an_unknown_protocol_is_a_user_error():
         ("rows.tsv", HEADER + b"a,b,c,1\n", ["no column 'sentence1'"]),
         ("rows.csv", b"sentence1," + HEADER + b"a,x,b,c,1\n", ["'sentence1'", "twice"]),
         ("rows.jsonl", LINE + b'{"sentence1": "a"}\n', ["line 2", "no column 'sentence2'"]),
-        ("rows.csv", HEADER + b"a,b,1\n", ["line 2 has 3 fields, not 4"]),
-        ("rows.csv", HEADER + b"a,b,c,1\na,b,c,1,2,3\n", ["line 3 has 6 fields, not 4"]),
+        ("rows.csv", HEADER + b"a,b,1\n", ["line 2 has 3 fields, but its header has 4"]),
+        (
+            "rows.csv",
+            HEADER + b"a,b,c,1\na,b,c,1,2,3\n",
+            ["line 3 has 6 fields, but its header has 4"],
+        ),
         ("rows.csv", HEADER + b'a,b,c,1\n"a"x,b,c,1\n', ["line 3 is malformed"]),
         ("rows.csv", HEADER + b'a,b,c,1\n"a,b,c,1\nd,e,f,1\n', ["malformed", "end of data"]),
         ("rows.csv", HEADER + b"caf\xe9,b,c,1\n", ["rows.csv is not UTF-8", "0xe9", "iconv"]),
@@ -329,14 +333,14 @@ def test_an_unknown_protocol_is_a_user_error():
         ("rows.jsonl", LINE.replace(b"a", b"\xe9"), ["rows.jsonl is not UTF-8", "0xe9"]),
         ("rows.csv", HEADER.decode().encode("utf-16-le"), ["no column 'sentence1'"]),
         ("rows.csv", HEADER.decode().encode("utf-16")[:-1], ["rows.csv is not"]),
-        ("rows.json", b"{}", ["rows.json holds a dict, not a list"]),
-        ("rows.json", b"[1]", ["rows.json item 1 holds a int, not an object"]),
-        ("rows.json", b"[{", ["rows.json is not JSON"]),
+        ("rows.json", b"{}", ["rows.json contains a dict; expected a list"]),
+        ("rows.json", b"[1]", ["rows.json item 1 contains a int; expected an object"]),
+        ("rows.json", b"[{", ["rows.json is not valid JSON"]),
         ("rows.json", b"[]", ["rows.json is empty"]),
-        ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not JSON"]),
-        ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 holds a list, not an object"]),
-        ("rows.jsonl", b'"a"\n', ["line 1 holds a str, not an object"]),
-        ("rows.jsonl", b"[" * 100_000 + b"\n", ["line 1 is not JSON"]),
+        ("rows.jsonl", LINE + b"\n{oops\n", ["line 3 is not valid JSON"]),
+        ("rows.jsonl", LINE + b'["a", "b"]\n', ["line 2 contains a list; expected an object"]),
+        ("rows.jsonl", b'"a"\n', ["line 1 contains a str; expected an object"]),
+        ("rows.jsonl", b"[" * 100_000 + b"\n", ["line 1 is not valid JSON"]),
         ("rows.parquet", b"", ["rows.parquet is not a Parquet file"]),
         ("rows.parquet", HEADER + b"a,b,c,1\n", ["rows.parquet is not a Parquet file"]),
     ],
@@ -381,7 +385,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.symlink_to("/dev/null")  # /dev/random has no end
-    with pytest.raises(UserError, match=f"{name} is no regular file"):
+    with pytest.raises(UserError, match=f"{name} is not a regular file"):
         read_dataset(str(path if path.parent == tmp_path else path.parent))
 
 
@@ -403,7 +407,7 @@ def test_columns_that_are_not_needed_are_not_converted(tmp_path: Path, in_memory
     given = table if in_memory else str(path)
     assert columns(rows_of(given)) == [("a", "b", "c", 1)]
     for name in UNRELATED:
-        what = "holds what cannot be read" if name == "no text" else "of the type"
+        what = "contains values that cannot be read" if name == "no text" else "of the type"
         with pytest.raises(UserError, match=what):
             rows_of(given, columns=Columns(condition=name))
 
@@ -622,11 +626,11 @@ def test_what_is_read_as_a_whole_has_a_limit(monkeypatch, tmp_path, name):
         path.write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
     assert len(rows_of(str(path))) == 3
     monkeypatch.setattr("llmcond.data.readers.MOST_BYTES", 40_000)
-    with pytest.raises(UserError, match=f"{name} holds more than .* MiB.*as .csv, .jsonl or"):
+    with pytest.raises(UserError, match=f"{name} contains more than .* MiB.*as .csv, .jsonl or"):
         rows_of(str(path))
 
 
 def test_memory_that_does_not_suffice_is_no_damaged_file():
     schema, batches = pa.schema({"text": pa.string()}), lambda _: [pa.allocate_buffer(2**60)]
     with pytest.raises(MemoryError):
-        list(readers._converted(schema, batches, "rows.parquet", ["text"]))
+        list(readers._convert_batches(schema, batches, "rows.parquet", ["text"]))

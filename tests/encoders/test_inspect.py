@@ -119,7 +119,7 @@ def test_a_check_is_readable_in_a_narrow_terminal():
 
 @pytest.mark.parametrize("known", MODELS, ids=lambda model: model.name)
 def test_every_known_model_is_described_without_its_files(offline, monkeypatch, known):
-    monkeypatch.setattr(checkpoints, "_package_folder", lambda _: None)
+    monkeypatch.setattr(checkpoints, "_find_package_folder", lambda _: None)
     report, problem = check_model(known.name, CPU)
     assert "cannot be reached" in str(problem)
     assert not report["complete"]

@@ -185,7 +185,7 @@ def test_mistakes_are_told(command, aspects, tmp_path, capsys):
     assert said("--aspects-texts", 30) == (
         "--aspects-texts needs --aspects FOLDER. Add it, or leave out --aspects-texts."
     )
-    assert "holds no data set" in said("--aspects", tmp_path)
+    assert "contains no dataset" in said("--aspects", tmp_path)
     assert "--aspects-texts is 3; it must be at least 4" in said(
         "--aspects", aspects, "--aspects-texts", 3
     )

@@ -213,7 +213,7 @@ def test_a_batch_of_one_is_as_a_batch_of_many(cross):
 def test_a_long_text_keeps_its_condition(cross):
     loaded = llmcond.load_cross_encoder(cross)
     long = " ".join([FIRST] * 40)
-    with pytest.warns(UserWarning, match="their sentences were cut, conditions are whole"):
+    with pytest.warns(UserWarning, match="their sentences were cut, their conditions were not"):
         found = loaded.similarity([long] * 2, [SECOND] * 2, ["the place", "the mood"])
     assert abs(found[0] - found[1]) > 1e-5
 

@@ -353,7 +353,7 @@ def test_files_that_a_checkpoint_only_leads_to_are_not_copied(
     secret.write_text("a secret")
     (model / "x.model").symlink_to(secret)
     said = train("run", *whole, "--model", model, "--head", "linear", command=refused)
-    assert f"{model / 'x.model'} leads to {secret}" in said
+    assert f"{model / 'x.model'} is a link to {secret}" in said
     assert not list((tmp_path / "run").rglob("*.model"))
     (model / "x.model").unlink()
     (model / "README").write_text("of this folder")

@@ -852,7 +852,9 @@ def test_adapter_trained_on_4_bit_weights_is_loaded_onto_such(prepare, name, tmp
     close(encoder.encode_counted(items).vectors, expected, 1e-4)
     # That it had another base in training is said, and not refused.
     assumed = saved(trainable, tmp_path / "out").resolved.assumed
-    assert "whole weights of the base, though its adapter was trained on 4bit" in str(assumed)
+    assert "unquantised weights of the base, although its adapter was trained on 4bit" in str(
+        assumed
+    )
 
 
 @pytest.mark.parametrize("name", ["simcse-bert", "e5-mistral"])

@@ -230,7 +230,7 @@ def test_texts_of_data_are_no_markup_and_steer_no_terminal(capsys, write_rows, t
         (["cond", "--row", "601", "--split", "test"], ["test split of test.csv", "1 to 600"]),
         (["cond", "--row", "x"], ["invalid int value"]),
         (["cond", "--split", "tst"], ["--split is 'tst'", "'test'"]),
-        (["cond", "--model", "minilm"], ["cond does not go with minilm", "takes none"]),
+        (["cond", "--model", "minilm"], ["cond does not work with minilm", "takes none"]),
         (["pair-cond", "--model", "minilm", "--pooling", "cls"], ["--pooling mean"]),
         (["cond", "--pooling", "mean"], ["Name it with --model NAME"]),
         (["cond", "--model", "minilmm"], ["unknown model 'minilmm'"]),

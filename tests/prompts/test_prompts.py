@@ -110,7 +110,7 @@ INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_t
         ("concat-sent-cond", INSTRUCTED, ""),
         ("pair-cond", PLAIN, ""),
         ("pair-sent", PLAIN, ""),
-        ("pair-cond", INSTRUCTED, "reads one text only"),
+        ("pair-cond", INSTRUCTED, "reads single texts only"),
         ("pair-cond", replace(PLAIN, pooling="cls"), "--pooling mean"),
         ("pair-cond", replace(PLAIN, pooling="last"), ""),
     ],
@@ -218,7 +218,7 @@ def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
             ["unknown key 'unconditional.txt'", "Did you mean 'text'", "text, instruction"],
         ),
         ('text = "{condition}"', "", ["the key 'unconditional.text' is missing"]),
-        ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "named by its file"]),
+        ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "has the name of its file"]),
     ],
 )
 def test_a_faulty_template_is_refused_with_its_place(
@@ -428,7 +428,7 @@ def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("{sentence}", "{condition}", ["names {condition}", "{sentence} alone"]),
+        ("{sentence}", "{condition}", ["names {condition}", "only {sentence}"]),
         ('"{sentence}"\n[', '"{sentence} {condition}"\n[', ["names {condition} and {sentence}"]),
         ("{sentence}", "it", ["names none"]),
         ('"{sentence}"\n[', '"of {sentence}"\n[', ["nothing is subtracted", "same as [condit"]),
@@ -485,7 +485,7 @@ def test_shuffled_rows_get_a_condition_of_another_row_that_is_not_their_own(
 ):
     rows = rows_of(made)
     if len({kind(text) for text in rows.condition}) == 1:
-        with pytest.raises(UserError, match="another row, and all"):
+        with pytest.raises(UserError, match="another row, but all"):
             given_conditions(rows, SHUFFLED)
         return
     given_ = given_conditions(rows, SHUFFLED)
@@ -675,7 +675,7 @@ def test_two_rows_made_the_same_are_found(
         SplitInputs([numbered], prompt).check_differ()
     message = str(caught.value)
     assert "\n" not in message
-    assert f"the prompt mine makes the same input of row {found[0]} of rows.csv" in message
+    assert f"the prompt mine gives the same input for row {found[0]} of rows.csv" in message
     assert f"row {found[1]} of rows.csv" in message
     second = numbered.condition[found[1] - 5]
     assert repr(second) in message

@@ -268,14 +268,17 @@ def changed(key, value):
         (changed("texts", []), "has no texts"),
         (changed("conds", {}), "has no conds"),
         (changed("texts", [{"text": "a", "attrs": {"size": ["x"]}}]), "expected one value"),
-        (changed("conds", {"taste": {"text": "the taste"}}), "no text has an attribute that"),
+        (
+            changed("conds", {"taste": {"text": "the taste"}}),
+            "no attribute of a text matches a condition",
+        ),
         (changed("conds", {"size": {"text": "s", "para": [1]}}), "a list of texts for 'para'"),
         (changed("conds", {"size": {"question": "?"}}), "'text' is missing; expected a text"),
         (changed("triples", [[0, 1]]), "triples[0] is [0, 1]; expected [a, x, y, c, d]"),
         (changed("triples", [[0, 4, 99, "colour", "size"]]), "a position from 0 to 47"),
         (changed("triples", [[0, 4, True, "colour", "size"]]), "names the text True"),
         (changed("triples", [[0, 4, 16, "color", "size"]]), "Did you mean 'colour'?"),
-        (changed("triples", [[0, 16, 4, "colour", "size"]]), "triples[0] is no paired triple"),
+        (changed("triples", [[0, 16, 4, "colour", "size"]]), "triples[0] is not a paired triple"),
     ],
 )
 def test_a_damaged_file_says_what_is_wrong(values, said, tmp_path):
@@ -286,7 +289,7 @@ def test_a_damaged_file_says_what_is_wrong(values, said, tmp_path):
 
 
 def test_a_folder_without_the_set_says_so(tmp_path):
-    with pytest.raises(UserError, match="holds no data set"):
+    with pytest.raises(UserError, match="contains no dataset"):
         aspect_samples.read_samples(tmp_path)
     write(tmp_path, as_json())
     with pytest.raises(UserError, match=r"has no set 'mad'\. Did you mean 'made'"):

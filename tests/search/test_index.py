@@ -457,7 +457,7 @@ def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkey
     [
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
         ({"texts": ["a", 3]}, "row 2: the text is 3, not a text"),
-        ({"texts": ["a", "\ud800"]}, "row 2: the text holds half of a surrogate pair"),
+        ({"texts": ["a", "\ud800"]}, "row 2: the text contains half of a surrogate pair"),
         ({"texts": "abc"}, "give a list"),
         ({"texts": ["a", "b"], "ids": ["x", "x"]}, "the rows 1 and 2 have the same id, 'x'"),
         ({"texts": ["a", "b"], "ids": ["x"]}, "1 id for 2 texts"),
@@ -501,7 +501,7 @@ def test_other_columns_than_those_that_are_there(build, columns: dict, said: str
     [
         ({"query": " "}, "the query is empty"),
         ({"query": ["a", ""]}, "the query is empty"),
-        ({"query": "\ud800"}, "the query holds half of a surrogate pair"),
+        ({"query": "\ud800"}, "the query contains half of a surrogate pair"),
         ({"query": ["a", 1]}, "the query is 1, not a text"),
         ({"condition": ""}, "the condition is empty"),
         ({"condition": {}}, "no condition was given"),

@@ -339,7 +339,7 @@ def test_no_other_kind_of_file_and_no_input_is_written(capsys, texts, out, said)
     ("rows", "said"),
     [
         ([("two men", "a"), ("children", "a")], "guide.csv has one label, 'a'"),
-        ([("two men", "a"), ("two men", "b")], "row 2 of guide.csv: 'two men' is labelled 'b'"),
+        ([("two men", "a"), ("two men", "b")], "row 2 of guide.csv: 'two men' has the label 'b'"),
         ([("two men", "a"), ("children", "")], "row 2 of guide.csv: label is empty"),
         ([("", "a"), ("children", "b")], "row 1 of guide.csv: text is empty"),
     ],
@@ -350,7 +350,7 @@ def test_a_guide_that_is_none_is_refused(capsys, texts, write_rows, rows, said):
     other = write_rows(rows, "other.csv", "text,class")
     message = refused(capsys, "cluster", texts, "--guide", other, "--out", "out.csv")
     assert "no column 'label'" in message
-    assert "A guide has the columns text and label." in message
+    assert "A guide needs the columns text and label." in message
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_guide_that_is_none_is_refused(capsys, texts, write_rows, rows, said):
         ([("two men",), ("two men",)], "1 distinct text, and clusters take 2"),
         (
             [("two men",), (" ",), ("",)],
-            "row 2 of few.csv: text is empty (1 more row is wrong too)",
+            "row 2 of few.csv: text is empty (1 more row is invalid)",
         ),
     ],
 )

@@ -220,7 +220,7 @@ def test_fits_that_fail_are_told_and_the_rest_is_compared(call, monkeypatch):
         (["--prompts", J, "--set", "dmi=3"], "Did you mean 'dim'"),
         (["--prompts", "cond"], "none of the prompts goes with"),
         (["--prompts", "conc"], "Did you mean"),
-        (["--prompts", "glued.toml"], "the prompt glued makes the same input of"),
+        (["--prompts", "glued.toml"], "the prompt glued gives the same input for"),
         (["--prompts", J, "--report", "folder.html"], "is a folder"),
         (["--prompts", J, "--report", "page.pdf"], "name an .html or .htm file"),
     ],
@@ -242,7 +242,7 @@ def test_wrong_input_is_refused_before_anything_is_encoded(
 
 def test_prompts_that_the_encoder_cannot_use_are_left_out_and_the_rest_is_done(call):
     captured = call("--prompts", J, "cond", "--seeds", 1, "--json")
-    assert "cond is left out: it gives an instruction" in captured.err
+    assert "cond is left out: it has an instruction" in captured.err
     found = in_json(captured)
     assert list(found["left_out"]) == ["cond"]
     assert {row["prompt"] for row in found["results"]} == {J}

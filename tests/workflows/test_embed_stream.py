@@ -490,7 +490,7 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
     rows["text"][4], rows["topic"][20], rows["text"][21] = " \t", None, ""
     pq.write_table(pa.table(rows), "src/a/2.parquet")
     line = refused(capsys, *embed(out, fitted))
-    assert line.startswith("row 5 of a/2.parquet: text is empty (2 more rows are wrong too)")
+    assert line.startswith("row 5 of a/2.parquet: text is empty (2 more rows are invalid)")
     assert not Path(out).exists()
 
 
@@ -502,7 +502,7 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
         ("--out out --sentence id --condition topic", "of the type int64; expected texts"),
         ("--out out --sentence text --condition topic --keep no", "has no column 'no'"),
         ("--out out --sentence url --condition topic --keep embedding", "has no column 'emb"),
-        ("--out out --sentence text --condition-text c --condition topic", "give one of them"),
+        ("--out out --sentence text --condition-text c --condition topic", "use only one of them"),
         ("--out out --sentence text --condition topic --head no", "has no fitted head"),
         ("--out all.txt --sentence text --condition topic", "name a .parquet or .csv or .npy file"),
         ("--out v.npy --sentence text --condition topic", "without train, dev"),
@@ -536,7 +536,7 @@ def test_what_cannot_be_is_told_in_a_line(capsys, fitted, source, arguments, sai
         ("cut.lance", "cut.lance cannot be read"),
         ("texts.csv", "texts.csv is of another format"),
         ("taken", "x.parquet has a column 'embedding'"),
-        ("mixed", "y.parquet has other columns than the parts before it: 'url'"),
+        ("mixed", "y.parquet and previous parts have different columns: 'url'"),
         ("clash", "y.parquet has a column of another type"),
     ],
 )

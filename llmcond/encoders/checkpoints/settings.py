@@ -1,4 +1,4 @@
-"""What a checkpoint's own small JSON files say of how it makes vectors."""
+"""The settings of an encoder in the small JSON files of its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from llmcond.encoders.settings import TOKENIZER_DECIDES
 from llmcond.encoders.spec import Attention
 from llmcond.errors import UserError, did_you_mean
 
-#: Architectures whose position table starts behind the padding index.
+#: Architectures whose position table starts after the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
-#: Tokenizers without a limit of their own state a number of about 1e30.
+#: Tokenizers without a limit state a ``model_max_length`` of about 1e30.
 _NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The small JSON files of a checkpoint; empty where it has none.
+    """The contents of a checkpoint's small JSON files; those of missing files are empty.
 
     Attributes:
         config: config.json.
         tokenizer: tokenizer_config.json.
-        modules, transformer, sentence_transformers: modules.json, sentence_bert_config.json and
-            config_sentence_transformers.json of sentence-transformers.
-        pooling_config: the config of its pooling module.
+        modules: modules.json of sentence-transformers.
+        pooling_config: config.json of the pooling module.
+        transformer: sentence_bert_config.json.
+        sentence_transformers: config_sentence_transformers.json.
     """
 
     config: dict[str, Any]
@@ -42,10 +43,10 @@ class Settings:
 
     @classmethod
     def read(cls, folder: Path) -> Settings:
-        """Read them.
+        """Read the files of a folder.
 
         Raises:
-            UserError: one cannot be read, or modules.json leads outside of the folder.
+            UserError: a file cannot be read, or modules.json names a path outside of the folder.
         """
         modules = read_settings(folder / "modules.json", [])
         pooling_config = {}
@@ -53,7 +54,8 @@ class Settings:
             path = Path(str(module.get("path", "")))
             if path.is_absolute() or ".." in path.parts:
                 raise UserError(
-                    f"modules.json of the checkpoint leads outside of it: {str(path)!r}."
+                    f"modules.json of the checkpoint names {str(path)!r}, a path outside of its "
+                    "folder."
                 )
             if kind_of(module) == "Pooling":
                 pooling_config = read_settings(folder / path / "config.json", {})
@@ -68,7 +70,7 @@ class Settings:
 
     @property
     def stated(self) -> dict[str, Any]:
-        """Return the settings of an encoder that the files state; None or absent: they do not."""
+        """The encoder settings that the files state; None or missing where they do not."""
         special_tokens = self.special_tokens
         return {
             "pooling": self.pooling or None,
@@ -80,7 +82,10 @@ class Settings:
 
     @property
     def pooling(self) -> str:
-        """Return the name of the pooling, from either layout that has been in use; or none."""
+        """The name of the pooling, from the old or the new layout of its config; may be empty.
+
+        Several poolings are joined by a plus sign.
+        """
         modes = self.pooling_config.get("pooling_mode")
         if modes is None:
             on = (key for key, value in self.pooling_config.items() if value is True)
@@ -92,30 +97,30 @@ class Settings:
 
     @property
     def normalize(self) -> bool | None:
-        """Return whether vectors have unit norm; None where the files do not say."""
+        """Whether vectors have unit norm; None if the files do not say."""
         return any(kind_of(m) == "Normalize" for m in self.modules) if self.modules else None
 
     @property
     def left_out(self) -> list[str]:
-        """Return what sentence-transformers would do beside the network, in sentences."""
-        own, told = self.sentence_transformers, []
-        name, prompts = own.get("default_prompt_name"), own.get("prompts")
+        """Steps of sentence-transformers that are not applied, as phrases for the user."""
+        config, notes = self.sentence_transformers, []
+        name, prompts = config.get("default_prompt_name"), config.get("prompts")
         prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
         if prompt:
-            told.append(
-                f"texts without {prompt!r} in front, which config_sentence_transformers.json puts "
-                "there by default (put it into a prompt file)"
+            notes.append(
+                f"texts without the prefix {prompt!r}, which config_sentence_transformers.json "
+                "adds by default (add it to a prompt file)"
             )
-        if own.get("truncate_dim"):
-            told.append(
-                "vectors with all their dimensions, which config_sentence_transformers.json cuts "
-                f"to {own['truncate_dim']}"
+        if config.get("truncate_dim"):
+            notes.append(
+                "vectors with all their dimensions, which config_sentence_transformers.json "
+                f"truncates to {config['truncate_dim']}"
             )
-        return told
+        return notes
 
     @property
     def positions(self) -> int | None:
-        """Return how many positions the model has; None where that is not stated."""
+        """The number of positions that the model has; None if the config does not say."""
         nested = self.config.get("text_config")
         config = nested if isinstance(nested, dict) else self.config
         positions = config.get("max_position_embeddings")
@@ -126,14 +131,14 @@ class Settings:
 
     @property
     def max_length(self) -> int | None:
-        """Return the tokens an input may have; None where the files do not say."""
+        """The maximum length of an input in tokens; None if the files do not say."""
         stated = (self.transformer.get("max_seq_length"), self.tokenizer.get("model_max_length"))
         numbers = (n for n in stated if isinstance(n, int | float) and 8 <= n < _NO_LIMIT)
         return next((int(number) for number in numbers), None)
 
     @property
     def attention(self) -> Attention | None:
-        """Return the direction that the config states itself; None where it does not."""
+        """The direction of attention that the config states; None if it does not."""
         if self.config.get("use_bidirectional_attention") is True:
             return "bidirectional"
         causal = self.config.get("is_causal", self.config.get("is_decoder") or None)
@@ -141,14 +146,14 @@ class Settings:
 
     @property
     def special_tokens(self) -> str:
-        """Return the tokens around an input, where the tokenizer's config asks for an end.
+        """The special tokens around an input, if the tokenizer's config requests an end token.
 
-        transformers 5 follows tokenizer.json instead, and silently loses that end (mteb #5237).
+        transformers 5 follows tokenizer.json instead and silently drops that token (mteb #5237).
         """
         if self.tokenizer.get("add_eos_token") is not True:
             return TOKENIZER_DECIDES
-        first, last = (_content(self.tokenizer.get(key)) for key in ("bos_token", "eos_token"))
-        # The classes of Llama and Gemma add a first token unless they are told not to.
+        first, last = (_token_text(self.tokenizer.get(key)) for key in ("bos_token", "eos_token"))
+        # The tokenizer classes of Llama and Gemma add a first token by default.
         kind = str(self.tokenizer.get("tokenizer_class"))
         adds_first = self.tokenizer.get("add_bos_token", "Llama" in kind or "Gemma" in kind)
         if last is None or (adds_first and first is None):
@@ -156,35 +161,36 @@ class Settings:
         return f"{first} {{text}} {last}" if adds_first else f"{{text}} {last}"
 
 
-#: The poolings that are modules of sentence-transformers, by its names for them.
+#: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
 _POOLING_MODES = {pooling.module: name for name, pooling in POOLINGS.items() if pooling.routed}
 
 
-def _content(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
-#: What sentence-transformers gives to transformers, and what of it decides no vector here.
-_ARGUMENTS = (
+#: Settings whose values sentence-transformers passes to transformers, and the arguments among
+#: them that do not affect vectors in llmcond.
+_TRANSFORMERS_ARGUMENTS = (
     "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs", "config_args",
     "config_kwargs", "processing_kwargs", "tokenizer_name_or_path",
 )  # fmt: skip
-_WITHOUT_EFFECT = {
+_HARMLESS_ARGUMENTS = {
     "attn_implementation", "cache_dir", "device_map", "dtype", "local_files_only",
     "low_cpu_mem_usage", "padding_side", "token", "torch_dtype", "trust_remote_code",
     "use_safetensors",
 }  # fmt: skip
-_LEGAL_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
 def read_checked(checkpoint: Checkpoint) -> Settings:
-    """Read the settings of a checkpoint, and refuse one that we would not load as it was made.
+    """Read a checkpoint's settings, and check that llmcond can compute its vectors as intended.
 
     Raises:
-        UserError: it is no encoder by itself, or not the one that it is taken for; it needs code of
-            its own; it has a module of another kind, or in another order; or settings that change
-            its vectors.
+        UserError: the checkpoint is an adapter, is not a copy of the requested model, needs code
+            from its repository, has unsupported modules or an unsupported order of them, or has
+            unsupported settings that would change its vectors.
     """
     settings = Settings.read(checkpoint.folder)
     _check_kind(checkpoint, settings)
@@ -195,48 +201,48 @@ def read_checked(checkpoint: Checkpoint) -> Settings:
 
 
 def _check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse what sentence-transformers would do and we would leave out."""
+    """Raise a ``UserError`` for steps of sentence-transformers that are not supported."""
     name, kinds = checkpoint.name, [kind_of(module) for module in settings.modules]
-    others = "without it its vectors would be others."
+    consequence = "without it, the vectors would be different."
     for kind in kinds:
-        if kind not in _LEGAL_MODULES:
+        if kind not in _SUPPORTED_MODULES:
             raise UserError(
                 f"{name} has a sentence-transformers module {kind!r}, which is not supported; "
-                f"{others} Supported: {', '.join(_LEGAL_MODULES)}."
+                f"{consequence} Supported: {', '.join(_SUPPORTED_MODULES)}."
             )
     if kinds and not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise UserError(
-            f"{name} has the sentence-transformers modules {', '.join(kinds)} in modules.json. "
-            "Supported are Transformer, Pooling, as many Dense as there are, and Normalize or not, "
-            "in this order; in another one its vectors would be others."
+            f"modules.json of {name} has the sentence-transformers modules {', '.join(kinds)}. "
+            "Supported are Transformer, Pooling, any number of Dense and optionally Normalize, in "
+            "this order; in another order, the vectors would be different."
         )
     if settings.modules and settings.modules[0].get("path") not in (None, "", "."):
         raise UserError(
-            f"modules.json of {name} has its Transformer in {settings.modules[0]['path']!r}, and "
-            "only one that lies beside modules.json is read. Name that folder itself, with "
-            "--pooling and --normalize as the modules say."
+            f"modules.json of {name} has its Transformer in {settings.modules[0]['path']!r}, but "
+            "it must be in the folder of modules.json. Name the folder of the Transformer instead, "
+            "with --pooling and --normalize as in the modules."
         )
-    for key in _ARGUMENTS:
-        given = settings.transformer.get(key)
-        if given and (not isinstance(given, dict) or given.keys() - _WITHOUT_EFFECT):
+    for key in _TRANSFORMERS_ARGUMENTS:
+        value = settings.transformer.get(key)
+        if value and (not isinstance(value, dict) or value.keys() - _HARMLESS_ARGUMENTS):
             raise UserError(
-                f"sentence_bert_config.json of {name} has {key} = {given!r}, which is not "
-                f"supported; {others}"
+                f"sentence_bert_config.json of {name} has {key} = {value!r}, which is not "
+                f"supported; {consequence}"
             )
-    lowers = settings.tokenizer.get("do_lower_case") is True
-    if settings.transformer.get("do_lower_case") and not lowers:
+    tokenizer_lowercases = settings.tokenizer.get("do_lower_case") is True
+    if settings.transformer.get("do_lower_case") and not tokenizer_lowercases:
         raise UserError(
             f"sentence_bert_config.json of {name} has do_lower_case, which is not supported; "
-            f"{others} Save a tokenizer that makes letters small itself, and set do_lower_case "
-            "to false."
+            f"{consequence} Save a tokenizer that converts texts to lower case itself, and set "
+            "do_lower_case to false."
         )
 
 
 def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the settings that sentence-transformers wrote beside an adapter; {} without any.
+    """Return the settings that sentence-transformers wrote next to an adapter; {} without any.
 
     Raises:
-        UserError: there is a module that would be left out.
+        UserError: a module is not supported.
     """
     if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
         return {}
@@ -244,77 +250,77 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
     _check_modules(checkpoint, settings)
     if "Dense" in map(kind_of, settings.modules):
         raise UserError(
-            f"{checkpoint.name} is an adapter with a dense layer behind its pooling, which is not "
-            "supported; without it its vectors would be others. Merge the adapter into its base, "
-            "and save all of it."
+            f"{checkpoint.name} is an adapter with a dense layer after its pooling, which is not "
+            "supported; without it, the vectors would be different. Merge the adapter into its "
+            "base, and save the whole model."
         )
-    length = settings.transformer.get("max_seq_length")
+    max_length = settings.transformer.get("max_seq_length")
     stated = {"pooling": settings.pooling or None, "normalize": settings.normalize}
-    return stated | ({"max_length": length} if isinstance(length, int) else {})
+    return stated | ({"max_length": max_length} if isinstance(max_length, int) else {})
 
 
 def _check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse a checkpoint that is no encoder by itself, or not the one that it is taken for."""
+    """Raise a ``UserError`` for redirected files, another architecture, or an unapplied adapter."""
     for key, values, file in (
         ("transformers_weights", settings.config, "config.json"),
         ("fast_tokenizer_files", settings.tokenizer, "tokenizer_config.json"),
     ):
         if values.get(key):
-            # Which file is read would be another one than the one that is known by its name.
+            # transformers would read a file that is neither listed nor identified.
             raise UserError(
-                f"{file} of {checkpoint.name} chooses a file by {key} ({values[key]!r}), which is "
-                "not supported. Give that file its usual name, model.safetensors or "
-                f"tokenizer.json, and take {key} away."
+                f"{file} of {checkpoint.name} names a file in {key} ({values[key]!r}), which is "
+                "not supported. Rename that file to model.safetensors or tokenizer.json, and "
+                f"remove {key}."
             )
     known, kind = checkpoint.known, settings.config.get("model_type")
     if known is not None and kind != known.architecture["model_type"]:
         raise UserError(
-            f"{checkpoint.name} is of the architecture {kind!r}, and {known.name} of "
-            f"{known.architecture['model_type']!r}: it is no copy of it."
+            f"{checkpoint.name} has the architecture {kind!r}, but {known.name} has "
+            f"{known.architecture['model_type']!r}, so it is not a copy of {known.name}."
         )
     if (checkpoint.folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{checkpoint.name} holds an adapter, which is not applied to the weights beside "
-            "it. Take config.json away, and it is applied to the base that it names; or take away "
-            "adapter_config.json."
+            f"{checkpoint.name} contains both a model and an adapter. Remove config.json to apply "
+            "the adapter to the base that it names, or remove adapter_config.json to use the model "
+            "without the adapter."
         )
 
 
 def _check_code(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Refuse an unknown checkpoint that needs code from its own repository."""
-    if _names_code_below(settings.config):
+    """Raise a ``UserError`` for an unknown checkpoint that needs code from its repository."""
+    if _has_nested_code(settings.config):
         raise UserError(
-            f"{checkpoint.name} asks for code of its own for a part of it (auto_map within a part "
-            "of its config.json), which llmcond never runs."
+            f"{checkpoint.name} needs code from its repository for one of its parts (auto_map in a "
+            "nested part of its config.json), which llmcond never runs. Use another model."
         )
-    own, tokenizer = settings.config.get("auto_map"), settings.tokenizer.get("auto_map")
-    wanted = dict(own) if isinstance(own, dict) else {}
+    auto_map, tokenizer = settings.config.get("auto_map"), settings.tokenizer.get("auto_map")
+    code_references = dict(auto_map) if isinstance(auto_map, dict) else {}
     if isinstance(tokenizer, dict):
         tokenizer = tokenizer.get("AutoTokenizer")
-    if tokenizer:  # old tokenizers wrote a list without the key
-        wanted["AutoTokenizer"] = tokenizer
-    for key in filter(wanted.get, ("AutoModel", "AutoConfig", "AutoTokenizer")):
-        code = wanted[key]
+    if tokenizer:  # old tokenizers have a list instead of a mapping
+        code_references["AutoTokenizer"] = tokenizer
+    for key in filter(code_references.get, ("AutoModel", "AutoConfig", "AutoTokenizer")):
+        reference = code_references[key]
         name = checkpoint.name.rstrip("/").rpartition("/")[2]
-        bare = [known.rpartition("/")[2] for known in known_names()]
-        if isinstance(code, list):
-            code = next(filter(None, code), "")
+        model_names = [known.rpartition("/")[2] for known in known_names()]
+        if isinstance(reference, list):
+            reference = next(filter(None, reference), "")
         raise UserError(
-            f"{checkpoint.name} asks for code from its own repository ({key}: {code}), which "
-            "llmcond never runs, and it is none of the models that are known without: "
-            f"{', '.join(known_names())}. {did_you_mean(name, bare)} If it is a copy of one, say "
-            "so with --like NAME."
+            f"{checkpoint.name} needs code from its repository ({key}: {reference}), which llmcond "
+            "never runs. It is not one of the models that llmcond supports without such code: "
+            f"{', '.join(known_names())}. {did_you_mean(name, model_names)} If it is a copy of one "
+            "of these, name that with --like NAME."
         )
 
 
-def _names_code_below(config: Mapping[str, Any]) -> bool:
-    """Return whether a nested config names code: transformers builds some parts by their own."""
-    waiting = [value for key, value in config.items() if key != "auto_map"]
-    for value in waiting:  # which grows
+def _has_nested_code(config: Mapping[str, Any]) -> bool:
+    """Return whether a nested config names code, which transformers uses for some parts."""
+    pending = [value for key, value in config.items() if key != "auto_map"]
+    for value in pending:  # the list grows during the loop
         if isinstance(value, dict):
             if value.get("auto_map"):
                 return True
-            waiting += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            waiting += value
+            pending += value
     return False

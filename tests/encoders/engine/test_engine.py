@@ -627,7 +627,7 @@ def test_single_input_that_does_not_fit_is_told(make, monkeypatch, packs, error)
         Memory(encoder, 40, error),
         pytest.raises(
             LlmcondError,
-            match=r"out of memory on cpu with a single input of 50 tokens\. Encode with a smaller",
+            match=r"out of memory on cpu with a single input of 50 tokens\. Reduce max_length",
         ) as raised,
     ):
         encoder.encode_counted(items)

@@ -96,7 +96,7 @@ def test_identity_names_the_function_and_what_its_file_holds(tiny_checkpoint, so
     [
         ("wrong_shape", r"returned \(3,\) for an input; expected a tensor of shape \(32,\)"),
         ("failing", r"own_poolings\.py:failing@\w+ failed: index 10000 is out of bounds"),
-        ("LEVEL", "is no function in a Python file"),
+        ("LEVEL", "is not a function that is defined in a Python file"),
         ("own_meen", "has no 'own_meen'"),
     ],
 )

@@ -790,8 +790,8 @@ def test_tokenizer_that_knows_no_plain_text_is_refused():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ("abc", "one str was given; give a list"),
-        (EncoderInput("", "a"), "one EncoderInput was given; give a list"),
+        ("abc", "inputs is a single str; expected a list"),
+        (EncoderInput("", "a"), "inputs is a single EncoderInput; expected a list"),
         ([5], "the input at position 0 is 5, not an EncoderInput"),
         ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
         ([EncoderInput(None, "a")], "the instruction at position 0 is None"),

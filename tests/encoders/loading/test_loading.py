@@ -626,5 +626,5 @@ def test_weights_of_other_programs_are_no_weights(bert):
     for name in ("tf_model.h5", "flax_model.msgpack", "model.onnx", "model.gguf"):
         shutil.copy(bert / "model.safetensors", bert / name)
     (bert / "model.safetensors").unlink()
-    with pytest.raises(LlmcondError, match="are not there"):
+    with pytest.raises(LlmcondError, match="are missing"):
         Encoder(resolve(str(bert), CPU))

@@ -271,8 +271,10 @@ def test_without_openvino_pytorch_computes_and_one_line_says_so(monkeypatch, cap
     encoder = load_encoder("minilm", **FLOAT32)
     assert encoder.resolved.runtime == "torch"
     (line,) = [text for text in caplog.messages if "OpenVINO" in text]
-    assert "is computed by PyTorch on this CPU: OpenVINO is not installed" in line
-    with pytest.raises(UserError, match=r"runtime is 'openvino', .* not installed .*Leave out"):
+    assert "runs in PyTorch on this CPU: OpenVINO is not installed" in line
+    with pytest.raises(
+        UserError, match=r"runtime is 'openvino', .* not installed .*Leave --runtime out"
+    ):
         load_encoder("minilm", **FLOAT32, runtime="openvino")
 
 
@@ -367,7 +369,7 @@ def test_cpu_that_openvino_fails_on_is_left_to_pytorch():
         [sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=environment, check=True
     )
     assert done.stdout.strip() == "llmcond.encoders.engine.engine (1, 384)"
-    assert "is computed by PyTorch on this CPU: OpenVINO cannot run it" in done.stderr
+    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in done.stderr
 
 
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_heavy_router_is_trained_and_follows_the_seed(train, tmp_path):
 
 def test_joint_prompts_are_refused(train):
     said = train("run", "--prompt", "concat-sent-cond", command=refused)
-    assert "it puts the condition into the text, and the encoder has a router for it" in said
+    assert "it puts the condition into the text, but the encoder expects it in a router" in said
     said = train("run", "--prompt", "pair-cond", command=refused)
     assert "(--prompt routed)" in said
 

@@ -59,9 +59,9 @@ def test_what_cannot_be_replied_to_is_told(capsys, dialogue_run, replies, asked,
 def test_candidates_come_from_a_readable_file_of_two_at_least(capsys, dialogue_run, tmp_path):
     path = tmp_path / "one.txt"
     command = ("reply", "sad", "--run", dialogue_run, "--candidates", path)
-    assert "is no file" in refused(capsys, *command)
+    assert "is not a file" in refused(capsys, *command)
     path.write_text("only one\n\n")
-    assert "holds 1 candidates; at least 2" in refused(capsys, *command)
+    assert "contains 1 candidates; a choice needs at least 2" in refused(capsys, *command)
     path.write_bytes(b"caf\xe9\nsad\n")
     assert "not UTF-8: byte 0xe9" in refused(capsys, *command)
     table = tmp_path / "replies.csv"
