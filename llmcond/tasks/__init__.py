@@ -1,4 +1,4 @@
-"""Tasks: how a data set is read, what of it is encoded under a condition, and how it is scored."""
+"""Tasks: how a dataset is read, which texts are encoded under a condition, and how it is scored."""
 
 from llmcond.tasks.base import DEFAULT_TASK, OTHERS, TASKS, AnyTask, Data, find_task
 from llmcond.tasks.rated import Task

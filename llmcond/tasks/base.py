@@ -1,6 +1,6 @@
-"""What a task says; every verb asks it instead of knowing a data set.
+"""The base class of tasks, through which every command works with a dataset.
 
-A task of a user's own is a subclass in a Python file, named by ``--task my_task.py:Answers``.
+A user adds a task as a subclass in a Python file, and names it by ``--task my_task.py:Answers``.
 """
 
 from __future__ import annotations
@@ -15,56 +15,57 @@ from llmcond.data.datasets import DataOptions
 from llmcond.errors import UserError
 from llmcond.metrics import Metric, choose_metrics
 
-#: Where each bundled task is: a new one is a new file and a line here.
+#: The class of each bundled task. A new task takes a new file and a line in this dictionary.
 TASKS = {
     "csts": "llmcond.tasks.csts:Csts",
     "kgc": "llmcond.kinds.ranking.kgc:Kgc",
     "dialogue": "llmcond.kinds.dialogue.task:Dialogue",
 }
-#: The split of a data set that holds examples which are not its own.
+#: The split that holds examples from outside a dataset, such as those of ``evaluate --data``.
 OTHERS = "other"
-#: The task of runs that name none, such as those of before there were others.
+#: The task of runs that name none, such as those written before other tasks existed.
 DEFAULT_TASK = next(iter(TASKS))
 
 
 class Data(Protocol):
-    """A data set, as far as every task has it."""
+    """The part of a dataset's interface that all tasks share."""
 
     @property
     def source(self) -> str:
-        """Return what the user named, or ``sample``."""
+        """What the user named as the data, or ``sample`` for the bundled sample."""
 
     @property
     def digest(self) -> str:
-        """Identify texts, examples and splits, whatever file they came from."""
+        """A digest of the texts, examples and splits, whatever file they were read from."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what was decided on the way, or is odd, in sentences for the user."""
+        """Sentences for the user on decisions made while reading, and on oddities of the data."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that manifests keep: at least ``source`` and ``digest``."""
+        """Return the record for a run's manifest: at least ``source`` and ``digest``."""
 
     def save(self, folder: Path) -> None:
-        """Write what :meth:`AnyTask.load` reads again into a run's folder."""
+        """Write the dataset into a run's folder, where ``AnyTask.load`` reads it again."""
 
 
 D = TypeVar("D", bound=Data)
 
 
 class AnyTask(ABC, Generic[D]):
-    """What every task has.
+    """Base class of all tasks.
 
     Attributes:
-        name: what ``--task`` and records call it.
-        kind: of its examples, which decides what a run of it does: ``rated``, ``ranking`` or
-            ``dialogue``. Records name it, so that it is known without the task.
-        metrics: what it is scored by: names of :data:`llmcond.metrics.METRICS`, or code of the
-            user's own. The first one decides which epoch and which head are best on dev.
-        prompt: the template that is taken where none is named; None: the one that suits the
-            encoder.
-        heads: recipes that are compared where none are named.
-        recipes: the bundled task whose recipes it has by name; None: those of rated pairs.
+        name: the task's name in ``--task`` and in records.
+        kind: the kind of its examples, which decides how commands work on a run: ``rated``,
+            ``ranking`` or ``dialogue``. Records name the kind, so that it is known without the
+            task.
+        metrics: the metrics that score it: names from ``llmcond.metrics.METRICS``, or the user's
+            code as ``FILE.py:NAME``. The first one decides which epoch and which head are best on
+            dev.
+        prompt: the default prompt; None: the prompt that suits the encoder.
+        heads: the recipes that ``compare-prompts`` fits by default.
+        recipes: the bundled task whose recipes can be named; None: the recipes of rated pairs.
     """
 
     name: ClassVar[str]
@@ -76,68 +77,118 @@ class AnyTask(ABC, Generic[D]):
 
     @property
     def main_metric(self) -> Metric:
-        """The first of ``metrics``; a UserError where it names no metric."""
+        """The first of ``metrics``, which decides what is best on dev.
+
+        Raises:
+            UserError: the name is not that of a metric.
+        """
         return choose_metrics(self.metrics[:1])[0]
 
     @abstractmethod
     def read(self, data: DataOptions) -> D:
-        """Return a data set, all splits of it; a UserError for what is wrong in it."""
+        """Read a dataset with all its splits.
+
+        Args:
+            data: the source of the data, and options on how to read it.
+
+        Returns:
+            The dataset.
+
+        Raises:
+            UserError: the data or the options are invalid.
+        """
 
     @abstractmethod
     def load(self, folder: Path, record: Mapping[str, Any]) -> D:
-        """Return the data set that a run's folder holds, of which run.json has this record.
+        """Read the dataset that is stored in a run's folder.
+
+        Args:
+            folder: the run's folder.
+            record: the dataset's record in run.json, as its ``to_json`` gave it.
+
+        Returns:
+            The dataset.
 
         Raises:
-            LlmcondError: what is there is not what was recorded.
+            LlmcondError: the stored dataset does not match the record.
         """
 
     def refuse_leaks_option(self, data: DataOptions) -> None:
-        """Raise a UserError for ``--drop-leaks``, which only dialogues take."""
+        """Raise an error for ``--drop-leaks``, which only dialogues support.
+
+        Args:
+            data: the options on how to read the data.
+
+        Raises:
+            UserError: ``--drop-leaks`` was given.
+        """
         if data.drop_leaks:
             raise UserError(
-                f"--drop-leaks is of dialogues, and {self.name} is another task. Leave it out."
+                f"--drop-leaks is for dialogues, but the task is {self.name}. Leave it out."
             )
 
     def refuse_column_options(self, data: DataOptions) -> None:
-        """Raise a UserError for names of columns and a range of ratings; rated pairs take them."""
+        """Raise an error for column names and a rating range, which only rated pairs support.
+
+        Args:
+            data: the options on how to read the data.
+
+        Raises:
+            UserError: columns or a rating range were given.
+        """
         if data.columns or data.scale:
             raise UserError(
-                "--columns, --rating-range and --unrated are of rated rows, and the task "
+                "--columns, --rating-range and --unrated are for rated rows, and the task "
                 f"{self.name} has none. Leave them out."
             )
 
-    def refuse_rated_options(self, data: DataOptions, has: str) -> None:
-        """Raise a UserError for options of rated rows; ``has`` is what a template may name."""
+    def refuse_rated_options(self, data: DataOptions, fields_text: str) -> None:
+        """Raise an error for options that only rated rows support.
+
+        Args:
+            data: the options on how to read the data.
+            fields_text: the fields that a template of this task may name, for the message.
+
+        Raises:
+            UserError: columns or a rating range were given, or the template names a column.
+        """
         self.refuse_column_options(data)
         if data.extra:
             raise UserError(
-                f"the template names the column {data.extra[0]!r}, and the task {self.name} has "
-                f"{has} only. Name another --prompt."
+                f"the template names the column {data.extra[0]!r}, but the task {self.name} has "
+                f"only {fields_text}. Name another --prompt."
             )
 
     @abstractmethod
     def counted(self, dataset: D) -> str:
-        """Return how many examples each split has, for messages: ``90 train, 10 dev rows``."""
+        """Return the number of examples in each split, for messages.
+
+        Args:
+            dataset: a dataset of this task.
+
+        Returns:
+            A text such as ``90 train, 10 dev rows``.
+        """
 
 
 def find_task(name: str | None = None, source: str | None = None) -> AnyTask[Any]:
     """Return a task by its name.
 
     Args:
-        name: a bundled task, or code of the user's own; None: the default one.
-        source: the record that names it; None: the user did.
+        name: a bundled task, or the user's code as ``FILE.py:CLASS``; None: the default task.
+        source: the record that names the task; None: the user named it.
 
     Raises:
-        UserError: no such task; code that a record names and the user did not.
+        UserError: there is no such task, or a record names code that the user did not name.
     """
     name = name or DEFAULT_TASK
     if plugins.is_plugin(name):
-        found = plugins.load(name) if source is None else plugins.recorded(name, source)
-        made = found() if isinstance(found, type) else found
-        if not isinstance(made, AnyTask):
-            raise UserError(f"{name} is no task: it must be a subclass of llmcond.tasks.Task.")
-        # What records call it, so that another command finds it by --plugin.
-        made.name = plugins.record_name(name)  # type: ignore[misc]
-        return made
+        plugin = plugins.load(name) if source is None else plugins.recorded(name, source)
+        instance = plugin() if isinstance(plugin, type) else plugin
+        if not isinstance(instance, AnyTask):
+            raise UserError(f"{name} is not a task. It must be a subclass of llmcond.tasks.Task.")
+        # Records use this name, so that another command finds the class by --plugin.
+        instance.name = plugins.record_name(name)  # type: ignore[misc]
+        return instance
     task: AnyTask[Any] = plugins.find(name, TASKS, "tasks", "task")()
     return task

@@ -1,4 +1,4 @@
-"""Tasks of rated pairs: how similar two texts are under a condition."""
+"""Tasks of rated pairs: the similarity of two texts under a condition."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from llmcond.data.datasets import Columns, DataOptions, Dataset, RatingScale, read_rows
 from llmcond.data.rows import Rows, load_rows
 from llmcond.errors import LlmcondError
@@ -14,13 +16,24 @@ from llmcond.tasks.base import AnyTask
 
 
 class Task(AnyTask[Dataset]):
-    """Rated pairs of texts, of which one or both are encoded under a condition.
+    """A task of rated text pairs, where one or both texts are encoded under a condition.
+
+    A user adds a task by a subclass with a ``name``, and changes what differs from C-STS.
 
     Attributes:
         columns: the columns of its files, unless ``--columns`` names others.
         scale: the range of its ratings, unless ``--rating-range`` names another.
         conditioned: whether the first and the second text are encoded under the condition. A text
-            without one is rendered by the template's ``[plain]`` part, and has nothing subtracted.
+            that is not is rendered by the template's ``[plain]`` part, and nothing is subtracted
+            from its embedding.
+
+    Example:
+        >>> import llmcond
+        >>> class Answers(llmcond.Task):
+        ...     name = "answers"  # rated pairs of a question and an answer
+        ...     conditioned = (False, True)
+        >>> Answers().main_metric.name
+        'spearman'
     """
 
     kind: ClassVar[str] = "rated"
@@ -30,34 +43,56 @@ class Task(AnyTask[Dataset]):
     metrics: ClassVar[Sequence[str]] = ("spearman", "pearson", "accuracy")
 
     def options(self, data: DataOptions) -> DataOptions:
-        """Return how rows are read: as asked for, and else as the task has it."""
+        """Fill in the task's columns and rating scale where the user gave none.
+
+        Args:
+            data: the options that the user gave.
+
+        Returns:
+            The complete options.
+
+        Raises:
+            UserError: an option is for another kind of task.
+        """
         self.refuse_leaks_option(data)
         return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
+    @override
     def refuse_column_options(self, data: DataOptions) -> None:
-        """Accept names of columns and a range of ratings; see :class:`AnyTask`."""
+        """Accept column names and a rating range, which rated pairs support."""
 
+    @override
     def read(self, data: DataOptions) -> Dataset:
-        """Return all splits of a data set; see :func:`llmcond.data.datasets.read_dataset`."""
         dataset = self.options(data).read()
-        splits = {name: self._sided(rows) for name, rows in dataset.splits.items()}
+        splits = {name: self._with_conditioned(rows) for name, rows in dataset.splits.items()}
         return replace(dataset, splits=splits)
 
     def read_split(self, data: DataOptions, split: str | None) -> tuple[Rows, str]:
-        """Return the rows and the split that :func:`llmcond.data.datasets.read_rows` gives."""
-        asked = self.options(data)
-        columns, scale = Columns(**asked.columns), RatingScale(**asked.scale)
-        rows, split = read_rows(asked.source, split, columns, scale, asked.extra)
-        return self._sided(rows), split
+        """Read one split of the data, as ``llmcond.data.datasets.read_rows`` does.
 
+        Args:
+            data: the source of the rows, and options on how to read them.
+            split: the split to read; None: test, or dev in a folder without test.
+
+        Returns:
+            The rows, and the name of their split.
+
+        Raises:
+            UserError: the data or the options are invalid.
+        """
+        options = self.options(data)
+        columns, scale = Columns(**options.columns), RatingScale(**options.scale)
+        rows, split = read_rows(options.source, split, columns, scale, options.extra)
+        return self._with_conditioned(rows), split
+
+    @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Dataset:
-        """Return the rows of a run; errors as of :class:`AnyTask` and :func:`load_rows`."""
         splits = load_rows(folder / "rows.parquet", self.conditioned)
         counts = {name: len(rows) for name, rows in splits.items()}
         if counts != record["rows"]:
             raise LlmcondError(
-                f"{folder / 'rows.parquet'} holds {counts} rows, and run.json counts "
-                f"{record['rows']}; one of them was damaged. Extract into a new --run."
+                f"{folder / 'rows.parquet'} holds {counts} rows, but run.json records "
+                f"{record['rows']}. One of the files is damaged. Extract into a new --run."
             )
         return Dataset(
             splits,
@@ -68,9 +103,9 @@ class Task(AnyTask[Dataset]):
             tuple(record.get("notes", ())),
         )
 
+    @override
     def counted(self, dataset: Dataset) -> str:
-        """Return how many rows each split has."""
         return ", ".join(f"{len(rows):,} {n}" for n, rows in dataset.splits.items()) + " rows"
 
-    def _sided(self, rows: Rows) -> Rows:
+    def _with_conditioned(self, rows: Rows) -> Rows:
         return replace(rows, conditioned=self.conditioned)

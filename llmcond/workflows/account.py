@@ -1,4 +1,7 @@
-"""The account of a training in its folder, by which it is known again."""
+"""The training record (``training.json``) of a trained encoder, and its check against new options.
+
+The record identifies a training, so that the same command finds it finished.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
@@ -24,13 +29,14 @@ from llmcond.runs import open_any_run
 from llmcond.tasks import Data
 from llmcond.workflows.options.training import HeadChoice
 
-#: Of the folder's own account of the training.
+#: The version of the training record's format.
 FORMAT = 1
+#: The training record's file, and the folder that holds the state of a training in progress.
 RECORD, STATE = "training.json", "training"
 
 
 @dataclass(frozen=True)
-class _MadeOf:
+class _TrainingConfig:
     settings: Mapping[str, Any]
     head: Mapping[str, Any]
     objective: Mapping[str, Any] = field(default_factory=dict)
@@ -43,29 +49,44 @@ class _Summary:
 
 
 @dataclass(frozen=True)
-class _Account:
-    """What the account of a training holds, as far as it is read."""
+class _TrainingRecord:
+    """The fields of a training record that are read."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORDED
 
-    made_of: _MadeOf
+    made_of: _TrainingConfig
     summary: _Summary
 
 
 @dataclass(frozen=True)
 class TrainingResult(Displayed):
-    """An encoder that was trained, with its head: the run, the head's name, steps and scores."""
+    """The result of training an encoder with its head.
+
+    Attributes:
+        record: the summary of the training: the run's folder, the names of encoder and head, seed,
+            steps, seconds, and the scores on dev and test. Empty in the worker processes of a
+            distributed training.
+
+    Example:
+        >>> import llmcond
+        >>> scores = [{"split": "test", "spearman": 0.62, "spearman_ci": [0.58, 0.66]}]
+        >>> result = llmcond.TrainingResult({"run": "runs/tuned", "scores": scores})
+        >>> result.run.name
+        'tuned'
+        >>> result.metrics["spearman"].value
+        0.62
+    """
 
     record: Mapping[str, Any]
 
     @property
     def run(self) -> Path:
-        """Return the folder of the run, which is the encoder's too."""
+        """The folder of the run, which also holds the encoder."""
         return Path(self.record["run"])
 
     @property
     def metrics(self) -> dict[str, Estimate]:
-        """Return the scores on test if there is one, else on dev; empty without rated rows."""
+        """The scores on test, or on dev if there is no test split; empty without rated rows."""
         scores = self.record.get("scores", ())[-1:]
         return {
             name: Estimate.of_json(row[name], row[f"{name}_ci"])
@@ -74,8 +95,8 @@ class TrainingResult(Displayed):
             if f"{name}_ci" in row
         }
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
         return dict(self.record)
 
 
@@ -88,7 +109,17 @@ def made_of(
     settings: TuneSettings,
     merge: bool,
 ) -> dict[str, Any]:
-    """Return all that decides the weights of an encoder and its head, for the record."""
+    """Return everything that decides the weights of an encoder and its head, for the record.
+
+    Args:
+        resolved: the encoder that is trained.
+        dataset: the data that it is trained on.
+        prompts: the prompts of its inputs.
+        recipe: the head's recipe.
+        choice: the options for the head, of which the start and the seed are recorded.
+        settings: the settings of the training.
+        merge: whether adapters are merged into the encoder at the end.
+    """
     return {
         "encoder": resolved.identity.to_json(),
         "data": dataset.digest,
@@ -102,62 +133,76 @@ def made_of(
 
 
 def trained_prompts(folder: Path) -> dict[str, str]:
-    """Return the digests, by their names, of the prompts that a folder's encoder was trained with.
+    """Return the digests, by name, of the prompts that a folder's encoder was trained with.
 
-    None where that is not recorded.
+    The dictionary is empty if they are not recorded.
 
     Raises:
-        UserError: the record was damaged.
+        UserError: the training record is damaged.
     """
     if not (folder / RECORD).is_file():
         return {}
-    record = read_record(folder / RECORD, _Account, "Name the prompt: --prompt NAME_OR_FILE.")
+    record = read_record(
+        folder / RECORD, _TrainingRecord, "Name the prompt: --prompt NAME_OR_FILE."
+    )
     prompts: dict[str, str] = record["made_of"].get("prompts", {})
     return prompts
 
 
-def finished(folder: Path, made_of: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the summary of a training that has ended in a folder; None where there is none.
+def finished(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the summary of a training that has finished in a folder, and log that it is reused.
 
-    That it is used again is logged.
+    Args:
+        folder: the run's folder.
+        config: everything that decides the weights of the training that is asked for.
+
+    Returns:
+        The summary; None if no training has finished there.
+
+    Raises:
+        UserError: the folder holds something else, or was trained with other settings.
     """
     if not folder.exists():
         return None
     if not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder with --run.")
     if (folder / RECORD).is_file():
-        record = read_record(folder / RECORD, _Account, "Train into a new --run.")
-        shutil.rmtree(folder / STATE, ignore_errors=True)  # left by a kill at the very end
-        kinds = ["orders" in own for own in (record["made_of"], made_of)]
-        if kinds[0] != kinds[1]:
-            here = "a cross-encoder" if kinds[0] else "an encoder with its head"
-            raise UserError(f"{folder} holds {here}, which is another thing. Name another --run.")
-        found = differences(_upgraded(record["made_of"]), made_of)
-        if found:
+        record = read_record(folder / RECORD, _TrainingRecord, "Train into a new --run.")
+        # A kill after the record was written leaves the state.
+        shutil.rmtree(folder / STATE, ignore_errors=True)
+        is_cross = ["orders" in training for training in (record["made_of"], config)]
+        if is_cross[0] != is_cross[1]:
+            content = "a cross-encoder" if is_cross[0] else "an encoder with its head"
+            raise UserError(
+                f"{folder} already holds {content}, which is a different kind of model. Name "
+                "another --run."
+            )
+        changes = differences(_upgrade_config(record["made_of"]), config)
+        if changes:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "
-                f"{'; '.join(found)}. Name another --run."
+                f"{'; '.join(changes)}. Name another --run."
             )
-        log.info(f"{folder} is trained already, with the same settings; nothing is done")
+        log.info(f"{folder} is already trained with the same settings; nothing to do")
         summary: dict[str, Any] = record["summary"]
         return {**summary, "run": str(folder)}
     if (folder / "run.json").is_file() and not (folder / STATE).is_dir():
         name = open_any_run(folder, cross=True).encoder_name
         raise UserError(
-            f"{folder} holds features of {name}, frozen. A trained encoder is another one: name "
-            "another --run."
+            f"{folder} holds features of the frozen encoder {name}, which differ from those of a "
+            "trained one. Name another --run."
         )
-    other = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
-    if other and not (folder / STATE).is_dir():
-        raise UserError(f"{folder} holds other files ({other[0]}). Name another --run.")
+    other_files = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
+    if other_files and not (folder / STATE).is_dir():
+        raise UserError(f"{folder} holds other files ({other_files[0]}). Name another --run.")
     return None
 
 
-def _upgraded(made_of: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an older version recorded by the names that settings have now."""
-    upgraded = {**made_of, "settings": renamed(made_of.get("settings", {}))}
+def _upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration of an older version with the names that settings have now."""
+    upgraded = {**config, "settings": renamed(config.get("settings", {}))}
     added = {"objective": "", "objective_weight": 1.0}
     for part in ("head", "objective"):
-        if "mse" in made_of.get(part, {}):
-            upgraded[part] = {**added, **made_of[part]}
+        if "mse" in config.get(part, {}):
+            upgraded[part] = {**added, **config[part]}
     return upgraded

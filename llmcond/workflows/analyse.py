@@ -1,4 +1,4 @@
-"""Explain heads: how their embeddings lie, what conditions do to them, and what changed."""
+"""Analyses of heads: the geometry of their embeddings, and the effect of conditions."""
 
 from __future__ import annotations
 
@@ -39,14 +39,31 @@ ANALYSES: Sequence[Analysis] = get_args(Analysis)
 
 
 class AnalysisResult(DisplayedDict):
-    """Rows of each analysis by its name, the split, and the number of rated rows ``n``."""
+    """The analyses of a run: for each analysis its rows, besides ``split`` and ``n``.
+
+    It is a dictionary: ``split`` is the split's name, ``n`` the number of its rated rows, and each
+    other key the name of an analysis, with a list of rows (dictionaries) as its value.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> features = llmcond.extract(model="minilm", run="demo", data=rows)
+        >>> analysis = llmcond.analyse(run="demo", what=["isotropy"])
+        >>> analysis["split"], analysis["n"]
+        ('test', 2)
+        >>> [row["name"] for row in analysis["isotropy"]]
+        ['none@routed+c', 'none@routed']
+    """
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Rated rows of a split, and how each predictor sees them."""
+    """The rated rows of a split, with the features that each predictor takes."""
 
     rows: Rows
     features: RowFeatures
@@ -64,68 +81,75 @@ class _Split:
         return [column[i] for i in self.rated]
 
 
-def analyse(asked: AnalyseOptions) -> AnalysisResult:
+def analyse(options: AnalyseOptions) -> AnalysisResult:
     """Analyse a run's heads, and zero-shot.
 
-    Isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section 5.2), seen and
-    unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and the rows whose
-    similarity changed most (CASE, tables 3 and 8).
+    The analyses are isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section
+    5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and
+    the rows whose similarity changed most (CASE, tables 3 and 8).
 
     Returns:
-        For each analysis its rows; also written to ``analyses.json`` in the run.
+        The rows of each analysis, which are also written to ``analyses.json`` in the run.
 
     Raises:
-        UserError: no run, no such head, or a split with no rated rows.
+        UserError: there is no such run or head, or the split has no rated rows.
     """
-    what, top, seed = asked.what or ANALYSES, asked.top, asked.seed
-    run = open_run(Path(asked.run))
-    split = run.scored_split(asked.split)
+    analyses, top, seed = options.what or ANALYSES, options.top, options.seed
+    run = open_run(Path(options.run))
+    split = run.scored_split(options.split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
     if not len(rated):
-        raise UserError(f"none of the {len(rows):,} rows of {split} is rated; nothing to analyse.")
-    fitted = fitted_heads(run, asked.head, split)
+        raise UserError(
+            f"none of the {len(rows):,} rows of {split} has a rating, so there is nothing to "
+            "analyse. Name another --split."
+        )
+    fitted = fitted_heads(run, options.head, split)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
-    plain = [zeroshot for prompt in prompts.values() for zeroshot in zeroshots(run, prompt)]
-    predictors: list[SavedEmbeddingHead] = [*plain, *fitted]
+    zeroshot_heads = [
+        zeroshot for prompt in prompts.values() for zeroshot in zeroshots(run, prompt)
+    ]
+    predictors: list[SavedEmbeddingHead] = [*zeroshot_heads, *fitted]
     if not predictors:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    kept, sizes = _writable(run.folder), (asked.conditions, asked.sentences)
-    out = Path(asked.out) if asked.out else run.folder / "analyses" if kept else None
-    if "clusters" in what and fitted and out is not None and not has_matplotlib():
-        log.info(f"no pictures are drawn: they need matplotlib ({install_command('plots')})")
+    can_write, sizes = _check_folder_writable(run.folder), (options.conditions, options.sentences)
+    out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
+    if "clusters" in analyses and fitted and out is not None and not has_matplotlib():
+        log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
         out = None
-    done: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "isotropy": lambda: [_isotropy(one, data, seed) for one in predictors],
-        "clusters": lambda: _clusters(predictors, fitted, run, data, sizes, seed, out),
-        "conditions": lambda: _conditions(predictors, data, run),
-        "norms": lambda: [_norms(head, data) for head in fitted if head.head.generates_matrices],
-        "examples": lambda: [_examples(head, run, data, top) for head in fitted],
+    functions: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "isotropy": lambda: [_measure_isotropy(predictor, data, seed) for predictor in predictors],
+        "clusters": lambda: _analyse_clusters(predictors, fitted, run, data, sizes, seed, out),
+        "conditions": lambda: _analyse_conditions(predictors, data, run),
+        "norms": lambda: [
+            _analyse_norms(head, data) for head in fitted if head.head.generates_matrices
+        ],
+        "examples": lambda: [_list_examples(head, run, data, top) for head in fitted],
     }
-    report = {name: done[name]() for name in ANALYSES if name in what}
+    report = {name: functions[name]() for name in ANALYSES if name in analyses}
     result = AnalysisResult(split=split, n=len(rated), **report)
-    if kept:
+    if can_write:
         write_json(run.folder / "analyses.json", {**result, "seed": seed, **provenance()})
     return result
 
 
-def _writable(folder: Path) -> bool:
+def _check_folder_writable(folder: Path) -> bool:
     try:
         check_writable(folder / "analyses.json")
     except UserError as error:
-        log.info(f"neither analyses.json nor pictures without --out are kept: {error}")
+        log.info(f"no analyses.json is written, nor pictures without --out: {error}")
         return False
     return True
 
 
-def _isotropy(predictor: SavedEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
+def _measure_isotropy(predictor: SavedEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
     about = {"prompt": predictor.view.name, "subtract": predictor.view.subtracts}
     return {**measure_isotropy(predictor.name, vectors, seed), **about}
 
 
-def _clusters(
+def _analyse_clusters(
     predictors: Sequence[SavedEmbeddingHead],
     fitted: Sequence[SavedHead],
     run: Run,
@@ -139,21 +163,23 @@ def _clusters(
     conditions = data.texts(data.rows.condition)
     names = [name for name, _ in Counter(conditions).most_common(n_conditions)]
     if len(names) < 2:
-        raise UserError("clusters of conditions need at least 2 conditions; the split has 1.")
-    places: list[int] = []
+        raise UserError("clusters of conditions need at least 2 conditions, but the split has 1.")
+    positions: list[int] = []
     for name in names:
-        places += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
-    labels = [conditions[i] for i in places]
-    vectors = {one.name: data.embeddings(one, "first")[places] for one in predictors}
+        positions += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
+    labels = [conditions[i] for i in positions]
+    vectors = {
+        predictor.name: data.embeddings(predictor, "first")[positions] for predictor in predictors
+    }
     results = []
     for name, points in vectors.items():
-        found = impurity(points, labels, seed=seed)
-        results.append({"name": name, "impurity": found.value, **asdict(found)})
+        result = impurity(points, labels, seed=seed)
+        results.append({"name": name, "impurity": result.value, **asdict(result)})
     kinds = np.array([names.index(text) for text in labels])
     if out is None:
         return results
     for head in fitted:
-        before = _before(head, run)
+        before = _find_input_features(head, run)
         path = out / f"clusters-{head.name}.png"
         before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
         plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
@@ -161,12 +187,12 @@ def _clusters(
     return results
 
 
-def _before(head: SavedHead, run: Run) -> SavedEmbeddingHead:
-    """Return the features that a head was fitted on, as they are."""
+def _find_input_features(head: SavedHead, run: Run) -> SavedEmbeddingHead:
+    """Return zero-shot on the features that a head was fitted on."""
     return zeroshots(run, head.view.prompts[0])[-1 if head.view.subtract else 0]
 
 
-def _conditions(
+def _analyse_conditions(
     predictors: Sequence[SavedEmbeddingHead], data: _Split, run: Run
 ) -> list[dict[str, Any]]:
     train, metric = run.rows("train"), run.task.main_metric
@@ -177,29 +203,31 @@ def _conditions(
         pairs = data.pairs(predictor)
         similarity = predict(predictor, pairs)
         group = data.rows.pair[data.rated]
-        found = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
+        subsets = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
         row: dict[str, Any] = {"name": predictor.name, "metric": metric.name}
-        row |= {f"n_{kind}_conditions": found[kind].n_conditions for kind in ("seen", "unseen")}
-        for kind, one in found.items():
-            value, *interval = map(finite, astuple(one.score))
-            row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": one.n}
+        row |= {f"n_{kind}_conditions": subsets[kind].n_conditions for kind in ("seen", "unseen")}
+        for kind, subset in subsets.items():
+            value, *interval = map(finite, astuple(subset.score))
+            row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": subset.n}
         results.append(row)
     return results
 
 
-def _norms(head: SavedHead, data: _Split) -> dict[str, Any]:
+def _analyse_norms(head: SavedHead, data: _Split) -> dict[str, Any]:
     condition = data.pairs(head).condition
     if condition is None:
-        raise UserError(f"the head {head.name} takes no conditions.")
+        raise UserError(
+            f"the head {head.name} takes no conditions, so there are no norms to analyse."
+        )
     first, _ = as_matrix(condition).unique()
     norms = head.head.matrix_norms(as_matrix(condition).take(first))
     size = head.head.dim_in * head.head.dim_out
-    found = frobenius_variance(norms, size)
-    return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(found)}
+    variance = frobenius_variance(norms, size)
+    return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(variance)}
 
 
-def _examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
-    features = _before(head, run)
+def _list_examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
+    features = _find_input_features(head, run)
     before = predict(features, data.pairs(features))
     pairs = data.pairs(head)
     after = predict(head, pairs)
@@ -208,8 +236,8 @@ def _examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, An
     figures = [column.tolist() for column in (pairs.rating, before, after)]
     changes = [Change(*row) for row in zip(*texts, *figures, strict=True)]
 
-    def table(chosen: Sequence[int]) -> list[dict[str, Any]]:
-        return [asdict(change) for change in change_table([changes[i] for i in chosen[:top]])]
+    def table(order: Sequence[int]) -> list[dict[str, Any]]:
+        return [asdict(change) for change in change_table([changes[i] for i in order[:top]])]
 
     return {
         "name": head.name,

@@ -1,4 +1,4 @@
-"""Rate sentence pairs under conditions by a language model."""
+"""Rating sentence pairs under conditions by a language model."""
 
 from __future__ import annotations
 
@@ -29,26 +29,39 @@ from llmcond.metrics import Floats
 from llmcond.progress import duration
 from llmcond.workflows.options.texts import AnnotateOptions
 
-#: Questions of each kind that are asked to measure what one takes.
-_FEW = 3
-#: Questions that are asked without asking the user, where there is no terminal to ask on.
-_UNASKED = 100
+#: Questions of each kind that are asked first, to measure the time and tokens of one.
+_N_FIRST = 3
+#: The most questions that are asked without the user's consent when there is no terminal.
+_MAX_UNCONFIRMED = 100
 
 
 @dataclass(frozen=True)
 class AnnotationResult(Displayed):
-    """What was rated and written.
+    """The result of rating rows by a language model.
 
     Attributes:
-        out: the file.
-        model: that rated.
-        prompt: name of the template.
-        rows: written.
-        ill_defined: of them, those that are.
-        unanswered: rows left out, as no answer to them can be read.
-        questions: asked by this call; others were answered before.
-        tokens_in, tokens_out, cost: of these; None: unknown.
-        agreement: with the ratings that the rows had; None: they had none.
+        out: the file that was written.
+        model: the name of the language model.
+        prompt: the name of the template.
+        rows: the number of rows written.
+        ill_defined: the number of written rows that the model calls ill-defined.
+        unanswered: the number of rows left out because none of their answers can be read.
+        questions: the number of questions that this call asked; the others had stored answers.
+        tokens_in: the input tokens of these questions; None: the server does not report them.
+        tokens_out: the output tokens of these questions; None: the server does not report them.
+        cost: the cost of these questions at the given prices; None: unknown.
+        agreement: the agreement with the ratings that the rows had; None: they had none.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import llmcond
+        >>> result = llmcond.AnnotationResult(
+        ...     out=Path("rated.csv"), model="my-model", prompt="rate", rows=98, ill_defined=3,
+        ...     unanswered=2, questions=100, tokens_in=21_000, tokens_out=400, cost=None,
+        ...     agreement=None,
+        ... )
+        >>> result.to_json()["rows"]
+        98
     """
 
     out: Path
@@ -65,130 +78,150 @@ class AnnotationResult(Displayed):
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is rated.
+class _RatingPlan:
+    """The rows to rate: pairs that exist, or questions that ask the model to propose pairs.
 
     Attributes:
-        wanted: rows.
-        pairs: they, where they are there.
-        offered: else the texts that a model is to pair, and the questions that ask for it.
-        asks: those questions.
+        n_rows: the number of rows to rate.
+        pairs: the rows, if they exist already; None: the model proposes them.
+        offers: the texts that the model pairs.
+        questions: the questions that ask for proposals, one for each offer.
     """
 
-    wanted: int
+    n_rows: int
     pairs: Rows | None = None
-    offered: Sequence[Offer] = ()
-    asks: Sequence[Question] = ()
+    offers: Sequence[Offer] = ()
+    questions: Sequence[Question] = ()
 
     def rows(self, asker: Asker) -> Rows:
-        """Return the rows, as far as they are known: those of proposals that were answered."""
+        """Return the rows known so far: the pairs, or the proposals that were answered."""
         if self.pairs is not None:
             return self.pairs
-        found = proposed_rows(self.offered, [asker.value(ask) for ask in self.asks])
-        return found.take(np.arange(min(self.wanted, len(found))))
+        rows = proposed_rows(self.offers, [asker.value(question) for question in self.questions])
+        return rows.take(np.arange(min(self.n_rows, len(rows))))
 
 
-def annotate(asked: AnnotateOptions) -> AnnotationResult:
-    """Write a file of rows rated by a language model, which ``extract`` reads.
+def annotate(options: AnnotateOptions) -> AnnotationResult:
+    """Write a file of rows rated by a language model, which ``extract`` can read.
 
-    Answers are stored beside it as they come, in ``NAME.answers``, a JSON object a line: a call
-    that was stopped goes on there.
+    Answers are stored next to the file as they arrive, in ``NAME.answers`` with one JSON object per
+    line. The same call continues from there if it was stopped.
 
     Raises:
-        UserError: options, data or a template that is wrong, a server that refuses, or the user
-            does not agree to what it will take.
+        UserError: the options, the data or a template are invalid, the server rejects the request,
+            or the user does not agree to the forecast.
         LlmcondError: the server fails.
     """
-    fields = {name: _value(text) for name, text in (asked.request or {}).items()}
-    limits = (asked.timeout, asked.retries, asked.per_minute)
-    server = ServerSettings(asked.endpoint, asked.model, fields, *limits)
+    fields = {name: _parse_value(text) for name, text in (options.request or {}).items()}
+    limits = (options.timeout, options.retries, options.per_minute)
+    server = ServerSettings(options.endpoint, options.model, fields, *limits)
     server.check()
-    prices = Prices(asked.price_in, asked.price_out)
-    data, out = asked.data_options(), Path(asked.out)
-    samples, split, rows, seed = asked.samples, asked.split, asked.rows, asked.seed
+    prices = Prices(options.price_in, options.price_out)
+    data, out = options.data_options(), Path(options.out)
+    samples, split, rows, seed = options.samples, options.split, options.rows, options.seed
     check_output(out, (".csv",), [data.source])
-    rate = load_template(asked.prompt, "rate")
-    if asked.propose is None:
-        pairs = _read(data, split, rows, seed)
-        plan = _Plan(len(pairs), pairs)
+    rate = load_template(options.prompt, "rate")
+    if options.propose is None:
+        pairs = _read_rows(data, split, rows, seed)
+        plan = _RatingPlan(len(pairs), pairs)
     else:
         _check_propose(data, split, rows)
-        template = load_template(asked.propose_prompt, "propose")
-        plan = _proposing(template, _texts(data.source, asked.text), asked.propose, seed)
+        template = load_template(options.propose_prompt, "propose")
+        plan = _plan_proposals(
+            template, _read_texts(data.source, options.text), options.propose, seed
+        )
     with Journal(out.with_suffix(".answers")) as journal:
-        asker = Asker(server, journal, seed, asked.concurrency)
-        _measure(asker, plan, rate, samples, prices, asked.yes)
-        asker.ask(plan.asks)
-        found = plan.rows(asker)
-        questions = _questions(rate, found, samples)
+        asker = Asker(server, journal, seed, options.concurrency)
+        _ask_first(asker, plan, rate, samples, prices, options.yes)
+        asker.ask(plan.questions)
+        rows_to_rate = plan.rows(asker)
+        questions = _make_questions(rate, rows_to_rate, samples)
         asker.ask(questions)
-    if not len(found):
-        raise UserError(f"{server.model} pairs none of the texts; name another, or other texts.")
-    if len(found) < plan.wanted:
-        log.info(f"{len(found):,} of {plan.wanted:,} rows were proposed; other texts did not fit")
-    values = [asker.value(one) for one in questions]
-    given = [
-        [one for one in values[start : start + samples] if one is not None]
+    if not len(rows_to_rate):
+        raise UserError(
+            f"{server.model} paired none of the texts. Name another --model, or give other texts."
+        )
+    if len(rows_to_rate) < plan.n_rows:
+        log.info(
+            f"{len(rows_to_rate):,} of {plan.n_rows:,} rows were proposed; the other texts could "
+            "not be paired"
+        )
+    values = [asker.value(question) for question in questions]
+    ratings = [
+        [value for value in values[start : start + samples] if value is not None]
         for start in range(0, len(values), samples)
     ]
-    answered = np.array([bool(own) for own in given], dtype=np.bool_)
-    kept, given = found.take(answered), [own for own in given if own]
-    model = np.array([_mean(own) for own in given])
-    _write(out, kept, model, given)
+    answered = np.array([bool(row_ratings) for row_ratings in ratings], dtype=np.bool_)
+    answered_rows, ratings = (
+        rows_to_rate.take(answered),
+        [row_ratings for row_ratings in ratings if row_ratings],
+    )
+    model_ratings = np.array([_mean_rating(row_ratings) for row_ratings in ratings])
+    _write_rows(out, answered_rows, model_ratings, ratings)
     unanswered = int((~answered).sum())
-    log.info(f"{len(kept):,} rows, {int(np.isnan(model).sum()):,} of them ill-defined -> {out}")
+    log.info(
+        f"{len(answered_rows):,} rows, {int(np.isnan(model_ratings).sum()):,} of them "
+        f"ill-defined -> {out}"
+    )
     if unanswered:
         log.warning(
-            f"{unanswered:,} rows are left out: none of the answers to them can be read "
-            f"({journal.path}). Another --seed asks again."
+            f"{unanswered:,} rows are left out, because none of their answers can be read "
+            f"({journal.path}). To ask again, give another --seed."
         )
-    tokens_in, tokens_out = (_total(asker.asked, name) for name in ("tokens_in", "tokens_out"))
+    tokens_in, tokens_out = (
+        _total_tokens(asker.asked, name) for name in ("tokens_in", "tokens_out")
+    )
     return AnnotationResult(
         out=out,
         model=server.model,
         prompt=rate.name,
-        rows=len(kept),
-        ill_defined=int(np.isnan(model).sum()),
+        rows=len(answered_rows),
+        ill_defined=int(np.isnan(model_ratings).sum()),
         unanswered=unanswered,
         questions=len(asker.asked),
         tokens_in=tokens_in,
         tokens_out=tokens_out,
         cost=prices.cost(tokens_in, tokens_out),
-        agreement=agreement(kept, model) if kept.rated.any() else None,
+        agreement=agreement(answered_rows, model_ratings) if answered_rows.rated.any() else None,
     )
 
 
-def _proposing(template: Template, texts: Sequence[str], wanted: int, seed: int) -> _Plan:
-    offered = offers(texts, wanted, seed)
-    asks = [
-        Question(template, own.values, partial(read_proposal, offered=len(own.others)))
-        for own in offered
+def _plan_proposals(
+    template: Template, texts: Sequence[str], n_rows: int, seed: int
+) -> _RatingPlan:
+    row_offers = offers(texts, n_rows, seed)
+    questions = [
+        Question(template, offer.values, partial(read_proposal, offered=len(offer.others)))
+        for offer in row_offers
     ]
-    return _Plan(wanted, None, offered, asks)
+    return _RatingPlan(n_rows, None, row_offers, questions)
 
 
-def _measure(
-    asker: Asker, plan: _Plan, rate: Template, samples: int, prices: Prices, yes: bool
+def _ask_first(
+    asker: Asker, plan: _RatingPlan, rate: Template, samples: int, prices: Prices, yes: bool
 ) -> None:
-    """Ask a few questions of each kind, tell what the others will take, and ask the user.
+    """Ask a few questions of each kind, log a forecast for the others, and ask for consent.
 
     Raises:
-        UserError: none of the few answers can be read, or the user does not agree.
+        UserError: none of the first answers can be read, or the user does not agree.
     """
-    few = plan.asks[:_FEW]
-    asker.ask(few)
-    asker.check_readable(few)
-    questions = _questions(rate, plan.rows(asker), samples)
-    first = questions[:_FEW]
-    asker.ask(first)
-    asker.check_readable(first)
+    first_proposals = plan.questions[:_N_FIRST]
+    asker.ask(first_proposals)
+    asker.check_readable(first_proposals)
+    questions = _make_questions(rate, plan.rows(asker), samples)
+    first_ratings = questions[:_N_FIRST]
+    asker.ask(first_ratings)
+    asker.check_readable(first_ratings)
     rated = len(questions) - len(asker.missing(questions))
-    left = [(len(asker.missing(plan.asks)), few), (samples * plan.wanted - rated, first)]
-    _agree(asker.forecast(left, prices), asker.settings, yes)
+    remaining = [
+        (len(asker.missing(plan.questions)), first_proposals),
+        (samples * plan.n_rows - rated, first_ratings),
+    ]
+    _confirm(asker.forecast(remaining, prices), asker.settings, yes)
 
 
-def _value(text: str) -> Any:
-    """Return a value as JSON where it is some, else as text."""
+def _parse_value(text: str) -> Any:
+    """Parse a value as JSON; a text that is not JSON is returned as it is."""
     try:
         return json.loads(text)
     except ValueError:
@@ -196,47 +229,55 @@ def _value(text: str) -> Any:
 
 
 def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> None:
-    given = {
+    options = {
         "--columns, --rating-range or --unrated": data.columns or data.scale,
         "--split": split,
         "--rows": rows,
     }
-    for option, value in given.items():
+    for option, value in options.items():
         if value:
-            raise UserError(f"{option} is of rows that are there; --propose makes them from texts.")
+            raise UserError(
+                f"{option} is for existing rows, but --propose makes rows from texts. Leave it out."
+            )
 
 
-def _read(data: DataOptions, split: str | None, most: int | None, seed: int) -> Rows:
-    """Return the rows that are to be rated: all, or so many drawn by the seed, in their order."""
+def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed: int) -> Rows:
+    """Read the rows to rate: all, or ``max_rows`` sampled by the seed, in their original order."""
     columns, scale = Columns(**data.columns), RatingScale(**data.scale)
     if "label" in data.columns:
         rows, _ = read_rows(data.source, split or "train", columns, scale)
     else:
         rows = read_pairs(data.source, split or "train", columns, scale)
-    if most is None or most >= len(rows):
+    if max_rows is None or max_rows >= len(rows):
         return rows
-    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
+    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:max_rows]))
 
 
-def _texts(source: Any, column: str | None) -> list[str]:
+def _read_texts(source: Any, column: str | None) -> list[str]:
     if isinstance(source, str | Path):
         return text_file(Path(source), "texts", column or "text")
-    if isinstance(source, Sequence) and all(isinstance(one, str) for one in source):
-        return [one for one in source if one.strip()]
-    raise UserError("--propose takes texts: a file of them, or from Python a list of strings.")
+    if isinstance(source, Sequence) and all(isinstance(text, str) for text in source):
+        return [text for text in source if text.strip()]
+    raise UserError("--propose takes a file of texts, or from Python a list of strings.")
 
 
-def _questions(template: Template, rows: Rows, samples: int) -> list[Question]:
-    """Return the questions of each row, all samples of a row together."""
+def _make_questions(template: Template, rows: Rows, samples: int) -> list[Question]:
+    """Return the questions on all rows, where the samples of one row follow each other."""
     columns = zip(*rows.texts.values(), strict=True)
-    texts = [dict(zip(rows.texts, own, strict=True)) for own in columns]
+    texts = [dict(zip(rows.texts, values, strict=True)) for values in columns]
     return [
-        Question(template, own, read_rating, sample) for own in texts for sample in range(samples)
+        Question(template, values, read_rating, sample)
+        for values in texts
+        for sample in range(samples)
     ]
 
 
-def _agree(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
-    """Tell what is left to ask, and ask the user; a UserError if the answer is no."""
+def _confirm(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
+    """Log a forecast of the remaining questions, and ask the user to agree.
+
+    Raises:
+        UserError: the user does not agree, or there are many questions and no terminal.
+    """
     if not forecast.questions:
         return
     log.info(
@@ -245,41 +286,43 @@ def _agree(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
     )
     if yes:
         return
-    stored = "what was answered is stored"
+    stored = "the answers so far are stored"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        if forecast.questions > _UNASKED:
+        if forecast.questions > _MAX_UNCONFIRMED:
             raise UserError(
-                f"{forecast.questions:,} questions are to be asked, and there is no terminal to "
-                f"agree on. Say --yes (from Python: yes=True); {stored}."
+                f"{forecast.questions:,} questions remain, and there is no terminal to confirm "
+                f"them on. Add --yes (from Python: yes=True); {stored}."
             )
         return
-    sys.stderr.write("Go on? [y/N] ")
+    sys.stderr.write("Continue? [y/N] ")
     sys.stderr.flush()
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise UserError(f"not agreed to; {stored}, and the same command goes on.")
+        raise UserError(f"not confirmed. The same command continues later; {stored}.")
 
 
-def _mean(ratings: Sequence[float]) -> float:
-    """Return the mean of a row's ratings; NaN where more than half find it ill-defined."""
-    rated = [one for one in ratings if not np.isnan(one)]
+def _mean_rating(ratings: Sequence[float]) -> float:
+    """Return the mean of a row's ratings; NaN if more than half of them call it ill-defined."""
+    rated = [rating for rating in ratings if not np.isnan(rating)]
     return float(np.mean(rated)) if 2 * len(rated) >= len(ratings) else float("nan")
 
 
-def _label(rating: float) -> str:
-    """Return a rating as files have it: 1 to 5, -1 for what is ill-defined."""
+def _format_rating(rating: float) -> str:
+    """Return a rating as text in the format of files: 1 to 5, or -1 for an ill-defined row."""
     scaled = SCALE.unrated if np.isnan(rating) else SCALE.low + rating * (SCALE.high - SCALE.low)
     return f"{scaled:.4g}"
 
 
-def _total(answers: Sequence[Answer], name: str) -> int | None:
-    """Return how many tokens answers took together; None where the server does not tell."""
+def _total_tokens(answers: Sequence[Answer], name: str) -> int | None:
+    """Return the total of a token count; None if the server does not report it."""
     counts = [getattr(answer, name) for answer in answers]
     return None if None in counts else sum(counts)
 
 
-def _write(path: Path, rows: Rows, model: Floats, given: Sequence[Sequence[float]]) -> None:
-    answers = [" ".join(map(_label, own)) for own in given]
-    columns = {**rows.texts, "label": list(map(_label, model)), "answers": answers}
+def _write_rows(
+    path: Path, rows: Rows, model_ratings: Floats, answered_ratings: Sequence[Sequence[float]]
+) -> None:
+    answers = [" ".join(map(_format_rating, row_ratings)) for row_ratings in answered_ratings]
+    columns = {**rows.texts, "label": list(map(_format_rating, model_ratings)), "answers": answers}
     if rows.rated.any():
-        columns["human"] = list(map(_label, rows.rating))
+        columns["human"] = list(map(_format_rating, rows.rating))
     write_csv(path, columns, zip(*columns.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Check and time encoders on this machine."""
+"""Checking and timing encoders on this machine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,29 @@ from llmcond.system import choose_device
 from llmcond.workflows.options.encoding import BenchOptions
 
 _log = logging.getLogger(__name__)
-#: Tokens of an input at most, in what is timed.
-_LONGEST = 512
-#: From a quantisation to the encoder, not loaded.
+#: The most tokens of an input that is timed.
+_MAX_LENGTH = 512
+#: A function from a quantisation to an encoder that is not loaded yet.
 _Resolve = Callable[[Quantize], ResolvedEncoder]
 
 
 @dataclass(frozen=True)
 class Benchmark(Displayed):
-    """What a machine does with encoders.
+    """The checks and speeds of encoders on one machine.
 
     Attributes:
-        machine: what figures were read on: device, driver, versions.
-        checks: whether vectors are right.
-        speeds: each way through each encoder.
-        skipped: what did not go here, and why.
-        profiles: where the time goes, if that was asked for.
+        machine: the machine that was measured: its device, driver and versions.
+        checks: the checks of the vectors, with their outcomes.
+        speeds: the speeds of each encoder, one for each way of encoding.
+        skipped: what could not be run on this machine, with the reasons.
+        profiles: where the time goes, if ``profile`` was set.
+
+    Example:
+        >>> import llmcond
+        >>> machine = {"device": "cpu"}
+        >>> result = llmcond.Benchmark(machine, checks=[], speeds=[], skipped=[])
+        >>> result.failed
+        []
     """
 
     machine: dict[str, Any]
@@ -53,30 +60,36 @@ class Benchmark(Displayed):
 
     @property
     def failed(self) -> list[str]:
-        """Return the names of the checks that failed."""
+        """The names of the checks that failed."""
         return [check.name for check in self.checks if check.passed is False]
 
     def to_markdown(self) -> str:
-        """Return a page with all of it."""
+        """Render the checks, the speeds and the profiles.
+
+        Returns:
+            A page in Markdown.
+        """
         return page(self.machine, self.checks, self.speeds, self.skipped, self.profiles)
 
 
-def bench(asked: BenchOptions) -> Benchmark:
+def bench(options: BenchOptions) -> Benchmark:
     """Run the checks, then time each encoder in each precision.
 
-    The page is written after the checks and after each encoder: a rented machine may be taken back.
+    The page is written after the checks and again after each encoder, because a rented machine may
+    be taken back at any time.
 
     Raises:
-        UserError: an unknown model, or a device, library or place that is not there.
+        UserError: a model is unknown, a device or a library is missing, or the page cannot be
+            written.
         LlmcondError: the hub cannot be reached.
     """
-    device, quantize, quick = choose_device(asked.device), asked.quantize, asked.quick
-    out = None if asked.out is None else Path(asked.out)
+    device, quantize, quick = choose_device(options.device), options.quantize, options.quick
+    out = None if options.out is None else Path(options.out)
     check_output(out, [".md"])
     if set(quantize) - {"none"}:
         require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
     result = Benchmark(describe_machine(device), [], [], [], [])
-    places: dict[type, list[Any]] = {
+    results_by_type: dict[type, list[Any]] = {
         Check: result.checks,
         Speed: result.speeds,
         Skipped: result.skipped,
@@ -89,54 +102,54 @@ def bench(asked: BenchOptions) -> Benchmark:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        subjects = dict(_subjects(asked.model, asked.shape, device, folder, quick))
-        for check in run_checks(Bench(device, folder)) if asked.checks == "all" else ():
-            _log.info("%s: %s", check.name, _said(check))
+        resolvers = dict(_find_encoders(options.model, options.shape, device, folder, quick))
+        for check in run_checks(Bench(device, folder)) if options.checks == "all" else ():
+            _log.info("%s: %s", check.name, _describe_outcome(check))
             result.checks.append(check)
         write()
         scale = Scale.of(device, quick=quick)
-        for name, kind in product(subjects, quantize or get_args(Quantize)):
+        for name, kind in product(resolvers, quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
-            release(device)  # what the one before had
+            release(device)  # frees the memory of the previous encoder
             try:
-                own, check_it = subjects[name](kind), asked.checks != "none"
-                drawn = own.checkpoint.drawn_on is not None
-                for found in run_encoder(
-                    own, scale, check=check_it, must_pack=drawn, profile=asked.profile
+                resolved, must_check = resolvers[name](kind), options.checks != "none"
+                is_random = resolved.checkpoint.drawn_on is not None
+                for outcome in run_encoder(
+                    resolved, scale, check=must_check, must_pack=is_random, profile=options.profile
                 ):
-                    places[type(found)].append(found)
-            except (LlmcondError, RuntimeError, MemoryError) as error:  # of the device's too
+                    results_by_type[type(outcome)].append(outcome)
+            except (LlmcondError, RuntimeError, MemoryError) as error:  # the device's errors too
                 result.skipped.append(Skipped(f"{name}, quantize {kind}", first_line(error)))
             write()
     return result
 
 
-def _subjects(
+def _find_encoders(
     models: Sequence[str], shapes: Sequence[Shape], device: str, folder: Path, quick: bool
 ) -> Iterator[tuple[str, _Resolve]]:
-    """Yield what is timed; a model that cannot be found is told before anything is run."""
-    whole = EncoderOptions(device=device, fold_latents=False)
+    """Yield the encoders to time; a missing model is reported before anything is run."""
+    base_options = EncoderOptions(device=device, fold_latents=False)
     for name in models:
-        own = resolve(name, whole, identify=False).identity.max_length
+        max_length = resolve(name, base_options, identify=False).identity.max_length
 
-        def named(
-            kind: Quantize, name: str = name, length: int = min(own, _LONGEST)
+        def resolve_named(
+            kind: Quantize, name: str = name, length: int = min(max_length, _MAX_LENGTH)
         ) -> ResolvedEncoder:
-            # What is checked and timed are PyTorch's kernels.
-            options = replace(whole, quantize=kind, max_length=length, runtime="torch")
+            # The checks and timings are those of PyTorch's kernels.
+            options = replace(base_options, quantize=kind, max_length=length, runtime="torch")
             return resolve(name, options, identify=False)
 
-        yield name, named
+        yield name, resolve_named
     for shape in shapes or (() if models else ("minilm",)):
 
-        def random(kind: Quantize, shape: Shape = shape) -> ResolvedEncoder:
-            options = EncoderOptions(quantize=kind, max_length=_LONGEST, fold_latents=False)
+        def make_random(kind: Quantize, shape: Shape = shape) -> ResolvedEncoder:
+            options = EncoderOptions(quantize=kind, max_length=_MAX_LENGTH, fold_latents=False)
             return random_encoder(shape, folder, options, device, small=quick)
 
-        yield shape, random
+        yield shape, make_random
 
 
-def _said(check: Check) -> str:
+def _describe_outcome(check: Check) -> str:
     if check.passed is None:
         return f"not run: {check.note}"
     return "passed" if check.passed else f"FAILED ({check.note or check.difference})"

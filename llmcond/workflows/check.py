@@ -1,4 +1,4 @@
-"""Describe an encoder before it is downloaded."""
+"""The description of an encoder before its weights are downloaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ _CONDITION = "the number of people"
 
 
 def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], LlmcondError | None]:
-    """Return what is known of a model, and what stood in the way of knowing all.
+    """Describe a model, without downloading its weights.
 
-    Of a model on the hub, its settings and tokenizer are downloaded, never its weights. Where they
-    cannot be had, a known model is described by what is known of it.
+    The settings and the tokenizer of a model on the hub are downloaded. If they cannot be, a model
+    from the list of known models is described by its entry there.
+
+    Args:
+        name: the model's name on the hub, its folder, or the name of a known model.
+        options: the options to encode with.
+
+    Returns:
+        The description, and the error that left it incomplete; None if it is complete.
 
     Raises:
-        LlmcondError: nothing is known of it.
+        LlmcondError: the model cannot be read and is not a known one.
     """
     from llmcond.encoders.inspect import describe, describe_known, samples
     from llmcond.system import choose_device
@@ -44,5 +51,5 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     ]
     if resolved.identity.instruction_format:
         inputs.append(("no instruction", EncoderInput("", _CONDITION)))
-    drawn = [asdict(sample) for sample in samples(resolved, inputs)]
-    return {**report, "prompt": prompt.name, "samples": drawn, "complete": True}, None
+    rendered = [asdict(sample) for sample in samples(resolved, inputs)]
+    return {**report, "prompt": prompt.name, "samples": rendered, "complete": True}, None

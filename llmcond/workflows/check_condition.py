@@ -1,4 +1,4 @@
-"""Say whether conditions are expected to work on texts, without labels."""
+"""A check of whether conditions can be expected to work on texts, without labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from llmcond.bundled import PRETRAINED
 from llmcond.conditions import condition_titles
@@ -28,13 +29,24 @@ from llmcond.workflows.options.texts import CheckConditionOptions
 
 @dataclass(frozen=True)
 class ConditionChecks(Displayed):
-    """What is expected of conditions on some texts.
+    """The expected quality of conditions on some texts.
 
     Attributes:
-        file: where the texts are from.
-        texts: how many there are.
-        calibration: what turns indicators into an expected accuracy.
-        checks: one for each condition.
+        file: the file of the texts, or ``rows in memory``.
+        texts: the number of texts.
+        encoder: the name of the encoder.
+        prompt: the name of the prompt.
+        head: the name of the head.
+        seed: the random seed that sampled the texts.
+        calibration: the function from indicators to an expected accuracy.
+        checks: one check for each condition.
+
+    Example:
+        >>> import llmcond
+        >>> texts = ["A red car.", "A blue bicycle.", "Two dogs run.", "A cat sleeps."]
+        >>> result = llmcond.check_condition(texts=texts, condition=["the colour"])
+        >>> result.texts, [check.condition for check in result.checks]
+        (4, ['the colour'])
     """
 
     file: str
@@ -46,67 +58,73 @@ class ConditionChecks(Displayed):
     calibration: Calibration
     checks: Sequence[ConditionCheck]
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
         calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_own}
         return {**super().to_json(), "calibration": calibration}
 
+    @override
     def _displayed(self) -> Mapping[str, Any]:
-        """Return the texts, the model and a row for each condition."""
         facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head")}
-        titles = condition_titles([one.condition for one in self.checks])
+        titles = condition_titles([check.condition for check in self.checks])
         rows = [
-            {"condition": title, "verdict": one.verdict, **one.to_json()["indicators"]}
-            for title, one in zip(titles, self.checks, strict=True)
+            {"condition": title, "verdict": check.verdict, **check.to_json()["indicators"]}
+            for title, check in zip(titles, self.checks, strict=True)
         ]
         return {**facts, "checks": rows}
 
 
-def check_condition(asked: CheckConditionOptions) -> ConditionChecks:
-    """Say whether conditions are expected to work on texts.
+def check_condition(options: CheckConditionOptions) -> ConditionChecks:
+    """Estimate how well conditions can be expected to work on texts.
 
     Raises:
-        UserError: texts, a column or conditions that are wrong, or no calibration.
+        UserError: the texts, a column or a condition are invalid, or there is no calibration.
         LlmcondError: the encoder fails.
     """
-    run_folder, condition, seed = asked.folder(), asked.conditions(), asked.seed
-    if any(not one.strip() for one in condition):
+    run_folder, conditions, seed = options.folder(), options.conditions(), options.seed
+    if any(not condition.strip() for condition in conditions):
         raise UserError("--condition is empty; give a text.")
-    twice = [one for i, one in enumerate(condition) if one in condition[:i]]
-    if twice:
-        raise UserError(f"--condition {brief(str(twice[0]))} is given twice; give it once.")
+    repeated = [condition for i, condition in enumerate(conditions) if condition in conditions[:i]]
+    if repeated:
+        raise UserError(
+            f"--condition {brief(str(repeated[0]))} is given more than once. Give it once."
+        )
     calibration = find_calibration(run_folder)
     if calibration is None:
         raise UserError(
-            f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which says what "
+            f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
-    column = text_column(partial(has_column, asked.texts), asked.text)
-    found = read_collection(asked.texts, column)
-    given = Embeddings(run_folder, asked.head, asked.prompt, asked.device)
-    sample = [found.texts[position] for position in sample_texts(found.texts, seed)]
-    vectors = given.of([(text, one) for one in condition for text in sample], found.file)
+    column = text_column(partial(has_column, options.texts), options.text)
+    collection = read_collection(options.texts, column)
+    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
+    sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
+    vectors = embeddings.of(
+        [(text, condition) for condition in conditions for text in sample], collection.file
+    )
     checks = [
-        ConditionCheck.of(one, own, calibration)
-        for one, own in zip(condition, np.split(vectors, len(condition)), strict=True)
+        ConditionCheck.of(condition, condition_vectors, calibration)
+        for condition, condition_vectors in zip(
+            conditions, np.split(vectors, len(conditions)), strict=True
+        )
     ]
     if not calibration.is_own:
         log.info(
-            f"the expected accuracy was calibrated on {PRETRAINED}, not on this run: take it as a "
-            "rough guide"
+            f"the expected accuracy was calibrated on {PRETRAINED}, not on this run, so it is only "
+            "a rough guide"
         )
     if not calibration.tells_apart:
         log.warning(
             "the calibration does not rank conditions of other texts better than chance, so do not "
-            "rely on the verdicts. Fit it on more conditions: python "
+            "rely on the verdicts. Calibrate on more conditions: python "
             "scripts/calibrate_conditions.py"
         )
     return ConditionChecks(
-        file=found.file,
-        texts=len(found.texts),
-        encoder=given.encoder.name,
-        prompt=given.view.name,
-        head=given.head_name,
+        file=collection.file,
+        texts=len(collection.texts),
+        encoder=embeddings.encoder.name,
+        prompt=embeddings.view.name,
+        head=embeddings.head_name,
         seed=seed,
         calibration=calibration,
         checks=checks,

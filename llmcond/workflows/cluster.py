@@ -1,4 +1,4 @@
-"""Group the texts of a file under conditions: a table, figures and a page."""
+"""Clustering the texts of a file under conditions, with a table, figures and a page as output."""
 
 from __future__ import annotations
 
@@ -38,245 +38,284 @@ from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
 
-#: A V-measure below which clusters are said to agree little with labels.
-_POOR = 0.5
-_GUIDE = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
+#: The V-measure below which clusters are reported to agree little with labels.
+_MIN_V_MEASURE = 0.5
+_GUIDE_HINT = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
 
 
 def cluster(options: ClusterOptions) -> ClusterResult:
-    """Group texts under each condition, and write a table of them where ``out`` is given.
+    """Group texts under each condition, and write a table of the clusters if ``out`` is given.
 
     Raises:
-        UserError: options, texts, a guide or labels that are wrong.
+        UserError: the options, the texts, the guide or the labels are invalid.
         LlmcondError: the encoder fails.
     """
-    run_folder, condition, guide = options.folder(), options.conditions(), options.guide
+    run_folder, conditions, guide = options.folder(), options.conditions(), options.guide
     texts, text, keep, labels = options.texts, options.text, options.keep, options.labels
     method, seed = options.method, options.seed
     out = None if options.out is None else Path(options.out)
     report = None if options.report is None else Path(options.report)
     check_output(out, (".parquet", ".csv"), [texts, guide])
     check_output(report, (".html", ".htm"))
-    _check_conditions(condition, guide is not None, labels)
-    find = _Finder.of(options)
+    _check_conditions(conditions, guide is not None, labels)
+    finder = _ClusterFinder.of(options)
     column = text_column(partial(has_column, texts), text)
-    columns = _columns(condition, keep, column)
-    found = read_collection(texts, column, list(dict.fromkeys([*keep, *labels])))
-    distinct = find.check(found)
-    guides = {} if guide is None else _read_guides(guide, text, condition, found)
-    known = _known(found, labels, guides)
+    columns = _name_columns(conditions, keep, column)
+    collection = read_collection(texts, column, list(dict.fromkeys([*keep, *labels])))
+    distinct = finder.check_texts(collection)
+    guides = {} if guide is None else _read_guides(guide, text, conditions, collection)
+    known_labels = _read_known_labels(collection, labels, guides)
 
-    given = Embeddings(run_folder, options.head, options.prompt, options.device)
-    drawing = None if report is None else Drawing(found.texts, seed)
-    made: list[Clustering] = []
+    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
+    drawing = None if report is None else Drawing(collection.texts, seed)
+    clusterings: list[Clustering] = []
     samples: list[Vectors] = []
-    for asked in condition or (None,):
-        vectors = _vectors(given, found, asked, guides.get(asked))
-        guide_labels = given.guides[asked].labels if asked in guides else None
-        clustering = find.guided(guide_labels).clustering(
-            given.encoder.name, asked, vectors, found.texts
+    for condition in conditions or (None,):
+        vectors = _embed_texts(embeddings, collection, condition, guides.get(condition))
+        guide_labels = embeddings.guides[condition].labels if condition in guides else None
+        clustering = finder.with_guide(guide_labels).make_clustering(
+            embeddings.encoder.name, condition, vectors, collection.texts
         )
-        made.append(replace(clustering, guide=guide_labels))
-        samples.append(vectors[sample_texts(found.texts)])
+        clusterings.append(replace(clustering, guide=guide_labels))
+        samples.append(vectors[sample_texts(collection.texts)])
         if drawing is not None:
-            drawing.add(made[-1], vectors)
+            drawing.add(clusterings[-1], vectors)
     if labels:
-        name, plain = given.base(found.texts)
-        beside = [find.again(one.k)(plain)[0] for one in made]
-        made = _scored(made, beside, known, labels, without_condition(name))
-        if drawing is not None and condition:
-            described = describe(found.texts, plain, beside[0])
-            drawing.add(Clustering(name, None, beside[0], described), plain)
+        name, base_vectors = embeddings.base(collection.texts)
+        base_labels = [finder.with_k(clustered.k)(base_vectors)[0] for clustered in clusterings]
+        clusterings = _add_scores(
+            clusterings, base_labels, known_labels, labels, without_condition(name)
+        )
+        if drawing is not None and conditions:
+            described = describe(collection.texts, base_vectors, base_labels[0])
+            drawing.add(Clustering(name, None, base_labels[0], described), base_vectors)
     result = ClusterResult(
         out=out,
         report=report,
-        file=found.file,
-        texts=len(found.texts),
+        file=collection.file,
+        texts=len(collection.texts),
         distinct=distinct,
-        encoder=given.encoder.name,
-        prompt=given.view.name,
-        head=given.head_name,
+        encoder=embeddings.encoder.name,
+        prompt=embeddings.view.name,
+        head=embeddings.head_name,
         method=method,
         seed=seed,
-        clusterings=made,
+        clusterings=clusterings,
     )
     if out is not None:
-        kept = {name: found.columns[name] for name in keep}
-        _write(out, {column: found.texts, **kept}, made, columns)
-    _note_quality(made, method, guide is not None)
+        kept_columns = {name: collection.columns[name] for name in keep}
+        _write_table(out, {column: collection.texts, **kept_columns}, clusterings, columns)
+    _log_quality(clusterings, method, guide is not None)
     if options.check and guide is None:
-        _note_conditions(condition, samples, run_folder)
-    where = "" if out is None else f" -> {out}"
-    log.info(f"{len(found.texts):,} texts in {_counted(made)}{where}")
+        _log_condition_checks(conditions, samples, run_folder)
+    destination = "" if out is None else f" -> {out}"
+    log.info(f"{len(collection.texts):,} texts in {_count_clusters(clusterings)}{destination}")
     if drawing is not None and report is not None:
         write_page(result, drawing, report)
     return result
 
 
-def _vectors(
-    given: Embeddings, found: Collection, condition: str | None, labelled: LabelledTexts | None
+def _embed_texts(
+    embeddings: Embeddings,
+    collection: Collection,
+    condition: str | None,
+    labelled: LabelledTexts | None,
 ) -> Vectors:
-    """Return what is clustered of n texts, (n, d): embeddings that follow labelled texts if any."""
+    """Return the (n, d) vectors to cluster, which follow the labelled texts if there are any."""
     if labelled is not None:
-        given.guide(labelled)
+        embeddings.guide(labelled)
     if condition is None:
-        return given.alone(found.texts)
-    return given.of([(one, condition) for one in found.texts], found.file)
+        return embeddings.alone(collection.texts)
+    return embeddings.of([(text, condition) for text in collection.texts], collection.file)
 
 
-# -- what was asked for ------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------
 
 
-def _check_conditions(condition: Sequence[str], guided: bool, labels: Sequence[str]) -> None:
-    if not condition and not guided:
+def _check_conditions(conditions: Sequence[str], guided: bool, labels: Sequence[str]) -> None:
+    if not conditions and not guided:
         raise UserError(
-            "there is neither --condition nor --guide; say what texts are compared by, such as "
+            "neither --condition nor --guide is given. Name what to compare the texts by, such as "
             "--condition 'the topic'."
         )
-    if any(not one.strip() for one in condition):
+    if any(not text.strip() for text in conditions):
         raise UserError("--condition is empty; give a text.")
-    twice = [one for one, n in Counter(map(condition_text, condition)).items() if n > 1]
-    if twice:
-        raise UserError(f"--condition {brief(twice[0])} is given twice; give it once.")
-    if len(labels) > 1 and len(labels) != len(condition):
+    repeated = [text for text, n in Counter(map(condition_text, conditions)).items() if n > 1]
+    if repeated:
+        raise UserError(f"--condition {brief(repeated[0])} is given more than once. Give it once.")
+    if len(labels) > 1 and len(labels) != len(conditions):
         raise UserError(
-            f"--labels names {len(labels)} columns, and there are {len(condition)} times "
-            "--condition; name one column, or one for each condition."
+            f"--labels names {len(labels)} columns for {len(conditions)} conditions. Name one "
+            "column, or one for each --condition."
         )
 
 
-def _columns(condition: Sequence[str], keep: Sequence[str], text: str) -> list[tuple[str, str]]:
-    """Return what the columns of each condition's clusters and of their names are called."""
-    ends = [f" ({condition_text(one)})" for one in condition] if len(condition) > 1 else [""]
-    found = [(f"cluster{end}", f"name{end}") for end in ends]
-    taken = {text, *(name for pair in found for name in pair)}
-    double = [name for name in keep if name in taken] or [
+def _name_columns(
+    conditions: Sequence[str], keep: Sequence[str], text: str
+) -> list[tuple[str, str]]:
+    """Return the column names of each condition's cluster numbers and cluster names."""
+    suffixes = (
+        [f" ({condition_text(condition)})" for condition in conditions]
+        if len(conditions) > 1
+        else [""]
+    )
+    names = [(f"cluster{suffix}", f"name{suffix}") for suffix in suffixes]
+    taken_names = {text, *(name for pair in names for name in pair)}
+    conflicts = [name for name in keep if name in taken_names] or [
         name for name, n in Counter(keep).items() if n > 1
     ]
-    if double:
+    if conflicts:
         raise UserError(
-            f"--keep {double[0]}: a column of that name is written anyway; leave it out."
+            f"--keep {conflicts[0]}: a column of that name is written anyway. Leave it out."
         )
-    if any(text in pair for pair in found):
+    if any(text in pair for pair in names):
         raise UserError(
-            f"--text {text}: a column of that name is written for the clusters. Rename it."
+            f"--text {text}: the clusters are written to a column of that name. Rename that column "
+            "of the texts."
         )
-    return found
+    return names
 
 
 @dataclass(frozen=True)
-class _Finder:
-    """How clusters are found.
+class _ClusterFinder:
+    """The clustering algorithm with its settings.
 
     Attributes:
-        k: how many by K-means; None: chosen.
-        least: texts that make a cluster of HDBSCAN; None: one in 100, and 5 at least.
+        method: the algorithm.
+        k: the number of clusters of K-means; None: the best by silhouette.
+        min_size: the fewest texts in a cluster of HDBSCAN; None: one in 100, and at least 5.
+        seed: the random seed of K-means.
     """
 
     method: Method
     k: int | None
-    least: int | None
+    min_size: int | None
     seed: int
 
     @classmethod
-    def of(cls, options: ClusterOptions) -> _Finder:
-        """Return what options ask for; a UserError for those that do not go together."""
+    def of(cls, options: ClusterOptions) -> _ClusterFinder:
+        """Return the algorithm that the options name.
+
+        Raises:
+            UserError: the options contradict each other.
+        """
         k: Any = None if options.clusters == "auto" else options.clusters
-        method, least = options.method, options.min_cluster_size
+        method, min_size = options.method, options.min_cluster_size
         if k is not None and (not isinstance(k, int) or isinstance(k, bool)):
-            raise UserError(f"--clusters is {brief(k)}; give a number, or auto.")
+            raise UserError(f"--clusters is {brief(k)}; expected a number or auto.")
         if k is not None and method == "hdbscan":
             raise UserError(
-                "--clusters is for kmeans; hdbscan finds how many there are (--min-cluster-size "
-                "says how large they are at least)."
+                "--clusters is for --method kmeans. hdbscan chooses the number of clusters "
+                "(--min-cluster-size sets their minimum size)."
             )
-        if least is not None and method == "kmeans":
-            raise UserError("--min-cluster-size is for --method hdbscan; kmeans takes --clusters.")
+        if min_size is not None and method == "kmeans":
+            raise UserError(
+                "--min-cluster-size is for --method hdbscan. For kmeans, use --clusters."
+            )
         if k is not None and k < 2:
-            raise UserError(f"--clusters is {k}; it must be at least 2: one would hold all texts.")
-        return cls(method, k, least, options.seed)
+            raise UserError(
+                f"--clusters is {k}; it must be at least 2, because one would hold all texts."
+            )
+        return cls(method, k, min_size, options.seed)
 
-    def again(self, k: int) -> _Finder:
-        """Return what finds as many clusters of other vectors, if it is told how many."""
+    def with_k(self, k: int) -> _ClusterFinder:
+        """Return a copy that finds ``k`` clusters; HDBSCAN has no such setting."""
         return replace(self, k=k) if self.method == "kmeans" else self
 
-    def guided(self, labels: Mapping[str, int] | None) -> _Finder:
-        """Return what finds as many clusters as a guide has labels, unless a number is given."""
+    def with_guide(self, labels: Mapping[str, int] | None) -> _ClusterFinder:
+        """Return a copy that finds as many clusters as a guide has labels, unless k was given."""
         chooses = self.k is None and self.method == "kmeans"
         return replace(self, k=len(labels)) if labels and chooses else self
 
-    def check(self, found: Collection) -> int:
-        """Return how many texts differ; a UserError where there are too few."""
-        n, distinct = len(found.texts), len(set(found.texts))
+    def check_texts(self, collection: Collection) -> int:
+        """Return the number of distinct texts, and log how many are repeated.
+
+        Raises:
+            UserError: there are too few distinct texts.
+        """
+        n, distinct = len(collection.texts), len(set(collection.texts))
         if n > distinct:
-            log.info(f"{found.file}: {n - distinct:,} of {n:,} texts repeat an earlier one; kept")
-        least = max(2, self.k or self.least or 2)
-        if distinct < least:
-            option = "--clusters" if self.k else "--min-cluster-size" if self.least else ""
-            asked = f"{option} is {least}" if option else "clusters take 2 at least"
+            log.info(
+                f"{collection.file}: {n - distinct:,} of {n:,} texts repeat an earlier one, and "
+                "are kept"
+            )
+        minimum = max(2, self.k or self.min_size or 2)
+        if distinct < minimum:
+            option = "--clusters" if self.k else "--min-cluster-size" if self.min_size else ""
+            expected = f"{option} is {minimum}" if option else "at least 2 are needed"
             raise UserError(
-                f"{found.file} holds {distinct} distinct text{'s' * (distinct > 1)}, and {asked}. "
-                f"{'Ask for fewer, or give more texts.' if option else 'Give more texts.'}"
+                f"{collection.file} holds {distinct} distinct text{'s' * (distinct > 1)}, but "
+                f"{expected}. {'Lower it, or give' if option else 'Give'} more texts."
             )
         return distinct
 
     def __call__(self, vectors: Vectors) -> tuple[Labels, Mapping[int, float]]:
-        """Return (n,) clusters of n vectors, and the scores of every K that was tried."""
+        """Return the (n,) cluster labels of n vectors, and the silhouette of every k tried."""
         if self.method == "hdbscan":
-            least = self.least or max(5, len(vectors) // 100)
-            return hdbscan(vectors, min(least, len(vectors))), {}
-        k, tried = (self.k, {}) if self.k else choose_k(vectors, self.seed)
+            minimum = self.min_size or max(5, len(vectors) // 100)
+            return hdbscan(vectors, min(minimum, len(vectors))), {}
+        k, silhouettes = (self.k, {}) if self.k else choose_k(vectors, self.seed)
         distinct = len(np.unique(vectors, axis=0))
         if distinct < k:
             raise UserError(
-                f"the texts have {distinct} distinct vectors, and --clusters is {k}. Ask for "
-                "fewer, or give more texts."
+                f"the texts have {distinct} distinct vectors, but --clusters is {k}. Lower it, or "
+                "give more texts."
             )
-        return kmeans(vectors, k, self.seed), tried
+        return kmeans(vectors, k, self.seed), silhouettes
 
-    def clustering(
+    def make_clustering(
         self, encoder: str, condition: str | None, vectors: Vectors, texts: Sequence[str]
     ) -> Clustering:
-        """Return the clusters of n vectors, those of texts by an encoder under a condition."""
-        labels, tried = self(vectors)
+        """Cluster the vectors of texts, and describe the clusters.
+
+        Args:
+            encoder: the encoder's name.
+            condition: the condition that the vectors are under; None: none.
+            vectors: (n, d) the vectors of the texts.
+            texts: the n texts.
+        """
+        labels, silhouettes = self(vectors)
         return Clustering(
             encoder,
             condition,
             labels,
             describe(texts, vectors, labels),
             silhouette(vectors, labels, self.seed),
-            tried,
+            silhouettes,
         )
 
 
-# -- what is said of the clusters --------------------------------------------------------------
+# -- reports -----------------------------------------------------------------------------------
 
 
-def _note_quality(made: Sequence[Clustering], method: Method, guided: bool) -> None:
-    """Say how far apart clusters are, where they agree little with labels, and what may help."""
-    for one in made:
-        what = f"{one.title}: {_clusters(one)}"
+def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool) -> None:
+    """Log how well clusters are separated and agree with labels, and what may help."""
+    for clustering in clusterings:
+        text = f"{clustering.title}: {_cluster_count(clustering)}"
         if method == "hdbscan":
-            noise = int((one.labels == NOISE).sum())
-            what += f"; {noise:,} of {len(one.labels):,} texts are in none"
-        if one.silhouette is not None:
-            unclear = ", so not clearly apart" if one.silhouette <= CLEAR else ""
-            what += f"; silhouette {one.silhouette:.2f}{unclear}"
-        if one.scores is not None and _is_poor(one.scores):
-            what += f"; they agree little with the labels {one.scores.column}"
-        log.info(what)
-    if all(one.scores is not None and not _is_poor(one.scores) for one in made):
+            noise = int((clustering.labels == NOISE).sum())
+            text += f"; {noise:,} of {len(clustering.labels):,} texts are in no cluster"
+        if clustering.silhouette is not None:
+            unclear = ", so not clearly separated" if clustering.silhouette <= CLEAR else ""
+            text += f"; silhouette {clustering.silhouette:.2f}{unclear}"
+        if clustering.scores is not None and _is_poor(clustering.scores):
+            text += f"; little agreement with the labels {clustering.scores.column}"
+        log.info(text)
+    if all(
+        clustering.scores is not None and not _is_poor(clustering.scores)
+        for clustering in clusterings
+    ):
         return
     log.info(
-        "a silhouette does not tell whether clusters are those you want: read some texts of each. "
-        + ("More texts in the guide may help." if guided else _GUIDE)
+        "a silhouette does not show whether clusters are those you want; read some texts of each. "
+        + ("More texts in the guide may help." if guided else _GUIDE_HINT)
     )
 
 
-def _note_conditions(
+def _log_condition_checks(
     conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
 ) -> None:
-    """Say of each condition whether it is expected to work; nothing of too few texts."""
+    """Log how well each condition is expected to work, unless there are too few texts."""
     calibration = find_calibration(run_folder)
     if calibration is None or not calibration.tells_apart:
         return
@@ -287,87 +326,95 @@ def _note_conditions(
 
 
 def _is_poor(scores: Scores) -> bool:
-    return scores.own["v_measure"].value < _POOR
+    return scores.own["v_measure"].value < _MIN_V_MEASURE
 
 
-def _clusters(found: Clustering) -> str:
-    return plural(found.k, "cluster")
+def _cluster_count(clustering: Clustering) -> str:
+    return plural(clustering.k, "cluster")
 
 
 def _read_guides(
-    given: Any, text: str | None, conditions: Sequence[str], among: Collection
+    guide: Any, text: str | None, conditions: Sequence[str], collection: Collection
 ) -> dict[str | None, LabelledTexts]:
-    """Return labelled texts by condition; how many are not among those to cluster is logged."""
-    read = read_guide(given, text, [*conditions] or [None])
-    distinct = {text for labelled in read for text in labelled.texts}
-    others = len(distinct - set(among.texts))
+    """Read labelled texts by condition, and log how many are not among the texts to cluster."""
+    guides = read_guide(guide, text, [*conditions] or [None])
+    distinct = {text for labelled in guides for text in labelled.texts}
+    others = len(distinct - set(collection.texts))
     if others:
         log.info(
-            f"{read[0].source}: {others:,} of {len(distinct):,} labelled texts are not in "
-            f"{among.file}; they guide too, and are in no cluster"
+            f"{guides[0].source}: {others:,} of {len(distinct):,} labelled texts are not in "
+            f"{collection.file}; they guide the clusters but are in none"
         )
-    return {labelled.condition: labelled for labelled in read}
+    return {labelled.condition: labelled for labelled in guides}
 
 
-def _known(
-    found: Collection, names: Sequence[str], guides: Mapping[str | None, LabelledTexts]
+def _read_known_labels(
+    collection: Collection, names: Sequence[str], guides: Mapping[str | None, LabelledTexts]
 ) -> dict[str, list[str | None]]:
-    """Return the known labels of each column; None where there is none, or a guide has the text.
+    """Return the known labels of each column, with None for missing ones.
 
-    What a guide was told would be no test.
+    A text of a guide also has None: the guide knows its label, so it would be no test.
     """
-    told = {text for labelled in guides.values() for text in labelled.texts}
-    known = {}
+    guide_texts = {text for labelled in guides.values() for text in labelled.texts}
+    known_labels = {}
     for name in names:
         values = [
-            None if is_missing(value) or text in told else str(value)
-            for text, value in zip(found.texts, found.columns[name], strict=True)
+            None if is_missing(value) or text in guide_texts else str(value)
+            for text, value in zip(collection.texts, collection.columns[name], strict=True)
         ]
         classes = {value for value in values if value is not None}
         if len(classes) < 2:
-            beside = " beside the guide's texts" if told else ""
+            exclusion = " (without the guide's texts)" if guide_texts else ""
             raise UserError(
-                f"--labels {name}: {found.file} has {len(classes)} different labels{beside}; at "
-                "least 2 are needed to compare with."
+                f"--labels {name}: {collection.file} has {len(classes)} different "
+                f"labels{exclusion}. At least 2 are needed."
             )
-        known[name] = values
-    return known
+        known_labels[name] = values
+    return known_labels
 
 
-def _scored(
-    made: Sequence[Clustering],
+def _add_scores(
+    clusterings: Sequence[Clustering],
     base: Sequence[Labels],
-    known: Mapping[str, list[str | None]],
+    known_labels: Mapping[str, list[str | None]],
     names: Sequence[str],
     base_name: str,
 ) -> list[Clustering]:
-    """Return clusterings with their scores, and those of clusters of the base's vectors."""
-    columns = names if len(names) > 1 else [names[0]] * len(made)
+    """Return clusterings with their scores, and the scores of clusters of the base's vectors."""
+    columns = names if len(names) > 1 else [names[0]] * len(clusterings)
     return [
-        replace(one, scores=score(one.labels, other, known[name], name, base_name))
-        for one, other, name in zip(made, base, columns, strict=True)
+        replace(
+            clustering,
+            scores=score(clustering.labels, base_labels, known_labels[name], name, base_name),
+        )
+        for clustering, base_labels, name in zip(clusterings, base, columns, strict=True)
     ]
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------
 
 
-def _counted(made: Sequence[Clustering]) -> str:
-    if len(made) == 1:
-        return _clusters(made[0])
-    return ", ".join(f"{_clusters(one)} by {one.title}" for one in made)
+def _count_clusters(clusterings: Sequence[Clustering]) -> str:
+    if len(clusterings) == 1:
+        return _cluster_count(clusterings[0])
+    return ", ".join(
+        f"{_cluster_count(clustering)} by {clustering.title}" for clustering in clusterings
+    )
 
 
-def _write(
+def _write_table(
     out: Path,
     table: dict[str, Sequence[Any]],
-    made: Sequence[Clustering],
+    clusterings: Sequence[Clustering],
     columns: Sequence[tuple[str, str]],
 ) -> None:
-    """Write a table of texts, with columns for the clusters of each condition and their names."""
-    for one, (number, name) in zip(made, columns, strict=True):
-        names = {own.cluster: own.name for own in one.clusters}
-        table |= {number: one.labels.tolist(), name: [names[i] for i in one.labels.tolist()]}
+    """Write a table of texts, with a column of clusters and one of names for each condition."""
+    for clustering, (number, name) in zip(clusterings, columns, strict=True):
+        names = {cluster.cluster: cluster.name for cluster in clustering.clusters}
+        table |= {
+            number: clustering.labels.tolist(),
+            name: [names[i] for i in clustering.labels.tolist()],
+        }
     if out.suffix.lower() == ".csv":
         write_csv(out, table, zip(*table.values(), strict=True))
         return

@@ -1,4 +1,4 @@
-"""Compare prompts on the same rows, splits, seeds and heads, with paired evidence."""
+"""Comparison of prompts on the same rows, splits, seeds and heads, with paired tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.bundled import bundled_names
 from llmcond.data.queries import QueryRows
@@ -50,35 +51,53 @@ from llmcond.workflows.options.scoring import CompareOptions, ComparePromptsOpti
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(FittedResults[ComparedResult]):
-    """What a comparison gave: a result for each prompt, head and subtraction.
+    """The results of a comparison: one for each prompt, head and choice of subtraction.
 
     Attributes:
-        baseline: the prompt that the others are compared with; the ``difference`` of a result is to
-            the baseline's of the same head and subtraction, None for the baseline itself.
-        left_out: prompt -> why it could not be compared.
+        results: the results, best first.
+        failures: a line for each fit that failed; its result lacks that seed.
+        baseline: the prompt that the others are compared with. A result's ``difference`` is to the
+            baseline's result with the same head and subtraction; None for the baseline itself.
+        left_out: the prompts that could not be compared, with the reasons.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> prompts = ["concat-sent-cond", "routed"]
+        >>> comparison = llmcond.compare_prompts(
+        ...     model="minilm", run="demo", data=rows, prompts=prompts, heads=["none"]
+        ... )
+        >>> comparison.baseline
+        'routed'
+        >>> comparison.results[0].head
+        'none'
     """
 
     baseline: str
     left_out: Mapping[str, str]
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``compare-prompts --json`` prints."""
-        own = {"baseline": self.baseline, "left_out": dict(self.left_out)}
-        return {**self.results.to_json(), **own, "failures": list(self.failures)}
+        fields = {"baseline": self.baseline, "left_out": dict(self.left_out)}
+        return {**self.results.to_json(), **fields, "failures": list(self.failures)}
 
 
 def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     """Compare prompts on the same rows, splits, seeds and heads.
 
-    Every prompt is compared with the baseline under the same head: the difference of each metric
-    that is not secondary, with an interval from a bootstrap over sentence pairs that draws the same
-    pairs for both, and Holm's correction over all comparisons (:mod:`llmcond.evaluation.paired`).
-    What was extracted or fitted before is not done again; heads of the run are not touched, but
-    for the one that ``keep`` asks for. The results are kept in the run as ``compare-prompts.json``.
+    Every prompt is compared with the baseline under the same head, by the difference of each metric
+    that is not secondary. Its interval comes from a bootstrap over sentence pairs that resamples
+    the same pairs for both, with Holm's correction over all comparisons (see
+    ``llmcond.evaluation.paired``). Features and fits from earlier calls are reused. The run's heads
+    stay as they are, except for the one that ``keep`` saves. The results are saved in the run as
+    ``compare-prompts.json``.
 
     Raises:
-        UserError: as :func:`extract` and :func:`llmcond.fit_head`; a prompt that makes
-            rows of different conditions the same; a report that cannot be written.
+        UserError: as ``extract`` and ``llmcond.fit_head``; or a prompt makes rows with different
+            conditions identical, or the report cannot be written.
         LlmcondError: every fit failed.
     """
     began = time.monotonic()
@@ -87,25 +106,25 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     folder = Path(options.run)
     existing = open_any_run(folder) if run_exists(folder) else None
     task = task_of(existing, options.task)
-    asked = options.part(CompareOptions)
-    asked = replace(asked, heads=asked.heads or task.heads)
-    recipes = _recipes(asked.heads, asked.set or {}, task.recipes)
+    settings = options.part(CompareOptions)
+    settings = replace(settings, heads=settings.heads or task.heads)
+    recipes = _load_recipes(settings.heads, settings.set or {}, task.recipes)
     usable, left_out, baseline = _extract_prompts(options, existing, task, recipes)
     run = open_any_run(folder)
-    metrics = choose_metrics(run.task.metrics, asked.metric)
-    split = run.scored_split(asked.split)
+    metrics = choose_metrics(run.task.metrics, settings.metric)
+    split = run.scored_split(settings.split)
     examples = examples_of(run)
     rows = examples.scored(split)
     counts = Counts.of(rows)
     if counts.n_pairs < FEW_PAIRS:
         log.warning(
-            f"{counts.n_pairs:,} {counts.groups} are few; only large differences can be told from "
-            f"chance (at least {FEW_PAIRS} are better)"
+            f"{counts.n_pairs:,} {counts.groups} are few, so only large differences can be "
+            f"distinguished from chance (use {FEW_PAIRS} or more)"
         )
-    # From the run: a file that was changed meanwhile is not what was extracted.
+    # The run's copies of the prompts, because a template file may have changed since extraction.
     stored = [run.prompt(prompt.name) for prompt in usable]
-    systems = _zeroshot_systems(run, stored, split)
-    fitted, failures, done = _fitted_systems(run, stored, recipes, split, asked)
+    systems = _score_zeroshots(run, stored, split)
+    fitted, failures, outcomes = _fit_systems(run, stored, recipes, split, settings)
     systems += fitted
     results = examples.on_new_sentences(
         [system.result for system in systems],
@@ -113,7 +132,9 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         split,
         metrics,
     )
-    systems = [replace(own, result=one) for own, one in zip(systems, results, strict=True)]
+    systems = [
+        replace(system, result=result) for system, result in zip(systems, results, strict=True)
+    ]
     comparison = Comparison(
         results=with_evidence(systems, baseline, rows, metrics),
         failures=failures,
@@ -121,15 +142,18 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         left_out=left_out,
     )
     if options.report is not None:
-        similarity = {one.result.name: one.similarity.mean(axis=0) for one in systems}
+        similarity = {system.result.name: system.similarity.mean(axis=0) for system in systems}
         seconds = round(time.monotonic() - began, 1)
-        made = {**asdict(asked), "task": options.task, "seconds": seconds}
-        shown = examples.rows(split)
-        write_page(_page(run, shown, comparison, similarity, made), Path(options.report))
+        page_settings = {**asdict(settings), "task": options.task, "seconds": seconds}
+        shown_rows = examples.rows(split)
+        write_page(
+            _build_page(run, shown_rows, comparison, similarity, page_settings),
+            Path(options.report),
+        )
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
-    if asked.keep:
-        keep_best(run, done, "auto")
+    if settings.keep:
+        keep_best(run, outcomes, "auto")
     return comparison
 
 
@@ -139,37 +163,43 @@ def _extract_prompts(
     task: AnyTask[Any],
     recipes: Sequence[Recipe],
 ) -> tuple[list[Prompt], dict[str, str], str]:
-    """Check and extract the prompts.
+    """Check the prompts, and extract their features.
 
-    Return those that the encoder can use, why the others are left out, and the baseline.
+    Returns:
+        The prompts that the encoder can use, the reasons why others are left out, and the name of
+        the baseline.
     """
     named = [load_prompt(name) for name in options.prompts]
     _check_different(named)
     resolved = resolve(options.model, options.encoder_options())
-    usable, left_out = _usable(named, resolved, task)
+    usable, left_out = _select_usable(named, resolved, task)
     check_routed(usable, options, task)
-    baseline = _baseline(options.baseline, usable, resolved)
+    baseline = _choose_baseline(options.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
         view_of(recipe, (prompt,), subtract=recipe.features != "alone")
-    # Before hours of encoding: that no prompt makes different conditions the same.
+    # Checked before hours of encoding: no prompt may make different conditions identical.
     data = run.data if run else task.read(replace(options.data_options(), extra=fields_of(usable)))
     for prompt in usable:
         inputs_of(task, data, prompt).check_differ()
-    # By the paths that were given: names of files are not those of bundled prompts.
-    given = dict(zip([prompt.name for prompt in named], options.prompts, strict=True))
-    paths = [given.get(prompt.name, prompt.name) for prompt in usable]
+    # Extraction gets the paths as given, because a file's name does not name a bundled prompt.
+    names = dict(zip([prompt.name for prompt in named], options.prompts, strict=True))
+    paths = [names.get(prompt.name, prompt.name) for prompt in usable]
     extract(ExtractOptions(**vars(options.part(RunOptions)), prompt=paths))
     return usable, left_out, baseline
 
 
-def _recipes(heads: Sequence[str], changes: Mapping[str, str], task: str | None) -> list[Recipe]:
+def _load_recipes(
+    heads: Sequence[str], changes: Mapping[str, str], task: str | None
+) -> list[Recipe]:
     recipes = [load_recipe(name, task) for name in dict.fromkeys(heads) if name != "none"]
     changed = []
     unknown = set(changes)
     for recipe in recipes:
-        own = {key: text for key, text in changes.items() if key in asdict(recipe.settings)}
-        unknown -= set(own)
-        changed.append(recipe.with_settings(recipe.parse_changes(own, "--set"), "--set"))
+        head_changes = {
+            key: text for key, text in changes.items() if key in asdict(recipe.settings)
+        }
+        unknown -= set(head_changes)
+        changed.append(recipe.with_settings(recipe.parse_changes(head_changes, "--set"), "--set"))
     if unknown:
         known = sorted({key for recipe in recipes for key in asdict(recipe.settings)})
         key = min(unknown)
@@ -181,24 +211,24 @@ def _check_different(prompts: Sequence[Prompt]) -> None:
     check_named_once(prompts)
     by_digest: dict[str, str] = {}
     for prompt in prompts:
-        other = by_digest.setdefault(prompt.digest, prompt.name)
-        if other != prompt.name:
+        first_name = by_digest.setdefault(prompt.digest, prompt.name)
+        if first_name != prompt.name:
             raise UserError(
-                f"the prompts {other} and {prompt.name} are the same template under two names. "
-                "Leave one of them out."
+                f"the prompts {first_name} and {prompt.name} are the same template under two "
+                "names. Leave one of them out."
             )
 
 
-def _usable(
-    named: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]
+def _select_usable(
+    prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """Return the prompts that an encoder can use in a task, and why not of the others."""
+    """Return the prompts that an encoder can use in a task, and why the others are left out."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
     usable, left_out = [], {}
-    for prompt in named or bundled:
+    for prompt in prompts or bundled:
         reason = prompt_obstacle(prompt, resolved, task)
-        if not named and prompt.separate and not reason and find_kind(task.kind).has_conditions:
-            reason = "it gives separate features, for tri-encoder heads (name it to compare it)"
+        if not prompts and prompt.separate and not reason and find_kind(task.kind).has_conditions:
+            reason = "it gives separate features for tri-encoder heads (name it to compare it)"
         if reason:
             left_out[prompt.name] = reason
             log.info(f"{prompt.name} is left out: {reason}")
@@ -206,29 +236,30 @@ def _usable(
             usable.append(prompt)
     if not usable:
         raise UserError(
-            f"none of the prompts goes with {resolved.checkpoint.name} in the task {task.name}. "
+            f"none of the prompts can be used with {resolved.checkpoint.name} in the task "
+            f"{task.name}. "
             f"{usable_prompts(resolved, task)}"
         )
     return usable, left_out
 
 
-def _baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEncoder) -> str:
+def _choose_baseline(name: str | None, usable: Sequence[Prompt], resolved: ResolvedEncoder) -> str:
     names = [prompt.name for prompt in usable]
     if name is None:
         return resolved.default_prompt if resolved.default_prompt in names else names[0]
-    stem = Path(name).stem if name.endswith(".toml") else name
-    if stem not in names:
+    prompt_name = Path(name).stem if name.endswith(".toml") else name
+    if prompt_name not in names:
         raise UserError(
-            f"the baseline {name} is none of the prompts that are compared. "
-            f"{nearest(stem, names)} Compared: {', '.join(names)}."
+            f"the baseline {name} is not among the prompts to compare. "
+            f"{nearest(prompt_name, names)} Compared: {', '.join(names)}."
         )
-    return stem
+    return prompt_name
 
 
-def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[System]:
+def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[System]:
     systems = []
     for prompt in prompts:
-        # Anew for each prompt: memory holds one prompt's features at a time.
+        # New examples for each prompt, so that memory holds the features of one prompt at a time.
         examples = examples_of(run)
         for zeroshot in zeroshots(run, prompt):
             predicted = examples.predict(zeroshot, split)
@@ -238,48 +269,50 @@ def _zeroshot_systems(run: AnyRun, prompts: Sequence[Prompt], split: str) -> lis
     return systems
 
 
-def _fitted_systems(
+def _fit_systems(
     run: AnyRun,
     prompts: Sequence[Prompt],
     recipes: Sequence[Recipe],
     split: str,
-    asked: CompareOptions,
+    settings: CompareOptions,
 ) -> tuple[list[System], list[str], list[tuple[Trial, Outcome]]]:
-    """Return the predictions of every head over seeds, what failed, and all that did not."""
+    """Fit every head with every seed; return the systems, the failures and the fits."""
     trials = [
         [
             Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
-            for seed in range(asked.seeds)
+            for seed in range(settings.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
         for zeroshot in zeroshots(run, prompt)
-        if asked.plain or zeroshot.view.subtract == run.subtracts
+        if settings.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
-    done, failures = run_trials(run, split, flat, "comparisons", asked.workers)
+    outcomes, failures = run_trials(run, split, flat, "comparisons", settings.workers)
     systems = []
     for seeded in trials:
         digests = dict.fromkeys(trial.digest(run, split) for trial in seeded)
-        found = [done[digest] for digest in digests if digest in done]
-        if not found:
+        seed_outcomes = [outcomes[digest] for digest in digests if digest in outcomes]
+        if not seed_outcomes:
             continue
-        trial, task = found[0][0], run.task.name
+        trial, task = seed_outcomes[0][0], run.task.name
         control = trial.view.prompts[0].control or ""
-        result, similarity = seeded_result(ComparedResult, found, split, task, control=control)
+        result, similarity = seeded_result(
+            ComparedResult, seed_outcomes, split, task, control=control
+        )
         systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
-    return systems, failures, list(done.values())
+    return systems, failures, list(outcomes.values())
 
 
-def _page(
+def _build_page(
     run: AnyRun,
     rows: Rows | QueryRows,
     comparison: Comparison,
     similarity: Mapping[str, NDArray[np.float32]],
-    made: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> Page:
     best = comparison.results[0]
-    wanted = (comparison.baseline, best.head, best.subtract)
-    same = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == wanted)
+    key = (comparison.baseline, best.head, best.subtract)
+    names = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == key)
     page = page_of(
         run,
         rows,
@@ -288,11 +321,11 @@ def _page(
         title=f"Prompts compared: {run.encoder_name}",
         summary=summary(comparison.results, comparison.baseline),
         settings={
-            **made,
+            **settings,
             "baseline": comparison.baseline,
             "split": best.split,
             "left_out": comparison.left_out,
             "failures": comparison.failures,
         },
     )
-    return replace(page, baseline=next(same, None))
+    return replace(page, baseline=next(names, None))

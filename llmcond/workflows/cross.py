@@ -1,10 +1,12 @@
-"""Train a cross-encoder: one model that reads both sentences and the condition, and rates them."""
+"""Training a cross-encoder, one model that rates two sentences under a condition together."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
+
+from typing_extensions import override
 
 from llmcond.config import build
 from llmcond.data.rows import Rows
@@ -30,45 +32,47 @@ if TYPE_CHECKING:
     from llmcond.finetune.build import Trainable
 
 
-def train_cross(asked: TrainCrossOptions) -> TrainingResult:
-    """Train an encoder, by adapters or whole, to rate [sentence1; sentence2; condition].
+def train_cross(options: TrainCrossOptions) -> TrainingResult:
+    """Train an encoder, by adapters or fully, to rate [sentence1; sentence2; condition].
 
-    Stopped at any step, the same call goes on from the last checkpoint, as ``train_lora`` does.
+    A call that was stopped at any step continues from the last checkpoint, as ``train_lora`` does.
 
     Raises:
-        UserError: wrong input, a run of something else, or a loss that became NaN.
+        UserError: the input is invalid, the run holds something else, or the loss became NaN.
         LlmcondError: the encoder cannot be loaded or trained.
     """
-    model, orders, seed, merge = asked.model, asked.orders, asked.seed, asked.merge
-    stage = stage_settings(asked.part(StageSettings))
-    tuning = tune_settings(asked.tune_settings())
-    given = parse_settings(RegressionSettings, dict(asked.set or {}), "--set", "a cross-encoder")
-    head = build(RegressionSettings, given, "--set")
-    chosen = rated_task(asked.task)
-    first, second = chosen.conditioned
+    model, orders, seed, merge = options.model, options.orders, options.seed, options.merge
+    stage = stage_settings(options.part(StageSettings))
+    tuning = tune_settings(options.tune_settings())
+    head_changes = parse_settings(
+        RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
+    )
+    head_settings = build(RegressionSettings, head_changes, "--set")
+    task = rated_task(options.task)
+    first, second = task.conditioned
     if first != second and orders == "both":
         raise UserError(
-            f"the task {chosen.name} has the condition on its {'first' if first else 'second'} "
-            "text only, so that the order of the two means something. Give --orders given."
+            f"the task {task.name} puts only its {'first' if first else 'second'} text under the "
+            "condition, so the order of the two texts matters. Give --orders given."
         )
-    dataset = rated_dataset(chosen, asked.data_options())
+    dataset = rated_dataset(task, options.data_options())
     if stage is not None:
-        stage_splits(dataset, stage)  # told before training rather than after it
-    # A linear layer reads the length of a vector too, unless the user asks for unit length.
-    options = replace(asked.encoder_options(), normalize=bool(asked.normalize))
-    resolved = resolve_trainable(model, options, tuning, merge)
+        stage_splits(dataset, stage)  # reports errors before training, not after it
+    # A linear layer also reads the length of a vector, so vectors keep theirs by default.
+    encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
+    resolved = resolve_trainable(model, encoder_options, tuning, merge)
     check_folds(stage, model, resolved, dataset)
     if resolved.identity.routes_inside:
         raise UserError(
-            "a cross-encoder reads the condition in its sequence, so that a router would have "
-            "nothing to do. Leave out --router, or train an encoder that is without one."
+            "a cross-encoder reads the condition as a part of its input, so a router would have no "
+            "effect. Leave out --router, or name a --model without a router."
         )
     return train(
         _CrossJob(
             model=model,
             resolved=resolved,
-            folder=Path(asked.run),
-            task=chosen,
+            folder=Path(options.run),
+            task=task,
             dataset=dataset,
             settings=tuning,
             head=NAME,
@@ -78,14 +82,14 @@ def train_cross(asked: TrainCrossOptions) -> TrainingResult:
                 "encoder": resolved.identity.to_json(),
                 "data": dataset.digest,
                 "orders": orders,
-                "head": {"kind": KIND, **asdict(head)},
+                "head": {"kind": KIND, **asdict(head_settings)},
                 "seed": seed,
                 "settings": tuning.to_json(),
                 "merge": merge,
                 **({} if stage is None else {"then": asdict(stage)}),
             },
             stage=stage,
-            head_settings=head,
+            head_settings=head_settings,
             orders=orders,
         )
     )
@@ -93,34 +97,36 @@ def train_cross(asked: TrainCrossOptions) -> TrainingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CrossJob(RatedJob):
-    """An encoder of both sentences and the condition, and a linear layer behind it."""
+    """Training of an encoder that reads both sentences and the condition, with a linear layer."""
 
     cross: ClassVar[bool] = True
 
     head_settings: RegressionSettings
     orders: Orders
 
+    @override
     def parts(self, trainable: Trainable) -> Parts:
-        rated, dev = self.dataset.splits["train"], self.rated_dev()
-        rows = self.inputs(rated, trainable.tokenizer)
-        scored = None if dev is None else self.inputs(dev, trainable.tokenizer)
+        train_rows, dev = self.dataset.splits["train"], self.rated_dev()
+        rows = self.inputs(train_rows, trainable.tokenizer)
+        dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
         if rows.n_cut:
             log.info(
                 f"{rows.n_cut:,} rows of train are longer than {self.resolved.identity.max_length} "
-                "tokens: their sentences were cut, conditions are whole"
+                "tokens: their sentences are truncated, but not their conditions"
             )
         mean = float(rows.rating.mean())
         metric = self.task.main_metric
         model = CrossModel(trainable.engine, self.head_settings, self.seed, mean, metric)
-        return Parts(model, rows, scored)
+        return Parts(model, rows, dev_inputs)
 
+    @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:
-        """See :class:`RatedJob`."""
         return CrossInputs.of(rows, self.orders, tokenizer)
 
+    @override
     def keep(self, head: FittedHead) -> Kept:
-        made, resolved = self.complete(self.orders)
-        run = cast(Run, made)
+        completed, resolved = self.complete(self.orders)
+        run = cast(Run, completed)
         save_head(head, run.head_folder(NAME), origin_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)

@@ -1,4 +1,4 @@
-"""Embed a file of sentences: in order, resumable, and written whole or not at all."""
+"""Embedding a file of sentences: in order, resumable, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.arrays import Matrix
 from llmcond.conditions import with_same_values
@@ -43,7 +44,7 @@ from llmcond.workflows.options.texts import EmbedOptions
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
 
-#: Rows whose vectors are in memory at a time.
+#: The number of rows whose vectors are in memory at a time.
 _BLOCK = 8_192
 
 Vectors = NDArray[np.float32]
@@ -51,9 +52,25 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class EmbedResult(Displayed):
-    """What was written: ``rows`` embeddings of size ``dim``; head ``none`` is zero-shot.
+    """The result of writing embeddings.
 
-    ``guides`` are those of some conditions.
+    Attributes:
+        out: the file or folder that was written, or its URI.
+        rows: the number of embeddings.
+        dim: the size of an embedding.
+        head: the name of the head; zero-shot is ``none@PROMPT``.
+        prompt: the name of the prompt.
+        guides: the guide of each condition that has one.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     {"sentence": "A man rides a bicycle.", "condition": "the vehicle"},
+        ...     {"sentence": "A woman drives a car.", "condition": "the vehicle"},
+        ... ]
+        >>> result = llmcond.embed(source=rows, out="vectors.npy")
+        >>> result.rows, result.dim
+        (2, 384)
     """
 
     out: Path | str
@@ -63,22 +80,25 @@ class EmbedResult(Displayed):
     prompt: str
     guides: Mapping[Any, Guide] = field(default_factory=dict)
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        own = super().to_json()
-        del own["guides"]
-        return own | guides_json(self.guides)
+        fields = super().to_json()
+        del fields["guides"]
+        return fields | guides_json(self.guides)
 
 
 class Embeddings:
-    """Embeddings of texts of a user's own by a run, whose store keeps what was encoded.
+    """A model of a run that embeds the user's texts, with a store of encoded features.
 
-    What was interrupted goes on where it stopped, and a second head encodes nothing.
+    The store lets an interrupted call continue where it stopped, and lets a second head embed the
+    same texts without encoding them again.
 
     Attributes:
-        view: what is encoded of a text and its condition.
-        head_name: the head's; ``none``: zero-shot.
-        guides: what maps embeddings under some conditions; None: of texts by themselves.
+        view: the features of a text and its condition that the head takes.
+        head_name: the name of the head; ``none`` is zero-shot.
+        encoder: the encoder, which is loaded when it is first needed.
+        guides: the guide of each condition that has one; the key None is for texts without a
+            condition.
     """
 
     def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
@@ -88,10 +108,10 @@ class Embeddings:
         self.guides: dict[str | None, Guide] = {}
 
     def guide(self, labelled: LabelledTexts) -> None:
-        """Fit a guide to labelled texts, for all embeddings under their condition from now on.
+        """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.
 
         Raises:
-            UserError: as of :meth:`extract`, or the head does not compare by cosine.
+            UserError: as ``extract``, or the head does not compare by cosine.
         """
         texts, condition = labelled.texts, labelled.condition
         self.guides.pop(condition, None)
@@ -103,10 +123,14 @@ class Embeddings:
         self.guides[condition] = guide
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
-        """Encode what the store lacks for (sentence, condition) rows of a file so named.
+        """Encode the inputs of (sentence, condition) rows that the store lacks.
+
+        Args:
+            rows: the rows.
+            file: the name of their file, for messages.
 
         Raises:
-            UserError: the encoder gave NaN or infinity, with the row that made it.
+            UserError: the encoder gave NaN or infinity; the message names the row.
         """
         inputs = self.view.inputs(rows)
         try:
@@ -116,51 +140,52 @@ class Embeddings:
             raise UserError(f"row {number} of {file}: {error}") from error
 
     def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
-        """Yield the embeddings of rows that were extracted, some at a time."""
+        """Yield the (n, k) embeddings of extracted rows, in batches."""
         for start in range(0, len(rows), _BLOCK):
-            part = rows[start : start + _BLOCK]
+            batch = rows[start : start + _BLOCK]
 
-            def read(prompt: Prompt, side: Part, part: Sequence[Any] = part) -> Matrix:
-                return self._store.lookup([getattr(prompt, side).render(*row) for row in part])
+            def read(prompt: Prompt, side: Part, batch: Sequence[Any] = batch) -> Matrix:
+                return self._store.lookup([getattr(prompt, side).render(*row) for row in batch])
 
-            found = self._head.transform(self.view.sentence(read), self.view.condition(read))
-            found = apply_guides(found, [condition for _, condition in part], self.guides)
-            yield unit_length(found, self._head) if normalize else found
+            vectors = self._head.transform(self.view.sentence(read), self.view.condition(read))
+            vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
+            yield unit_length(vectors, self._head) if normalize else vectors
 
     def of(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
-        """Return (n, k) the embeddings of rows of a file so named, of unit L2 norm.
+        """Return the (n, k) embeddings of rows, with unit L2 norm.
 
         Raises:
-            UserError: as of :meth:`extract`.
+            UserError: as ``extract``.
         """
         self.extract(rows, file)
         return np.concatenate(list(self.blocks(rows)))
 
     def alone(self, texts: Sequence[str]) -> Vectors:
-        """Return (n, d) the encoder's own vectors of texts, without a condition or a head."""
-        vectors = _alone(self.encoder, self._store, texts)
+        """Return the (n, d) vectors that the encoder gives texts, without a condition or a head."""
+        vectors = _encode_alone(self.encoder, self._store, texts)
         guide = self.guides.get(None)
         return vectors if guide is None else guide.transform(vectors)
 
     def base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
-        """Return plain embeddings of texts, (n, d), and the name of the encoder they are of.
+        """Return the name of the base encoder, and the (n, d) vectors that it gives texts.
 
-        That is the base which an adapter was trained on, or the encoder itself where it was not
-        trained. Where all its weights were trained, no base is recorded, and it stands in.
+        The base is the encoder that an adapter was trained on, or the encoder itself if it was not
+        trained. If all its weights were trained, no base is recorded, and the trained encoder is
+        used instead.
         """
         from llmcond.features.store import FeatureStore
 
         resolved = resolve_base(self.encoder.resolved)
         if resolved is None:
-            log.info(f"no base of {self.encoder.name} is recorded; its own vectors are taken")
+            log.info(f"no base of {self.encoder.name} is recorded, so its own vectors are used")
         if resolved is None or resolved is self.encoder.resolved:
-            return self.encoder.name, _alone(self.encoder, self._store, texts)
+            return self.encoder.name, _encode_alone(self.encoder, self._store, texts)
         base = LazyEncoder(resolved)
         store = FeatureStore(self._store.root, resolved.identity, self._store.dtype)
-        return base.name, _alone(base, store, texts)
+        return base.name, _encode_alone(base, store, texts)
 
 
-def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
+def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
     inputs = [EncoderInput("", text) for text in texts]
     extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
     return unit_length(store.lookup(inputs).read())
@@ -169,18 +194,18 @@ def _alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> V
 def embed_file(options: EmbedOptions) -> EmbedResult:
     """Write one condition-aware embedding for each row of a file.
 
-    Features go through the run's store, so an interrupted call resumes where it stopped, and a
-    second head on the same file encodes nothing.
+    The run's store keeps the features. An interrupted call resumes where it stopped, and a second
+    head on the same file encodes nothing.
     """
     run_folder, source, out = options.folder(), options.source, Path(options.out)
     guide, keep, text = options.guide, options.keep, options.text_column
     check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
     embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
-    taken = sorted({"sentence", "condition", "embedding"} & set(keep))
-    if keep and (taken or out.suffix == ".npy"):
-        wrong = f"{taken[0]!r} is written anyway" if taken else f"{out} holds vectors only"
-        raise UserError(f"--keep: {wrong}. Name other columns, and a .parquet or .csv file.")
-    texts = _read(source, text, options.condition, options.condition_text, keep)
+    conflicts = sorted({"sentence", "condition", "embedding"} & set(keep))
+    if keep and (conflicts or out.suffix == ".npy"):
+        reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
+        raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
+    texts = _read_texts(source, text, options.condition, options.condition_text, keep)
     conditions = with_same_values(texts.conditions, options.values)
     if guide is not None:
         for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
@@ -198,26 +223,28 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     return EmbedResult(out, len(rows), dim, name, embeddings.view.name, embeddings.guides)
 
 
-def _read(
+def _read_texts(
     source: Any,
     text: str | None,
     condition: str | None,
     condition_text: str | None,
     keep: Sequence[str],
 ) -> Texts:
-    """Read texts and their conditions, from a table or a text file, one text a line."""
+    """Read texts and their conditions from a table, or from a text file with one text per line."""
     has = partial(has_column, source)
-    column, words = condition_source(has, condition, condition_text)
+    column, condition_for_all = condition_source(has, condition, condition_text)
     if not is_text_file(source):
-        return read_texts(source, text_column(has, text), column, words, keep)
-    if text or keep or words is None:
-        wrong = f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
-        raise UserError(
-            f"{source} is read as a text file, one text a line, and has no column for {wrong}. "
-            "Name a table, or one condition for every row: --condition TEXT."
+        return read_texts(source, text_column(has, text), column, condition_for_all, keep)
+    if text or keep or condition_for_all is None:
+        source_option = (
+            f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
         )
-    found = read_collection(source)
-    return Texts(found.texts, [words] * len(found.texts), found.file)
+        raise UserError(
+            f"{source} is read as a text file with one text per line, so it has no column for "
+            f"{source_option}. Name a table, or one condition for every row: --condition TEXT."
+        )
+    collection = read_collection(source)
+    return Texts(collection.texts, [condition_for_all] * len(collection.texts), collection.file)
 
 
 def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
@@ -225,22 +252,27 @@ def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]
     import pyarrow.parquet as pq
 
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
-    kept = {name: column_of(values) for name, values in texts.kept.items()}
-    types = {name: column.type for name, column in kept.items()}
+    kept_columns = {name: column_of(values) for name, values in texts.kept.items()}
+    types = {name: column.type for name, column in kept_columns.items()}
     schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
     with pq.ParquetWriter(path.absolute(), schema) as writer:
         for vectors in blocks:
             stop = start + len(vectors)
             flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
             embedding = pa.FixedSizeListArray.from_arrays(flat, dim)
-            own = [column[start:stop] for column in kept.values()]
-            columns = [*own, texts.sentences[start:stop], texts.conditions[start:stop], embedding]
+            kept_slices = [column[start:stop] for column in kept_columns.values()]
+            columns = [
+                *kept_slices,
+                texts.sentences[start:stop],
+                texts.conditions[start:stop],
+                embedding,
+            ]
             writer.write_table(pa.table(columns, schema))
             start = stop
 
 
 def _write_csv(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
-    """Write rows whose embeddings are JSON lists, of digits enough to give the same float32."""
+    """Write embeddings as JSON lists, with enough digits to restore the same float32 values."""
     columns = [*texts.kept.values(), texts.sentences, texts.conditions]
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)

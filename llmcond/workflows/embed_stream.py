@@ -1,4 +1,4 @@
-"""Embed texts that do not fit in memory: unit by unit, in this process or by actors of Ray."""
+"""Embedding of texts that do not fit in memory, by work units in this process or by Ray actors."""
 
 from __future__ import annotations
 
@@ -39,20 +39,24 @@ from llmcond.workflows.options.texts import EmbedOptions
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
 
+#: The version of the record's format.
 FORMAT = 1
-#: Rows that are embedded and written together: bounds memory, and what a kill loses.
+#: The rows of a work unit, which are embedded and written together. The number bounds the memory,
+#: and the work that a kill loses.
 UNIT_ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class StreamModel:
-    """A run with one of its heads, as another process finds it again.
+    """A run with one of its heads, in a form that another process can load.
 
     Attributes:
-        run: its folder, or the name of a bundled model.
-        head: its full name; ``none``: zero-shot.
-        prompt: the name of what the head, or zero-shot, sees.
-        guides: what maps embeddings under some conditions.
+        run: the run's folder, or the name of a bundled model.
+        head: the head's full name; zero-shot is ``none``.
+        prompt: the names of the prompts whose features the head takes.
+        device: the device to encode on.
+        normalize: whether embeddings have unit L2 norm.
+        guides: the guide of each condition that has one.
     """
 
     run: str
@@ -63,7 +67,7 @@ class StreamModel:
     guides: dict[Any, Guide] = field(default_factory=dict)
 
     def guide(self, labelled: LabelledTexts) -> None:
-        """Fit a guide to labelled texts, for all embeddings under their condition from now on."""
+        """Fit a guide to labelled texts, and apply it to later embeddings of their condition."""
         rows = [(text, labelled.condition or "") for text in labelled.texts]
         guide = guide_of(labelled, self.vectors(rows)[0], self.embedder.head)
         self.guides[labelled.condition] = guide
@@ -72,15 +76,15 @@ class StreamModel:
     def find(
         cls, folder: Path, head: str | None, prompt: str | None, device: str, normalize: bool
     ) -> StreamModel:
-        """Return what the options of a command name."""
-        found = EmbeddingModel.find(folder, head, prompt)
-        source = folder.name if found.run.is_bundled else str(folder.absolute())
-        return cls(source, found.head.reference, found.view.name, device, normalize)
+        """Return the model that the options of a command name."""
+        model = EmbeddingModel.find(folder, head, prompt)
+        source = folder.name if model.run.is_bundled else str(folder.absolute())
+        return cls(source, model.head.reference, model.view.name, device, normalize)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a record tells of it."""
-        made = {"run": self.run, "head": self.head, "prompt": self.prompt}
-        return {**made, **guides_json(self.guides)}
+        """Return the model's fields for the record."""
+        source = {"run": self.run, "head": self.head, "prompt": self.prompt}
+        return {**source, **guides_json(self.guides)}
 
     @cached_property
     def _model(self) -> EmbeddingModel:
@@ -88,12 +92,12 @@ class StreamModel:
 
     @property
     def view(self) -> View:
-        """Return what is encoded of a text and its condition."""
+        """The features of a text and its condition that the head takes."""
         return self._model.view
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return everything of it that decides the embeddings."""
+        """Everything about the model that decides the embeddings."""
         identity = self._model.identity
         return {
             "encoder": identity["encoder"],  # first, as in earlier records
@@ -105,14 +109,17 @@ class StreamModel:
 
     @cached_property
     def embedder(self) -> Embedder:
-        """Return it with its encoder, which is loaded."""
+        """The model with its encoder, which is loaded at the first use."""
         return make_embedder(self._model.encoder(), self._model.head)
 
     def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, Encoded]:
-        """Return (n, k) embeddings of (sentence, condition) rows, and what their inputs gave.
+        """Embed (sentence, condition) rows.
 
-        They are those of ``llmcond embed`` of a file, up to rounding: features have the number
-        type that the run stores them in.
+        The embeddings equal those that ``llmcond embed`` gives for a file, up to rounding, because
+        features are rounded to the number type of the run's store.
+
+        Returns:
+            The (n, k) embeddings, and the encoder's output for the distinct inputs.
 
         Raises:
             InputError: the encoder cannot take an input, or gave NaN or infinity for it.
@@ -126,21 +133,23 @@ class StreamModel:
         if not finite.all():
             item = distinct[int(np.argmin(finite))]
             raise InputError(item, f"the encoder gave NaN or infinity for {item.text[:80]!r}.")
-        found = embedder.embedded(rows, distinct, features)
-        found = apply_guides(found, [condition for _, condition in rows], self.guides)
+        vectors = embedder.embedded(rows, distinct, features)
+        vectors = apply_guides(vectors, [condition for _, condition in rows], self.guides)
         if self.normalize:
-            found = unit_length(found, embedder.head)
-        return found, encoded
+            vectors = unit_length(vectors, embedder.head)
+        return vectors, encoded
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What the record beside the embeddings holds at least.
+    """The required fields of the record that is stored with the embeddings.
 
     Attributes:
-        made_of: what decides the embeddings.
-        columns: an Arrow schema, of what is kept of the source's columns.
-        parts: of the source: see :class:`Part`.
+        format: the version of the format.
+        made_of: everything that decides the embeddings.
+        unit_rows: the number of rows of a work unit.
+        columns: the Arrow schema, in base64, of the source's columns that are kept.
+        parts: the parts of the source (see ``Part``).
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD_SCHEMA
@@ -152,14 +161,15 @@ class _Record:
     parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
 
 
-class Done(NamedTuple):
-    """What became of a unit.
+class UnitResult(NamedTuple):
+    """The outcome of a work unit.
 
     Attributes:
-        written: see :meth:`Output.add`.
-        n_truncated: inputs that were cut.
-        n_tokens: tokens of the inputs, before truncation.
-        seconds: wall-clock time.
+        written: what ``Output.add`` takes to add the unit.
+        dim: the size of the embeddings.
+        n_truncated: the number of truncated inputs.
+        n_tokens: the tokens of the inputs before truncation.
+        seconds: the wall-clock time.
     """
 
     written: str
@@ -170,13 +180,18 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is done with each unit, in whatever process.
+class EmbeddingJob:
+    """The settings for embedding work units, the same in every process.
 
     Attributes:
-        version: of the source, if it is a Lance dataset.
-        values: example values of every condition; None: conditions are taken as they are.
-        identity: of the model, as the process that shares the work has it.
+        model: the model that embeds.
+        source: the name of the source of texts.
+        version: the source's version, if it is a Lance dataset.
+        columns: the columns that are read.
+        condition_text: the condition of every row, if no column holds conditions.
+        values: the example values that every condition gets; None: conditions stay as they are.
+        out: the URI of the output.
+        identity: the model's identity in the process that distributes the units.
     """
 
     model: StreamModel
@@ -189,67 +204,68 @@ class Work:
     identity: Mapping[str, Any]
 
     def schema(self, dim: int) -> pa.Schema:
-        """Return the columns that are written."""
+        """Return the schema of the rows that are written."""
         text = pa.string()
-        own = [("sentence", text), ("condition", text), (VECTOR, pa.list_(pa.float32(), dim))]
-        return pa.schema([*self.columns.keep, *(pa.field(*field) for field in own)])
+        columns = [("sentence", text), ("condition", text), (VECTOR, pa.list_(pa.float32(), dim))]
+        return pa.schema([*self.columns.keep, *(pa.field(*field) for field in columns)])
 
 
 class UnitEmbedder:
-    """Embeds and writes units: what :func:`llmcond.scale.pool.actors` makes actors of."""
+    """A worker that embeds and writes units; ``llmcond.scale.pool.actors`` makes actors of it."""
 
-    def __init__(self, work: Work) -> None:
-        model = work.model
-        if model.identity != work.identity:
+    def __init__(self, job: EmbeddingJob) -> None:
+        model = job.model
+        if model.identity != job.identity:
             raise LlmcondError(
-                f"{model.run} is another run here than where the command was given: see that all "
-                "machines have the same one at this path."
+                f"{model.run} is a different run on this machine than where the command was "
+                "started. Make sure that all machines have the same run at this path."
             )
-        self._work, self._source = work, open_texts(work.source, work.version, patient=True)
-        self._output = open_output(work.out, patient=True)
-        _ = model.embedder  # loaded now: the time that rows take leaves loading out
+        self._job, self._source = job, open_texts(job.source, job.version, patient=True)
+        self._output = open_output(job.out, patient=True)
+        _ = model.embedder  # loads the model, so that the time of the rows excludes loading
 
-    def work(self, unit: Unit) -> Done:
+    def work(self, unit: Unit) -> UnitResult:
         """Embed and write a unit.
 
         Raises:
             UserError: the encoder cannot take a row, or gave NaN or infinity for it.
-            DiskFullError: no room.
+            DiskFullError: the disk is full.
         """
-        work, columns = self._work, self._work.columns
+        job, columns = self._job, self._job.columns
         began = time.monotonic()
         table = self._source.read(unit.part, unit.start, unit.stop, columns)
         sentences = table[columns.sentence]
         if columns.condition is None:
-            conditions: Any = pa.array([work.condition_text] * unit.rows, pa.string())
+            conditions: Any = pa.array([job.condition_text] * unit.rows, pa.string())
         else:
             conditions = table[columns.condition]
-        with_values = with_same_values(conditions.to_pylist(), work.values)
+        with_values = with_same_values(conditions.to_pylist(), job.values)
         rows = list(zip(sentences.to_pylist(), with_values, strict=True))
         try:
-            vectors, encoded = work.model.vectors(rows)
+            vectors, encoded = job.model.vectors(rows)
         except InputError as error:
-            inputs = list(work.model.view.inputs(rows))
+            inputs = list(job.model.view.inputs(rows))
             row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
             raise UserError(f"row {row} of {self._source.where(unit.part)}: {error}") from error
         dim = vectors.shape[1]
         flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
-        kept = [table[name] for name in columns.keep.names]
-        own = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
-        written = self._output.write(unit, pa.table([*kept, *own], work.schema(dim)))
+        kept_columns = [table[name] for name in columns.keep.names]
+        new_columns = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
+        written = self._output.write(unit, pa.table([*kept_columns, *new_columns], job.schema(dim)))
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
-        return Done(written, dim, n_truncated, n_tokens, time.monotonic() - began)
+        return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
 
 
 def embed_stream(options: EmbedOptions) -> EmbedResult:
-    """Write one condition-aware embedding for each row of a source that is read bit by bit.
+    """Write one condition-aware embedding for each row of a source, which is read in work units.
 
-    Units that are there are left out, so that the same call goes on where it stopped.
+    Existing units are skipped, so the same call continues where it stopped.
 
     Raises:
-        UserError: a text is empty, with its row; no such column; ``out`` holds something else,
-            or embeddings of another model, source or condition, or of rows that have changed.
-        DiskFullError: no room; what was written is kept.
+        UserError: a text is empty (the message names its row), a column is missing, or ``out``
+            holds something else, or embeddings of another model, source or condition, or of rows
+            that have changed since.
+        DiskFullError: the disk is full; the units written so far are kept.
     """
     out, values, guide = str(options.out), options.values, options.guide
     text, keep, cluster = options.text_column, options.keep, options.cluster()
@@ -257,188 +273,202 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         options.folder(), options.head, options.prompt, options.device, options.normalize
     )
     texts, output = open_texts(str(options.source)), open_output(out)
-    has = texts.columns().__contains__
-    sentence = text_column(has, text)
-    column, condition_text = condition_source(has, options.condition, options.condition_text)
-    examples = None if values is None else example_values(values)
+    has_column = texts.columns().__contains__
+    sentence_column = text_column(has_column, text)
+    condition_column, condition_text = condition_source(
+        has_column, options.condition, options.condition_text
+    )
+    value_examples = None if values is None else example_values(values)
     if guide is not None:
         conditions = with_same_values([condition_text] if condition_text else [], values)
-        for labelled in read_guide(guide, text, conditions, closed=bool(conditions)):
-            named = [labelled.condition or ""]
-            (own,) = named if conditions else with_same_values(named, values)
-            model.guide(replace(labelled, condition=own))
-    made_of = {
+        for guide_texts in read_guide(guide, text, conditions, closed=bool(conditions)):
+            labelled_conditions = [guide_texts.condition or ""]
+            (condition,) = (
+                labelled_conditions if conditions else with_same_values(labelled_conditions, values)
+            )
+            model.guide(replace(guide_texts, condition=condition))
+    config = {
         **model.identity,
         "source": texts.name,
-        "sentence": sentence,
-        "condition": column,
+        "sentence": sentence_column,
+        "condition": condition_column,
         "condition_text": condition_text,
-        "values": list(examples) if examples else None,
+        "values": list(value_examples) if value_examples else None,
         "keep": list(keep),
     }
-    before = output.record()
-    record = _begun(texts, out, made_of, before)
+    previous_record = output.record()
+    record = _extend_record(texts, out, config, previous_record)
     with output.writing():
-        if output.record() != before:
-            raise UserError(f"another llmcond embed began to write into {out}; try again.")
+        if output.record() != previous_record:
+            raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
         record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
         output.write_record(record)
         parts = [Part(*part) for part in record["parts"]]
-        units = _units(parts, record["unit_rows"])
-        there = output.done(units)
-        todo = [unit for unit in units if unit.number not in there]
-        columns = Columns(sentence, column, _schema(record, out))
+        units = _split_units(parts, record["unit_rows"])
+        done = output.done(units)
+        todo = [unit for unit in units if unit.number not in done]
+        columns = Columns(sentence_column, condition_column, _read_schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
-        work = Work(
+        job = EmbeddingJob(
             model,
             texts.name,
             version,
             columns,
             condition_text,
-            examples,
+            value_examples,
             output.uri,
             model.identity,
         )
-        dim = _embed(work, output, todo, cluster)
+        dim = _embed_units(job, output, todo, cluster)
         dim = dim or output.dim
-    n, new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
-    there_before = f" ({n - new:,} were there)" if n > new else ""
-    log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{there_before}")
+    n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
+    previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
+    log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{previous_note}")
     return EmbedResult(out, n, dim, model.head, model.prompt, model.guides)
 
 
-def _begun(
-    texts: TextSource, out: str, made_of: Mapping[str, Any], before: Mapping[str, Any] | None
+def _extend_record(
+    texts: TextSource,
+    out: str,
+    config: Mapping[str, Any],
+    previous_record: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the record of what is written: that of before, with parts that are new.
+    """Return the record of the output: the previous one, extended by new parts of the source.
 
     Raises:
-        UserError: embeddings of something else were begun, or parts have changed since.
+        UserError: the output holds other embeddings, or parts have changed since.
     """
-    known: list[Part] = []
-    kept, unit_rows = None, UNIT_ROWS
-    if before is not None:
-        check_format(dict(before), FORMAT, f"{out}/{RECORD}")
-        check_record(before, _Record, f"{out}/{RECORD}", "Name another --out.")
-        _check_same(out, before["made_of"], made_of)
-        known = [Part(*part) for part in before["parts"]]
-        kept, unit_rows = _schema(before, out), before["unit_rows"]
-    states = texts.states()
-    _check_parts(texts, states, known, out)
-    names = {part.name for part in known}
-    new = [name for name in states if name not in names]
-    columns = [made_of["sentence"], made_of["condition"]]
-    given = list(dict.fromkeys(column for column in columns if column))
-    parts, schema = survey(texts, new, given, made_of["keep"], kept)
-    if kept is not None and schema != kept:
-        raise UserError(
-            f"{listed(new, 3)} of {texts.name} came since {out} was begun, with columns of other "
-            "types. Name another --out."
+    known_parts: list[Part] = []
+    previous_schema, unit_rows = None, UNIT_ROWS
+    if previous_record is not None:
+        check_format(dict(previous_record), FORMAT, f"{out}/{RECORD}")
+        check_record(previous_record, _Record, f"{out}/{RECORD}", "Name another --out.")
+        _check_same(out, previous_record["made_of"], config)
+        known_parts = [Part(*part) for part in previous_record["parts"]]
+        previous_schema, unit_rows = (
+            _read_schema(previous_record, out),
+            previous_record["unit_rows"],
         )
-    if not sum(part.rows for part in [*known, *parts]):
+    states = texts.states()
+    _check_parts(texts, states, known_parts, out)
+    names = {part.name for part in known_parts}
+    new = [name for name in states if name not in names]
+    columns = [config["sentence"], config["condition"]]
+    read_columns = list(dict.fromkeys(column for column in columns if column))
+    parts, schema = survey(texts, new, read_columns, config["keep"], previous_schema)
+    if previous_schema is not None and schema != previous_schema:
+        raise UserError(
+            f"{listed(new, 3)} of {texts.name} came after {out} was started, and the types of "
+            "their columns differ. Name another --out."
+        )
+    if not sum(part.rows for part in [*known_parts, *parts]):
         raise UserError(f"{texts.name} is empty: it has no rows.")
     return {
         "format": FORMAT,
-        "made_of": dict(made_of),
+        "made_of": dict(config),
         "unit_rows": unit_rows,
         "columns": base64.b64encode(schema.serialize()).decode(),
-        "parts": [list(part) for part in [*known, *parts]],
+        "parts": [list(part) for part in [*known_parts, *parts]],
     }
 
 
 def _check_parts(
-    texts: TextSource, states: Mapping[str, str], known: Sequence[Part], out: str
+    texts: TextSource, states: Mapping[str, str], known_parts: Sequence[Part], out: str
 ) -> None:
     """Check that a source still has the parts of a record.
 
     Raises:
-        UserError: one is gone or has changed.
-        LlmcondError: the record says something else of one than the source.
+        UserError: a part is missing or has changed.
+        LlmcondError: the record and the source count different numbers of rows.
     """
-    changed = [part.name for part in known if states.get(part.name) != part.state]
+    changed = [part.name for part in known_parts if states.get(part.name) != part.state]
     if changed:
         raise UserError(
-            f"{texts.name} has changed since {out} was begun: {listed(changed, 3)} "
-            f"{'is' if len(changed) == 1 else 'are'} gone, or not as before. Name another --out."
+            f"{texts.name} has changed since {out} was started: {listed(changed, 3)} "
+            f"{'is' if len(changed) == 1 else 'are'} missing or modified. Name another --out."
         )
-    counts = dict(zip(states, texts.counts(list(states)), strict=True)) if known else {}
-    if [part.rows for part in known] != [counts.pop(part.name, None) for part in known]:
+    counts = dict(zip(states, texts.counts(list(states)), strict=True)) if known_parts else {}
+    if [part.rows for part in known_parts] != [counts.pop(part.name, None) for part in known_parts]:
         raise LlmcondError(
-            f"{out}/{RECORD} has other numbers of rows than the parts of {texts.name} have; it "
-            "was damaged. Name another --out."
+            f"{out}/{RECORD} is damaged: its numbers of rows differ from those of the parts of "
+            f"{texts.name}. Name another --out."
         )
 
 
-def _check_same(out: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    told = []
-    for name in now:
-        if before.get(name) != now[name]:
-            digests = name in ("encoder", "prompt", "head", "guides")
-            told.append(name if digests else f"{name} {before.get(name)!r}, not {now[name]!r}")
-    if told:
+def _check_same(out: str, recorded: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    changes = []
+    for name in config:
+        if recorded.get(name) != config[name]:
+            is_digest = name in ("encoder", "prompt", "head", "guides")
+            changes.append(
+                name if is_digest else f"{name} {recorded.get(name)!r}, not {config[name]!r}"
+            )
+    if changes:
         raise UserError(
-            f"{out} was begun with another {'; '.join(told)}. Give what it was begun with, or "
-            "another --out."
+            f"{out} was started with another {'; '.join(changes)}. Give the same options as "
+            "before, or another --out."
         )
 
 
-def _schema(record: Mapping[str, Any], out: str) -> pa.Schema:
+def _read_schema(record: Mapping[str, Any], out: str) -> pa.Schema:
     try:
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
     except (ValueError, OSError, pa.ArrowException) as error:
         raise LlmcondError(
-            f"{out}/{RECORD} has columns that cannot be read; it was damaged. Name another --out."
+            f"{out}/{RECORD} is damaged: its columns cannot be read. Name another --out."
         ) from error
 
 
-def _units(parts: Sequence[Part], size: int) -> list[Unit]:
-    found: list[Unit] = []
+def _split_units(parts: Sequence[Part], size: int) -> list[Unit]:
+    units: list[Unit] = []
     first = 0
     for part in parts:
         for start in range(0, part.rows, size):
             stop = min(start + size, part.rows)
-            found.append(Unit(len(found), part.name, start, stop, first + start))
+            units.append(Unit(len(units), part.name, start, stop, first + start))
         first += part.rows
-    return found
+    return units
 
 
-def _embed(work: Work, output: Output, todo: Sequence[Unit], cluster: Cluster | None) -> int:
-    """Embed and write units; return the size of the embeddings, 0 where there is nothing to do."""
-    total = sum(unit.rows for unit in todo)
-    dim, cut = 0, 0
-    if not todo:
+def _embed_units(
+    job: EmbeddingJob, output: Output, units: Sequence[Unit], cluster: Cluster | None
+) -> int:
+    """Embed and write units; return the size of the embeddings, or 0 if there are no units."""
+    total = sum(unit.rows for unit in units)
+    dim, n_truncated = 0, 0
+    if not units:
         return dim
     with (
-        _executing(work, cluster) as (execute, processes),
+        _open_executor(job, cluster) as (execute, processes),
         ExtractionBar(processes=processes, name="embedding", noun="rows") as bar,
     ):
         bar.start(total, total)
         try:
-            for unit, done in execute(todo):
-                dim, cut = done.dim, cut + done.n_truncated
-                output.add(unit, done.written, work.schema(dim))
+            for unit, done in execute(units):
+                dim, n_truncated = done.dim, n_truncated + done.n_truncated
+                output.add(unit, done.written, job.schema(dim))
                 bar.advance(unit.rows, unit.rows, done.n_tokens, done.seconds)
         except BaseException:
-            # What was written by now need not be done again.
+            # The next call can then skip the units that were written.
             with suppress(LlmcondError):
                 output.finish()
             raise
     output.finish()
-    if cut:
-        log.info(f"{cut:,} inputs are longer than the encoder takes: {CUT}")
+    if n_truncated:
+        log.info(f"{n_truncated:,} inputs are longer than the encoder's limit: {CUT}")
     return dim
 
 
 @contextmanager
-def _executing(
-    work: Work, cluster: Cluster | None
-) -> Iterator[tuple[Callable[[Iterable[Unit]], Iterator[tuple[Unit, Done]]], int]]:
-    """Yield what embeds units, in this process or by actors on a cluster, and their number."""
+def _open_executor(
+    job: EmbeddingJob, cluster: Cluster | None
+) -> Iterator[tuple[Callable[[Iterable[Unit]], Iterator[tuple[Unit, UnitResult]]], int]]:
+    """Yield a function that embeds units, here or by actors on a cluster, and its parallelism."""
     if cluster is None:
-        worker = UnitEmbedder(work)
+        worker = UnitEmbedder(job)
         yield lambda units: ((unit, worker.work(unit)) for unit in units), 1
         return
-    # A new value, without what was loaded here.
-    work = replace(work, model=replace(work.model))
-    with actors(cluster, UnitEmbedder, work) as pool:
+    # A copy without the loaded model, because it is sent to the actors.
+    job = replace(job, model=replace(job.model))
+    with actors(cluster, UnitEmbedder, job) as pool:
         yield pool.map, pool.size

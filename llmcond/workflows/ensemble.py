@@ -1,7 +1,7 @@
-"""An ensemble of adapters on one base: trained one after the other, used as one encoder.
+"""Training an ensemble of adapters on one base encoder, which is used as one encoder.
 
-Each member is trained by a seed of its own, in a folder of its own, which is a trained encoder by
-itself. Together they are one whose vector is theirs side by side.
+Each member is trained with its own seed in its own folder, and is a complete trained encoder. The
+ensemble's vector is the concatenation of the members' vectors.
 """
 
 from __future__ import annotations
@@ -26,57 +26,58 @@ from llmcond.workflows.account import STATE, TrainingResult, finished
 from llmcond.workflows.trainable import has_router
 from llmcond.workflows.training import RatedJob, train, write_account
 
-#: What the account of an ensemble has of each member: keys that begin so.
-_TOLD = ("seed", "steps", "best_step", "dev_", "then")
+#: Prefixes of the keys in a member's summary that the ensemble's training record repeats.
+_REPEATED_KEYS = ("seed", "steps", "best_step", "dev_", "then")
 
 
 def check_ensemble(
     count: int, plan: HeadPlan, resolved: ResolvedEncoder, settings: TuneSettings, merge: bool
 ) -> None:
-    """Refuse what cannot be an ensemble.
+    """Check that the options allow an ensemble, if there is more than one member.
 
     Raises:
-        UserError: a head behind the members, no adapters, a router, or vectors that are not of
+        UserError: there is a head behind the encoder, no adapter, a router, or vectors without
             unit length.
     """
     if count == 1:
         return
     if not plan.recipe.is_identity:
         raise UserError(
-            f"an ensemble is of encoders alone, and the head is {plan.recipe.name}. Give --head "
-            "none, and fit the head afterwards: llmcond fit-head."
+            f"an ensemble has no head while it is trained, but the head is {plan.recipe.name}. "
+            "Give --head none, and fit the head afterwards: llmcond fit-head."
         )
     if has_router(plan.prompts, resolved):
         raise UserError(
-            "an ensemble takes no routers. Leave out --router, and name a --prompt without one, "
-            "such as concat-cond-sent."
+            "an ensemble does not support routers. Leave out --router, and name a --prompt without "
+            "one, such as concat-cond-sent."
         )
     if settings.full or merge:
         raise UserError(
-            "an ensemble is of adapters on one base. Leave out --merge, and give --rank a number."
+            "an ensemble consists of adapters on one base. Leave out --merge, and give --rank a "
+            "number."
         )
     if not resolved.identity.normalize:
-        raise UserError("members of an ensemble have vectors of unit length. Add --normalize.")
+        raise UserError("members of an ensemble need vectors of unit length. Add --normalize.")
 
 
 def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult:
-    """Train the members one after the other, or go on where that was stopped.
+    """Train the members one after the other, or continue where the training was stopped.
 
-    Each goes on as :func:`llmcond.workflows.training.train` does, and is not trained again once it
-    has ended.
+    Each member continues as in ``llmcond.workflows.training.train``, and a finished member is not
+    trained again.
 
     Args:
-        job: of the ensemble: its folder, and all that made it.
-        members: their own, in the order of their seeds; their folders are set here.
+        job: the ensemble's job, with its folder and its training configuration.
+        members: the members' jobs, in the order of their seeds; this function sets their folders.
 
     Raises:
-        UserError: as that function.
+        UserError: as ``train``.
     """
-    done = finished(job.folder, job.made_of)
-    if done is not None:
-        return TrainingResult(done)
+    summary = finished(job.folder, job.made_of)
+    if summary is not None:
+        return TrainingResult(summary)
     check_writable(job.folder / STATE / "state.safetensors")
-    # It says that the folder is an ensemble which is being trained.
+    # This folder marks an ensemble whose training is not finished.
     (job.folder / STATE).mkdir(parents=True, exist_ok=True)
     folders = member_folders(job.folder, len(members))
     summaries = []
@@ -87,41 +88,42 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
 
     if not PartialState().is_main_process:
         return TrainingResult({})
-    return TrainingResult(_together(job, summaries))
+    return TrainingResult(_combine_members(job, summaries))
 
 
-def _together(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make the folder one encoder, and a run with its features and scores."""
+def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Make the ensemble's folder one encoder, and a run with its features and scores."""
     folders = member_folders(job.folder, len(members))
     tuned = read_tuned(folders[0])
     if tuned is None:
-        raise LlmcondError(f"{folders[0]} has lost its encoder.json. Train into another --run.")
+        raise LlmcondError(f"{folders[0]} lacks encoder.json. Train into another --run.")
     write_tuned(job.folder, replace(tuned, members=len(members)))
     selected_on = "dev" if chosen_on_dev(members[0]) else None
     record = {"selected_on": selected_on, **job.about()}
-    own, _ = load_head(folders[0] / "heads" / members[0]["head"])
-    module = own.family(own.settings, len(members) * own.dim_in).finished()
-    head = FittedHead(own.kind, own.family, module, job.seed, Fit(record))
+    member_head, _ = load_head(folders[0] / "heads" / members[0]["head"])
+    module = member_head.family(member_head.settings, len(members) * member_head.dim_in).finished()
+    head = FittedHead(member_head.kind, member_head.family, module, job.seed, Fit(record))
     log.info(f"the ensemble of {len(members)}:")
-    kept, seconds = job.keep(head), sum(one["seconds"] for one in members)
+    trained_head, seconds = job.keep(head), sum(member["seconds"] for member in members)
     weights = members[0]["weights"]
     summary = {
         "run": str(job.folder),
         "encoder": job.resolved.checkpoint.name,
-        "head": kept.name,
-        **kept.takes,
+        "head": trained_head.name,
+        **trained_head.takes,
         "seed": job.seed,
         "weights": {**weights, "trained": len(members) * weights["trained"]},
-        "steps": sum(one["steps"] for one in members),
+        "steps": sum(member["steps"] for member in members),
         "seconds": round(seconds, 1),
         **job.about(),
         "members": [
-            {key: value for key, value in one.items() if key.startswith(_TOLD)} for one in members
+            {key: value for key, value in member.items() if key.startswith(_REPEATED_KEYS)}
+            for member in members
         ],
-        "scores": [result.to_json() for result in kept.scores],
+        "scores": [result.to_json() for result in trained_head.scores],
     }
-    write_account(job, kept, summary, {})
-    for folder in folders:  # the run has what all of them give together
+    write_account(job, trained_head, summary, {})
+    for folder in folders:  # the run has the features of the whole ensemble
         shutil.rmtree(folder / "features", ignore_errors=True)
-    log.info(f"{kept.name}: {len(members)} members in {duration(seconds)} -> {job.folder}")
+    log.info(f"{trained_head.name}: {len(members)} members in {duration(seconds)} -> {job.folder}")
     return summary

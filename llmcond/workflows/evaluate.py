@@ -1,4 +1,4 @@
-"""Score predictions against ratings: fitted heads and zero-shot."""
+"""Scoring the predictions of fitted heads and zero-shot against ratings."""
 
 from __future__ import annotations
 
@@ -44,138 +44,156 @@ from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, T
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 
-def evaluate(asked: EvaluateOptions) -> Results[Result]:
+def evaluate(options: EvaluateOptions) -> Results[Result]:
     """Score a run's heads, and zero-shot under their prompts.
 
     Raises:
-        UserError: no run, no such head or split, no rated rows.
+        UserError: there is no such run, head or split, or no rated row.
     """
-    run = open_any_run(Path(asked.run), cross=True)
-    _check_options(run, asked)
-    if asked.predictions is not None:
-        sources = [asked.data, run.manifest["data"]["source"]]
-        check_output(Path(asked.predictions), (".csv",), sources)
-    if asked.report is not None:
-        check_page(Path(asked.report))
-    return find_kind(run.kind).evaluate(run, asked)
+    run = open_any_run(Path(options.run), cross=True)
+    _check_options(run, options)
+    if options.predictions is not None:
+        sources = [options.data, run.manifest["data"]["source"]]
+        check_output(Path(options.predictions), (".csv",), sources)
+    if options.report is not None:
+        check_page(Path(options.report))
+    return find_kind(run.kind).evaluate(run, options)
 
 
-def evaluate_pairs(run: Run, asked: EvaluateOptions) -> Results[Result]:
-    """Score a run of rated pairs; see :meth:`llmcond.runs.kind.Kind.evaluate`."""
-    data = asked.data_options()
-    computed = choose_metrics(run.task.metrics, asked.metric)
+def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
+    """Score a run of rated pairs; see ``llmcond.runs.kind.Kind.evaluate``."""
+    data = options.data_options()
+    metrics = choose_metrics(run.task.metrics, options.metric)
     if "dev" in run.trained_on:
         log.info(f"the encoder of {run.folder} was trained on dev as well as on train")
-    rows, split = _rows(run, data, asked.split)
-    other = data.source is not None
-    if run.cross and asked.head:
+    rows, split = _choose_rows(run, data, options.split)
+    has_other_data = data.source is not None
+    if run.cross and options.head:
         raise UserError(
-            f"{run.folder} holds a cross-encoder, which is scored by itself. Leave out --head."
+            f"{run.folder} holds a cross-encoder, which has no separate heads. Leave out --head."
         )
     fitted: list[SavedHead] = []
     prompts: list[Prompt] = []
     if not run.cross:
-        fitted, prompts = asked_for(run, asked.head, None if other else split)
-    check_scorable(rows, run, other, predictions=asked.predictions is not None, heads=fitted)
+        fitted, prompts = asked_for(run, options.head, None if has_other_data else split)
+    check_scorable(
+        rows, run, has_other_data, predictions=options.predictions is not None, heads=fitted
+    )
     predictors: list[AnyPredictor | CrossEncoder]
     if run.cross:
-        cross = load_cross_encoder(run.folder, device=asked.device)
-        predictors, predicted = [cross], [cross.predict(rows)]
+        cross = load_cross_encoder(run.folder, device=options.device)
+        predictors, predictions = [cross], [cross.predict(rows)]
     else:
         store = run.store()
-        if other:
+        if has_other_data:
             inputs = partial(SplitInputs, [rows])
-            store = extract_others(run, prompts, inputs, asked.device)
+            store = extract_others(run, prompts, inputs, options.device)
         compared: list[AnyPredictor]
-        compared = [*(one for prompt in prompts for one in zeroshots(run, prompt)), *fitted]
+        compared = [
+            *(predictor for prompt in prompts for predictor in zeroshots(run, prompt)),
+            *fitted,
+        ]
         features = RowFeatures(rows, store)
-        predicted = [predict(one, features.pairs(one.view)) for one in compared]
+        predictions = [predict(predictor, features.pairs(predictor.view)) for predictor in compared]
         predictors = [*compared]
-    similarity = {one.name: own for one, own in zip(predictors, predicted, strict=True)}
-    if asked.predictions is not None:
-        _write_predictions(Path(asked.predictions), rows, similarity)
-    results = results_of(predictors, predicted, rows, split, computed, task=run.task.name)
-    known = trained_sentences(run, fitted, None if other else split)
-    seeded = [own[None] for own in predicted]
-    results = Results(tuple(with_new_sentences(results, seeded, rows, known, computed)))
-    results = _by_condition(results, predictors, predicted, rows, run, computed[0])
-    if asked.report is not None:
-        settings = {"heads": [one.name for one in predictors if one.is_fitted]}
-        _write_page(Path(asked.report), run, rows, results, similarity, rows.file, settings)
+    similarity = {
+        predictor.name: values for predictor, values in zip(predictors, predictions, strict=True)
+    }
+    if options.predictions is not None:
+        _write_predictions(Path(options.predictions), rows, similarity)
+    results = results_of(predictors, predictions, rows, split, metrics, task=run.task.name)
+    known_sentences = trained_sentences(run, fitted, None if has_other_data else split)
+    single_seed = [values[None] for values in predictions]
+    results = Results(
+        tuple(with_new_sentences(results, single_seed, rows, known_sentences, metrics))
+    )
+    results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
+    if options.report is not None:
+        settings = {"heads": [predictor.name for predictor in predictors if predictor.is_fitted]}
+        _write_page(Path(options.report), run, rows, results, similarity, rows.file, settings)
     return results
 
 
 def write_ranks(
-    found: RankedResults[Any], run: AnyRun, asked: EvaluateOptions, kind: type[TiesOption]
+    results: RankedResults[Any], run: AnyRun, options: EvaluateOptions, kind: type[TiesOption]
 ) -> Results[Any]:
-    """Write the files that are asked for of a ranking, each query's ranks and a page.
+    """Write the files that the options name: the ranks of each query, and a page.
 
     Args:
-        found: the results with the ranks.
-        run: whose heads were scored.
-        asked: which files are written.
-        kind: options of the run's kind of task, which the page lists.
+        results: the results with the ranks.
+        run: the run whose heads were scored.
+        options: the options, which name the files.
+        kind: the class of options for the run's kind of task, which the page lists.
 
     Returns:
         The results without the ranks.
     """
-    ranks = {one.name: own for one, own in zip(found, found.ranks, strict=True)}
-    if asked.predictions is not None:
-        numbers = ("row", range(1, len(found.queries) + 1))
-        shown = ((name, [f"{rank:g}" for rank in own]) for name, own in ranks.items())
-        columns = [numbers, *found.queries.columns.items(), *shown]
-        _write_table(Path(asked.predictions), columns, "queries")
-    if asked.report is not None:
-        source = str(asked.data or run.manifest["data"]["source"])
-        settings = {**asdict(asked.part(kind)), "data": asked.data, "heads": list(asked.head)}
-        _write_page(Path(asked.report), run, found.queries, found, ranks, source, settings)
-    return Results(found.rows)
+    ranks = {
+        result.name: query_ranks for result, query_ranks in zip(results, results.ranks, strict=True)
+    }
+    if options.predictions is not None:
+        row_numbers = ("row", range(1, len(results.queries) + 1))
+        rank_columns = (
+            (name, [f"{rank:g}" for rank in query_ranks]) for name, query_ranks in ranks.items()
+        )
+        columns = [row_numbers, *results.queries.columns.items(), *rank_columns]
+        _write_table(Path(options.predictions), columns, "queries")
+    if options.report is not None:
+        source = str(options.data or run.manifest["data"]["source"])
+        settings = {**asdict(options.part(kind)), "data": options.data, "heads": list(options.head)}
+        _write_page(Path(options.report), run, results.queries, results, ranks, source, settings)
+    return Results(results.rows)
 
 
-def _rows(run: Run, data: DataOptions, split: str | None) -> tuple[Rows, str]:
-    """Return the rows that are scored, and what split they are."""
-    if data.source is not None:
-        rows, split = run.task.read_split(data.like(run.read_by), split)
+def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Rows, str]:
+    """Return the rows to score, and the name of their split."""
+    if options.source is not None:
+        rows, split = run.task.read_split(options.like(run.read_by), split)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         return rows, split
     split = run.scored_split(split)
     return run.rows(split), split
 
 
-def _check_options(run: AnyRun, asked: EvaluateOptions) -> None:
-    """Raise a UserError for options of another kind of task than the run's."""
-    data = asked.data_options()
+def _check_options(run: AnyRun, options: EvaluateOptions) -> None:
+    """Raise a UserError for options that another kind of task than the run's has."""
+    data = options.data_options()
     run.task.refuse_column_options(data)
     if data.source is None and (data.columns or data.scale):
         raise UserError(
             "--columns, --rating-range and --unrated say how the file of --data is read, and "
             "--data was not given. Leave them out, or add --data."
         )
-    options = RankingOptions, DialogueOptions
-    own = {f.name for one in options if one.of[0] == run.task.kind for f in fields(one)}
-    for one in options:
-        for item in fields(one):
-            if item.name not in own and getattr(asked, item.name) != item.default:
-                what = TiesOption.of[1] if item.name == "ties" else one.of[1]
+    option_classes = RankingOptions, DialogueOptions
+    allowed = {
+        f.name
+        for option_class in option_classes
+        if option_class.of[0] == run.task.kind
+        for f in fields(option_class)
+    }
+    for option_class in option_classes:
+        for item in fields(option_class):
+            if item.name not in allowed and getattr(options, item.name) != item.default:
+                purpose = TiesOption.of[1] if item.name == "ties" else option_class.of[1]
                 raise UserError(
-                    f"--{item.name.replace('_', '-')} is of {what}, and {run.folder} is a run of "
-                    f"the task {run.task.name}. Leave it out."
+                    f"--{item.name.replace('_', '-')} is for {purpose}, but {run.folder} is a run "
+                    f"of the task {run.task.name}. Leave it out."
                 )
 
 
-def ranked_data(run: Any, asked: EvaluateOptions) -> tuple[Any, str, str]:
-    """Return the data of a run whose answers are ranked, their split, and what results call it.
+def ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]:
+    """Return the data of a run that ranks candidates, the split to score, and the results' split.
 
-    These differ where the data are not the run's own.
+    The two splits differ if the options name other data than the run's.
     """
-    if asked.data is None:
-        split = run.scored_split(asked.split)
+    if options.data is None:
+        split = run.scored_split(options.split)
         return run.data, split, split
-    found, split = run.task.with_others(run.data, asked.data_options(), asked.split)
-    return found, OTHERS, split
+    data, split = run.task.with_others(run.data, options.data_options(), options.split)
+    return data, OTHERS, split
 
 
-def _by_condition(
+def _add_condition_scores(
     results: Results[Result],
     predictors: Sequence[AnyPredictor | CrossEncoder],
     predicted: Sequence[NDArray[np.float32]],
@@ -183,22 +201,22 @@ def _by_condition(
     run: Run,
     metric: Metric,
 ) -> Results[Result]:
-    """Return results that tell rows apart whose condition training had, and had not."""
+    """Add the scores on rows with seen and with unseen conditions to results."""
     train, rated = run.rows("train"), rows.rated
-    known = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
+    known_conditions = {train.condition[i] for i in np.flatnonzero(train.rated).tolist()}
     condition = [rows.condition[i] for i in np.flatnonzero(rated).tolist()]
-    if not 0 < sum(text in known for text in condition) < len(condition):
+    if not 0 < sum(text in known_conditions for text in condition) < len(condition):
         return results
-    found = []
-    for result, one, similarity in zip(results, predictors, predicted, strict=True):
-        parts = {}
-        if one.is_fitted:
+    new_results = []
+    for result, predictor, similarity in zip(results, predictors, predicted, strict=True):
+        by_condition = {}
+        if predictor.is_fitted:
             scored = similarity[rated]
             rating, pair = rows.rating[rated], rows.pair[rated]
-            parts = seen_unseen(known, condition, rating, scored, pair, metric, 0)
-            del parts["overall"]
-        found.append(replace(result, by_condition=parts))
-    return Results(tuple(found))
+            by_condition = seen_unseen(known_conditions, condition, rating, scored, pair, metric, 0)
+            del by_condition["overall"]
+        new_results.append(replace(result, by_condition=by_condition))
+    return Results(tuple(new_results))
 
 
 def _write_page(
@@ -210,21 +228,21 @@ def _write_page(
     source: str,
     settings: Mapping[str, Any],
 ) -> None:
-    """Write a page of results; ``source`` is where examples are from."""
+    """Write a page of results on examples from ``source``."""
     best = best_first(results)
     first = best[0]
     if not first.counts.n:
-        raise UserError("there are no ratings to report on; leave out --report.")
+        raise UserError("there are no ratings to report on. Leave out --report.")
     summary = []
     if not np.isnan(first.main.value):
         figures = ", ".join(
-            f"{metric_of(name).heading} {estimate_text(metric_of(name), one)}"
-            for name, one in first.metrics.items()
+            f"{metric_of(name).heading} {estimate_text(metric_of(name), estimate)}"
+            for name, estimate in first.metrics.items()
             if not metric_of(name).secondary
         )
         summary.append(
             f"{extreme(first.primary)}: {first.name}, {figures}. Whether systems differ by more "
-            "than chance is not tested here; compare-prompts tests it for prompts."
+            "than chance is not tested; compare-prompts tests it for prompts."
         )
     summary.append(
         f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "
@@ -239,13 +257,16 @@ def _write_predictions(
     path: Path, rows: Rows, similarity: Mapping[str, NDArray[np.float32]]
 ) -> None:
     rating = ["" if np.isnan(value) else f"{value:g}" for value in rows.rating]
-    predicted = ((name, [f"{value:.6f}" for value in own]) for name, own in similarity.items())
+    predicted = (
+        (name, [f"{value:.6f}" for value in similarities])
+        for name, similarities in similarity.items()
+    )
     columns = [("row", rows.number), *rows.texts.items(), ("rating", rating), *predicted]
     _write_table(path, columns, "rows")
 
 
 def _write_table(path: Path, columns: Sequence[tuple[str, Iterable[Any]]], unit: str) -> None:
-    """Write columns of as many values each as CSV, complete or not at all."""
+    """Write columns of equal length as CSV, completely or not at all."""
     headings, values = zip(*columns, strict=True)
     table = list(zip(*values, strict=True))
     write_csv(path, headings, table)

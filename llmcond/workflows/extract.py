@@ -1,4 +1,4 @@
-"""Extract the features of a data set under prompts into a run."""
+"""Extraction of a dataset's features under prompts into a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from llmcond.bundled import bundled_names
 from llmcond.data.datasets import DataOptions
@@ -37,12 +39,25 @@ D = TypeVar("D", bound=Data)
 
 @dataclass(frozen=True)
 class ExtractResult(Displayed):
-    """What :func:`extract` did.
+    """The result of an extraction.
 
     Attributes:
-        fingerprint: identifies everything of the encoder that decides vectors.
-        dtype: that it computed in.
-        prompts: what was done for each prompt, and ``record`` what the manifest keeps of that.
+        run: the folder of the run.
+        encoder: the name of the encoder.
+        fingerprint: a digest of everything about the encoder that decides vectors.
+        dtype: the number type that the encoder computed in.
+        prompts: what was done for each prompt, by its name.
+        record: what the run's manifest keeps for each prompt.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> result = llmcond.extract(model="minilm", run="demo", data=rows, prompt=["routed"])
+        >>> result.prompts["routed"].n_inputs
+        42
     """
 
     run: Path
@@ -52,9 +67,9 @@ class ExtractResult(Displayed):
     prompts: Mapping[str, Extraction]
     record: Mapping[str, Mapping[str, Any]]
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        done = {
+        prompts = {
             name: {
                 **self.record[name],
                 "n_tokens": extraction.n_tokens,
@@ -62,36 +77,42 @@ class ExtractResult(Displayed):
             }
             for name, extraction in self.prompts.items()
         }
-        about = {"encoder": self.encoder, "fingerprint": self.fingerprint, "dtype": self.dtype}
-        return {"run": str(self.run), **about, "prompts": done}
+        encoder_fields = {
+            "encoder": self.encoder,
+            "fingerprint": self.fingerprint,
+            "dtype": self.dtype,
+        }
+        return {"run": str(self.run), **encoder_fields, "prompts": prompts}
 
 
-def extract(asked: ExtractOptions) -> ExtractResult:
-    """Extract the features of a data set under prompts into a run; what is there is not redone.
+def extract(options: ExtractOptions) -> ExtractResult:
+    """Extract the features of a dataset under prompts into a run, without repeating existing work.
 
-    The data that ``asked`` names must be the run's own if it exists.
+    Raises:
+        UserError: the options are invalid, or the run exists with another encoder or other data.
+        LlmcondError: the encoder cannot be loaded or fails.
     """
-    model, run_folder, options = asked.model, Path(asked.run), asked.encoder_options()
-    workers, cluster = asked.workers, asked.cluster()
-    prepared = prepare(asked)
-    existing, resolved, chosen = prepared.existing, prepared.resolved, prepared.prompts
+    model, run_folder, encoder_options = options.model, Path(options.run), options.encoder_options()
+    workers, cluster = options.workers, options.cluster()
+    prepared = prepare(options)
+    existing, resolved, prompts = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     if cluster is None:
         check_workers(workers, resolved)
     created = None
     if prepared.dataset is not None:
-        dtype: StoreDtype = asked.store_dtype or "float16"
-        if prepared.store is not None:  # whether it can be read, before there is a run
+        dtype: StoreDtype = options.store_dtype or "float16"
+        if prepared.store is not None:  # raises an error before the run is created
             FeatureStore(prepared.store, resolved.identity, dtype)
-        with suppress(RunExistsError):  # another process made it meanwhile: join it
+        with suppress(RunExistsError):  # another process created the run meanwhile: join it
             created = create_run(
                 run_folder, model, resolved, prepared.dataset, dtype, prepared.task, prepared.store
             )
-        prepared.dataset = None  # the run reads its own
+        prepared.dataset = None  # frees memory, because the run reads its own copy
     run = created or existing or open_any_run(run_folder)
     if run is not created:
-        check_run(run, resolved, asked.data_options(), asked.store_dtype, prepared.store)
+        check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         run.record_model(where_model(model, resolved))
     log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
@@ -102,31 +123,35 @@ def extract(asked: ExtractOptions) -> ExtractResult:
     try:
         with ExitStack() as stack:
             if cluster is None:
-                processes = worker_processes(workers, model, options, resolved, run_folder, chosen)
-                before = stack.enter_context(processes)
-                encoder = LazyEncoder(resolved, before=before, processes=workers)
+                processes = worker_processes(
+                    workers, model, encoder_options, resolved, run_folder, prompts
+                )
+                before_encoding = stack.enter_context(processes)
+                encoder = LazyEncoder(resolved, before=before_encoding, processes=workers)
             else:
                 actors = ray_execution(cluster, where_model(model, resolved), resolved, run.store())
                 encoder = LazyEncoder(resolved, execute=stack.enter_context(actors))
-            missing = _log_plan(run, chosen)
-            return _extract_prompts(run, encoder, chosen, missing)
+            missing = _count_missing(run, prompts)
+            return _extract_prompts(run, encoder, prompts, missing)
     except LlmcondError:
-        with suppress(LlmcondError):  # the store's, which perhaps is what failed
+        with suppress(LlmcondError):  # the store itself may be what failed
             if created is not None and not len(created.store()):
-                # Nothing came of it, and what is left would bind the folder to this encoder.
+                # The run is empty, and would bind the folder to this encoder and these data.
                 shutil.rmtree(run_folder, ignore_errors=True)
         raise
 
 
 @dataclass
 class Prepared:
-    """What an extraction works with, checked; nothing was written.
+    """The checked inputs of an extraction, before anything is written.
 
     Attributes:
-        existing: the run, if there is one.
-        dataset: that a new run will hold.
-        prompts: at least one, and different.
-        store: where features are to be; None: where the run has them.
+        existing: the run, if it exists already.
+        task: the task of the run.
+        dataset: the dataset of a new run; None if the run exists.
+        resolved: the encoder.
+        prompts: one or more different prompts.
+        store: the store URI that was given; None: the run's default.
     """
 
     existing: AnyRun | None
@@ -137,34 +162,40 @@ class Prepared:
     store: str | None
 
 
-def prepare(asked: ExtractOptions) -> Prepared:
-    """Read and find everything that an extraction takes.
+def prepare(options: ExtractOptions) -> Prepared:
+    """Read and check everything that an extraction needs.
 
     Raises:
-        UserError: something of that is wrong.
+        UserError: the options, the data or a prompt are invalid.
         LlmcondError: the hub cannot be reached.
     """
-    model, options, cluster = asked.model, asked.encoder_options(), asked.cluster()
-    run_folder, data = Path(asked.run), asked.data_options()
-    place = None if asked.store is None else recorded(asked.store)
+    model, encoder_options, cluster = options.model, options.encoder_options(), options.cluster()
+    run_folder, data = Path(options.run), options.data_options()
+    store_uri = None if options.store is None else recorded(options.store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
-    if existing is not None and options.runtime == "auto":
-        options = replace(options, runtime=existing.runtime)
-    # All that can be wrong in files is found before a model is looked for, or downloaded.
-    named = [load_prompt(name) for name in asked.prompt]
-    chosen = task_of(existing, asked.task)
-    dataset = None if existing else read_data(chosen, replace(data, extra=fields_of(named)))
-    resolved = resolve(model, options) if cluster is None else _for_actors(model, options, cluster)
-    routes = resolved.identity.routes_inside and find_kind(chosen.kind).has_conditions
-    default = None if routes else chosen.prompt
-    taken = named or [load_prompt(default) if default else _usual_prompt(resolved)]
-    check_prompts(taken, resolved, chosen)
-    check_routed(taken, options, chosen)
-    return Prepared(existing, chosen, dataset, resolved, taken, place)
+    if existing is not None and encoder_options.runtime == "auto":
+        encoder_options = replace(encoder_options, runtime=existing.runtime)
+    # Errors in files are reported before a model is searched for or downloaded.
+    named_prompts = [load_prompt(name) for name in options.prompt]
+    task = task_of(existing, options.task)
+    dataset = None if existing else read_data(task, replace(data, extra=fields_of(named_prompts)))
+    resolved = (
+        resolve(model, encoder_options)
+        if cluster is None
+        else _resolve_for_actors(model, encoder_options, cluster)
+    )
+    routes = resolved.identity.routes_inside and find_kind(task.kind).has_conditions
+    default = None if routes else task.prompt
+    prompts = named_prompts or [
+        load_prompt(default) if default else _choose_default_prompt(resolved)
+    ]
+    check_prompts(prompts, resolved, task)
+    check_routed(prompts, encoder_options, task)
+    return Prepared(existing, task, dataset, resolved, prompts, store_uri)
 
 
-def _usual_prompt(resolved: ResolvedEncoder) -> Prompt:
-    """Return the prompt that an encoder was trained with, or else the one that suits it."""
+def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
+    """Return the prompt that an encoder was trained with, or otherwise its default prompt."""
     checkpoint = resolved.checkpoint
     folder = checkpoint.members[0].parent if checkpoint.members else checkpoint.adapter
     trained = trained_prompts(folder or checkpoint.folder) if checkpoint.stated else {}
@@ -174,83 +205,89 @@ def _usual_prompt(resolved: ResolvedEncoder) -> Prompt:
             return prompt
     if trained:
         log.info(
-            f"{checkpoint.name} was trained with another prompt than {resolved.default_prompt}, "
-            f"which is taken: name the file of {' or '.join(trained)} by --prompt"
+            f"{checkpoint.name} was not trained with the prompt {resolved.default_prompt}, which "
+            f"is used by default: name the file of {' or '.join(trained)} with --prompt"
         )
     return load_prompt(resolved.default_prompt)
 
 
-def _for_actors(model: str, options: EncoderOptions, cluster: Cluster) -> ResolvedEncoder:
-    """Return the encoder that actors on a cluster have; this machine may have no GPU."""
-    if options.device not in ("auto", "cuda" if cluster.gpus_per_actor else "cpu"):
+def _resolve_for_actors(
+    model: str, encoder_options: EncoderOptions, cluster: Cluster
+) -> ResolvedEncoder:
+    """Resolve the encoder for actors on a cluster, even if this machine has no GPU."""
+    if encoder_options.device not in ("auto", "cuda" if cluster.gpus_per_actor else "cpu"):
         raise UserError(
-            f"device is {options.device!r}, and with --scale ray actors compute on the GPUs that "
-            "--gpus-per-actor gives them, else on CPUs. Leave out --device."
+            f"device is {encoder_options.device!r}, but with --scale ray, actors compute on the "
+            "GPUs from --gpus-per-actor, or otherwise on CPUs. Leave out --device."
         )
     if not cluster.gpus_per_actor:
-        return resolve(model, replace(options, device="cpu"))
+        return resolve(model, replace(encoder_options, device="cpu"))
     import torch
 
     if torch.cuda.is_available():
-        return resolve(model, replace(options, device="cuda"))
-    if options.dtype == "auto":
+        return resolve(model, replace(encoder_options, device="cuda"))
+    if encoder_options.dtype == "auto":
         raise UserError(
-            "this machine has no GPU to choose the dtype by, and vectors of different types do not "
-            "mix. Add --dtype: bfloat16 from compute capability 8.0 on (A100, H100), float16 "
-            "before."
+            "this machine has no GPU, so the dtype cannot be chosen automatically, and vectors of "
+            "different types cannot be mixed. Add --dtype: bfloat16 for compute capability 8.0 and "
+            "above (A100, H100), float16 below."
         )
-    options = replace(options, device="cpu", runtime="torch")
-    return replace(resolve(model, options), device="cuda:0")
+    encoder_options = replace(encoder_options, device="cpu", runtime="torch")
+    return replace(resolve(model, encoder_options), device="cuda:0")
 
 
 def task_of(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
-    """Return the task of an existing run, or the one that was named; a UserError if they differ."""
-    asked = None if name is None else find_task(name)
+    """Return the task of an existing run, or the named task.
+
+    Raises:
+        UserError: the run has another task than the named one.
+    """
+    named_task = None if name is None else find_task(name)
     if run is None:
-        return asked or find_task()
-    if asked is not None and asked.name != run.task.name:
+        return named_task or find_task()
+    if named_task is not None and named_task.name != run.task.name:
         raise UserError(
-            f"{run.folder} is a run of the task {run.task.name}, not {asked.name}. Use another "
-            "--run, or leave out --task."
+            f"{run.folder} is a run of the task {run.task.name}, not {named_task.name}. Use "
+            "another --run, or leave out --task."
         )
     return run.task
 
 
 def read_data(task: AnyTask[D], data: DataOptions) -> D:
-    """Read a data set, and log what was decided and what is odd about it."""
-    found = task.read(data)
+    """Read a dataset, and log its size, decisions made while reading, and oddities."""
+    dataset = task.read(data)
     sample = "the bundled sample, as no --data is given"
-    log.info(f"data: {sample if data.source is None else found.source} ({task.counted(found)})")
-    for text in found.notes:
+    log.info(f"data: {sample if data.source is None else dataset.source} ({task.counted(dataset)})")
+    for text in dataset.notes:
         log.info(text)
-    find_kind(task.kind).log_data(found)
-    return found
+    find_kind(task.kind).log_data(dataset)
+    return dataset
 
 
 def check_named_once(prompts: Sequence[Prompt]) -> None:
-    """Raise a UserError if two prompts have one name."""
+    """Raise a UserError if two prompts have the same name."""
     for name, count in Counter(prompt.name for prompt in prompts).items():
         if count > 1:
             raise UserError(
-                f"the prompt {name} was given {count} times. Give it once; files of the same name "
-                "in different folders must be renamed."
+                f"the prompt {name} was given {count} times. Give it once; rename files that have "
+                "the same name in different folders."
             )
 
 
 def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: AnyTask[Any]) -> None:
-    """Raise a UserError unless prompts have different names, and go with an encoder and a task."""
+    """Raise a UserError unless prompts have different names and suit the encoder and the task."""
     check_named_once(prompts)
     for prompt in prompts:
         obstacle = prompt_obstacle(prompt, resolved, task)
         if obstacle:
             raise UserError(
-                f"the prompt {prompt.name} does not go with {resolved.checkpoint.name} and the "
+                f"the prompt {prompt.name} cannot be used with {resolved.checkpoint.name} and the "
                 f"task {task.name}: {obstacle}. {usable_prompts(resolved, task)}"
             )
 
 
 def check_routed(prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any]) -> None:
-    """Raise a UserError for a router inside the encoder that no prompt gives anything to do."""
+    """Raise a UserError for a router inside the encoder that no prompt uses."""
     if options.router in (None, "none") or any(prompt.routes for prompt in prompts):
         return
     if not find_kind(task.kind).has_conditions:
@@ -261,21 +298,21 @@ def check_routed(prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTa
     several = len(prompts) > 1
     names = ", ".join(prompt.name for prompt in prompts)
     raise UserError(
-        f"--router {options.router} would change nothing: the prompt{'s' * several} {names} "
+        f"--router {options.router} would have no effect: the prompt{'s' * several} {names} "
         f"{'name' if several else 'names'} no router. Give --prompt routed, or leave out --router."
     )
 
 
 def prompt_obstacle(prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
-    """Return why an encoder cannot take a prompt's inputs of a task; empty if it can."""
+    """Return why an encoder cannot encode a prompt's inputs for a task; empty if it can."""
     return find_kind(task.kind).obstacle(prompt) or prompt.obstacle(resolved.identity)
 
 
 def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
-    """Return a sentence that names the bundled prompts which go with an encoder and a task."""
+    """Return a sentence that names the bundled prompts for an encoder and a task."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
-    usable = [own.name for own in bundled if not prompt_obstacle(own, resolved, task)]
-    return f"Prompts that do: {', '.join(usable)}."
+    usable = [prompt.name for prompt in bundled if not prompt_obstacle(prompt, resolved, task)]
+    return f"Prompts that can be used: {', '.join(usable)}."
 
 
 def check_run(
@@ -285,7 +322,7 @@ def check_run(
     store_dtype: StoreDtype | None,
     store: str | None,
 ) -> None:
-    """Check that a run is of the same encoder, storage type, place of features, and data."""
+    """Raise a UserError unless a run has this encoder, storage type, store URI and data."""
     run.check_encoder(resolved)
     if store_dtype not in (None, run.manifest["store_dtype"]):
         raise UserError(
@@ -297,37 +334,39 @@ def check_run(
             f"{run.folder} stores features in {run.store_root}, not in {store}. Use another --run, "
             "or leave out --store."
         )
-    known, asked = run.manifest["data"], data.like(run.read_by)
+    recorded_data, options = run.manifest["data"], data.like(run.read_by)
     if data.source is None:
-        if asked != run.read_by:
+        if options != run.read_by:
             raise UserError(
-                f"{run.folder} holds the data {known['source']}, read in another way than asked "
-                "for. Name the --data too, and another --run."
+                f"{run.folder} holds the data {recorded_data['source']}, which was read with other "
+                "options. Name --data as well, and another --run."
             )
         return
-    given = run.task.read(asked)
-    if given.digest != known["digest"]:
+    new_dataset = run.task.read(options)
+    if new_dataset.digest != recorded_data["digest"]:
         raise UserError(
-            f"{run.folder} holds the data {known['source']} (digest {known['digest']}), and "
-            f"{given.source} has other examples (digest {given.digest}). Use another --run."
+            f"{run.folder} holds the data {recorded_data['source']} (digest "
+            f"{recorded_data['digest']}), but {new_dataset.source} has other examples (digest "
+            f"{new_dataset.digest}). Use another --run."
         )
 
 
-def _log_plan(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None]:
-    """Log how much is to be encoded; return what each prompt lacks after those before it.
+def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None]:
+    """Log how many inputs to encode, and return the missing inputs of each prompt.
 
-    None where there are so many inputs that they are counted while they are encoded.
+    An input that several prompts need counts for the first one. The list holds None for each prompt
+    if there are so many inputs that they are counted while they are encoded.
     """
     store, seen = run.store(), KeyIndex()
     inputs = [inputs_of(run.task, run.data, prompt) for prompt in prompts]
-    most = sum(map(len, inputs))
-    if most > COUNTED_FIRST:
-        log.info(f"up to {most:,} inputs; repeats are counted while they are encoded")
+    max_inputs = sum(map(len, inputs))
+    if max_inputs > COUNTED_FIRST:
+        log.info(f"up to {max_inputs:,} inputs; repeats are counted during encoding")
         return [None] * len(prompts)
-    by_prompt = [count_missing(store, own, WINDOW, seen) for own in inputs]
+    by_prompt = [count_missing(store, prompt_inputs, WINDOW, seen) for prompt_inputs in inputs]
     missing = together(by_prompt)
     if not missing.n_missing:
-        log.info(f"all {missing.n_inputs:,} inputs are there; nothing is encoded")
+        log.info(f"all {missing.n_inputs:,} inputs are stored already; nothing is encoded")
         return by_prompt
     log.info(f"to encode: {missing.n_missing:,} of {missing.n_inputs:,} inputs")
     return by_prompt
@@ -336,11 +375,15 @@ def _log_plan(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None
 def _extract_prompts(
     run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
 ) -> ExtractResult:
-    done, records = {}, {}
-    for prompt, lacking in zip(prompts, missing, strict=True):
-        before = run.manifest["prompts"].get(prompt.name)
-        done[prompt.name], records[prompt.name] = extract_own(run, encoder, prompt, lacking)
-        if before and before["prompt"]["digest"] != prompt.digest:
+    extractions, records = {}, {}
+    for prompt, prompt_missing in zip(prompts, missing, strict=True):
+        previous = run.manifest["prompts"].get(prompt.name)
+        extractions[prompt.name], records[prompt.name] = extract_own(
+            run, encoder, prompt, prompt_missing
+        )
+        if previous and previous["prompt"]["digest"] != prompt.digest:
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")
     identity, dtype = run.identity, encoder.resolved.identity.dtype
-    return ExtractResult(run.folder, run.encoder_name, identity.fingerprint, dtype, done, records)
+    return ExtractResult(
+        run.folder, run.encoder_name, identity.fingerprint, dtype, extractions, records
+    )

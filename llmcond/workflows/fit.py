@@ -1,4 +1,4 @@
-"""Fit a head on a run's training features."""
+"""Fitting a head on a run's training features."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from llmcond.display import Displayed
 from llmcond.errors import UserError
@@ -27,15 +29,33 @@ from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
 @dataclass(frozen=True)
 class FittedResult(Displayed):
-    """A head that was fitted, and kept in the run.
+    """A fitted head that was saved in a run.
 
     Attributes:
-        head: the recipe's name; ``name`` is the head's own.
-        prompt: names of the prompts whose features it takes, joined by +.
-        dim_in: size of the features; ``dim`` that of the embeddings.
-        counts: rows that were used, and left out, by split.
-        record: how fitting went: the epoch kept, what chose it, the learning curve.
-        metrics: its score on dev, which is optimistic where dev chose the epoch.
+        name: the name of the head.
+        folder: the folder of the head.
+        head: the name of the recipe.
+        prompt: the names of the prompts whose features the head takes, joined by ``+``.
+        subtract: whether unconditional features are subtracted from conditional ones.
+        seed: the random seed of the fit.
+        dim_in: the size of the features.
+        dim: the size of the embeddings.
+        counts: the number of rows used (``n_train``, ``n_dev``) and left out (``n_dropped``).
+        record: the course of the fit: the epoch whose weights were kept, how it was chosen, and the
+            learning curve.
+        metrics: the score on dev, which is optimistic if dev chose the epoch.
+        seconds: the wall-clock time of the fit.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> features = llmcond.extract(model="minilm", run="demo", data=rows)
+        >>> fitted = llmcond.fit_head(run="demo", head="linear", set={"epochs": "2"})
+        >>> fitted.dim_in, fitted.dim
+        (384, 384)
     """
 
     name: str
@@ -51,40 +71,47 @@ class FittedResult(Displayed):
     metrics: Mapping[str, Estimate]
     seconds: float
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
         names = ("name", "head", "prompt", "subtract", "seed", "dim_in", "dim")
         return {
             **{name: getattr(self, name) for name in names},
             "folder": str(self.folder),
             **self.counts,
             **{key: value for key, value in self.record.items() if key != "curve"},
-            **{f"dev_{name}": finite(one.value) for name, one in self.metrics.items()},
+            **{f"dev_{name}": finite(estimate.value) for name, estimate in self.metrics.items()},
             "seconds": round(self.seconds, 3),
         }
 
 
-def fit_head(asked: FitHeadOptions) -> FittedResult:
+def fit_head(options: FitHeadOptions) -> FittedResult:
     """Fit a head on a run's training features and save it in the run."""
-    run, name = open_any_run(Path(asked.run)), asked.name
-    dev = asked if asked.with_split else None
-    recipe = load_recipe(asked.head, run.task.recipes)
-    recipe = recipe.with_settings(recipe.parse_changes(dict(asked.set or {}), "--set"), "--set")
-    subtract = run.subtracts if asked.subtract is None else asked.subtract
-    view = view_of(recipe, run.find_prompts(asked.prompt, recipe.features), subtract)
-    reserved = name is not None and (name == "none" or name.startswith("none@"))
-    if reserved and not recipe.is_identity:
-        raise UserError(f"{name!r} would be taken for zero-shot. Give the head another --name.")
-    trial = Trial(recipe, asked.dim, view, asked.seed, {})
-    return fit_and_save(run, trial, name or head_name(recipe.name, view), asked.device, dev)
+    run, name = open_any_run(Path(options.run)), options.name
+    dev_options = options if options.with_split else None
+    recipe = load_recipe(options.head, run.task.recipes)
+    recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), "--set"), "--set")
+    subtract = run.subtracts if options.subtract is None else options.subtract
+    view = view_of(recipe, run.find_prompts(options.prompt, recipe.features), subtract)
+    is_reserved = name is not None and (name == "none" or name.startswith("none@"))
+    if is_reserved and not recipe.is_identity:
+        raise UserError(f"the name {name!r} means zero-shot. Give the head another --name.")
+    trial = Trial(recipe, options.dim, view, options.seed, {})
+    return fit_and_save(
+        run, trial, name or head_name(recipe.name, view), options.device, dev_options
+    )
 
 
 def fit_and_save(
-    run: AnyRun, trial: Trial, name: str, device: str, dev: DevOptions | None = None
+    run: AnyRun, trial: Trial, name: str, device: str, dev_options: DevOptions | None = None
 ) -> FittedResult:
     """Fit a head on a run's training features, and save it in the run.
 
-    ``dev`` says how dev is fitted on too; None: it is not.
+    Args:
+        run: the run.
+        trial: the recipe, features and seed to fit.
+        name: the name to save the head by.
+        device: the device to fit on.
+        dev_options: how to fit on dev as well; None: fit on train only.
     """
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
@@ -94,11 +121,13 @@ def fit_and_save(
     recipe = sized(trial.recipe, trial.dim, examples.dim(view))
     began = time.monotonic()
     with FitBar(score=examples.epoch_score, show=metric.show) as bar:
-        if dev is None:
+        if dev_options is None:
             fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
         else:
-            both = examples.with_dev(recipe, view, seed, device, dev.weight, bar.on_epoch)
-            fitted = _fit_with_dev(both, dev.folds)
+            with_dev = examples.with_dev(
+                recipe, view, seed, device, dev_options.weight, bar.on_epoch
+            )
+            fitted = _fit_with_dev(with_dev, dev_options.folds)
     seconds, record = time.monotonic() - began, fitted.fit.record
     for text in fitted.fit.notes:
         log.info(text)
@@ -106,19 +135,20 @@ def fit_and_save(
     if "n_contrastive_pairs" in record:
         n_pairs = record["n_contrastive_pairs"]
         log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
-    on_dev = math.nan if dev else examples.on_dev(fitted, view)
-    made = {**head_record(run, view, recipe.to_json()), "counts": counts}
-    save_head(fitted, folder, {**made, f"dev_{metric.name}": finite(on_dev)})
+    dev_score = math.nan if dev_options else examples.on_dev(fitted, view)
+    record_fields = {**head_record(run, view, recipe.to_json()), "counts": counts}
+    save_head(fitted, folder, {**record_fields, f"dev_{metric.name}": finite(dev_score)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     sample = f"{examples.dev_sample} of " if examples.dev_sample else ""
-    chosen = f" chosen on {sample}dev" if record["selected_on"] == "dev" else ""
-    score = f"dev {metric.heading} {metric.show(on_dev)}"
-    if dev is not None:
-        unit = f"rows of train and {counts['n_dev']:,} of dev, {dev.weight} times,"
-        score = "no score on dev, which it was fitted on"
+    selection = f" chosen on {sample}dev" if record["selected_on"] == "dev" else ""
+    score_text = f"dev {metric.heading} {metric.show(dev_score)}"
+    if dev_options is not None:
+        unit = f"rows of train and {counts['n_dev']:,} of dev with weight {dev_options.weight}"
+        score_text = "no score on dev, because the head was fitted on it"
     log.info(
         f"{name}{' (replaced)' if replaced else ''}: {fitted.dim_in} -> {fitted.dim_out} "
-        f"dimensions on {counts['n_train']:,} {unit} in {seconds:.1f} s{epoch}{chosen}; {score}"
+        f"dimensions on {counts['n_train']:,} {unit} in {seconds:.1f} s{epoch}{selection}; "
+        f"{score_text}"
     )
     return FittedResult(
         name=name,
@@ -131,37 +161,37 @@ def fit_and_save(
         dim=fitted.dim_out,
         counts=counts,
         record=record,
-        metrics={metric.name: Estimate(on_dev)},
+        metrics={metric.name: Estimate(dev_score)},
         seconds=seconds,
     )
 
 
-def _fit_with_dev(both: WithDev, folds: int) -> FittedHead:
-    """Fit on train and dev; told and recorded by folds what dev brings, where that is asked for."""
+def _fit_with_dev(with_dev: WithDev, folds: int) -> FittedHead:
+    """Fit on train and dev; with folds, also measure the gain from dev and record it."""
     log.info(
-        f"dev is fitted on too, so it chooses no epoch: all {both.recipe.settings.epochs:,} of the "
-        "recipe are taken (--set epochs=N)"
+        f"dev is part of the training data, so it cannot choose an epoch: the fit runs all "
+        f"{with_dev.recipe.settings.epochs:,} epochs of the recipe (--set epochs=N)"
     )
     if not folds:
-        return both.fit()
-    folded = both.folds(folds)
-    log.info(folds_text(folded))
-    head = both.fit()
-    record = {**head.fit.record, "folds": folded.to_json()}
+        return with_dev.fit()
+    fold_results = with_dev.folds(folds)
+    log.info(folds_text(fold_results))
+    head = with_dev.fit()
+    record = {**head.fit.record, "folds": fold_results.to_json()}
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def keep_best(run: AnyRun, done: Iterable[tuple[Trial, Outcome]], device: str) -> None:
-    """Keep the trial with the best score on dev as a head of the run; controls do not count."""
+def keep_best(run: AnyRun, outcomes: Iterable[tuple[Trial, Outcome]], device: str) -> None:
+    """Save the trial with the best score on dev as a head of the run, without control prompts."""
     scored = [
         (outcome.dev, trial)
-        for trial, outcome in done
+        for trial, outcome in outcomes
         if outcome.dev is not None and not any(prompt.control for prompt in trial.view.prompts)
     ]
     if not scored:
-        log.warning("no fit has a score on dev, so none is kept")
+        log.warning("no fit has a score on dev, so none is saved")
         return
-    best = metric_of(run.dev_metric).best(scored, key=lambda one: one[0])[1]
-    log.info(f"kept, as the best on dev: {best.label}")
-    # A seed gives the same head again.
+    best = metric_of(run.dev_metric).best(scored, key=lambda pair: pair[0])[1]
+    log.info(f"saving the best on dev: {best.label}")
+    # Fitting with the same seed gives the same head.
     fit_and_save(run, best, best.name, device)

@@ -1,4 +1,4 @@
-"""Make an index of a file's texts, or add to it and delete from it."""
+"""Building an index of a file's texts, and adding texts to it or deleting them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from llmcond.data.candidates import has_column, read_collection, text_column, text_file
 from llmcond.data.guides import LabelledTexts, read_guide
@@ -20,18 +22,23 @@ from llmcond.search.columns import infer_types
 from llmcond.search.table import Table
 from llmcond.workflows.options.texts import IndexOptions
 
-#: In the place of a guide: the one that is there is removed.
+#: The value of ``--guide`` that removes the guide of a condition.
 NO_GUIDE = "none"
 
 
 @dataclass(frozen=True)
 class Indexed(Displayed):
-    """What an index holds, and what became of the texts.
+    """The state of an index after a change, and the counts of changed texts.
 
     Attributes:
-        texts: how many it holds.
-        conditions: those that it holds vectors for.
-        guides: those of its conditions.
+        out: the folder of the index.
+        texts: the number of texts in the index.
+        added: the number of texts added.
+        replaced: the number of texts replaced.
+        unchanged: the number of given texts that the index had already.
+        deleted: the number of texts deleted.
+        conditions: the conditions that the index has vectors for.
+        guides: the guide of each condition that has one.
     """
 
     out: Path
@@ -43,69 +50,70 @@ class Indexed(Displayed):
     conditions: Sequence[str]
     guides: Mapping[str, Guide] = field(default_factory=dict)
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        own = super().to_json()
-        del own["guides"]
-        return own | guides_json(self.guides)
+        fields = super().to_json()
+        del fields["guides"]
+        return fields | guides_json(self.guides)
 
 
 def index_texts(options: IndexOptions) -> Indexed:
-    """Make an index of a file's texts, or change one; texts are deleted before others are added.
+    """Build an index of a file's texts, or change one: delete texts first, and then add others.
 
     Raises:
-        UserError: texts, ids or columns that are wrong, or as of :meth:`Index.build`.
-        DiskFullError: no room; the same command goes on.
+        UserError: the texts, ids or columns are invalid, or as ``Index.build``.
+        DiskFullError: the disk is full; the same command continues from there.
     """
     texts, text, out = options.texts, options.text, Path(options.out)
     keep, id_column, guide = options.keep, options.id, options.guide
-    made_by: dict[str, Any] = {
+    model_options: dict[str, Any] = {
         name: getattr(options, name) for name in ("run", "model", "head", "prompt", "device")
     }
     conditions = options.conditions()
     labelled = _read_guide(guide, text, conditions)
-    of_guide = [one.condition for one in labelled if one.condition is not None]
-    conditions = list(dict.fromkeys([*conditions, *of_guide]))
+    guide_conditions = [one.condition for one in labelled if one.condition is not None]
+    conditions = list(dict.fromkeys([*conditions, *guide_conditions]))
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and Path(ids[0]).is_file():
         ids = text_file(Path(ids[0]), "ids", "id")
     if ids:
-        deleted = Index.build(out, **made_by).delete(ids)
+        deleted = Index.build(out, **model_options).delete(ids)
     if texts is None:
-        index = Index.build(out, conditions=conditions, **made_by)
+        index = Index.build(out, conditions=conditions, **model_options)
     else:
-        others = [*keep, *([id_column] if id_column else [])]
+        other_columns = [*keep, *([id_column] if id_column else [])]
         column = text_column(partial(has_column, texts), text)
-        found = read_collection(texts, column, list(dict.fromkeys(others)))
-        columns: Mapping[str, Any] = {name: found.columns[name] for name in keep}
-        if suffix_of(found.file) in (".csv", ".tsv"):
+        collection = read_collection(texts, column, list(dict.fromkeys(other_columns)))
+        columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
+        if suffix_of(collection.file) in (".csv", ".tsv"):
             columns = infer_types(columns, Table(out).schema())
         index = Index.build(
             out,
-            found.texts,
-            ids=found.columns[id_column] if id_column else None,
+            collection.texts,
+            ids=collection.columns[id_column] if id_column else None,
             columns=columns,
             conditions=conditions,
-            **made_by,
+            **model_options,
         )
-    for own in labelled:
-        index.follow(own)
-    if _removes(guide):
+    for guide_texts in labelled:
+        index.follow(guide_texts)
+    if _removes_guide(guide):
         for condition in conditions:
             index.unguide(condition)
-    done = index.written
-    counts = (done.added, done.replaced, done.unchanged)
+    written = index.written
+    counts = (written.added, written.replaced, written.unchanged)
     return Indexed(out, len(index), *counts, deleted, index.conditions, index.guides)
 
 
-def _removes(guide: Any) -> bool:
-    return isinstance(guide, str) and guide == NO_GUIDE  # a table compares each of its cells
+def _removes_guide(guide_option: Any) -> bool:
+    # The type is checked first, because `==` on a table compares each cell.
+    return isinstance(guide_option, str) and guide_option == NO_GUIDE
 
 
-def _read_guide(given: Any, text: str | None, conditions: Sequence[str]) -> list[LabelledTexts]:
-    """Return the labelled texts of a guide for each of its conditions; none without a guide."""
-    if _removes(given) and not conditions:
-        raise UserError("--guide none removes the guide of a --condition; name it.")
-    if given is None or _removes(given):
+def _read_guide(guide: Any, text: str | None, conditions: Sequence[str]) -> list[LabelledTexts]:
+    """Read the labelled texts of a guide for each of its conditions; empty without a guide."""
+    if _removes_guide(guide) and not conditions:
+        raise UserError("--guide none removes the guide of a condition. Name it: --condition TEXT.")
+    if guide is None or _removes_guide(guide):
         return []
-    return read_guide(given, text, conditions, closed=False)
+    return read_guide(guide, text, conditions, closed=False)

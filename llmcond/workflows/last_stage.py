@@ -1,4 +1,4 @@
-"""The last stage of a training, on dev as well: what is asked for, and its account."""
+"""The options, checks and training record of a last training stage, which includes dev."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Staged:
-    """How a last stage went.
+    """The outcome of a last stage.
 
     Attributes:
-        record: ``then``: the stage's settings, steps and seconds, and, where they were asked for,
-            its ``folds``.
-        curve: an entry for each epoch: its loss.
+        record: under the key ``then``, the stage's settings, steps and seconds, and ``folds`` if
+            they were evaluated.
+        curve: the loss of each epoch.
     """
 
     record: dict[str, Any]
@@ -33,15 +33,15 @@ class Staged:
 
     @property
     def steps(self) -> int:
-        """Return how many steps it had."""
+        """The number of steps."""
         return int(self.record["then"]["steps"])
 
 
 def stage_settings(stage: StageSettings) -> StageSettings | None:
-    """Check what was asked for; None: no last stage.
+    """Return the checked settings of the last stage; None if there is none.
 
     Raises:
-        UserError: a single fold.
+        UserError: there is a single fold.
     """
     if stage.then is None:
         return None
@@ -54,12 +54,12 @@ def stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
     """Return the rated rows of train and of dev.
 
     Raises:
-        UserError: there are none of dev, or fewer of their sentence pairs than folds.
+        UserError: dev has no rated rows, or fewer sentence pairs than folds.
     """
     train, dev = dataset.splits["train"], dataset.splits.get("dev")
     if dev is None or not dev.rated.any():
         raise UserError(
-            f"{dataset.source} has no rated rows of dev to train on. Leave out --then, or add a "
+            f"{dataset.source} has no rated rows in dev to train on. Leave out --then, or add a "
             "dev file."
         )
     dev = dev.take(dev.rated)
@@ -72,37 +72,42 @@ def check_folds(
     model: str,
     resolved: ResolvedEncoder,
     dataset: Dataset,
-    *knowing: str,
+    *others: str,
 ) -> None:
-    """Raise a UserError for folds of dev where it says nothing, as the encoder has seen it.
+    """Raise a UserError for folds of dev if the encoder or another model was trained on dev.
 
-    ``model`` is the encoder's name, and ``knowing`` are others that have seen dev.
+    Args:
+        stage: the last stage; None: there is none.
+        model: the name of the encoder.
+        resolved: the encoder.
+        dataset: the dataset with the dev rows.
+        others: the names of other models, such as a teacher, that were trained on dev.
     """
-    known = [model] if resolved.checkpoint.dev_of == dataset.digest else []
-    if stage is not None and stage.folds and (known or knowing):
+    sources = [model] if resolved.checkpoint.dev_of == dataset.digest else []
+    if stage is not None and stage.folds and (sources or others):
         raise UserError(
-            f"{[*known, *knowing][0]} was trained on dev, so that folds of dev say nothing. Leave "
-            "out --folds."
+            f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
+            "Leave out --folds."
         )
 
 
-def run_stage(last: LastStage[Any]) -> Staged:
-    """Tell by folds what the stage brings, where that is asked for, and train it."""
-    found: dict[str, Any] = {}
-    if last.stage.folds:
-        folded = last.folds()
-        log.info(folds_text(folded))
-        found["folds"] = folded.to_json()
-    progress = last.run()
-    stage = last.stage
-    then = {
+def run_stage(last_stage: LastStage[Any]) -> Staged:
+    """Train the last stage; with folds, first measure its gain by cross-validation on dev."""
+    fold_record: dict[str, Any] = {}
+    if last_stage.stage.folds:
+        fold_results = last_stage.folds()
+        log.info(folds_text(fold_results))
+        fold_record["folds"] = fold_results.to_json()
+    progress = last_stage.run()
+    stage = last_stage.stage
+    record = {
         "share": stage.then_share,
         "weight": stage.then_weight,
-        "learning_rate": last.settings.learning_rate * stage.pace(last.settings),
+        "learning_rate": last_stage.settings.learning_rate * stage.pace(last_stage.settings),
         "epochs": stage.then_epochs,
         "steps": progress.step,
         "seconds": round(progress.seconds, 1),
-        **found,
+        **fold_record,
     }
-    curve = [{key: own[key] for key in ("step", "epoch", "loss")} for own in progress.curve]
-    return Staged({"then": then}, curve)
+    curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
+    return Staged({"then": record}, curve)

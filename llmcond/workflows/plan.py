@@ -1,6 +1,6 @@
-"""The dry run of an extraction: how much there is to do, and what it takes; nothing is encoded.
+"""The dry run of an extraction: the missing inputs, and the time and cost of encoding them.
 
-Of what is missing some inputs are tokenised; the rest is reckoned from their mean.
+A sample of the missing inputs is tokenised, and the total is estimated from its mean.
 """
 
 from __future__ import annotations
@@ -44,28 +44,46 @@ from llmcond.workflows.options.encoding import ExtractOptions
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
 
-#: Of the 95 % interval of a mean.
+#: Half the width of the 95 % interval of a mean, in standard errors.
 _DEVIATIONS = 1.96
-#: Inputs that are encoded to measure the speed: more of them until that takes so many seconds.
+#: Numbers of inputs to measure the speed with. The next number is tried until encoding takes this
+#: many seconds.
 _TRIALS, _TRUSTED_SECONDS = (16, 64, 256, 1_024), 0.5
-#: How often each trial is run; what else the machine does only makes a run slower.
+#: Repetitions of each trial. The fastest one counts, because other processes only slow it down.
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class ExtractionPlan(Displayed):
-    """What an extraction would do.
+    """An estimate of the work, time and cost of an extraction.
 
     Attributes:
-        n_inputs, n_missing: distinct inputs of each prompt, and those that the store lacks; what
-            several prompts need is counted with the first.
-        tokens: of what is missing, as the encoder computes them.
-        n_bytes: that will be stored.
-        tokens_per_second: of one process, or actor, and where that is from (``rate_of``).
-        hours: of one process, or actor, and ``wall_hours`` of all; intervals are those of the
-            tokens, and the speed is taken as it is.
-        cost: hours at the price that was given; None: none was.
-        fragments, commits: of the store, before small ones are merged.
+        encoder: the name of the encoder.
+        n_inputs: the number of distinct inputs of each prompt. An input that several prompts need
+            counts for the first one.
+        n_missing: the number of inputs of each prompt that the store lacks.
+        tokens: the tokens of the missing inputs, as the encoder computes them.
+        dim: the size of a vector.
+        n_bytes: the bytes that will be stored.
+        tokens_per_second: the speed of one process or actor; None if nothing is missing.
+        rate_of: the source of ``tokens_per_second``.
+        workers: the number of processes or actors that encode at the same time.
+        hours: the hours of one process or actor. The interval is that of the tokens, with the speed
+            as a constant.
+        wall_hours: the hours until all processes or actors are finished.
+        cost: the cost of the hours at the given price; None if no price was given.
+        fragments: the number of the store's new fragments, before small ones are merged.
+        commits: the number of commits to the store.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> plan = llmcond.extract(model="minilm", run="demo", data=rows, plan=True)
+        >>> plan.n_missing, plan.dim
+        ({'routed': 42}, 384)
     """
 
     encoder: str
@@ -84,16 +102,20 @@ class ExtractionPlan(Displayed):
     commits: int
 
     def rows(self) -> list[dict[str, str]]:
-        """Return it as a table."""
+        """Return the plan as the rows of a table.
+
+        Returns:
+            One dictionary for each row: ``plan`` is the row's name, and the key ``""`` its text.
+        """
         rows = {f"inputs, {name}": f"{n:,}" for name, n in self.n_inputs.items()}
         rows |= {f"missing, {name}": f"{n:,}" for name, n in self.n_missing.items()}
         rows |= {
-            "tokens": _told(self.tokens, ",.0f"),
+            "tokens": _format_estimate(self.tokens, ",.0f"),
             "stored": f"{self.n_bytes / 2**20:,.1f} MiB, vectors of {self.dim:,} dimensions",
         }
         if self.hours and self.wall_hours and self.tokens_per_second:
             rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
-            # Without an interval: the tokens' is not that of the speed, which is the larger one.
+            # No interval is shown, because the error of the speed is larger than the tokens'.
             rows["hours"] = f"{self.hours.value:.3g}"
             if self.workers > 1:
                 rows[f"hours, {self.workers} at a time"] = f"{self.wall_hours.value:.3g}"
@@ -103,15 +125,15 @@ class ExtractionPlan(Displayed):
         return [{"plan": name, "": value} for name, value in rows.items()]
 
 
-def _told(number: Estimate, form: str) -> str:
-    if number.low == number.high:
-        return f"{number.value:{form}}"
-    return f"{number.value:{form}} [{number.low:{form}}, {number.high:{form}}]"
+def _format_estimate(estimate: Estimate, spec: str) -> str:
+    if estimate.low == estimate.high:
+        return f"{estimate.value:{spec}}"
+    return f"{estimate.value:{spec}} [{estimate.low:{spec}}, {estimate.high:{spec}}]"
 
 
 @dataclass(frozen=True)
 class _Speed:
-    """What is read of a way through an encoder that ``llmcond bench`` timed."""
+    """The fields that are read from a speed measured by ``llmcond bench``."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -125,8 +147,8 @@ class _Speed:
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """What is read of what it printed."""
+class _BenchRecord:
+    """The fields that are read from the output of ``llmcond bench --json``."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -134,42 +156,42 @@ class _Bench:
     speeds: list[_Speed]
 
 
-def plan(asked: ExtractOptions) -> ExtractionPlan:
-    """Return what :func:`llmcond.workflows.extract.extract` would do with the same options.
+def plan(options: ExtractOptions) -> ExtractionPlan:
+    """Return what ``llmcond.workflows.extract.extract`` would do with the same options.
 
-    Without a record of ``llmcond bench`` some inputs are encoded here, to see how fast that is.
+    Without a record of ``llmcond bench``, some inputs are encoded to measure the speed.
 
     Raises:
-        UserError: as ``extract``, or the record has no such encoder.
+        UserError: as ``extract``, or the record has no speed of the encoder.
     """
-    model, cluster, price = asked.model, asked.cluster(), asked.price
-    prepared = prepare(asked)
+    model, cluster, price = options.model, options.cluster(), options.price
+    prepared = prepare(options)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
         if prepared.dataset is not None:
-            dtype, folder = asked.store_dtype or "float16", Path(scratch) / "run"
-            made = (prepared.dataset, dtype, prepared.task, prepared.store)
-            run: AnyRun = create_run(folder, model, resolved, *made)
+            dtype, folder = options.store_dtype or "float16", Path(scratch) / "run"
+            run_inputs = (prepared.dataset, dtype, prepared.task, prepared.store)
+            run: AnyRun = create_run(folder, model, resolved, *run_inputs)
         else:
-            run = prepared.existing or open_any_run(Path(asked.run))
-            check_run(run, resolved, asked.data_options(), asked.store_dtype, prepared.store)
+            run = prepared.existing or open_any_run(Path(options.run))
+            check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
         features, seen = run.store(), KeyIndex()
-        lacking = {
+        missing_by_prompt = {
             prompt.name: count_missing(
                 features, inputs_of(run.task, run.data, prompt), WINDOW, seen
             )
             for prompt in prepared.prompts
         }
-        missing = together(list(lacking.values()))
-        tokens, dim = _tokens(resolved, missing), _dim(resolved)
+        missing = together(list(missing_by_prompt.values()))
+        tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
         rate: float | None
-        if asked.bench is not None and missing.n_missing:
+        if options.bench is not None and missing.n_missing:
             length = tokens.value / missing.n_missing
-            rate, rate_of = _recorded_rate(model, resolved, length, Path(asked.bench))
+            rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
         else:
-            rate, rate_of = _tried_rate(resolved, missing, tokens.value, cluster)
+            rate, rate_of = _measure_rate(resolved, missing, tokens.value, cluster)
     hours = tokens.times(1 / rate / 3600) if rate else None
-    count = _at_a_time(cluster, asked.workers, resolved.device)
+    count = _count_parallel(cluster, options.workers, resolved.device)
     if cluster is not None:
         seconds = 3600 * hours.value / count if hours else 0.0
         fragments, commits = fragments_and_commits(missing.n_missing, seconds, cluster, count)
@@ -178,8 +200,12 @@ def plan(asked: ExtractOptions) -> ExtractionPlan:
         fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return ExtractionPlan(
         encoder=run.encoder_name,
-        n_inputs={name: own.n_inputs for name, own in lacking.items()},
-        n_missing={name: own.n_missing for name, own in lacking.items()},
+        n_inputs={
+            name: prompt_missing.n_inputs for name, prompt_missing in missing_by_prompt.items()
+        },
+        n_missing={
+            name: prompt_missing.n_missing for name, prompt_missing in missing_by_prompt.items()
+        },
         tokens=tokens,
         dim=dim,
         n_bytes=round(missing.n_missing * row_bytes(dim, features.dtype)),
@@ -194,9 +220,9 @@ def plan(asked: ExtractOptions) -> ExtractionPlan:
     )
 
 
-def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
-    """Return how many tokens the encoder computes of what is missing."""
-    counts = _counts(resolved, missing.sample)
+def _estimate_tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
+    """Estimate how many tokens the encoder computes for the missing inputs."""
+    counts = _count_tokens(resolved, missing.sample)
     total, n = missing.n_missing, len(counts)
     if not n:
         return Estimate(0, 0, 0)
@@ -206,57 +232,61 @@ def _tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
-def _counts(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> np.ndarray[Any, Any]:
+def _count_tokens(
+    resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]
+) -> np.ndarray[Any, Any]:
     member = resolved.each_member()[0]
     config = load_config(member.checkpoint, member.identity.attention)
     loaded = load_tokenizer(member.checkpoint, config)
     tokenizer = InputTokenizer(loaded, member.identity, member.checkpoint.name)
     windows = tokenizer.windows(inputs)
-    return np.array([sum(len(one.ids) for one in own) for own in windows], dtype=np.float64)
+    return np.array(
+        [sum(len(window.ids) for window in window_ids) for window_ids in windows], dtype=np.float64
+    )
 
 
-def _dim(resolved: ResolvedEncoder) -> int:
+def _read_dim(resolved: ResolvedEncoder) -> int:
     members = resolved.each_member()
     config = load_config(members[0].checkpoint, members[0].identity.attention)
     width = int(getattr(config, "text_config", config).hidden_size)
     return len(members) * load_dense(members[0], width)[1]
 
 
-def _at_a_time(cluster: Cluster | None, workers: int, device: str) -> int:
-    """Return how many processes, or actors, encode as fast as one that was tried."""
+def _count_parallel(cluster: Cluster | None, workers: int, device: str) -> int:
+    """Return how many processes or actors each encode at the speed of the one that was measured."""
     if cluster is None:
-        return workers if device != "cpu" else 1  # on a CPU they share its cores
-    here = cluster.address is None and not cluster.gpus_per_actor
-    return cluster.actors or ((os.cpu_count() or 1) if here else 1)
+        return workers if device != "cpu" else 1  # on a CPU, processes share its cores
+    is_local = cluster.address is None and not cluster.gpus_per_actor
+    return cluster.actors or ((os.cpu_count() or 1) if is_local else 1)
 
 
-def _tried_rate(
+def _measure_rate(
     resolved: ResolvedEncoder, missing: Missing, tokens: float, cluster: Cluster | None
 ) -> tuple[float | None, str]:
-    """Return the tokens a second that one process, or actor, has here, and what that is."""
+    """Measure the tokens per second of one process or actor; return them and their description."""
     import torch
 
     if not missing.n_missing:
         return None, "nothing is missing"
     if resolved.device != "cpu" and not torch.cuda.is_available():
         raise UserError(
-            "this machine has no GPU to try the speed on. Give --bench FILE: what "
-            "`llmcond bench --json` printed on a machine like those that will encode."
+            "this machine has no GPU to measure the speed on. Give --bench FILE, the output of "
+            "`llmcond bench --json` on a machine like those that will encode."
         )
     threads = torch.get_num_threads()
     if cluster is not None:
-        torch.set_num_threads(1)  # which an actor has on a CPU
+        torch.set_num_threads(1)  # an actor has one thread on a CPU
     try:
         encoder = LazyEncoder(resolved)()
         with closing(WorkerThreads(encoder.concurrency)) as workers:
-            seconds = _measured_seconds(missing, partial(_encode_once, encoder, workers))
+            seconds = _estimate_seconds(missing, partial(_encode_once, encoder, workers))
     finally:
         torch.set_num_threads(threads)
     return tokens / seconds, f"a trial on {resolved.device} of this machine"
 
 
 def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[EncoderInput]) -> float:
-    """Encode inputs by all threads at once, as an extraction does; return the seconds it took."""
+    """Encode inputs with all threads, as an extraction does, and return the seconds it took."""
     count = workers.concurrency.threads
     parts = [part for part in (inputs[first::count] for first in range(count)) if part]
     began = time.monotonic()
@@ -264,41 +294,48 @@ def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[Enco
     return time.monotonic() - began
 
 
-def _measured_seconds(missing: Missing, encode: Callable[[Sequence[EncoderInput]], float]) -> float:
-    """Return how long one process takes for what is missing, by characters, from a sample of it.
+def _estimate_seconds(missing: Missing, encode: Callable[[Sequence[EncoderInput]], float]) -> float:
+    """Estimate the seconds that one process takes for the missing inputs, from a sample of them.
 
-    ``encode`` returns the seconds that inputs took.
+    The time is taken to be proportional to the number of characters. ``encode`` encodes inputs and
+    returns the seconds that it took.
     """
-    sample, seconds, tried = missing.sample, 0.0, missing.sample[:0]
-    encode(sample[: _TRIALS[0]])  # the first call of a model is slower than those that follow
+    sample, seconds, trial = missing.sample, 0.0, missing.sample[:0]
+    encode(sample[: _TRIALS[0]])  # a model's first call is slower than the following ones
     for count in _TRIALS:
-        tried = sample[:: math.ceil(len(sample) / count)]
-        seconds = min(encode(tried) for _ in range(_REPEATS))
-        if seconds >= _TRUSTED_SECONDS or len(tried) == len(sample):
+        trial = sample[:: math.ceil(len(sample) / count)]
+        seconds = min(encode(trial) for _ in range(_REPEATS))
+        if seconds >= _TRUSTED_SECONDS or len(trial) == len(sample):
             break
-    return seconds * missing.n_characters / sum(item.size for item in tried)
+    return seconds * missing.n_characters / sum(item.size for item in trial)
 
 
-def _recorded_rate(
+def _read_rate(
     model: str, resolved: ResolvedEncoder, length: float, bench: Path
 ) -> tuple[float, str]:
-    """Return the rate that a benchmark had for the encoder, on inputs as long as these."""
+    """Return the encoder's speed in a benchmark, on the inputs whose length is closest to this."""
     known, identity = resolved.checkpoint.known, resolved.identity
     names = {model, resolved.checkpoint.name, *([known.name, known.repo] if known else [])}
-    names.update(shape for shape, of in SHAPES.items() if of in names)
+    names.update(shape for shape, model_name in SHAPES.items() if model_name in names)
     precision = identity.dtype if identity.quantize == "none" else identity.quantize
-    record = read_record(bench, _Bench, f"Make it anew: llmcond bench --model {model} --json")
+    record = read_record(
+        bench, _BenchRecord, f"Write it again: llmcond bench --model {model} --json"
+    )
     speeds = record["speeds"]
-    ways = ("packed", "padded")
-    fitting = [one for one in speeds if one["precision"] == precision and one["way"] in ways]
-    own = [one for one in fitting if one["model"] in names]
-    if not own:
-        there = sorted({f"{speed['model']} in {speed['precision']}" for speed in speeds})
+    batch_ways = ("packed", "padded")
+    usable_speeds = [
+        speed for speed in speeds if speed["precision"] == precision and speed["way"] in batch_ways
+    ]
+    model_speeds = [speed for speed in usable_speeds if speed["model"] in names]
+    if not model_speeds:
+        available = sorted({f"{speed['model']} in {speed['precision']}" for speed in speeds})
         raise UserError(
             f"{bench} has no speed of {resolved.checkpoint.name} in {precision}; it has "
-            f"{', '.join(there) or 'none'}. Make one: llmcond bench --model {model} --json"
+            f"{', '.join(available) or 'none'}. Measure one: llmcond bench --model {model} --json"
         )
-    found = min(own, key=lambda speed: abs(math.log(speed["tokens"] / speed["n"] / length)))
+    closest = min(
+        model_speeds, key=lambda speed: abs(math.log(speed["tokens"] / speed["n"] / length))
+    )
     machine = record["machine"].get("gpu") or record["machine"].get("cpu")
-    where = f"{machine}, {found['inputs']}, {bench}"
-    return float(found["tokens_per_second"]), where
+    rate_of = f"{machine}, {closest['inputs']}, {bench}"
+    return float(closest["tokens_per_second"]), rate_of

@@ -1,4 +1,4 @@
-"""Fit many heads on one store: settings, sizes and seeds; resumable, in parallel, in one table."""
+"""Sweeps over settings, sizes and seeds of heads: resumable, parallel, with one results table."""
 
 from __future__ import annotations
 
@@ -27,68 +27,93 @@ from llmcond.workflows.options.fitting import SweepOptions
 
 @dataclass(frozen=True)
 class SweepResult(FittedResults[SweptResult]):
-    """What a sweep gave, a result for each combination: means over seeds, with intervals."""
+    """The results of a sweep, one for each combination of settings: means over seeds.
+
+    Attributes:
+        results: the results, best first, with confidence intervals.
+        failures: a line for each fit that failed; its result lacks that seed.
+
+    Example:
+        >>> import llmcond
+        >>> rows = [
+        ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)
+        ...     for n in range(2, 12) for c, r in [("the action", 5), ("the animal", 1)]
+        ... ]
+        >>> features = llmcond.extract(model="minilm", run="demo", data=rows)
+        >>> sweep = llmcond.sweep(
+        ...     run="demo", head=["linear"], vary={"dim": "16,32"}, set={"epochs": "1"}, seeds=1,
+        ...     workers=1,
+        ... )
+        >>> sorted(result.settings["dim"] for result in sweep.results)
+        [16, 32]
+    """
 
 
-#: A result without figures, and the (seeds, n) predictions that they are computed from.
+#: A result without scores, and the (seeds, n) predictions that the scores are computed from.
 _Point = tuple[SweptResult, NDArray[np.float32]]
 
 
-def sweep(asked: SweepOptions) -> SweepResult:
+def sweep(options: SweepOptions) -> SweepResult:
     """Fit and score heads for every combination of settings, each with several seeds.
 
-    What was fitted before, with the same features, settings and versions, is not fitted again.
+    Earlier fits with the same features, settings and versions are reused.
 
     Raises:
-        UserError: settings that cannot be, or no such run.
-        LlmcondError: every fit failed, or a process was ended from outside.
+        UserError: the settings are invalid, or there is no such run.
+        LlmcondError: every fit failed, or a worker process was killed.
     """
-    run, metrics, device = open_any_run(Path(asked.run)), asked.metric, asked.device
-    split = run.scored_split(asked.split)
+    run, metrics, device = open_any_run(Path(options.run)), options.metric, options.device
+    split = run.scored_split(options.split)
     rows = examples_of(run).scored(split)
-    trials = list(_grid(run, asked))
-    done, failures = run_trials(run, split, trials, "sweep", asked.workers, metrics, device=device)
-    points = _summarise(done.values(), run, split)
-    computed = choose_metrics(run.task.metrics, metrics)
-    results, predicted = zip(*points, strict=True)
-    swept = SweepResult(best_first(score(results, predicted, rows, computed)), failures)
-    report = {**swept.to_json(), "data": run.manifest["data"], **provenance()}
+    trials = list(_make_trials(run, options))
+    outcomes, failures = run_trials(
+        run, split, trials, "sweep", options.workers, metrics, device=device
+    )
+    points = _combine_seeds(outcomes.values(), run, split)
+    selected_metrics = choose_metrics(run.task.metrics, metrics)
+    results, predictions = zip(*points, strict=True)
+    result = SweepResult(best_first(score(results, predictions, rows, selected_metrics)), failures)
+    report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
-    if asked.keep:
-        keep_best(run, done.values(), device)
-    return swept
+    if options.keep:
+        keep_best(run, outcomes.values(), device)
+    return result
 
 
-def _grid(run: AnyRun, asked: SweepOptions) -> Iterator[Trial]:
-    """Yield every trial; all that can be wrong in settings is found before the first fit."""
-    if not asked.head:
-        raise UserError("no head was named. Name one or more: --head mlp")
-    vary, changes = asked.varied(), asked.set or {}
-    subtract = run.subtracts if asked.subtract is None else asked.subtract
-    empty = [key for key, values in vary.items() if not values]
-    if empty:
-        raise UserError(f"{empty[0]} is varied without a value. Give some: --vary {empty[0]}=A,B")
-    twice = sorted(set(vary) & set(changes))
-    if twice:
-        raise UserError(f"{twice[0]} is both varied and set. Give it once.")
+def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
+    """Yield every trial; errors in settings are raised before the first fit."""
+    if not options.head:
+        raise UserError("no head is named. Name one or more, such as --head mlp.")
+    vary, changes = options.varied(), options.set or {}
+    subtract = run.subtracts if options.subtract is None else options.subtract
+    empty_keys = [key for key, values in vary.items() if not values]
+    if empty_keys:
+        raise UserError(
+            f"{empty_keys[0]} is varied without a value. Give some: --vary {empty_keys[0]}=A,B"
+        )
+    conflicts = sorted(set(vary) & set(changes))
+    if conflicts:
+        raise UserError(f"{conflicts[0]} is both varied and set. Give it once.")
     for head, names in itertools.product(
-        dict.fromkeys(asked.head), dict.fromkeys(asked.prompt or (None,))
+        dict.fromkeys(options.head), dict.fromkeys(options.prompt or (None,))
     ):
         recipe = load_recipe(head, run.task.recipes)
         recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "--set"), "--set")
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
-            changed = recipe.with_settings(varied, "--vary")
-            view = view_of(changed, run.find_prompts(names, changed.features), subtract)
-            for seed in range(asked.seeds):
-                yield Trial(changed, varied.get("dim"), view, seed, varied)
+            varied_recipe = recipe.with_settings(varied, "--vary")
+            view = view_of(varied_recipe, run.find_prompts(names, varied_recipe.features), subtract)
+            for seed in range(options.seeds):
+                yield Trial(varied_recipe, varied.get("dim"), view, seed, varied)
 
 
-def _summarise(done: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str) -> list[_Point]:
-    """Return a result, without figures, and predictions for each combination of settings."""
+def _combine_seeds(
+    outcomes: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str
+) -> list[_Point]:
+    """Return a result without scores, and the predictions, for each combination of settings."""
     groups: dict[str, list[tuple[Trial, Outcome]]] = {}
-    for trial, outcome in done:
-        # Recipes of one name, from different folders, are told apart by all that they set.
+    for trial, outcome in outcomes:
+        # Recipes with the same name from different folders differ in their path or settings.
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
         key = json.dumps([trial.name, recipe])
         groups.setdefault(key, []).append((trial, outcome))

@@ -1,8 +1,8 @@
-"""Distilling: rows without ratings, rated by the head of another run and trained on beside train's.
+"""Distillation: new rows, rated by the head of another run, for training in addition to train.
 
-Labels that a model gives to unlabelled inputs, for a smaller one to learn from: Hinton et al. 2015
-(arXiv 1503.02531); here they are similarities on the scale of ratings, of train's own sentence
-pairs under conditions of other rows.
+A smaller model learns from the labels that a larger one gives to unlabelled inputs (Hinton et al.
+2015, arXiv 1503.02531). The labels are similarities on the scale of ratings, and the inputs are
+sentence pairs of train under the conditions of other rows.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from llmcond.runs.cross import NAME, CrossEncoder, load_cross_encoder
 from llmcond.runs.embedder import Embedder, make_embedder
 from llmcond.runs.extraction import LazyEncoder
 
-#: Rows that are rated at a time; a kill loses no more.
+#: The number of rows that are rated and saved together. A kill loses no more than these.
 _BLOCK = 2_048
-#: What rows are drawn by, beside the seed; steps are drawn by numbers from 0.
-_ROWS = 2**32 + 1
+#: The second seed for sampling rows. The training steps use numbers from 0 as theirs.
+_ROW_SEED = 2**32 + 1
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A run whose head rates rows; nothing of it is loaded until it does.
+    """A run whose head rates rows. Its model is loaded when it rates the first rows.
 
     Attributes:
-        head: its full name; of a cross-encoder, the linear layer's.
-        rows: how many it rates.
-        record: what tells it from others: digests of encoder and head, and ``rows``.
-        trained_on: splits that it was trained on, encoder or head.
+        run: the run.
+        head: the full name of the head; for a cross-encoder, the name of its linear layer.
+        rows: the number of rows to rate.
+        record: what identifies the teacher: the digests of encoder and head, and ``rows``.
+        trained_on: the splits that its encoder or its head was trained on.
     """
 
     run: Run
@@ -50,43 +51,51 @@ class Teacher:
     trained_on: tuple[str, ...]
 
     def about(self) -> dict[str, Any]:
-        """Return what it is, for people; of an adapter also the encoder that it belongs to."""
+        """Return the names of encoder and head for the training record, with an adapter's base."""
         tuned = read_tuned(self.run.folder)
         base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
-        own = {"encoder": self.run.encoder_name, **base}
-        return {**own, "head": self.head, "rows": self.rows}
+        fields = {"encoder": self.run.encoder_name, **base}
+        return {**fields, "head": self.head, "rows": self.rows}
 
     def knows_dev(self, dataset: Dataset) -> bool:
-        """Return whether it was trained on the dev rows of a data set."""
-        same = self.run.manifest["data"]["digest"] == dataset.digest
-        return same and "dev" in self.trained_on
+        """Return whether the teacher was trained on the dev rows of a dataset."""
+        is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
+        return is_same_data and "dev" in self.trained_on
 
     def rate(self, train: Rows, seed: int, folder: Path, device: str) -> Rows:
-        """Return rows that train lacks, with the teacher's ratings.
+        """Return new rows, which train does not contain, with the teacher's ratings.
 
-        What it has rated is kept in ``folder``; after a kill it goes on from there.
+        The ratings are saved in ``folder``, so that a killed call continues from there.
+
+        Args:
+            train: the rows whose sentence pairs and conditions are combined.
+            seed: the seed for sampling the new rows.
+            folder: the folder of the ratings.
+            device: the device to rate on.
 
         Raises:
-            UserError: train has too few conditions, or similarities that are not finite.
-            LlmcondError: the encoder cannot be loaded, or the file of ratings was damaged.
+            UserError: train has too few conditions, or a similarity is not finite.
+            LlmcondError: the encoder cannot be loaded, or the file of ratings is damaged.
         """
         rows = unrated_rows(train, self.rows, seed)
-        about = json.dumps([self.record, seed, list(rows.texts.values())])
-        path = folder / f"teacher-{digest_text(about)}.json"
-        found = _kept(path)
-        if len(found) < len(rows):
-            log.info(f"rating {len(rows) - len(found):,} rows by {self.head} of {self.run.folder}")
-            loaded = self._load(device)
-            while len(found) < len(rows):
-                part = slice(len(found), len(found) + _BLOCK)
-                texts = (rows.sentence1[part], rows.sentence2[part], rows.condition[part])
-                rated = loaded.similarity(*map(list, texts), show_progress=True)
-                # Cosines and regressions may pass the ends of the scale.
-                rated = rated.clip(0, 1)
-                found += rated.astype(np.float64).tolist()
+        identity = json.dumps([self.record, seed, list(rows.texts.values())])
+        path = folder / f"teacher-{digest_text(identity)}.json"
+        ratings = _read_ratings(path)
+        if len(ratings) < len(rows):
+            log.info(
+                f"rating {len(rows) - len(ratings):,} rows with {self.head} of {self.run.folder}"
+            )
+            model = self._load(device)
+            while len(ratings) < len(rows):
+                batch = slice(len(ratings), len(ratings) + _BLOCK)
+                texts = (rows.sentence1[batch], rows.sentence2[batch], rows.condition[batch])
+                similarities = model.similarity(*map(list, texts), show_progress=True)
+                # Cosines and regressions may lie outside the scale of ratings.
+                similarities = similarities.clip(0, 1)
+                ratings += similarities.astype(np.float64).tolist()
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, {"ratings": found})
-        return replace(rows, rating=np.array(found))
+                write_json(path, {"ratings": ratings})
+        return replace(rows, rating=np.array(ratings))
 
     def _load(self, device: str) -> CrossEncoder | Embedder:
         if self.run.cross:
@@ -96,10 +105,18 @@ class Teacher:
 
 
 def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Teacher | None:
-    """Return the teacher of a run; None: none was asked for.
+    """Return the teacher of a run.
+
+    Args:
+        folder: the run's folder; None: there is no teacher.
+        rows: the number of rows to rate; None: as many as train has rated rows.
+        dataset: the dataset of the student.
+
+    Returns:
+        The teacher; None if there is none.
 
     Raises:
-        UserError: no such run, one without a head, or whose head does not give ratings.
+        UserError: there is no such run, it has no head, or its head does not give ratings.
     """
     if folder is None:
         return None
@@ -108,20 +125,21 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
     if run.cross:
         name = NAME
     else:
-        usual = run.default_head()
-        if usual is None:
+        default_head = run.default_head()
+        if default_head is None:
             raise UserError(
-                f"{folder} has no fitted head, and cosines of its features are no ratings. Fit "
-                f"one: llmcond fit-head --run {folder}; or train its encoder: llmcond train-lora."
+                f"{folder} has no fitted head, and cosines of its features are not ratings. Fit a "
+                f"head (llmcond fit-head --run {folder}), or train its encoder (llmcond "
+                "train-lora)."
             )
-        saved, why = run.load_head(usual[0]), usual[1]
-        log.info(f"teacher: {saved.name} of {folder}, {why}")
-        if not getattr(saved.head.settings, "mse", 1.0):
+        saved_head, reason = run.load_head(default_head[0]), default_head[1]
+        log.info(f"teacher: {saved_head.name} of {folder}, {reason}")
+        if not getattr(saved_head.head.settings, "mse", 1.0):
             raise UserError(
-                f"the head {saved.name} of {folder} was fitted to the order of ratings, so that "
-                "its similarities are on another scale. Fit one with mse above 0."
+                f"the head {saved_head.name} of {folder} was fitted to the order of ratings, so "
+                "its similarities are on another scale. Fit a head with mse above 0."
             )
-        name, splits = saved.name, (*splits, *saved.trained_on)
+        name, splits = saved_head.name, (*splits, *saved_head.trained_on)
     record = {
         "encoder": run.manifest["encoder"]["fingerprint"],
         "head": run.head_record(name)["weights_sha256"],
@@ -131,42 +149,47 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
 
 
 def unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
-    """Return the sentence pairs of rows under conditions of others, ``count`` of them, unrated.
+    """Combine sentence pairs of rows with conditions of other rows into unrated rows.
 
-    Both are drawn by ``seed``: pairs alike, conditions as often as they occur. None has a pair and
-    a condition that occur together, rated or not, and none comes twice.
+    Pairs are sampled uniformly, and conditions in proportion to their frequency. No new row repeats
+    another one, or a pair with its condition in ``rows``, rated or not.
+
+    Args:
+        rows: the rows to combine.
+        count: the number of new rows.
+        seed: the random seed.
 
     Raises:
-        UserError: fewer than ``count`` such rows can be found.
+        UserError: fewer than ``count`` such rows can be sampled.
     """
-    drawn = np.random.Generator(np.random.SFC64([seed, _ROWS]))
-    _, first = np.unique(rows.pair, return_index=True)
+    generator = np.random.Generator(np.random.SFC64([seed, _ROW_SEED]))
+    _, first_rows = np.unique(rows.pair, return_index=True)
     pair, condition = rows.pair.tolist(), rows.condition
-    taken = set(zip(pair, condition, strict=True))
-    possible = len(first) * len(set(condition)) - len(taken)
-    if count > possible / 2:  # more would be drawn again and again
+    used = set(zip(pair, condition, strict=True))
+    possible = len(first_rows) * len(set(condition)) - len(used)
+    if count > possible / 2:  # beyond that, sampling would mostly hit rows that are used already
         raise UserError(
-            f"--teacher-rows is {count:,}, and {rows.file} has {possible:,} sentence pairs and "
-            f"conditions that do not stand together; at most half of them, {possible // 2:,}."
+            f"--teacher-rows is {count:,}, but {rows.file} gives {possible:,} new combinations of "
+            f"sentence pairs and conditions. Ask for at most half of them, {possible // 2:,}."
         )
-    where, texts = list[int](), list[str]()
-    while len(where) < count:
-        pairs = drawn.integers(len(first), size=count).tolist()
-        others = drawn.integers(len(rows), size=count).tolist()
-        for own, other in zip(pairs, others, strict=True):
-            if (own, condition[other]) not in taken and len(where) < count:
-                taken.add((own, condition[other]))
-                where.append(int(first[own]))
-                texts.append(condition[other])
-    found = rows.take(np.array(where))
-    return replace(found, condition=texts, rating=np.full(count, np.nan))
+    row_indices, texts = list[int](), list[str]()
+    while len(row_indices) < count:
+        pair_numbers = generator.integers(len(first_rows), size=count).tolist()
+        condition_rows = generator.integers(len(rows), size=count).tolist()
+        for number, row in zip(pair_numbers, condition_rows, strict=True):
+            if (number, condition[row]) not in used and len(row_indices) < count:
+                used.add((number, condition[row]))
+                row_indices.append(int(first_rows[number]))
+                texts.append(condition[row])
+    new_rows = rows.take(np.array(row_indices))
+    return replace(new_rows, condition=texts, rating=np.full(count, np.nan))
 
 
-def _kept(path: Path) -> list[float]:
-    """Return the ratings that a file holds; none where there is no such file."""
+def _read_ratings(path: Path) -> list[float]:
+    """Read the ratings of a file; empty if there is no such file."""
     if not path.is_file():
         return []
-    found = read_json(path).get("ratings")
-    if not isinstance(found, list) or not all(isinstance(own, float) for own in found):
-        raise LlmcondError(f"{path} is damaged. Delete it, and the rows are rated again.")
-    return found
+    ratings = read_json(path).get("ratings")
+    if not isinstance(ratings, list) or not all(isinstance(rating, float) for rating in ratings):
+        raise LlmcondError(f"{path} is damaged. Delete it to rate the rows again.")
+    return ratings

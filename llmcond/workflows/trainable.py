@@ -1,4 +1,4 @@
-"""What is asked to be trained: settings, head, prompts, data and encoder, checked."""
+"""Checks of the settings, head, prompts, data and encoder that are to be trained."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from llmcond.workflows.options.training import HeadChoice, TeacherOptions, Train
 F = TypeVar("F", bound=Fitted)
 
 
-def refuse_rated_options(asked: TrainLoraOptions, task: AnyTask[Any]) -> None:
-    """Raise a UserError for options that only training on rated pairs takes."""
-    given = {
-        f"--then {asked.then}": asked.then is not None,
-        f"--aspects {asked.aspects}": asked.aspects is not None,
-        "--ensemble": asked.ensemble != 1,
-        "--teacher": asked.part(TeacherOptions) != TeacherOptions(),
+def refuse_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
+    """Raise a UserError for options that only training on rated pairs supports."""
+    is_set_by_option = {
+        f"--then {options.then}": options.then is not None,
+        f"--aspects {options.aspects}": options.aspects is not None,
+        "--ensemble": options.ensemble != 1,
+        "--teacher": options.part(TeacherOptions) != TeacherOptions(),
     }
-    for option, is_given in given.items():
-        if is_given:
+    for option, is_set in is_set_by_option.items():
+        if is_set:
             raise UserError(
                 f"{option} is for rated pairs, and the task {task.name} has none. Leave it out."
             )
 
 
-def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
-    """Return the settings that were given, else those of a recipe, else the defaults."""
-    usual: dict[str, Any] = {}
+def tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
+    """Return the training settings from the options, then a recipe, and then the defaults."""
+    defaults: dict[str, Any] = {}
     if recipe is not None:
-        usual = renamed(recipe.finetune)
-        build(TuneSettings, usual, f"{recipe.path}: [finetune]")
-    values = {**usual, **renamed(given)}
+        defaults = renamed(recipe.finetune)
+        build(TuneSettings, defaults, f"{recipe.path}: [finetune]")
+    values = {**defaults, **renamed(options)}
     if isinstance(values.get("rank"), int):
         values.setdefault("learning_rate", usual_rate(values["rank"]))
     return build(TuneSettings, values, "training")
@@ -56,34 +56,37 @@ def tune_settings(given: Mapping[str, Any], recipe: Recipe | None = None) -> Tun
 def named_head(
     choice: HeadChoice, recipes: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
-    """Return the recipe that was named, the prompts, the head to start from, and its record.
+    """Return the recipe and the prompts to train with, and the head to start from.
 
-    With a head to start from they are its own, unless prompts were named. The record is empty where
-    there is none.
+    A head to start from gives the recipe, and the prompts unless others were named.
 
     Args:
-        choice: what the user named.
-        recipes: the task whose recipes are meant; None: those of rated pairs.
-        load: reads a head that was fitted, and its record.
+        choice: the options for the head.
+        recipes: the task whose recipes can be named; None: the recipes of rated pairs.
+        load: a function that reads a fitted head and its record.
+
+    Returns:
+        The recipe, the prompts, the head to start from or None, and its record (empty without one).
 
     Raises:
-        UserError: no head, or two.
+        UserError: no head is named, or two.
     """
     prompts = tuple(load_prompt(name) for name in choice.prompt)
     if choice.start is None:
         if choice.head is None:
-            raise UserError("no head was named. Give --head (none: nothing behind the encoder).")
+            raise UserError("no head is named. Give --head (none: the encoder without a head).")
         return load_recipe(choice.head, recipes), prompts, None, {}
     if choice.head is not None or choice.dim is not None:
         raise UserError(
-            "a head that was fitted has its kind and size already: with --start, leave out "
-            "--head and --dim."
+            "a fitted head already has a kind and a size. With --start, leave out --head and --dim."
         )
     folder = Path(choice.start)
     start, record = load(folder)
-    where = str(folder / "head.json")
-    record = fitted_on(record, where)
-    prompts = prompts or tuple(prompt_from_json(own, where) for own in record["prompts"])
+    record_path = str(folder / "head.json")
+    record = fitted_on(record, record_path)
+    prompts = prompts or tuple(
+        prompt_from_json(prompt_record, record_path) for prompt_record in record["prompts"]
+    )
     recipe = replace(
         load_recipe("none", recipes),
         **{key: record["recipe"][key] for key in ("name", "description", "source")},
@@ -100,21 +103,27 @@ def chosen_head(
     load: Callable[[Path], tuple[F, dict[str, Any]]],
     check: Callable[[Recipe], object],
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None]:
-    """Return the recipe, the prompts that were named or that ``start`` was fitted on, and that.
+    """Return the head to train for a task without rated pairs.
 
     Args:
-        choice: what the user named.
-        task: whose recipes are meant, one without rated pairs.
-        load: reads a head of that task that was fitted, and its record.
-        check: raises a UserError for a recipe that cannot be trained with an encoder.
+        choice: the options for the head.
+        task: the task whose recipes can be named.
+        load: a function that reads a fitted head of the task, and its record.
+        check: a function that raises a UserError for a recipe that cannot be trained with an
+            encoder.
+
+    Returns:
+        The recipe, the prompts that were named or that the head to start from was fitted on, and
+        the head to start from or None.
 
     Raises:
-        UserError: no head, or two, one that cannot be trained, several prompts, or subtraction.
+        UserError: no head is named, or two; the head cannot be trained; several prompts are named;
+            or features are to be subtracted.
     """
     if choice.subtract:
         raise UserError(
-            f"nothing is subtracted in the task {task.name}: what is ranked has no condition. "
-            "Leave out --subtract."
+            f"nothing can be subtracted in the task {task.name}, because its candidates have no "
+            "conditions. Leave out --subtract."
         )
     recipe, prompts, start, _ = named_head(choice, task.recipes, load)
     if choice.set:
@@ -124,50 +133,55 @@ def chosen_head(
     check(recipe)
     if len(prompts) > 1:
         raise UserError(
-            f"in the task {task.name} an encoder is trained with one prompt, and {len(prompts)} "
-            "were named. Give one --prompt."
+            f"in the task {task.name}, an encoder is trained with one prompt, but {len(prompts)} "
+            "are named. Give one --prompt."
         )
     return recipe, prompts, start
 
 
 def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
-    """Return whether a router weighs tokens, inside the encoder or by a prompt."""
+    """Return whether a router weights tokens, inside the encoder or through a prompt."""
     return resolved.identity.routes_inside or any(prompt.routes for prompt in prompts)
 
 
 def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Raise a UserError for routers, which weigh the tokens of rated rows only."""
+    """Raise a UserError for routers, which weight only the tokens of rated rows."""
     if has_router(prompts, resolved):
         raise UserError(
-            "routers are trained on rated pairs only. Leave out --router, and name a --prompt "
+            "routers can only be trained on rated pairs. Leave out --router, and name a --prompt "
             "without one, such as separate."
         )
 
 
 def rated_task(name: str | None) -> Task:
-    """Return a task by its name; a UserError unless it has rated pairs."""
+    """Return a task of rated pairs by its name.
+
+    Raises:
+        UserError: there is no such task, or it has no rated pairs.
+    """
     task = find_task(name)
     if not isinstance(task, Task):
         raise UserError(
-            f"the task {task.name} ranks candidates, and this trains on rated pairs of sentences. "
-            "Leave out --task, or train an encoder of each text: llmcond train-lora."
+            f"the task {task.name} ranks candidates, but a cross-encoder is trained on rated pairs "
+            "of sentences. Leave out --task, or train an encoder of single texts: llmcond "
+            "train-lora."
         )
     return task
 
 
-def rated_dataset(task: Task, data: DataOptions) -> Dataset:
-    """Read a data set whose rows of train are rated.
+def rated_dataset(task: Task, options: DataOptions) -> Dataset:
+    """Read a dataset whose train split has rated rows.
 
     Raises:
-        UserError: they are not, or all alike.
+        UserError: train has fewer than two rated rows, or only equal ratings.
     """
-    dataset = read_data(task, data)
+    dataset = read_data(task, options)
     train = dataset.splits["train"]
     if int(train.rated.sum()) < 2:
         raise UserError(
             f"{train.file} has {int(train.rated.sum())} rated rows among its {len(train):,}; "
-            "training needs pairs of sentences with ratings. Name another --data, or its label "
-            "column: --columns label=COLUMN"
+            "training needs rated sentence pairs. Name another --data, or its label column: "
+            "--columns label=COLUMN"
         )
     if len(set(train.rating[train.rated].tolist())) < 2:
         raise UserError(
@@ -177,19 +191,19 @@ def rated_dataset(task: Task, data: DataOptions) -> Dataset:
 
 
 def resolve_trainable(
-    model: str, options: EncoderOptions, settings: TuneSettings, merge: bool
+    model: str, encoder_options: EncoderOptions, settings: TuneSettings, merge: bool
 ) -> ResolvedEncoder:
-    """Find an encoder that can be trained by some settings.
+    """Resolve an encoder, and check that it can be trained with the settings.
 
     Raises:
-        UserError: it cannot, or the packages that train are not installed.
+        UserError: the encoder cannot be trained with them, or a package for training is missing.
     """
-    if options.long_texts == "windows":
+    if encoder_options.long_texts == "windows":
         raise UserError(
-            "windows are for frozen encoders: training reads each text once. Leave out "
-            "--long-texts windows, or shorten the texts."
+            "windows are only for frozen encoders, because training reads each text once. Leave "
+            "out --long-texts windows, or shorten the texts."
         )
-    resolved = resolve(model, replace(options, runtime="torch"))
+    resolved = resolve(model, replace(encoder_options, runtime="torch"))
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
     require("training an encoder", "accelerate", "peft", extra="lora")

@@ -1,4 +1,4 @@
-"""Training an encoder, whatever stands behind it: the loop, and what is kept of it."""
+"""Training an encoder with any kind of head: the jobs, the training itself, and its results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, join_rows
@@ -63,7 +64,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the loop trains, and on what: rows or triples. Those of dev choose the weights."""
+    """The model and the data of the training loop.
+
+    Attributes:
+        model: the model that is trained.
+        train: the rows or triples to train on.
+        dev: the rows or triples that choose the weights; None: the last weights are kept.
+    """
 
     model: TrainedModel[Any, Any]
     train: Any
@@ -72,9 +79,13 @@ class Parts:
 
 @dataclass(frozen=True)
 class Kept:
-    """A head that was trained, in its run: its name, what it takes, its scores.
+    """A trained head that was saved in its run.
 
-    ``card`` makes a model card of the account of the training, where the folder can be shared.
+    Attributes:
+        name: the name of the head.
+        takes: what the head takes, for the summary, such as the names of its prompts.
+        scores: its scores on dev and test.
+        card: a function from the training record to a model card; None: the folder gets no card.
     """
 
     name: str
@@ -85,15 +96,24 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained on what, into which folder; a subclass says what stands behind the encoder.
+    """A training: the encoder, the data, the settings and the folder. Subclasses add the head.
 
     Attributes:
-        head: its name, for messages.
-        made_of: all that decides the weights that come out.
+        model: the encoder's name as the user gave it.
+        resolved: the encoder.
+        folder: the run's folder, which also gets the encoder.
+        task: the task of the data.
+        dataset: the data to train on.
+        settings: the settings of the training.
+        head: the name of the head, for messages.
+        seed: the random seed.
+        merge: whether adapters are merged into the encoder at the end.
+        made_of: everything that decides the resulting weights.
     """
 
     cross: ClassVar[bool] = False
-    #: In messages: what it is trained on, what is scored, and whether the score is of a sample.
+    #: Words for messages: the examples to train on, the examples that are scored, and whether the
+    #: score is that of a sample.
     unit: ClassVar[str] = "rated rows"
     scored: ClassVar[str] = "rows"
     of_sample: ClassVar[bool] = False
@@ -110,16 +130,16 @@ class Job:
     made_of: Mapping[str, Any]
 
     def parts(self, trainable: Trainable) -> Parts:
-        """Return the model, and the rated rows of train and dev as it takes them."""
+        """Return the model, and the examples of train and dev in the form that it takes."""
         raise NotImplementedError
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """Return the splits that decide the weights by their rows' loss, also by a teacher's."""
+        """The splits whose examples the encoder, or its teacher, was trained on."""
         return ("train",)
 
     def about(self) -> dict[str, Any]:
-        """Return what else the account says of what was trained on."""
+        """Return further fields for the training record, on the data that was trained on."""
         return {} if self.trained_on == ("train",) else {"trained_on": list(self.trained_on)}
 
     def last_stage(
@@ -128,36 +148,40 @@ class Job:
         tokenizer: InputTokenizer,
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
-        made_of: Mapping[str, Any],
+        config: Mapping[str, Any],
     ) -> Staged | None:
-        """Train the model further from its best weights, ``start``; None: it is not asked for."""
+        """Train the model further from its best weights ``start``, if there is a last stage."""
         return None
 
     def complete(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
-        """Make the folder, which holds the encoder, a run; return that with the trained encoder.
+        """Make the folder of the saved encoder a run.
 
-        ``orders`` are those of a cross-encoder.
+        Args:
+            orders: the sentence orders of a cross-encoder; None: it is not a cross-encoder.
+
+        Returns:
+            The run, and the trained encoder.
         """
-        before = self.resolved
-        dtype, quantize = before.identity.dtype, before.identity.quantize
-        options = EncoderOptions(dtype=dtype, quantize=quantize, device=before.device)
-        resolved = resolve(str(self.folder), options, cross=self.cross)
-        made = (self.folder, resolved, self.dataset, self.task, orders, self.trained_on)
-        return complete_run(*made), resolved
+        base = self.resolved
+        dtype, quantize = base.identity.dtype, base.identity.quantize
+        options = EncoderOptions(dtype=dtype, quantize=quantize, device=base.device)
+        trained = resolve(str(self.folder), options, cross=self.cross)
+        completion = (self.folder, trained, self.dataset, self.task, orders, self.trained_on)
+        return complete_run(*completion), trained
 
     def keep(self, head: Any) -> Kept:
-        """Complete the run, and put the head into it."""
+        """Complete the run, and save the head in it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankingJob(Job):
-    """What is trained on right answers: triples of a graph, or dialogues.
+    """Training on correct answers: the triples of a graph, or dialogues.
 
     Attributes:
-        recipe: of the head.
-        start: the head that training begins from; None: a new one.
-        view: the features that the head sees.
+        recipe: the recipe of the head.
+        start: the head that training starts from; None: a new one.
+        view: the features that the head takes.
     """
 
     recipe: Recipe
@@ -171,27 +195,33 @@ class RankingJob(Job):
     @classmethod
     def of(
         cls,
-        asked: TrainLoraOptions,
+        options: TrainLoraOptions,
         task: AnyTask[Any],
         load: Callable[[Path], tuple[Fitted, dict[str, Any]]],
         check: Callable[[Recipe], object],
     ) -> Self:
-        """Read and check what is asked for; ``load`` and ``check`` are those of a named head.
+        """Create a job from options, and check its data and its encoder.
+
+        Args:
+            options: the options of the command.
+            task: the task of the data.
+            load: a function that reads a fitted head of the task, and its record.
+            check: a function that raises a UserError for a recipe that cannot be trained.
 
         Raises:
-            UserError: wrong input, or a head that cannot be trained; see :func:`chosen_head`.
+            UserError: the input is invalid, or the head cannot be trained (see ``chosen_head``).
             LlmcondError: the encoder cannot be loaded.
         """
-        refuse_rated_options(asked, task)
-        recipe, prompts, start = chosen_head(asked, task, load, check)
-        tuning = tune_settings(asked.tune_settings(), recipe)
-        dataset = read_data(task, asked.data_options())
+        refuse_rated_options(options, task)
+        recipe, prompts, start = chosen_head(options, task, load, check)
+        settings = tune_settings(options.tune_settings(), recipe)
+        dataset = read_data(task, options.data_options())
         cls.check_data(dataset, task)
-        model, merge = asked.model, asked.merge
-        resolved = resolve_trainable(model, asked.encoder_options(), tuning, merge)
+        model, merge = options.model, options.merge
+        resolved = resolve_trainable(model, options.encoder_options(), settings, merge)
         if not prompts:
-            apart = {"separate": "separate", "alone": task.prompt}
-            prompts = (load_prompt(str(apart.get(recipe.features, resolved.joint_prompt))),)
+            prompt_names = {"separate": "separate", "alone": task.prompt}
+            prompts = (load_prompt(str(prompt_names.get(recipe.features, resolved.joint_prompt))),)
         check_prompts(prompts, resolved, task)
         view = view_of(recipe, prompts, subtract=False)
         view.check_texts()
@@ -199,41 +229,43 @@ class RankingJob(Job):
         return cls(
             model=model,
             resolved=resolved,
-            folder=Path(asked.run),
+            folder=Path(options.run),
             task=task,
             dataset=dataset,
-            settings=tuning,
+            settings=settings,
             head=recipe.name,
-            seed=asked.seed,
+            seed=options.seed,
             merge=merge,
-            made_of=made_of(resolved, dataset, prompts, recipe, asked, tuning, merge),
+            made_of=made_of(resolved, dataset, prompts, recipe, options, settings, merge),
             recipe=recipe,
             start=start,
             view=view,
         )
 
+    @override
     def keep(self, head: Fitted) -> Kept:
-        """See :class:`Job`; scores are those of ``evaluate``."""
         run, resolved = self.complete()
-        kept = keep_head(run, resolved, head, self.recipe, self.view)
+        trained_head = keep_head(run, resolved, head, self.recipe, self.view)
         splits: Sequence[Split] = ("dev", "test")
         scores = [
             result
             for split in splits
             if split in run.splits
-            for result in evaluate(EvaluateOptions(run=self.folder, head=[kept.name], split=split))
-            if result.name == kept.name
+            for result in evaluate(
+                EvaluateOptions(run=self.folder, head=[trained_head.name], split=split)
+            )
+            if result.name == trained_head.name
         ]
-        return replace(kept, scores=scores)
+        return replace(trained_head, scores=scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedJob(Job):
-    """What is trained on rated rows.
+    """Training on rated rows.
 
     Attributes:
-        stage: the last stage, on dev as well; None: there is none.
-        teacher: rates further rows that are trained on; None: there are none.
+        stage: the last stage, which includes dev; None: there is none.
+        teacher: the teacher that rates additional training rows; None: there is none.
     """
 
     task: Task
@@ -242,55 +274,57 @@ class RatedJob(Job):
     teacher: Teacher | None = None
 
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> Any:
-        """Return the rated rows of a table as the model takes them."""
+        """Return the rated rows of a table in the form that the model takes."""
         raise NotImplementedError
 
     @property
+    @override
     def trained_on(self) -> tuple[str, ...]:
-        """See :class:`Job`."""
         return ("train", "dev") if self.stage is not None or self._dev_is_known else ("train",)
 
     @property
     def _dev_is_known(self) -> bool:
-        """Return whether the teacher or the encoder has seen dev, which then says nothing."""
+        """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
         if self.resolved.checkpoint.dev_of == self.dataset.digest:
             return True
         return self.teacher is not None and self.teacher.knows_dev(self.dataset)
 
+    @override
     def about(self) -> dict[str, Any]:
-        """See :class:`Job`; the teacher as people know it."""
-        own = Job.about(self)
-        return own if self.teacher is None else {**own, "teacher": self.teacher.about()}
+        fields = Job.about(self)
+        return fields if self.teacher is None else {**fields, "teacher": self.teacher.about()}
 
     def taught_train(self) -> Rows:
-        """Return train, and beside it what the teacher rates, if there is one."""
+        """Return the train split, with the rows that the teacher rates if there is one."""
         train = self.dataset.splits["train"]
         if self.teacher is None:
             return train
         from accelerate import PartialState
 
-        with PartialState().main_process_first():  # the others read what it leaves
+        with PartialState().main_process_first():  # the other processes read its saved ratings
             folder, device = self.folder / STATE, self.resolved.device
-            taught = self.teacher.rate(train, self.seed, folder, device)
-        return join_rows([train.take(train.rated), taught])
+            taught_rows = self.teacher.rate(train, self.seed, folder, device)
+        return join_rows([train.take(train.rated), taught_rows])
 
     def rated_dev(self) -> Rows | None:
-        """Return dev; None if it has no rated rows, and the last weights are kept."""
+        """Return the dev split; None if it has no rated rows or cannot choose the weights."""
         if self._dev_is_known:
-            log.info("the encoder or its teacher was trained on dev, which chooses nothing then")
+            log.info(
+                "the encoder or its teacher was trained on dev, so dev does not choose the weights"
+            )
             return None
         dev = self.dataset.splits.get("dev")
         return dev if dev is not None and dev.rated.any() else None
 
+    @override
     def last_stage(
         self,
         model: Any,
         tokenizer: InputTokenizer,
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
-        made_of: Mapping[str, Any],
+        config: Mapping[str, Any],
     ) -> Staged | None:
-        """See :class:`Job`."""
         if self.stage is None:
             return None
         from llmcond.finetune.stage import LastStage
@@ -307,7 +341,7 @@ class RatedJob(Job):
                 start=start,
                 accelerator=accelerator,
                 folder=self.folder / STATE,
-                made_of=made_of,
+                made_of=config,
             )
         )
 
@@ -315,14 +349,17 @@ class RatedJob(Job):
 def keep_head(
     run: AnyRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
 ) -> Kept:
-    """Put a head that was trained into its run, beside its features; scores are still missing.
+    """Save a trained head in its run, and extract the run's features.
 
     Args:
-        run: of the folder that the encoder was saved in.
-        resolved: that encoder.
-        head: of the size that was trained.
-        recipe: what it was begun by.
-        view: the features that it sees.
+        run: the run in the folder of the trained encoder.
+        resolved: the trained encoder.
+        head: the trained head.
+        recipe: the recipe that the head was created from.
+        view: the features that the head takes.
+
+    Returns:
+        The saved head, without scores.
     """
     log.info(f"encoder -> {run.folder}; its features:")
     encoder = LazyEncoder(resolved)
@@ -333,15 +370,15 @@ def keep_head(
     if "dev" in run.splits:
         record[f"dev_{run.dev_metric}"] = finite(examples_of(run).on_dev(head, view))
     save_head(head, run.head_folder(name), record)
-    card = partial(model_card, kind=run.kind, prompts=view.prompts, recipe=record["recipe"])
-    return Kept(name, {"prompt": view.name}, card=card)
+    make_card = partial(model_card, kind=run.kind, prompts=view.prompts, recipe=record["recipe"])
+    return Kept(name, {"prompt": view.name}, card=make_card)
 
 
 def train(job: Job) -> TrainingResult:
-    """Train, or go on where the same job was stopped; nothing is done where it has ended."""
-    done = finished(job.folder, job.made_of)
-    if done is not None:
-        return TrainingResult(done)
+    """Train, or continue where the same job was stopped; a finished job is not trained again."""
+    summary = finished(job.folder, job.made_of)
+    if summary is not None:
+        return TrainingResult(summary)
     check_writable(job.folder / STATE / "state.safetensors")
     return TrainingResult(_train(job))
 
@@ -356,11 +393,11 @@ def _train(job: Job) -> dict[str, Any]:
     trainable = load_trainable(resolved, settings, job.seed)
     parts = job.parts(trainable)
     if parts.dev is None:
-        log.info(f"no {job.unit} of dev to score: the last weights are kept")
-    made_of = {**job.made_of, "processes": accelerator.num_processes}
-    # The last stage may be another: what comes before it is the same.
-    before = {key: value for key, value in made_of.items() if key != "then"}
-    state = StateFolder(job.folder / STATE, before)
+        log.info(f"no {job.unit} in dev to score, so the last weights are kept")
+    config = {**job.made_of, "processes": accelerator.num_processes}
+    # A different last stage can continue from the same training, so it is left out.
+    main_config = {key: value for key, value in config.items() if key != "then"}
+    state = StateFolder(job.folder / STATE, main_config)
     trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
     n_trained, n_all = trainable.counts()
     n_head = sum(value.numel() for value in parts.model.head.parameters())
@@ -375,16 +412,17 @@ def _train(job: Job) -> dict[str, Any]:
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
     on_dev, metric = parts.model.on_dev, parts.model.metric
-    score = metric.heading + (" of a sample" if job.of_sample else "")
-    with TrainBar(key=on_dev, score=score, show=metric.show) as bar:
+    score_heading = metric.heading + (" of a sample" if job.of_sample else "")
+    with TrainBar(key=on_dev, score=score_heading, show=metric.show) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     progress, head = trainer.progress, None
     trainer.keep_best()
     del trainer
     accelerator.free_memory()
-    staged = job.last_stage(parts.model, trainable.tokenizer, state.best(), accelerator, made_of)
-    accelerator.wait_for_everyone()  # each has read what the first one deletes at the end
+    staged = job.last_stage(parts.model, trainable.tokenizer, state.best(), accelerator, config)
+    # All processes must have read the state before the main process deletes it.
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         name, cross = where_model(job.model, resolved), job.cross
         dev_of = job.dataset.digest if "dev" in job.trained_on else None
@@ -399,7 +437,7 @@ def _train(job: Job) -> dict[str, Any]:
                 **({} if staged is None else staged.record),
             }
         )
-    # What is written is loaded again, and both may be too much for a GPU.
+    # The saved encoder is loaded next, and a GPU may not have room for both.
     del trainable, parts
     accelerator.free_memory()
     summary = {} if head is None else _finish(job, head, progress, weights, on_dev, staged)
@@ -415,31 +453,31 @@ def _finish(
     on_dev: str,
     staged: Staged | None,
 ) -> dict[str, Any]:
-    """Write head, scores and card; the account of the training comes last."""
-    folder, base, kept = job.folder, job.resolved, job.keep(head)
-    score, best = progress.best_score, progress.best_step
+    """Save the head, its scores, the card and, as the last step, the training record."""
+    folder, base, trained_head = job.folder, job.resolved, job.keep(head)
+    best_score, best_step = progress.best_score, progress.best_step
     summary = {
         "run": str(folder),
         "encoder": base.checkpoint.name,
-        "head": kept.name,
-        **kept.takes,
+        "head": trained_head.name,
+        **trained_head.takes,
         "seed": job.seed,
         "weights": weights,
         "steps": progress.step,
-        "best_step": best,
-        on_dev: score if staged is None else None,
+        "best_step": best_step,
+        on_dev: best_score if staged is None else None,
         "seconds": round(progress.seconds, 1),
         **job.about(),
-        # That score was of the weights before.
-        **({} if staged is None else {**staged.record, f"{on_dev}_before": score}),
-        "scores": [result.to_json() for result in kept.scores],
+        # The score on dev is that of the weights before the last stage.
+        **({} if staged is None else {**staged.record, f"{on_dev}_before": best_score}),
+        "scores": [result.to_json() for result in trained_head.scores],
     }
     curves = {"curve": head.fit.record["curve"]}
     if staged is not None:
         curves["then_curve"] = staged.curve
-    write_account(job, kept, summary, curves)
+    write_account(job, trained_head, summary, curves)
     log.info(
-        f"{kept.name}: step {best:,} of {progress.step:,}"
+        f"{trained_head.name}: step {best_step:,} of {progress.step:,}"
         + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
         + f", trained in {duration(progress.seconds)} -> {folder}"
     )
@@ -447,13 +485,13 @@ def _finish(
 
 
 def write_account(
-    job: Job, kept: Kept, summary: Mapping[str, Any], curves: Mapping[str, Any]
+    job: Job, trained_head: Kept, summary: Mapping[str, Any], curves: Mapping[str, Any]
 ) -> None:
-    """Write the card of a training and its account, which comes last; tell its scores."""
+    """Write the model card and then the training record, and log the scores."""
     from llmcond.finetune.save import hub_name
 
     folder, base = job.folder, job.resolved
-    account = {
+    record = {
         "format": FORMAT,
         "summary": summary,
         **curves,
@@ -466,11 +504,11 @@ def write_account(
         "data": job.dataset.to_json(),
         **provenance(),
     }
-    if kept.card is not None:
-        write_text(folder / "README.md", kept.card(account))
-    write_json(folder / RECORD, account)
+    if trained_head.card is not None:
+        write_text(folder / "README.md", trained_head.card(record))
+    write_json(folder / RECORD, record)
     shutil.rmtree(folder / STATE, ignore_errors=True)
-    for result in kept.scores:
+    for result in trained_head.scores:
         log.info(
             f"{result.split}: {result.primary.heading} "
             f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
@@ -482,10 +520,10 @@ def scores_of(
     predictor: AnyPredictor | CrossEncoder,
     predicted: Callable[[Rows], NDArray[np.float32]],
 ) -> list[Result]:
-    """Return what a predictor scores on dev and test, as ``evaluate`` gives it."""
-    found: list[Result] = []
+    """Return the scores of a predictor on dev and test, as ``evaluate`` gives them."""
+    results: list[Result] = []
     for split in ("dev", "test"):
         if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
             rows = run.rows(split)
-            found += results_of([predictor], [predicted(rows)], rows, split, task=run.task.name)
-    return found
+            results += results_of([predictor], [predicted(rows)], rows, split, task=run.task.name)
+    return results

@@ -90,7 +90,7 @@ def test_few_texts_and_repeats_are_too_few_to_tell(tiny_run):
     ("given", "said"),
     [
         (("--condition", " "), "--condition is empty"),
-        (("--condition", "a", "--condition", "a"), "'a' is given twice"),
+        (("--condition", "a", "--condition", "a"), "'a' is given more than once"),
         (("--condition", "a", "--text", "title"), "title"),
         (("--condition", "a", "--seed", "-1"), "seed"),
     ],

@@ -123,7 +123,7 @@ def test_a_run_that_cannot_be_written_can_be_used(read_only, tmp_path, write_row
     data, before = write_rows(small_rows), sorted(read_only.rglob("*"))
     for number, (arguments, said) in enumerate(
         [
-            ("analyse --json", "neither analyses.json nor pictures"),
+            ("analyse --json", "no analyses.json is written, nor pictures"),
             (f"evaluate --data {data} --json", "are not kept: cannot write"),
             (
                 f"embed {data} --sentence sentence1 --out {tmp_path / 'v.npy'} --json",

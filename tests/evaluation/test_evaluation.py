@@ -524,7 +524,7 @@ def test_analyses_are_given_without_matplotlib(monkeypatch, tmp_path, tiny_run, 
     fit_head(run=run, head="pca", dim=4)
     found = llmcond.analyse(run=run, what=["isotropy", "clusters"], conditions=2, split="train")
     assert {row["name"] for row in found["clusters"]} >= {"pca@concat-sent-cond"}
-    assert "no pictures are drawn: they need matplotlib (pip install '.[plots]' in" in caplog.text
+    assert "no pictures: matplotlib is not installed (pip install '.[plots]' in" in caplog.text
     assert not (run / "analyses").exists()
 
 

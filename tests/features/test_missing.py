@@ -109,4 +109,4 @@ def test_extraction_tells_what_it_will_do(
     (found, wanted) = re.search(r"to encode: (\d+) of (\d+) inputs\n", told).groups()
     assert found == wanted
     assert run([*arguments, *fixed, *prompts]) == 0
-    assert f"all {wanted} inputs are there; nothing is encoded" in capsys.readouterr().err
+    assert f"all {wanted} inputs are stored already; nothing is encoded" in capsys.readouterr().err

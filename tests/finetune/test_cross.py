@@ -327,8 +327,8 @@ def test_a_recipe_cannot_name_its_head(tmp_path, tiny_run, capsys):
         (["--set", "dim=3"], "a cross-encoder has no setting 'dim'"),
         (["--set", "dropout=1"], "'dropout' is 1.0: it must be below 1"),
         (["--seed", "-1"], "at least 0"),
-        (["--router", "csr"], "so that a router would have nothing to do"),
-        (["--long-texts", "windows"], "windows are for frozen encoders"),
+        (["--router", "csr"], "so a router would have no effect"),
+        (["--long-texts", "windows"], "windows are only for frozen encoders"),
         (["--max-length", "8"], "which leave no room for two sentences"),
         (["--batch-size", "2", "--gradient-accumulation-steps", "4"], "too few"),
     ],
@@ -349,7 +349,7 @@ def test_runs_of_another_kind_are_refused(train, tiny_run, cross, tmp_path, tiny
     with pytest.raises(UserError, match=r"holds no cross-encoder\. Train one: llmcond train-cross"):
         llmcond.load_cross_encoder(tmp_path / "frozen")
     given = ["train-lora", "--model", tiny, "--data", data, "--run", cross, "--head", "none"]
-    assert "holds a cross-encoder, which is another thing" in refused(capsys, *given)
+    assert "holds a cross-encoder, which is a different kind of model" in refused(capsys, *given)
     given = ["train-lora", "--model", tiny, "--data", data, "--run", tmp_path / "new"]
     said = refused(capsys, *given, "--start", cross / "heads/cross")
     assert "the head of a cross-encoder" in said
@@ -377,7 +377,7 @@ def test_where_one_side_has_the_condition_the_order_is_given(train, tmp_path, mo
     monkeypatch.setattr(plugins, "_LOADED", [])
     (tmp_path / "own_task.py").write_text(ONE_SIDED)
     task = ("--task", "own_task.py:Answers")
-    assert "on its first text only" in train("one", *task, command=refused)
+    assert "only its first text" in train("one", *task, command=refused)
     assert train("one", *task, "--orders", "given")["orders"] == "given"
 
 

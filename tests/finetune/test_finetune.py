@@ -32,7 +32,7 @@ from llmcond.finetune.state import BEST, STATE, StateFolder, differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
 from llmcond.prompts import load_prompt
-from llmcond.workflows.extract import _usual_prompt
+from llmcond.workflows.extract import _choose_default_prompt
 from llmcond.workflows.trainable import tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -271,8 +271,8 @@ def test_an_encoder_is_extracted_with_the_prompt_it_was_trained_with(
     record["made_of"]["prompts"] = {name: load_prompt(name).digest if bundled else "0"}
     (folder / "training.json").write_text(json.dumps(record))
     resolved = resolve(str(folder), EncoderOptions(device="cpu"))
-    assert _usual_prompt(resolved).name == expected
-    assert (f"name the file of {name} by --prompt" in caplog.text) != bundled
+    assert _choose_default_prompt(resolved).name == expected
+    assert (f"name the file of {name} with --prompt" in caplog.text) != bundled
 
 
 @pytest.mark.parametrize("names", [("routed", "separate"), ("separate", "routed")])
@@ -281,7 +281,9 @@ def test_of_several_prompts_the_first_is_taken(tuned, tmp_path, names):
     record = json.loads((folder / "training.json").read_text())
     record["made_of"]["prompts"] = {name: load_prompt(name).digest for name in names}
     (folder / "training.json").write_text(json.dumps(record))
-    assert _usual_prompt(resolve(str(folder), EncoderOptions(device="cpu"))).name == names[0]
+    assert (
+        _choose_default_prompt(resolve(str(folder), EncoderOptions(device="cpu"))).name == names[0]
+    )
 
 
 def test_its_scores_are_those_of_evaluate(tuned, capsys):

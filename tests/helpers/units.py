@@ -78,7 +78,7 @@ class DiesOnce(UnitEmbedder):
 
     def work(self, unit):
         done = super().work(unit)
-        died = Path(self._work.out).parent / "died"
+        died = Path(self._job.out).parent / "died"
         if unit.number == 2 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)

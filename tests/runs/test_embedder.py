@@ -97,7 +97,7 @@ def test_the_winner_is_kept(own: Path, command: str, capsys: pytest.CaptureFixtu
         arguments += ["--pooling", "mean", "--dtype", "float32", "--prompts", *prompts]
     assert run([*arguments, *few]) == 0
     told = capsys.readouterr().err
-    assert "kept, as the best on dev: linear@concat-sent-cond" in told
+    assert "saving the best on dev: linear@concat-sent-cond" in told
     embedder = llmcond.load_embedder(own)
     assert embedder.name == "linear@concat-sent-cond"
     folder = own / ("sweep" if command == "sweep" else "comparisons")

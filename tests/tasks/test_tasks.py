@@ -163,7 +163,7 @@ def test_a_record_alone_never_runs_code(answers, monkeypatch):
     [
         ("kitchen", "there is no task 'kitchen'"),
         ("missing.py:Task", "does not exist"),
-        ("json:loads", "is no task"),
+        ("json:loads", "is not a task"),
         ("json:nothing", "has no 'nothing'"),
         (":x", "is not a name of code"),
     ],

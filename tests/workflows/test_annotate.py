@@ -384,7 +384,7 @@ def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
         ("--out pairs.csv", "is an input of the same command"),
         ("--columns label=stars", "has no column 'stars'"),
         ("--columns condition=aspect", "has no column 'aspect'"),
-        ("--propose 3 --rows 2", "--rows is of rows that are there"),
+        ("--propose 3 --rows 2", "--rows is for existing rows"),
     ],
 )
 def test_wrong_input_is_one_line(pairs, capsys, more, words):
@@ -400,15 +400,15 @@ def test_an_unknown_model_is_told_with_those_that_are_there(pairs, capsys):
 
 def test_many_questions_are_agreed_to(many, capsys, monkeypatch):
     path = many(10)
-    monkeypatch.setattr("llmcond.workflows.annotate._UNASKED", 5)
+    monkeypatch.setattr("llmcond.workflows.annotate._MAX_UNCONFIRMED", 5)
     with ChatServer() as server:
         line = refused(capsys, *arguments(path, server))
-        assert "7 questions are to be asked" in line
+        assert "7 questions remain" in line
         terminal = StringIO("n\ny\n")
         terminal.isatty = sys.stderr.isatty = lambda: True
         monkeypatch.setattr("sys.stdin", terminal)
         assert run([str(one) for one in arguments(path, server)]) == 2
-        assert "Go on? [y/N] llmcond: error: not agreed to" in capsys.readouterr().err
+        assert "Continue? [y/N] llmcond: error: not confirmed" in capsys.readouterr().err
         assert len(server.bodies) == 3
         assert ok(capsys, *arguments(path, server))["questions"] == 7
         assert ok(capsys, *arguments(path, server, "--seed", 1, "--yes"))["questions"] == 10
@@ -481,4 +481,4 @@ def test_texts_that_a_model_does_not_pair_give_fewer_rows(write_rows, capsys):
     most = 0
     with ChatServer(choosy) as server:
         line = refused(capsys, *arguments(path, server, "--propose", 16, "--seed", 1))
-    assert "rater pairs none of the texts" in line
+    assert "rater paired none of the texts" in line

@@ -181,12 +181,14 @@ def test_poor_separation_is_said_and_a_guide_advised(capsys, write_rows, guide, 
         return capsys.readouterr().err
 
     messages = said(mixed, *PLACE, "--labels", "kind")
-    assert re.search(r"the place: 3 clusters; silhouette 0\.\d+, so not clearly apart;", messages)
-    assert "they agree little with the labels kind" in messages
+    assert re.search(
+        r"the place: 3 clusters; silhouette 0\.\d+, so not clearly separated;", messages
+    )
+    assert "little agreement with the labels kind" in messages
     assert messages.count("--guide FILE") == 1
     # Without labels nothing tells whether clusters are right, and this is said.
     messages = said(mixed, *PLACE)
-    assert "a silhouette does not tell whether clusters are those you want" in messages
+    assert "a silhouette does not show whether clusters are those you want" in messages
     assert messages.count("--guide FILE") == 1
     # A guide is no advice where there is one.
     messages = said(mixed, "--guide", guide, "--labels", "kind")
@@ -249,7 +251,7 @@ def test_hdbscan_counts_what_is_in_no_cluster(call, capsys, module_run, texts):
     arguments += ["--out", "out.csv", "--labels", "place", "--run", module_run]
     assert run([str(one) for one in arguments]) == 0
     labels = [int(row["cluster"]) for row in table("out.csv")]
-    assert f"{labels.count(-1)} of 48 texts are in none" in capsys.readouterr().err
+    assert f"{labels.count(-1)} of 48 texts are in no cluster" in capsys.readouterr().err
     assert all(row["name"] == "" for row in table("out.csv") if row["cluster"] == "-1")
 
 
@@ -280,7 +282,7 @@ def test_a_text_file_has_one_text_a_line_and_repeats_are_kept(call, tmp_path, ca
     lines.write_text("two men\n\nthree women\ntwo men\nchildren\n")
     arguments = ["cluster", lines, *PLACE, "--clusters", "3", "--out", "out.csv"]
     assert run([str(one) for one in (*arguments, "--run", module_run)]) == 0
-    assert "1 of 4 texts repeat an earlier one; kept" in capsys.readouterr().err
+    assert "1 of 4 texts repeat an earlier one, and are kept" in capsys.readouterr().err
     rows = table("out.csv")
     assert [row["text"] for row in rows] == ["two men", "three women", "two men", "children"]
     assert rows[0]["cluster"] == rows[2]["cluster"]
@@ -298,15 +300,18 @@ def test_too_long_texts_are_cut_and_counted(call, write_rows, capsys, module_run
     [
         ((), "neither --condition nor --guide"),
         (("--condition", " "), "--condition is empty"),
-        ((*PLACE, *PLACE), "'the place' is given twice"),
-        ((*PLACE, *PLACE, "--values", "", "--values", "a, b"), "'the place' is given twice"),
+        ((*PLACE, *PLACE), "'the place' is given more than once"),
+        (
+            (*PLACE, *PLACE, "--values", "", "--values", "a, b"),
+            "'the place' is given more than once",
+        ),
         ((*PLACE, *PEOPLE_TOO, "--values", "a, b"), "1 --values and 2 --condition. Give --values"),
         (("--values", "a, b"), "1 --values and 0 --condition"),
         ((*PLACE, "--clusters", "1"), "--clusters is 1; it must be at least 2"),
-        ((*PLACE, "--clusters", "-3"), "--clusters is '-3'; give a number"),
-        ((*PLACE, "--clusters", "some"), "--clusters is 'some'; give a number, or auto"),
-        ((*PLACE, "--clusters", "49"), "48 distinct texts, and --clusters is 49"),
-        ((*PLACE, "--method", "hdbscan", "--clusters", "3"), "--clusters is for kmeans"),
+        ((*PLACE, "--clusters", "-3"), "--clusters is '-3'; expected a number"),
+        ((*PLACE, "--clusters", "some"), "--clusters is 'some'; expected a number or auto"),
+        ((*PLACE, "--clusters", "49"), "48 distinct texts, but --clusters is 49"),
+        ((*PLACE, "--method", "hdbscan", "--clusters", "3"), "--clusters is for --method kmeans"),
         ((*PLACE, "--min-cluster-size", "3"), "is for --method hdbscan"),
         ((*PLACE, "--method", "hdbscan", "--min-cluster-size", "1"), "must be at least 2"),
         ((*PLACE, "--text", "body"), "no column 'body'"),
@@ -356,8 +361,8 @@ def test_a_guide_that_is_none_is_refused(capsys, texts, write_rows, rows, said):
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([("two men",)], "1 distinct text, and clusters take 2"),
-        ([("two men",), ("two men",)], "1 distinct text, and clusters take 2"),
+        ([("two men",)], "1 distinct text, but at least 2"),
+        ([("two men",), ("two men",)], "1 distinct text, but at least 2"),
         (
             [("two men",), (" ",), ("",)],
             "row 2 of few.csv: text is empty (1 more row is invalid)",

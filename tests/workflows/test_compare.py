@@ -215,10 +215,10 @@ def test_fits_that_fail_are_told_and_the_rest_is_compared(call, monkeypatch):
     [
         (["--prompts", J, J], "was given 2 times"),
         (["--prompts", J, "copy.toml"], f"the prompts {J} and copy are the same template"),
-        (["--prompts", J, "--baseline", K], f"the baseline {K} is none of the prompts"),
+        (["--prompts", J, "--baseline", K], f"the baseline {K} is not among the prompts"),
         (["--prompts", J, "--seeds", "0"], "--seeds is 0"),
         (["--prompts", J, "--set", "dmi=3"], "Did you mean 'dim'"),
-        (["--prompts", "cond"], "none of the prompts goes with"),
+        (["--prompts", "cond"], "none of the prompts can be used with"),
         (["--prompts", "conc"], "Did you mean"),
         (["--prompts", "glued.toml"], "the prompt glued gives the same input for"),
         (["--prompts", J, "--report", "folder.html"], "is a folder"),

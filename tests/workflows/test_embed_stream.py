@@ -244,7 +244,7 @@ def test_a_killed_call_goes_on(capsys, fitted, source, tmp_path, out, point, cou
     if there:
         assert len(table(out)) == there
     assert run([str(argument) for argument in embed(out, fitted)]) == 0
-    assert (f"({there} were there)" in capsys.readouterr().err) == bool(there)
+    assert (f"({there} of them existed)" in capsys.readouterr().err) == bool(there)
     assert table(out).equals(table(f"whole-{out}"))
     left = [path for path in Path(out).rglob("*") if path.name.startswith(".")]
     assert not left
@@ -289,8 +289,8 @@ def change_record(out, **changes):
         ({"unit_rows": "gone"}, "the key 'unit_rows' is missing"),
         ({"made_of": "gone"}, "the key 'made_of' is missing"),
         ({"made_of": []}, r"'made_of' is \[\]"),
-        ({"columns": "!!"}, "columns that cannot be read"),
-        ({"columns": "AAAA"}, "columns that cannot be read"),
+        ({"columns": "!!"}, "its columns cannot be read"),
+        ({"columns": "AAAA"}, "its columns cannot be read"),
         ({"columns": 5}, "'columns' is 5"),
         ({"parts": None}, "'parts' is None"),
         ({"parts": [["a"]]}, "parts.0"),
@@ -307,7 +307,7 @@ def test_a_damaged_record_is_told_in_a_line(capsys, begun, out, changes, said):
 def test_parts_that_have_other_rows_than_the_source_are_told(capsys, begun, rows):
     record = json.loads(Path("out/_llmcond.json").read_text())
     change_record("out", parts=[[*record["parts"][0][:2], rows], *record["parts"][1:]])
-    check_refused_as_damaged(capsys, begun, "out", "other numbers of rows|'parts.0.2' is -1")
+    check_refused_as_damaged(capsys, begun, "out", "its numbers of rows|'parts.0.2' is -1")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", ""])
@@ -448,7 +448,7 @@ def test_what_a_killed_driver_left_is_finished_without_ray(capsys, fitted, sourc
 @pytest.mark.parametrize(
     ("others", "said"),
     [
-        (("--head", "none"), "begun with another head"),
+        (("--head", "none"), "started with another head"),
         (("--no-normalize",), "another normalize True, not False"),
         (("--keep", "id"), r"another keep \[\], not \['id'\]"),
         (("--values", "a, b"), r"another values None, not \['a', 'b'\]"),
@@ -463,23 +463,23 @@ def test_what_was_begun_is_not_mixed_with_others(capsys, fitted, source, out, ot
         del given[given.index("--condition") : given.index("--condition") + 2]
     line = refused(capsys, *given)
     assert re.search(said, line), line
-    assert line.startswith(f"{out} was begun with")
+    assert line.startswith(f"{out} was started with")
     assert table(out).equals(before)
 
 
 def test_a_source_that_has_changed_is_refused(capsys, fitted, source):
     ok(capsys, *embed("out", fitted))
     pq.write_table(texts(500, 530), "src/a/2.parquet")
-    assert "has changed since out was begun: 'a/2.parquet' is gone" in refused(
+    assert "has changed since out was started: 'a/2.parquet' is missing" in refused(
         capsys, *embed("out", fitted)
     )
     Path("src/b.parquet").unlink()
-    assert "'a/2.parquet', 'b.parquet' are gone" in refused(capsys, *embed("out", fitted))
+    assert "'a/2.parquet', 'b.parquet' are missing" in refused(capsys, *embed("out", fitted))
     lance.write_dataset(texts(0, 60), "src.lance")
     ok(capsys, *embed("out.lance", fitted, source="src.lance"))
     lance.dataset("src.lance").delete("id = 3")
     line = refused(capsys, *embed("out.lance", fitted, source="src.lance"))
-    assert "'fragment 0' is gone, or not as before" in line
+    assert "'fragment 0' is missing or modified" in line
     shutil.copytree("src", "copy")
     assert "another source" in refused(capsys, *embed("out", fitted, source="copy"))
 

@@ -132,7 +132,7 @@ def test_stopped_in_a_member_it_goes_on_there(command, ensemble, tmp_path, monke
         ("--ensemble 2 --merge", "Leave out --merge"),
         ("--ensemble 2 --rank full", "give --rank a number"),
         ("--ensemble 2 --no-normalize", "Add --normalize"),
-        ("--ensemble 2 --prompt routed", "takes no routers"),
+        ("--ensemble 2 --prompt routed", "does not support routers"),
         ("--ensemble 2 --task kgc", "is for rated pairs"),
     ],
 )

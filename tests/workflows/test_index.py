@@ -218,7 +218,7 @@ def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
     assert "'the place' is guided by labelled texts: park, beach (labels.csv)" in messages
     assert "no column condition, but there are 0" in refused(capsys, *index, "--guide", labels)
     assert "does not exist" in refused(capsys, *index, *PLACE, "--guide", tmp_path / "other.csv")
-    assert "name it" in refused(capsys, *index, "--guide", "none")
+    assert "Name it: --condition" in refused(capsys, *index, "--guide", "none")
     assert "guides" not in ok(capsys, *index, *PLACE, "--guide", "none")
     after = ok(capsys, "search", made, "two dogs", *PLACE)
     assert after["results"] == before["results"]

@@ -19,7 +19,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
 from llmcond.scale.extraction import fragments_and_commits
 from llmcond.scale.pool import Cluster
-from llmcond.workflows.plan import _counts, _measured_seconds, _tokens
+from llmcond.workflows.plan import _count_tokens, _estimate_seconds, _estimate_tokens
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
@@ -70,7 +70,7 @@ def test_the_speed_is_that_of_a_warm_model(tmp_path):
         disturbance = 600 if len(calls) == 1 else 7 * (len(calls) % 3 == 0)
         return disturbance + sum(item.size for item in items) / 9_000
 
-    assert _measured_seconds(missing, encode) == pytest.approx(4)
+    assert _estimate_seconds(missing, encode) == pytest.approx(4)
     assert max(calls) > 500  # so many that they take half a second
 
 
@@ -103,8 +103,8 @@ def test_intervals_hold_what_they_say(given, tmp_path):
         own = [EncoderInput("", also + text) for text in texts for also in ("", "the place ")]
         inputs = [one for item in own for one in (EncoderInput("", f"{item.key.hex()[:4]}"), item)]
         inputs = list(dict.fromkeys(inputs))
-        found = _tokens(resolved, count_missing(store, inputs, 500))
-        right += found.low <= _counts(resolved, inputs).sum() <= found.high
+        found = _estimate_tokens(resolved, count_missing(store, inputs, 500))
+        right += found.low <= _count_tokens(resolved, inputs).sum() <= found.high
         assert found.high - found.low > 0
     assert right >= 17
 
@@ -201,7 +201,7 @@ def test_wrong_choices_are_one_line(capsys, given, tmp_path):
         (["--plan", "--bench", str(bench)], "has no speed of"),
         (
             ["--plan", "--scale", "ray", "--gpus-per-actor", "1", "--dtype", "bfloat16"],
-            "no GPU to try the speed on. Give --bench FILE",
+            "no GPU to measure the speed on. Give --bench FILE",
         ),
         (["--plan", "--bench", str(tmp_path / "none.json")], "does not exist"),
     ):

@@ -601,12 +601,12 @@ def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
     card = whole / "README.md"
     assert str(base) not in card.read_text()
     push(run=whole, repo=REPO)
-    assert "is taken as it is" not in capfd.readouterr().err
+    assert "is pushed unchanged" not in capfd.readouterr().err
     before = card.read_text()
     card.write_text(f"{before}\nSee {base} for more.\n")
     push(run=whole, repo=REPO)
     card.write_text(before)
-    assert f"is taken as it is, and names {base}" in capfd.readouterr().err
+    assert f"is pushed unchanged, and contains the path {base}" in capfd.readouterr().err
 
 
 # -- refused -----------------------------------------------------------------------------------
@@ -633,7 +633,7 @@ def test_a_folder_that_holds_nothing_to_push(hub, adapter, frozen, capsys, tmp_p
     assert f"llmcond fit-head --head mlp --run {copy}" in said
     (tmp_path / "begun" / "training").mkdir(parents=True)
     said = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
-    assert "has not ended" in said
+    assert "is not finished" in said
     assert hub.branches == {}
 
 
@@ -694,7 +694,7 @@ def test_a_head_that_is_not_the_fitted_one(hub, whole, capsys, tmp_path):
     (weights,) = (copy / HEAD).glob("head-*.safetensors")
     weights.write_text("something else")
     said = refused(capsys, "push", REPO, "--run", copy)
-    assert f"{copy / HEAD} was damaged" in said
+    assert f"{copy / HEAD} is damaged" in said
     assert hub.branches == {}
 
 
@@ -751,7 +751,9 @@ def test_a_repository_that_holds_another_model(hub, adapter, capsys):
     push(run=adapter, repo=REPO)
     hub.files().clear()
     hub.files()["config.json"] = b"{}"
-    assert "another model" in refused(capsys, "push", REPO, "--run", adapter)
+    assert "holds a model that llmcond did not push" in refused(
+        capsys, "push", REPO, "--run", adapter
+    )
     assert hub.files() == {"config.json": b"{}"}
 
 

@@ -277,7 +277,7 @@ def test_the_digest_tells_texts_turns_and_splits_apart(folder: Path):
 
 def test_options_of_rated_rows_are_refused(folder: Path):
     task = find_task("dialogue")
-    with pytest.raises(UserError, match="are of rated rows, and the task dialogue has none"):
+    with pytest.raises(UserError, match="are for rated rows, and the task dialogue has none"):
         task.read(DataOptions(folder, columns={"sentence1": "a"}))
     with pytest.raises(UserError, match="the template names the column 'place'"):
         task.read(DataOptions(folder, extra=("place",)))

@@ -49,7 +49,7 @@ def test_no_router_is_for_utterances(capsys, data, model, tmp_path):
 def test_a_run_is_of_one_data_set_read_in_one_way(capsys, data, model, own, tmp_path):
     command = ("extract", "--model", model, "--run", own, *ENCODER)
     assert "run of the task dialogue, not kgc" in refused(capsys, *command, "--task", "kgc")
-    assert "in another way" in refused(capsys, *command, "--drop-leaks")
+    assert "with other options" in refused(capsys, *command, "--drop-leaks")
     few = tmp_path / "few"
     shutil.copytree(data, few)
     lines = (data / "test.txt").read_text().splitlines()
@@ -66,8 +66,8 @@ def test_a_run_is_of_one_data_set_read_in_one_way(capsys, data, model, own, tmp_
     # The run remembers how its data was read.
     ok(capsys, *new, "--run", tmp_path / "dropped")
     rated = ("extract", "--model", model, "--run", tmp_path / "new", *ENCODER, "--drop-leaks")
-    assert "--drop-leaks is of dialogues" in refused(capsys, *rated)
-    assert "--drop-leaks is of dialogues" in refused(capsys, *rated, "--task", "kgc")
+    assert "--drop-leaks is for dialogues" in refused(capsys, *rated)
+    assert "--drop-leaks is for dialogues" in refused(capsys, *rated, "--task", "kgc")
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_pools_ties_and_histories_are_chosen(capsys, dialogue_run, tmp_path):
         (("--plan", "random", "--generate", "x"), "Leave one of them out"),
         (("--plan", "random"), "need dialogues of 10 turns"),
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
-        (("--exclude-head",), "--exclude-head is of knowledge graphs"),
+        (("--exclude-head",), "--exclude-head is for knowledge graphs"),
         (
             ("--generate", "x", "--data", "DATA"),
             "--generate saves candidates for the dialogues of the run",
         ),
-        (("--rating-range", "1", "5"), "of rated rows, and the task dialogue has none"),
+        (("--rating-range", "1", "5"), "for rated rows, and the task dialogue has none"),
         (("--data", "DATA/train.jsonl", "--history", "9"), "a history of 9 turns"),
         (("--split", "train2"), "Legal: train, dev, test"),
         (("--head", "c3l-released"), "no fitted head 'c3l-released'"),
@@ -202,8 +202,8 @@ def test_what_makes_no_sense_is_refused(capsys, data, dialogue_run, asked, words
 
 def test_options_of_dialogues_are_of_dialogues_only(capsys, tiny_run):
     said = refused(capsys, "evaluate", "--run", tiny_run, "--history", "2-4")
-    assert "--history is of dialogues" in said
-    assert "--plan is of dialogues" in refused(
+    assert "--history is for dialogues" in said
+    assert "--plan is for dialogues" in refused(
         capsys, "evaluate", "--run", tiny_run, "--plan", "random"
     )
 
@@ -317,4 +317,4 @@ def test_prompts_are_compared_over_dialogues(capsys, own, model, tmp_path):
     ]
     assert page["conditions"]["better"] == "below"
     said = refused(capsys, *command[:-2], "concat-sent-cond")
-    assert said.endswith("in the task dialogue. Prompts that do: separate.")
+    assert said.endswith("in the task dialogue. Prompts that can be used: separate.")

@@ -99,17 +99,17 @@ def test_it_begins_from_a_fitted_head(capsys, data, dialogue_run, model, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "no head was named"),
+        ((), "no head is named"),
         (("--head", "linear"), "unknown head 'linear'"),
         (("--head", "rank", "--dim", "8"), "keeps the features' size"),
         (("--head", "none", "--dim", "8"), "keeps the features' size"),
         (("--head", "weighted", "--set", "window=2"), "must be at least 3"),
         (("--head", "weighted", "--set", "mse=1"), "no setting 'mse'"),
         (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),
-        (("--head", "rank", "--subtract"), "nothing is subtracted"),
+        (("--head", "rank", "--subtract"), "nothing can be subtracted"),
         (("--head", "rank", "--prompt", "concat-sent-cond"), "without its condition"),
         (("--start", "DIALOGUES"), "does not exist"),
-        (("--head", "rank", "--drop-leaks", "--columns", "label=x"), "of rated rows"),
+        (("--head", "rank", "--drop-leaks", "--columns", "label=x"), "for rated rows"),
     ],
 )
 def test_what_cannot_be_trained_is_told(capsys, data, model, tmp_path, arguments, said):

@@ -48,7 +48,7 @@ def test_a_router_has_something_to_route(capsys, graph, model, tmp_path):
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
     routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
     said = refused(capsys, *routed, "--prompt", "separate")
-    assert "--router csr would change nothing" in said
+    assert "--router csr would have no effect" in said
     assert not folder.exists()
     assert list(ok(capsys, *routed)["prompts"]) == ["routed"]
     said = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
@@ -61,7 +61,7 @@ def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path)
     other = write_graph(tmp_path / "other")
     (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
     assert "has other examples" in refused(capsys, *command, "--data", other)
-    assert "in another way" in refused(capsys, *command, "--columns", "label=x")
+    assert "with other options" in refused(capsys, *command, "--columns", "label=x")
     named = refused(capsys, *command, "--data", graph, "--split-seed", "1")
     assert "--split-seed splits a single file" in named
 
@@ -246,10 +246,10 @@ def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, t
         (("--head", "mlp"), "no fitted head 'mlp'"),
         (("--predictions", "x.txt"), "has the suffix .txt"),
         (("--report", "x.csv"), "name an .html or .htm file"),
-        (("--rating-range", "1", "5"), "of rated rows, and the task kgc has none"),
+        (("--rating-range", "1", "5"), "for rated rows, and the task kgc has none"),
         (
             ("--data", "GRAPH", "--rating-range", "1", "5"),
-            "of rated rows, and the task kgc has none",
+            "for rated rows, and the task kgc has none",
         ),
         (("--data", "GRAPH/entities.tsv"), "2 columns; expected head, relation and tail"),
         (("--data", "GRAPH", "--drop-leaks"), "there is no --drop-leaks"),
@@ -262,9 +262,9 @@ def test_what_makes_no_sense_is_refused(capsys, fitted, graph, asked, words):
 
 def test_rankings_are_asked_of_rankings_only(capsys, tiny_run):
     said = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
-    assert "--exclude-head is of knowledge graphs" in said
+    assert "--exclude-head is for knowledge graphs" in said
     said = refused(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
-    assert "--ties is of tasks that rank candidates" in said
+    assert "--ties is for tasks that rank candidates" in said
 
 
 def test_a_sweep_ranks_and_resumes(capsys, own, tmp_path):

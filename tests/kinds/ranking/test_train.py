@@ -110,7 +110,7 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "no head was named"),
+        ((), "no head is named"),
         (("--head", "towers"), "unknown head 'towers'"),
         (
             ("--head", "hypernet", "--set", "neighbours=true"),
@@ -121,8 +121,8 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
         (("--head", "hypernet", "--set", "members=2"), "Give --set members=1"),
         (("--head", "hypernet", "--prompt", "concat-sent-cond"), "e(s) and e(c) each by itself"),
         (("--head", "linear", "--prompt", "concat-sent-cond", "cond"), "Give one --prompt"),
-        (("--head", "linear", "--subtract"), "nothing is subtracted"),
-        (("--head", "linear", "--prompt", "routed"), "routers are trained on rated pairs only"),
+        (("--head", "linear", "--subtract"), "nothing can be subtracted"),
+        (("--head", "linear", "--prompt", "routed"), "routers can only be trained on rated pairs"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, graph, model, tmp_path, arguments, said):
