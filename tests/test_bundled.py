@@ -94,7 +94,7 @@ def test_a_default_run_of_the_sample_is_not_used_for_other_texts(
     similarity, lines = messages(capsys)
     assert similarity == by_bundled
     assert lines == [
-        "runs/default was made from the bundled sample, so the bundled model is used (--run "
+        "runs/default was created from the bundled sample, so the bundled model is used (--run "
         "runs/default to use that run)",
         BUNDLED,
     ]
@@ -131,7 +131,7 @@ def test_what_is_named_is_what_is_taken(tmp_path, capsys):
     with pytest.raises(llmcond.LlmcondError):
         usual_run(None)  # a run that is damaged is not passed over
     asked = "similarity", "a man", "a dog", "--condition", "size"
-    assert "give one of them" in refused(capsys, *asked, "--run", "x", "--model", PRETRAINED)
+    assert "Give only one of them" in refused(capsys, *asked, "--run", "x", "--model", PRETRAINED)
     assert "llmcond extract --model minilm" in refused(capsys, *asked, "--model", "minilm")
     assert "there is no run at x" in refused(capsys, *asked, "--run", "x")
 

@@ -548,7 +548,7 @@ def test_a_newer_run_and_a_newer_store(capsys, own_run):
         (["--head", "mpl"], "Did you mean 'mlp'"),
         (["--head", "mlp", "--dim", "33"], "the features have 32"),
         (["--head", "pca", "--dim", "0"], "at least 1"),
-        (["--head", "none", "--dim", "3"], "leave out --dim"),
+        (["--head", "none", "--dim", "3"], "Leave out --dim"),
         (["--head", "mlp", "--prompt", "cond"], "no features of the prompt 'cond'"),
         (["--head", "mlp", "--set", "epoch=3"], "Did you mean 'epochs'"),
         (["--head", "mlp", "--set", "epochs=many"], "not int"),

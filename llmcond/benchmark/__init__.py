@@ -1,4 +1,5 @@
-"""What this machine does with an encoder: checks that its vectors are right, then speeds.
+"""Benchmarks of encoders on this machine: checks that vectors are correct, and speeds.
 
-Imports neither the run's folder nor the storage library: it works where those are not installed.
+This package imports neither ``llmcond.runs`` nor the storage library, so it works without the
+latter.
 """

@@ -1,7 +1,7 @@
-"""Checks on small encoders with random weights: is what this device computes right?
+"""Checks that a device computes correct vectors, on small encoders with random weights.
 
-Each gives the largest difference it found, to be held against a bound that is told with it. Between
-vectors that is the distance of two vectors of unit length.
+Each check measures the largest difference of two computations, and compares it with a bound. The
+difference of two vectors is the distance of the vectors at unit length.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from llmcond.system import processes
 Vectors = NDArray[np.float32]
 DtypeOrAuto = Dtype | Literal["auto"]
 
-#: Most that vectors of one text may differ by, by what its weights are in: rounding stays below,
-#: a text that sees another, or one wrong position, is above.
+#: The largest difference of vectors of the same text, by the type of the weights. Rounding errors
+#: are below; attention to another text, or a single wrong position, is above.
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.1, "8bit": 0.2, "4bit": 0.1}
 _INPUTS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must hold, and whether it did.
+    """The outcome of a check.
 
     Attributes:
-        name: what was compared, and of which encoder.
-        difference: the largest that was found; None where it was not run, or failed on the way.
-        bound: what it may be at most.
-        passed: None where it was not run.
-        note: why it was not run or failed; or what more there is to say.
+        name: The two computations that were compared, and the encoder.
+        difference: The largest difference; None if the check was not run, or raised an error.
+        bound: The largest difference that passes.
+        passed: Whether the check passed; None if it was not run.
+        note: The reason why it was not run or failed, or further details.
     """
 
     name: str
@@ -63,16 +63,16 @@ class Check:
 
 
 class SkippedError(Exception):
-    """What a check needs is not there."""
+    """A requirement of a check is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where checks are run.
+    """The device and the folder that checks use.
 
     Attributes:
         device: ``cpu`` or ``cuda:N``.
-        folder: for the settings of small encoders.
+        folder: The folder of the configurations of small encoders.
     """
 
     device: str
@@ -80,7 +80,7 @@ class Bench:
 
     @property
     def cuda(self) -> bool:
-        """Return whether the device is a GPU."""
+        """Whether the device is a GPU."""
         return self.device != "cpu"
 
     def resolve(
@@ -91,19 +91,19 @@ class Bench:
         device: str | None = None,
         **options: Any,
     ) -> ResolvedEncoder:
-        """Return a small encoder, with the same weights for every device."""
-        given = EncoderOptions(dtype=dtype, quantize=quantize, **options)
+        """Resolve a small encoder, which has the same weights on every device."""
+        settings = EncoderOptions(dtype=dtype, quantize=quantize, **options)
         device = device or self.device
-        return random_encoder(shape, self.folder, given, device, small=True, drawn_on="cpu")
+        return random_encoder(shape, self.folder, settings, device, small=True, drawn_on="cpu")
 
 
-#: Gives the difference that was found, and a note.
+#: Returns the difference and a note.
 Measure = Callable[[], tuple[float, str]]
 
 
 def run_checks(bench: Bench) -> Iterator[Check]:
-    """Yield the outcome of each check; one that fails does not stop the others."""
-    return starmap(run_check, _all(bench))
+    """Yield the outcome of each check. The other checks are run even if one fails."""
+    return starmap(run_check, _list_checks(bench))
 
 
 def run_check(name: str, bound: float, measure: Measure) -> Check:
@@ -114,50 +114,50 @@ def run_check(name: str, bound: float, measure: Measure) -> Check:
         return Check(name, None, bound, None, str(reason))
     except ModuleNotFoundError as error:
         return Check(name, None, bound, None, f"needs {error.name}, which is not installed")
-    except Exception as error:  # whatever a device can make fail
+    except Exception as error:  # anything can fail on an untested device
         return Check(name, None, bound, False, f"{type(error).__name__}: {first_line(error)}")
-    return Check(name, difference, bound, difference <= bound, note)  # NaN does not pass
+    return Check(name, difference, bound, difference <= bound, note)  # false for NaN
 
 
-def _all(bench: Bench) -> Iterator[tuple[str, float, Measure]]:
+def _list_checks(bench: Bench) -> Iterator[tuple[str, float, Measure]]:
     exact = BOUNDS["float32"]
     dtype: DtypeOrAuto = "auto" if bench.cuda else "bfloat16"
-    own, other = partial(_own, bench), partial(_other, bench)
+    measure_own, compare_with = partial(_measure_encoder, bench), partial(_compare_encoders, bench)
     for shape in get_args(Shape):
-        yield f"{shape}: packed = padded", exact, partial(own, packing_difference, shape)
-        # The kernel for uneven lengths computes in 16 bit only.
-        in_16_bit = partial(own, packing_difference, shape, dtype)
+        yield f"{shape}: packed = padded", exact, partial(measure_own, packing_difference, shape)
+        # The attention kernel for variable lengths supports 16 bit only.
+        in_16_bit = partial(measure_own, packing_difference, shape, dtype)
         yield f"{shape}: packed = padded, 16 bit", BOUNDS["bfloat16"], in_16_bit
-        yield f"{shape}: alone = in a batch", exact, partial(own, alone_difference, shape)
-        yield f"{shape}: CUDA = CPU", exact, partial(other, shape, device="cpu")
-    shared = partial(own, sharing_difference, "mistral-7b")
+        yield f"{shape}: alone = in a batch", exact, partial(measure_own, alone_difference, shape)
+        yield f"{shape}: CUDA = CPU", exact, partial(compare_with, shape, device="cpu")
+    shared = partial(measure_own, sharing_difference, "mistral-7b")
     yield "mistral-7b: shared prefixes = not shared", exact, shared
-    folded = partial(other, "nv-embed-v2", fold_latents=False)
+    folded = partial(compare_with, "nv-embed-v2", fold_latents=False)
     yield "nv-embed-v2: folded = not folded", exact, folded
     stored = partial(golden_differences, bench.device, bench.folder)
     yield "nv-embed-v2: stored vectors", exact, stored
-    # LLM.int8 rounds activations too, token by token.
-    yield "8bit = its weights dequantised", 0.1, partial(_dequantized, bench, "8bit")
+    # LLM.int8 also rounds activations, for each token.
+    yield "8bit = its weights dequantised", 0.1, partial(_compare_dequantized, bench, "8bit")
     rounding = BOUNDS["bfloat16"] if _rounds_in_4bit(bench) else 1e-3
-    yield "4bit = its weights dequantised", rounding, partial(_dequantized, bench, "4bit")
-    # Adam divides by the root of a mean square, so that rounding grows over the steps.
-    yield "a head fitted on CUDA = on the CPU", 1e-2, partial(_head, bench)
-    yield "ten LoRA steps on 4 bit: last loss / first", 0.9, partial(_lora, bench)
-    yield "out of memory: halved batches = whole ones", exact, partial(_out_of_memory, bench)
-    yield "two processes on one device = one", exact, partial(_two_processes, bench)
+    yield "4bit = its weights dequantised", rounding, partial(_compare_dequantized, bench, "4bit")
+    # Adam divides by the root of a mean square, so rounding errors grow over the steps.
+    yield "a head fitted on CUDA = on the CPU", 1e-2, partial(_compare_head_fits, bench)
+    yield "ten LoRA steps on 4 bit: last loss / first", 0.9, partial(_check_lora_steps, bench)
+    yield "out of memory: halved batches = whole ones", exact, partial(_compare_halved, bench)
+    yield "two processes on one device = one", exact, partial(_compare_two_processes, bench)
 
 
-# -- what is compared --------------------------------------------------------------------------
+# -- comparisons of vectors --------------------------------------------------------------------
 
 
 def distance(first: Vectors, second: Vectors) -> float:
-    """Return the largest distance between vectors of a row each."""
+    """Return the largest distance between corresponding rows of two arrays of vectors."""
     return float(np.linalg.norm(first - second, axis=1).max())
 
 
 @contextmanager
 def ways(engine: Engine, *, packs: bool | None = None, shares: bool = False) -> Iterator[None]:
-    """Run an engine some other way for a block: in padded batches, or sharing prefixes."""
+    """Set whether an engine packs batches and shares prefixes during the block."""
     before = engine.packs, engine.shares
     engine.packs, engine.shares = engine.packs if packs is None else packs, shares
     try:
@@ -167,9 +167,9 @@ def ways(engine: Engine, *, packs: bool | None = None, shares: bool = False) -> 
 
 
 def packing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
-    """Return how far packed vectors are from padded ones, and what attends."""
+    """Return the distance of packed and padded vectors, and the attention kernel."""
     if not torch_engine(encoder).packs:
-        raise RuntimeError("packed rows gave other vectors when it was loaded, so rows are padded")
+        raise RuntimeError("packed rows had wrong vectors when it was loaded, so rows are padded")
     with ways(torch_engine(encoder)):
         packed = encoder.encode_counted(inputs).vectors
     with ways(torch_engine(encoder), packs=False):
@@ -178,7 +178,7 @@ def packing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tupl
 
 
 def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
-    """Return how far vectors are from those without shared prefixes, and what sharing saved."""
+    """Return the distance of vectors with and without shared prefixes, and the saved tokens."""
     with ways(torch_engine(encoder), shares=True):
         shared = encoder.encode_counted(inputs)
     with ways(torch_engine(encoder)):
@@ -190,82 +190,83 @@ def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tupl
 
 
 def alone_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
-    """Return how far vectors are from those of each input by itself."""
+    """Return the distance of vectors of a batch and of inputs that are encoded one by one."""
     together = encoder.encode_counted(inputs).vectors
-    alone = np.concatenate([encoder.encode_counted([one]).vectors for one in inputs])
+    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in inputs])
     return distance(together, alone), ""
 
 
-def _inputs(resolved: ResolvedEncoder, n: int = _INPUTS) -> list[EncoderInput]:
+def _make_inputs(resolved: ResolvedEncoder, n: int = _INPUTS) -> list[EncoderInput]:
     return csts_inputs(n, bool(resolved.identity.instruction_format))
 
 
-def _own(
+def _measure_encoder(
     bench: Bench,
     measure: Callable[[Encoder, Sequence[EncoderInput]], tuple[float, str]],
     shape: Shape,
     dtype: DtypeOrAuto = "float32",
 ) -> tuple[float, str]:
-    """Compare ways of one small encoder."""
+    """Run a measurement on one small encoder."""
     resolved = bench.resolve(shape, dtype)
-    return measure(Encoder(resolved), _inputs(resolved))
+    return measure(Encoder(resolved), _make_inputs(resolved))
 
 
-def _other(bench: Bench, shape: Shape, **options: Any) -> tuple[float, str]:
-    """Compare a small encoder with one of other options, and the same weights."""
+def _compare_encoders(bench: Bench, shape: Shape, **options: Any) -> tuple[float, str]:
+    """Compare a small encoder with one that has other options and the same weights."""
     if "device" in options:
-        _need_cuda(bench)
+        _require_cuda(bench)
     resolved = bench.resolve(shape)
-    inputs = _inputs(resolved)
+    inputs = _make_inputs(resolved)
     other = _encode(bench.resolve(shape, **options), inputs)
     return distance(_encode(resolved, inputs), other), ""
 
 
-def _need_cuda(bench: Bench) -> None:
+def _require_cuda(bench: Bench) -> None:
     if not bench.cuda:
-        raise SkippedError(f"needs CUDA, and this is {bench.device}")
+        raise SkippedError(f"needs CUDA, but the device is {bench.device}")
 
 
-def _need(*libraries: str) -> None:
-    absent = [name for name in libraries if not installed(name)]
-    if absent:
-        raise SkippedError(f"needs {' and '.join(absent)}, which is not installed")
+def _require(*libraries: str) -> None:
+    missing = [name for name in libraries if not installed(name)]
+    if missing:
+        raise SkippedError(f"needs {' and '.join(missing)}, which is not installed")
 
 
 # -- quantised weights -------------------------------------------------------------------------
 
 
-def _dequantized(bench: Bench, quantize: Quantize) -> tuple[float, str]:
-    """Compare with a network of float32 whose weights are the quantised ones' values."""
-    _need("bitsandbytes", "accelerate")
+def _compare_dequantized(bench: Bench, quantize: Quantize) -> tuple[float, str]:
+    """Compare a quantised network with a float32 network of the dequantised weights."""
+    _require("bitsandbytes", "accelerate")
     quantized = bench.resolve("mistral-7b", "float32", quantize)
     whole = bench.resolve("mistral-7b", "float32")
-    loaded, plain = (
+    quantized_model, reference = (
         load_model(resolved, load_config(resolved.checkpoint, resolved.identity.attention))
         for resolved in (quantized, whole)
     )
     count = 0
     with torch.no_grad():
-        # Before it is run: on a CPU bitsandbytes lays its weights out anew then.
-        for name, module in plain.network.named_modules():
-            values = dequantized(loaded.network.get_submodule(name))
+        # This must happen before the first run, which changes the layout of bitsandbytes' weights
+        # on a CPU.
+        for name, module in reference.network.named_modules():
+            values = dequantized(quantized_model.network.get_submodule(name))
             if values is not None:
                 module.weight.copy_(values)
                 count += 1
     if not count:
         raise RuntimeError("no weight was quantised")
-    rows = _tokens(quantized, _inputs(quantized))
-    found = [
-        _run(try_engine(model, resolved, 0), rows)
-        for model, resolved in ((loaded, quantized), (plain, whole))
+    rows = _tokens(quantized, _make_inputs(quantized))
+    vectors = [
+        _run_engine(try_engine(model, resolved, 0), rows)
+        for model, resolved in ((quantized_model, quantized), (reference, whole))
     ]
-    return distance(*found), f"{count} matrices"
+    return distance(*vectors), f"{count} matrices"
 
 
 def _rounds_in_4bit(bench: Bench) -> bool:
-    """Return whether bitsandbytes multiplies 4-bit weights in bfloat16, whatever is asked for.
+    """Return whether bitsandbytes multiplies 4-bit weights in bfloat16, whatever the dtype is.
 
-    It does so on CPUs that have AVX512-BF16.
+    It does so on CPUs with AVX512-BF16.
     """
     if bench.cuda or not installed("bitsandbytes"):
         return False
@@ -275,7 +276,7 @@ def _rounds_in_4bit(bench: Bench) -> bool:
 
 
 def dequantized(module: nn.Module) -> Tensor | None:
-    """Return the values of a quantised layer's weights, (out, in); None for any other module."""
+    """Return a quantised layer's weights as numbers, (out, in); None for any other module."""
     weight: Any = getattr(module, "weight", None)
     if getattr(weight, "quant_state", None) is not None:
         from bitsandbytes.functional import dequantize_4bit
@@ -294,7 +295,7 @@ def _tokens(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> list[T
     return InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)(inputs)
 
 
-def _run(engine: Engine, rows: Sequence[Tokens]) -> Vectors:
+def _run_engine(engine: Engine, rows: Sequence[Tokens]) -> Vectors:
     vectors = np.empty((len(rows), engine.dim), dtype=np.float32)
     for pooled in engine.run(rows):
         vectors[list(pooled.inputs)] = pooled.vectors
@@ -304,15 +305,15 @@ def _run(engine: Engine, rows: Sequence[Tokens]) -> Vectors:
 # -- training ----------------------------------------------------------------------------------
 
 
-def _head(bench: Bench) -> tuple[float, str]:
-    """Fit a linear head on the same features on both devices; compare its embeddings."""
-    _need_cuda(bench)
-    fitted = [fit_head("cpu"), fit_head(bench.device)]
-    return float(np.abs(fitted[0] - fitted[1]).max() / np.abs(fitted[0]).max()), ""
+def _compare_head_fits(bench: Bench) -> tuple[float, str]:
+    """Fit a linear head on the same features on the CPU and the GPU, and compare its weights."""
+    _require_cuda(bench)
+    weights = [fit_head("cpu"), fit_head(bench.device)]
+    return float(np.abs(weights[0] - weights[1]).max() / np.abs(weights[0]).max()), ""
 
 
 def fit_head(device: str) -> Vectors:
-    """Return the weights of a linear head after three epochs on drawn features, (32, 128)."""
+    """Return the weights, (32, 128), of a linear head after three epochs on random features."""
     from llmcond.heads.dense import Linear
     from llmcond.heads.fit import fit_by_gradient
     from llmcond.heads.pairs import PairArrays
@@ -329,58 +330,60 @@ def fit_head(device: str) -> Vectors:
     return np.asarray(module.get_parameter("weight").detach().cpu().numpy())
 
 
-def _lora(bench: Bench) -> tuple[float, str]:
-    """Train adapters on a 4 bit base; its own weights must stay as they are, to the bit."""
-    _need("bitsandbytes", "accelerate", "peft")
+def _check_lora_steps(bench: Bench) -> tuple[float, str]:
+    """Train adapters on a 4-bit base, whose weights must stay bit-identical."""
+    _require("bitsandbytes", "accelerate", "peft")
     from llmcond.finetune.build import load_trainable
     from llmcond.finetune.settings import TuneSettings
 
     resolved = bench.resolve("mistral-7b", "bfloat16", "4bit")
     trainable = load_trainable(resolved, TuneSettings(rank=8), seed=0)
-    before = _digests(trainable.network)
-    trained = [value for value in trainable.network.parameters() if value.requires_grad]
-    optimiser = torch.optim.AdamW(trained, lr=2e-3)
-    rows = _tokens(resolved, _inputs(resolved))
-    wanted = torch.linspace(-1, 1, len(rows) // 2, device=bench.device)
+    before = _digest_base(trainable.network)
+    parameters = [value for value in trainable.network.parameters() if value.requires_grad]
+    optimiser = torch.optim.AdamW(parameters, lr=2e-3)
+    rows = _tokens(resolved, _make_inputs(resolved))
+    targets = torch.linspace(-1, 1, len(rows) // 2, device=bench.device)
     losses = []
     for _ in range(10):
         first, second = trainable.engine.embed(rows).chunk(2)
-        loss = (torch.nn.functional.cosine_similarity(first, second) - wanted).square().mean()
+        loss = (torch.nn.functional.cosine_similarity(first, second) - targets).square().mean()
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         losses.append(float(loss.detach()))
-    if _digests(trainable.network) != before:
+    if _digest_base(trainable.network) != before:
         raise RuntimeError("weights of the 4 bit base have changed")
     return losses[-1] / losses[0], f"loss {losses[0]:.3f} to {losses[-1]:.3f}, base unchanged"
 
 
-def _digests(network: nn.Module) -> dict[str, bytes]:
-    own = ((name, value) for name, value in network.named_parameters() if "lora_" not in name)
+def _digest_base(network: nn.Module) -> dict[str, bytes]:
+    base_parameters = (
+        (name, value) for name, value in network.named_parameters() if "lora_" not in name
+    )
     return {
         name: digest_bytes(value.detach().cpu().view(torch.uint8).numpy().tobytes(), size=16)
-        for name, value in own
+        for name, value in base_parameters
     }
 
 
 # -- memory and processes ----------------------------------------------------------------------
 
-#: Seconds that two processes may take, imports included.
-_PATIENCE = 180
-#: Bytes above what is in use that a batch has for its activations; it needs many times as many.
-_LITTLE = 64 * 2**20
+#: The time limit of two processes, with imports.
+_TIMEOUT_SECONDS = 180
+#: The memory for activations, in addition to what is in use. A batch needs many times as much.
+_SPARE_BYTES = 64 * 2**20
 
 
-def _out_of_memory(bench: Bench) -> tuple[float, str]:
-    _need_cuda(bench)
+def _compare_halved(bench: Bench) -> tuple[float, str]:
+    _require_cuda(bench)
     encoder = Encoder(bench.resolve("mistral-7b", max_tokens_per_batch=2**16, max_length=512))
     inputs = long_inputs(64, instruct=True)
     with ways(torch_engine(encoder)):
         whole = encoder.encode_counted(inputs).vectors
         before = torch_engine(encoder).budget
         torch.cuda.empty_cache()
-        most = torch.cuda.get_device_properties(bench.device).total_memory
-        limit = (torch.cuda.memory_reserved(bench.device) + _LITTLE) / most
+        total = torch.cuda.get_device_properties(bench.device).total_memory
+        limit = (torch.cuda.memory_reserved(bench.device) + _SPARE_BYTES) / total
         try:
             torch.cuda.set_per_process_memory_fraction(limit, bench.device)
             halved = encoder.encode_counted(inputs).vectors
@@ -391,15 +394,15 @@ def _out_of_memory(bench: Bench) -> tuple[float, str]:
     return distance(whole, halved), f"{before:,} to {torch_engine(encoder).budget:,} tokens a batch"
 
 
-def _two_processes(bench: Bench) -> tuple[float, str]:
+def _compare_two_processes(bench: Bench) -> tuple[float, str]:
     resolved = bench.resolve("mistral-7b")
-    inputs = _inputs(resolved)
-    # As extraction starts them; one that hangs is ended.
+    inputs = _make_inputs(resolved)
+    # Processes are started as in extraction. A process that hangs is ended with the pool.
     with processes("llmcond.encoders.encoder").Pool(2) as pool:
-        begun = pool.map_async(partial(_encode, resolved), [inputs, inputs], chunksize=1)
-        found = begun.get(timeout=_PATIENCE)
-    own = _encode(resolved, inputs)
-    return max(distance(own, theirs) for theirs in found), ""
+        pending = pool.map_async(partial(_encode, resolved), [inputs, inputs], chunksize=1)
+        parallel = pending.get(timeout=_TIMEOUT_SECONDS)
+    single = _encode(resolved, inputs)
+    return max(distance(single, vectors) for vectors in parallel), ""
 
 
 def _encode(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> Vectors:

@@ -1,7 +1,7 @@
-"""Vectors of a small NV-Embed that were computed once, by its paper's formulas, and stored.
+"""Reference vectors of a small NV-Embed, computed with the formulas of its paper.
 
-What stands in ``nv_embed.json`` was computed by plain transformers in float32 on a CPU, one input
-at a time, with the latent block written out; the tests compute it again.
+The vectors in ``nv_embed.json`` were computed with plain transformers in float32 on a CPU, one
+input at a time, with an explicit implementation of the latent block. The tests compute them again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ STORED = Path(__file__).with_name("nv_embed.json")
 
 
 def stored_encoder(device: str, folder: Path) -> ResolvedEncoder:
-    """Return the encoder whose vectors are stored, not loaded."""
+    """Resolve the encoder whose vectors are stored, without loading it."""
     options = EncoderOptions(dtype="float32", max_tokens_per_batch=64)
     return random_encoder("nv-embed-v2", folder, options, device, small=True, drawn_on="cpu")
 
 
 def stored_rows(stored: dict[str, Any]) -> list[Tokens]:
-    """Return the stored inputs: token ids, and the first of them that is pooled."""
+    """Return the stored inputs: token ids, and the index of the first pooled token."""
     return [
         Tokens(row["ids"], row["first"], len(row["ids"]), len(row["ids"]), len(row["ids"]))
         for row in stored["inputs"]
@@ -36,12 +36,12 @@ def stored_rows(stored: dict[str, Any]) -> list[Tokens]:
 
 
 def golden_differences(device: str, folder: Path) -> tuple[float, str]:
-    """Return the largest distance of this device's vectors from the stored ones, and a note."""
+    """Return the largest distance of a device's vectors to the stored ones, and a note."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     encoder = Encoder(stored_encoder(device, folder))
-    rows, wanted = stored_rows(stored), np.array(stored["vectors"], dtype=np.float32)
+    rows, expected = stored_rows(stored), np.array(stored["vectors"], dtype=np.float32)
     distances = [
-        float(np.linalg.norm(done.vectors - wanted[list(done.inputs)], axis=1).max())
+        float(np.linalg.norm(done.vectors - expected[list(done.inputs)], axis=1).max())
         for done in encoder.engine.run(rows)
     ]
     return max(distances), f"{len(rows)} inputs"

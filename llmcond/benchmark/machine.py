@@ -1,4 +1,4 @@
-"""The machine that figures were read on."""
+"""A description of the machine that figures were measured on."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from llmcond.system import free_memory, versions
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return the machine, its driver and the versions of libraries, for a record of figures."""
-    found: dict[str, Any] = {
+    """Return the hardware, the driver and the versions of libraries, to record with figures."""
+    description: dict[str, Any] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
-        "cpu": _cpu(),
+        "cpu": _read_cpu_name(),
         "threads": torch.get_num_threads(),
         "free_memory": gib(free_memory()),
         "system": platform.platform(),
     }
     if device != "cpu":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        description |= {
             "gpu": properties.name,
             "gpu_memory": gib(properties.total_memory),
             "compute_capability": f"{properties.major}.{properties.minor}",
-            "driver": _driver(),
+            "driver": _read_driver_version(),
             "cuda": torch.version.cuda,
         }
     peers = {}
     for name in ("sentence-transformers", "flash-attn"):
         with suppress(PackageNotFoundError):
             peers[name] = version(name)
-    return {**found, "versions": {**versions(), **peers}}
+    return {**description, "versions": {**versions(), **peers}}
 
 
-def _cpu() -> str:
+def _read_cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
@@ -51,8 +51,8 @@ def _cpu() -> str:
         return platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, as its own program tells it."""
+def _read_driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, as ``nvidia-smi`` reports it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

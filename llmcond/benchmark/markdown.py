@@ -1,4 +1,4 @@
-"""Checks and speeds as a Markdown page, for people and for a file."""
+"""Checks and speeds as a Markdown page, for the terminal and for a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tabulate import tabulate
 from llmcond.benchmark.checks import Check
 from llmcond.benchmark.speeds import PLAIN, Profile, Skipped, Speed
 
-#: Characters of a kernel's name that are shown; templates have thousands.
-_LONG = 100
+#: The number of characters of a kernel's name that are shown; names of templates have thousands.
+_MAX_NAME_LENGTH = 100
 _VERDICTS = {True: "yes", False: "**NO**", None: "not run"}
 
 
@@ -23,24 +23,28 @@ def page(
     skipped: Sequence[Skipped],
     profiles: Sequence[Profile],
 ) -> str:
-    """Return all as one page."""
+    """Return the machine, checks, speeds, skipped measurements and profiles as a page."""
     facts = {key: value for key, value in machine.items() if key != "versions"}
-    on = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())
+    machine_text = "; ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items())
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = ["# llmcond bench", "", f"{on}.", "", f"{versions}.", ""]
+    lines = ["# llmcond bench", "", f"{machine_text}.", "", f"{versions}.", ""]
     if checks:
         lines += ["## Checks", "", _table([_check_row(check) for check in checks])]
-    lines += _speeds(speeds)
+    lines += _speed_sections(speeds)
     for profile in profiles:
-        what = f"{profile.model}, {profile.precision}, {profile.inputs}"
+        subject = f"{profile.model}, {profile.precision}, {profile.inputs}"
         rows = [
-            {"kernel": name[:_LONG], "of the time": f"{share:.0%}", "calls": f"{count:,}"}
+            {
+                "kernel": name[:_MAX_NAME_LENGTH],
+                "share of the time": f"{share:.0%}",
+                "calls": f"{count:,}",
+            }
             for name, share, count in profile.kernels
         ]
-        lines += ["", f"## Where the time goes: {what}", "", _table(rows)]
+        lines += ["", f"## Where the time goes: {subject}", "", _table(rows)]
     if skipped:
         lines += ["", "## Not measured", ""]
-        lines += [f"- {one.what}: {one.why}" for one in skipped]
+        lines += [f"- {item.what}: {item.why}" for item in skipped]
     return "\n".join(lines) + "\n"
 
 
@@ -54,25 +58,25 @@ def _check_row(check: Check) -> dict[str, str]:
     }
 
 
-def _speeds(speeds: Sequence[Speed]) -> Iterator[str]:
+def _speed_sections(speeds: Sequence[Speed]) -> Iterator[str]:
     for (model, precision), group in groupby(speeds, lambda one: (one.model, one.precision)):
         rows = list(group)
         loaded = f"Loaded in {rows[0].load_seconds:.1f} s. Attention: {rows[0].kernel}."
         yield from ("", f"## {model}, {precision}", "", loaded, "")
-        yield _table([_speed_row(one) for one in rows])
+        yield _table([_speed_row(speed) for speed in rows])
 
 
-def _speed_row(one: Speed) -> dict[str, str]:
-    ratio = one.ratios.get(PLAIN)
+def _speed_row(speed: Speed) -> dict[str, str]:
+    ratio = speed.ratios.get(PLAIN)
     return {
-        "inputs": f"{one.n:,} of {one.inputs}",
-        "way": one.way,
-        "tokens/s": f"{one.tokens_per_second:,.0f}",
-        "inputs/s": f"{one.inputs_per_second:,.1f}",
+        "inputs": f"{speed.n:,} of {speed.inputs}",
+        "way": speed.way,
+        "tokens/s": f"{speed.tokens_per_second:,.0f}",
+        "inputs/s": f"{speed.inputs_per_second:,.1f}",
         "times the plain loop": "" if ratio is None else f"{ratio:.2f}",
-        "of the peak": f"{one.peak_share:.0%}",
-        "peak memory GiB": f"{one.memory_gib:.2f}",
-        "difference": "" if one.difference is None else f"{one.difference:.1e}",
+        "share of the peak": f"{speed.peak_share:.0%}",
+        "peak memory GiB": f"{speed.memory_gib:.2f}",
+        "difference": "" if speed.difference is None else f"{speed.difference:.1e}",
     }
 
 

@@ -1,4 +1,4 @@
-"""What encoders are compared with, on the same network: a plain loop, and sentence-transformers."""
+"""Peers of encoders on the same network: a plain transformers loop and sentence-transformers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
 
 Encode = Callable[[Sequence[EncoderInput]], NDArray[np.float32]]
-#: Inputs of a batch, as is usual.
+#: The usual batch size.
 BATCH = 32
 
 
 class PlainLoop:
-    """Batches in the order given, padded to the longest, pooled as the encoder pools; no more.
+    """A plain loop: batches in the given order, padded to the longest text, and pooled.
 
     Attributes:
-        tokenizer: the checkpoint's, as transformers has it.
-        network: without what an engine has made of it.
+        tokenizer: The checkpoint's tokenizer of transformers.
+        network: The network, without an engine's changes.
     """
 
     def __init__(self, encoder: Encoder, network: Any) -> None:
@@ -40,18 +40,19 @@ class PlainLoop:
         self.tokenizer.padding_side = "right"
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return token ids and mask of a batch, (texts, longest) each."""
-        cut = {"truncation": True, "max_length": self._length}
-        found = self.tokenizer(list(texts), padding=True, return_tensors="pt", **cut)
-        return {key: found[key] for key in ("input_ids", "attention_mask")}
+        """Return the token ids and the attention mask of a batch, (texts, longest) each."""
+        truncation = {"truncation": True, "max_length": self._length}
+        encoding = self.tokenizer(list(texts), padding=True, return_tensors="pt", **truncation)
+        return {key: encoding[key] for key in ("input_ids", "attention_mask")}
 
     def pooled(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the vectors of a batch on the device, (texts, dim) in float32."""
+        """Return the vectors, (texts, dim) in float32, of a batch, on the device."""
         ids, mask = batch["input_ids"], batch["attention_mask"]
         if isinstance(self.network, NVEmbedModel):
             backbone = self.network.embedding_model(input_ids=ids, attention_mask=mask)
             block = self.network.latent_attention_model
-            # Text by text: the original computes the latents' keys and values for each.
+            # One text at a time, since the original computes the latents' keys and values for each
+            # text.
             hidden = torch.cat([block(row[None]) for row in backbone.last_hidden_state])
         else:
             hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -65,18 +66,18 @@ class PlainLoop:
 
     @torch.inference_mode()
     def encode(self, inputs: Sequence[EncoderInput]) -> NDArray[np.float32]:
-        """Return the vectors of inputs, (n, dim)."""
+        """Return the vectors, (n, dim), of inputs."""
         texts = [self._encoder.format(item) for item in inputs]
-        found = []
+        vectors = []
         for start in range(0, len(texts), BATCH):
             batch = self.tokenize(texts[start : start + BATCH])
-            found.append(self.pooled({k: v.to(self._device) for k, v in batch.items()}).cpu())
-        return np.asarray(torch.cat(found).numpy())
+            vectors.append(self.pooled({k: v.to(self._device) for k, v in batch.items()}).cpu())
+        return np.asarray(torch.cat(vectors).numpy())
 
     def computed(self, inputs: Sequence[EncoderInput], *, by_length: bool = False) -> int:
-        """Return the tokens that go through the network, padding included."""
+        """Return the number of tokens that the network computes, with padding."""
         texts = [self._encoder.format(item) for item in inputs]
-        if by_length:  # as sentence-transformers sorts
+        if by_length:  # the order of sentence-transformers
             texts.sort(key=len, reverse=True)
         batches = (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
         return sum(self.tokenize(batch)["input_ids"].numel() for batch in batches)
@@ -88,13 +89,14 @@ class _Module(nn.Module):
     def __init__(self, loop: PlainLoop) -> None:
         super().__init__()
         self.loop, self.tokenizer = loop, loop.tokenizer
-        # So that it knows where it is; the loop is no module, and its network is not moved.
+        # The buffer gives the module a device. The loop is not a module, so its network is not
+        # moved.
         self.register_buffer("place", torch.empty(0, device=loop.network.device))
 
     def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Tensor]:
         return self.loop.tokenize(inputs)
 
-    tokenize = preprocess  # its name before version 6
+    tokenize = preprocess  # the name in sentence-transformers before version 6
 
     def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         features["sentence_embedding"] = self.loop.pooled(features)
@@ -105,7 +107,7 @@ def sentence_transformers(loop: PlainLoop, encoder: Encoder) -> Encode:
     """Return ``SentenceTransformer.encode`` over the plain loop's network.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: sentence-transformers is not installed.
     """
     from sentence_transformers import SentenceTransformer
 

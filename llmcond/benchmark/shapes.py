@@ -1,7 +1,7 @@
-"""Encoders of a known model's architecture with random weights, and texts to run them on.
+"""Encoders with a known model's architecture and random weights, and texts to run them on.
 
-Speed and memory do not depend on the values of weights. They are drawn on the device, tensor by
-tensor; on disk are a config and a tokenizer of a few hundred KiB.
+Speed and memory do not depend on the values of weights. Random weights are generated on the device,
+tensor by tensor. Only a config and a tokenizer of a few hundred KiB are on disk.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from llmcond.encoders.resolve import ResolvedEncoder, settle
 from llmcond.encoders.spec import EncoderInput
 
 Shape = Literal["nv-embed-v2", "mistral-7b", "qwen2-7b", "xlm-r-large", "minilm"]
-#: Which checks are run: those of each encoder that is timed are few, those on small ones many.
+#: The checks to run: ``quick`` has a few checks of each timed encoder, ``all`` also those on small
+#: encoders.
 Level = Literal["none", "quick", "all"]
-#: The known model that a shape is of.
+#: The known model of each shape.
 SHAPES: Mapping[Shape, str] = {
     "nv-embed-v2": "nvidia/NV-Embed-v2",
     "mistral-7b": "Salesforce/SFR-Embedding-Mistral",
@@ -31,7 +32,8 @@ SHAPES: Mapping[Shape, str] = {
     "xlm-r-large": "intfloat/multilingual-e5-large-instruct",
     "minilm": "minilm",
 }
-#: What a small encoder of the same architecture has otherwise; heads of 64, as kernels like them.
+#: The settings in which a small encoder differs from the full architecture. Attention heads have
+#: the size 64, which kernels support well.
 _SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
@@ -47,7 +49,7 @@ _SMALL_LATENTS = {
     "hidden_dim": 256,
     "latent_dim": 256,
 }
-#: Padding has the id that XLM-R's networks give no position.
+#: The order gives <pad> the id that has no position in XLM-R's networks.
 _SPECIAL = ("<unk>", "<pad>", "<s>", "</s>", "<|endoftext|>")
 _INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
 _SAMPLE = Path(__file__).parents[1] / "data" / "sample" / "train.csv"
@@ -62,21 +64,23 @@ def random_encoder(
     small: bool = False,
     drawn_on: str | None = None,
 ) -> ResolvedEncoder:
-    """Return an encoder of a shape, not loaded; its settings and tokenizer are put into ``folder``.
+    """Resolve an encoder of a shape without loading it, and write its files into ``folder``.
 
-    Weights are drawn on ``device``, or elsewhere by ``drawn_on``: drawn on a CPU they are the same
-    for every device.
+    Random weights are generated on ``drawn_on``, or else on ``device``. If they are generated on
+    the CPU, they are the same for every device.
     """
     known = next(model for model in MODELS if model.name == SHAPES[shape])
-    own = folder / (f"{shape}-small" if small else shape)
-    if not own.is_dir():
-        make_tokenizer(own)
-        (own / "config.json").write_text(json.dumps(_config(known.architecture, small)))
-    checkpoint = Checkpoint(own.name, own, known, drawn_on=drawn_on or device)
+    shape_folder = folder / (f"{shape}-small" if small else shape)
+    if not shape_folder.is_dir():
+        make_tokenizer(shape_folder)
+        (shape_folder / "config.json").write_text(
+            json.dumps(_make_config(known.architecture, small))
+        )
+    checkpoint = Checkpoint(shape_folder.name, shape_folder, known, drawn_on=drawn_on or device)
     return settle(checkpoint, replace(options, device=device), device, identify=False)
 
 
-def _config(architecture: Mapping[str, Any], small: bool) -> dict[str, Any]:
+def _make_config(architecture: Mapping[str, Any], small: bool) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(json.dumps(dict(architecture)))
     if small:
         backbone = config.get("text_config", config)
@@ -87,15 +91,22 @@ def _config(architecture: Mapping[str, Any], small: bool) -> dict[str, Any]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Save a tokenizer of the bundled sample: texts have about as many tokens as by real ones."""
+    """Save a tokenizer of the bundled sample, with about as many tokens per text as real ones."""
     from transformers import PreTrainedTokenizerFast
 
-    named = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), **named).save_pretrained(folder)
+    special_tokens = {
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    PreTrainedTokenizerFast(tokenizer_object=_train_tokenizer(), **special_tokens).save_pretrained(
+        folder
+    )
 
 
 @cache
-def _tokenizer() -> Any:
+def _train_tokenizer() -> Any:
     """Train a tokenizer on the bundled sample, once for all shapes."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
@@ -104,7 +115,7 @@ def _tokenizer() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=8_000, special_tokens=list(_SPECIAL), show_progress=False
     )
-    texts = [row[key] for row in _sample() for key in ("sentence1", "sentence2", "condition")]
+    texts = [row[key] for row in _read_sample() for key in ("sentence1", "sentence2", "condition")]
     tokenizer.train_from_iterator([*texts, _INSTRUCTION * 50, "Instruct: Query: " * 50], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
@@ -116,32 +127,34 @@ def _tokenizer() -> Any:
 
 
 @cache
-def _sample() -> list[dict[str, str]]:
+def _read_sample() -> list[dict[str, str]]:
     with _SAMPLE.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 
 
 def csts_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return ``n`` inputs of C-STS length in the order of the data, as the usual prompts are."""
-    rows = _sample()
-    picked = (rows[index * len(rows) // n % len(rows)] for index in range(n))
-    return [_input(row["sentence1"], row["condition"], instruct) for row in picked]
+    """Return ``n`` inputs of C-STS length in the order of the data, like those of prompts."""
+    rows = _read_sample()
+    sampled = (rows[index * len(rows) // n % len(rows)] for index in range(n))
+    return [_make_input(row["sentence1"], row["condition"], instruct) for row in sampled]
 
 
 def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return ``n`` inputs of more than 512 tokens; see :func:`shortened`."""
-    texts = [row["sentence1"] for row in _sample()]
+    """Return ``n`` inputs of more than 512 tokens; see ``shortened``."""
+    texts = [row["sentence1"] for row in _read_sample()]
     instruction = "Retrieve semantically similar texts" if instruct else ""
-    long = (
-        " ".join(texts[(index * 60 + at) % len(texts)] for at in range(60)) for index in range(n)
+    texts_joined = (
+        " ".join(texts[(index * 60 + offset) % len(texts)] for offset in range(60))
+        for index in range(n)
     )
-    return [EncoderInput(instruction, text) for text in long]
+    return [EncoderInput(instruction, text) for text in texts_joined]
 
 
 def shortened(item: EncoderInput, most: int, count: Callable[[EncoderInput], int]) -> EncoderInput:
-    """Return an input with as many of its text's words as ``most`` tokens have room for, nearly.
+    """Shorten an input's text by words to nearly ``most`` tokens.
 
-    To cut a longer one, an encoder has to find its sentence first, which is not what is timed.
+    An encoder would first have to find the sentence in a longer input to cut it, and this should
+    not be part of the measured time.
     """
     words = item.text.split()
     while (tokens := count(item)) > most:
@@ -151,17 +164,21 @@ def shortened(item: EncoderInput, most: int, count: Callable[[EncoderInput], int
 
 
 def branching_inputs(n: int, conditions: int, instruct: bool) -> list[EncoderInput]:
-    """Return ``n`` inputs: sentences, each under so many conditions."""
-    rows = _sample()
+    """Return ``n`` inputs: sentences, each of them under ``conditions`` conditions."""
+    rows = _read_sample()
     sentences = list(dict.fromkeys(row["sentence1"] for row in rows))
-    every = list(dict.fromkeys(row["condition"] for row in rows))
+    conditions_list = list(dict.fromkeys(row["condition"] for row in rows))
     return [
-        _input(sentences[at // conditions % len(sentences)], every[at % len(every)], instruct)
-        for at in range(n)
+        _make_input(
+            sentences[index // conditions % len(sentences)],
+            conditions_list[index % len(conditions_list)],
+            instruct,
+        )
+        for index in range(n)
     ]
 
 
-def _input(sentence: str, condition: str, instruct: bool) -> EncoderInput:
+def _make_input(sentence: str, condition: str, instruct: bool) -> EncoderInput:
     if instruct:
         return EncoderInput(_INSTRUCTION.format(sentence), condition)
     return EncoderInput("", f"{sentence} {condition}")

@@ -1,4 +1,4 @@
-"""How fast an encoder is here, one way and another, against its peers: in one run, in turn."""
+"""The speed of an encoder on this machine in several ways, compared with its peers in turns."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ from llmcond.errors import first_line
 
 PLAIN = "plain transformers loop"
 CONDITIONS = 8
-#: Tokens of an input of C-STS length, about, and the share of the peak that is expected of a turn.
-_TOKENS, _SHARE = 45, 0.4
+#: The approximate number of tokens of an input of C-STS length, and the fraction of the peak that a
+#: turn is expected to reach.
+_TOKENS_PER_INPUT, _PEAK_SHARE = 45, 0.4
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run.
+    """The size of a benchmark.
 
     Attributes:
-        seconds: that a turn takes, about; inputs are as many as that allows.
-        rounds: turns of each way.
-        product: rows of the square matrices whose product is measured.
-        most: inputs at most.
+        seconds: The approximate time of a turn, which determines the number of inputs.
+        rounds: The number of turns of each way.
+        product: The rows of the square matrices whose product is measured.
+        most: The largest number of inputs.
     """
 
     seconds: float
@@ -63,7 +64,7 @@ class Scale:
 
     @classmethod
     def of(cls, device: str, *, quick: bool) -> Scale:
-        """Return what suits a device."""
+        """Return the scale for a device."""
         if quick:
             return cls(0.02, 1, 512, 64)
         return cls(1.0, 3, 8_192, 4_096) if device != "cpu" else cls(2.0, 3, 2_048, 1_024)
@@ -71,18 +72,25 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One way through an encoder on some inputs; medians over rounds.
+    """The speed of one way to encode inputs, as medians over rounds.
 
     Attributes:
-        precision: type of the weights: a dtype, or ``8bit`` or ``4bit``.
-        inputs, way: what was encoded, and how.
-        n, tokens: inputs, and tokens of them that count: without padding, each prefix as often as
-            it occurs.
-        peak_share: operations of the linear layers on all computed tokens, a second, as a share of
-            the device's measured product of large matrices in the computing type.
-        memory_gib: peak of the device's allocated memory; on a CPU of the process so far.
-        difference: largest distance of a vector from that of the first way; None for peers.
-        ratios: tokens/s against each other way on the same inputs, by its name.
+        model: The name of the encoder.
+        precision: The type of the weights: a dtype, ``8bit`` or ``4bit``.
+        inputs: The kind of inputs.
+        way: The way in which they were encoded.
+        n: The number of inputs.
+        tokens: The number of their tokens without padding, where each prefix counts as often as it
+            occurs.
+        tokens_per_second: The speed in tokens.
+        inputs_per_second: The speed in inputs.
+        peak_share: Operations per second of the linear layers on all computed tokens, as a fraction
+            of the device's measured product of large matrices in the same type.
+        memory_gib: The peak of the device's allocated memory; on a CPU, of the process so far.
+        load_seconds: The time to load the encoder.
+        kernel: The attention kernel.
+        difference: The largest distance of a vector to that of the first way; None for peers.
+        ratios: The ratio of tokens/s to each other way on the same inputs, by its name.
     """
 
     model: str
@@ -103,7 +111,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something that was not measured, and why."""
+    """A measurement that was skipped, and the reason."""
 
     what: str
     why: str
@@ -111,11 +119,14 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of the first way goes.
+    """A profile of the first way.
 
     Attributes:
-        kernels: the ten that take longest (on a CPU: operators), each with its share of the
-            time of all and how often it is called.
+        model: The name of the encoder.
+        precision: The type of the weights.
+        inputs: The kind of inputs.
+        kernels: The ten kernels (on a CPU: operators) with the largest time, each with its fraction
+            of the total time and its number of calls.
     """
 
     model: str
@@ -126,12 +137,14 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way through an encoder.
+    """A way to encode inputs.
 
     Attributes:
-        computed: tokens that go through the network for some inputs, padding included.
-        within: what makes the encoder go this way.
-        ours: whether vectors are those of the encoder, and can be compared.
+        name: Its name.
+        encode: Encodes inputs.
+        computed: Returns the number of tokens that the network computes for inputs, with padding.
+        within: Returns a context in which the encoder is set to this way.
+        ours: Whether the vectors are those of the encoder, and can be compared.
     """
 
     name: str
@@ -143,7 +156,7 @@ class _Way:
 
 @dataclass(slots=True)
 class _Loaded:
-    """An encoder on its device; ``whole`` is its latent block before folding, on the CPU."""
+    """An encoder on its device. ``whole`` is its latent block before folding, on the CPU."""
 
     encoder: Encoder
     seconds: float
@@ -160,7 +173,7 @@ class _Loaded:
 
     @contextmanager
     def unfolded(self) -> Iterator[None]:
-        """Have the latent block as the original has it for a block."""
+        """Use the latent block without folding, as in the original, during the block."""
         network: Any = torch_engine(self.encoder).model.network
         folded = network.latent_attention_model
         network.latent_attention_model = self.whole.to(folded.scores.weight.device)  # type: ignore[union-attr]
@@ -179,24 +192,25 @@ def run_encoder(
     check: bool = True,
     profile: bool = False,
 ) -> Iterator[Check | Speed | Skipped | Profile]:
-    """Load an encoder, ``check`` it, and yield its speeds; with ``profile`` where the time goes.
+    """Load an encoder, ``check`` it, and yield its speeds, and with ``profile`` also profiles.
 
-    An NV-Embed's ``resolved`` is not to be folded: that is done here, to compare both.
+    For an NV-Embed, ``resolved`` must not fold the latent block. This function folds it, to compare
+    both.
 
     Raises:
-        LlmcondError: it cannot be loaded here.
+        LlmcondError: The encoder cannot be loaded on this machine.
     """
     loaded = _load(resolved)
     if check:
-        yield from _checks(loaded, must_pack)
-    every = list(_ways(loaded))
-    for label, inputs, names in _inputs(loaded, scale):
-        chosen = [way for way in every if names is None or way.name in names]
-        yield from _measure(loaded, label, inputs, chosen, scale)
+        yield from _run_checks(loaded, must_pack)
+    all_ways = list(_list_ways(loaded))
+    for label, inputs, names in _list_inputs(loaded, scale):
+        ways_of_inputs = [way for way in all_ways if names is None or way.name in names]
+        yield from _measure(loaded, label, inputs, ways_of_inputs, scale)
         if profile:
             try:
                 yield _profile(loaded, label, inputs)
-            except RuntimeError as error:  # as where a machine does not let kernels be seen
+            except RuntimeError as error:  # for example if the machine forbids profiling kernels
                 yield Skipped(f"{loaded.title}, {label}: profile", first_line(error))
 
 
@@ -214,13 +228,13 @@ def _load(resolved: ResolvedEncoder) -> _Loaded:
     return _Loaded(encoder, time.perf_counter() - began, whole)
 
 
-def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
+def _run_checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
     encoder, bound = loaded.encoder, BOUNDS[loaded.precision]
     inputs = csts_inputs(16, bool(encoder.identity.instruction_format))
 
     def packed() -> tuple[float, str]:
         if not (torch_engine(encoder).packs or must_pack):
-            raise SkippedError("its rows are padded: packing does not give the same vectors")
+            raise SkippedError("its rows are padded, since packed rows have other vectors")
         return packing_difference(encoder, inputs)
 
     def folded() -> tuple[float, str]:
@@ -241,23 +255,23 @@ def _checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
 # -- ways --------------------------------------------------------------------------------------
 
 
-def _ways(loaded: _Loaded) -> Iterator[_Way]:
+def _list_ways(loaded: _Loaded) -> Iterator[_Way]:
     encoder = loaded.encoder
     engine = torch_engine(encoder)
 
     def computed(inputs: Sequence[EncoderInput]) -> int:
         return encoder.encode_counted(inputs).n_computed
 
-    def own(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
+    def engine_way(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
         return _Way(name, encoder.encode, computed, within)
 
-    yield own("packed" if engine.packs else "padded", partial(ways, engine))
+    yield engine_way("packed" if engine.packs else "padded", partial(ways, engine))
     if engine.shares:
-        yield own("packed, shared prefixes", partial(ways, engine, shares=True))
+        yield engine_way("packed, shared prefixes", partial(ways, engine, shares=True))
     if engine.packs:
-        yield own("padded", partial(ways, engine, packs=False))
+        yield engine_way("padded", partial(ways, engine, packs=False))
     if loaded.whole is not None:
-        yield own("packed, not folded", loaded.unfolded)
+        yield engine_way("packed, not folded", loaded.unfolded)
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
     loop = PlainLoop(encoder, engine.model.network)
     yield _Way(PLAIN, loop.encode, loop.computed, plain, ours=False)
@@ -269,26 +283,27 @@ def _ways(loaded: _Loaded) -> Iterator[_Way]:
     yield _Way("sentence-transformers", peer, sorted_computed, plain, ours=False)
 
 
-def _inputs(
+def _list_inputs(
     loaded: _Loaded, scale: Scale
 ) -> Iterator[tuple[str, list[EncoderInput], tuple[str, ...] | None]]:
-    """Yield what is encoded, and by which ways; None: all."""
+    """Yield the kinds of inputs, the inputs, and the names of the ways to measure; None: all."""
     encoder = loaded.encoder
     instruct, length = bool(encoder.identity.instruction_format), encoder.identity.max_length
     dtype = TORCH_DTYPES[encoder.identity.dtype]
     flops = linear_flops(encoder.resolved)
-    rate = _SHARE * product_peak(encoder.resolved.device, dtype, scale.product) / flops
+    rate = _PEAK_SHARE * product_peak(encoder.resolved.device, dtype, scale.product) / flops
 
     def count(tokens: int, least: int) -> int:
         return int(min(max(scale.seconds * rate / tokens, least), scale.most))
 
-    n = count(_TOKENS, 16) // CONDITIONS * CONDITIONS
+    n = count(_TOKENS_PER_INPUT, 16) // CONDITIONS * CONDITIONS
     yield "C-STS", csts_inputs(n, instruct), None
-    whole = long_inputs(count(length, 4), instruct)
-    long = [
-        shortened(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens) for one in whole
+    long_texts = long_inputs(count(length, 4), instruct)
+    shortened_texts = [
+        shortened(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens)
+        for one in long_texts
     ]
-    yield f"{length} tokens", long, ("packed", "padded", PLAIN)
+    yield f"{length} tokens", shortened_texts, ("packed", "padded", PLAIN)
     if torch_engine(encoder).shares:
         inputs = branching_inputs(n, CONDITIONS, instruct)
         yield f"{CONDITIONS} conditions a sentence", inputs, ("packed", "packed, shared prefixes")
@@ -298,25 +313,29 @@ def _inputs(
 
 
 def _measure(
-    loaded: _Loaded, label: str, inputs: list[EncoderInput], chosen: list[_Way], scale: Scale
+    loaded: _Loaded,
+    label: str,
+    inputs: list[EncoderInput],
+    candidate_ways: list[_Way],
+    scale: Scale,
 ) -> Iterator[Speed | Skipped]:
     encoder = loaded.encoder
     device, dtype = encoder.resolved.device, TORCH_DTYPES[encoder.identity.dtype]
     computed: dict[str, int] = {}
     vectors: dict[str, Vectors] = {}
-    turns: dict[str, list[tuple[float, float]]] = {way.name: [] for way in chosen}
+    turns: dict[str, list[tuple[float, float]]] = {way.name: [] for way in candidate_ways}
     memory: dict[str, float] = {}
-    for way in chosen:
+    for way in candidate_ways:
         try:
             with way.within():
                 computed[way.name] = way.computed(inputs)
                 vectors[way.name] = way.encode(inputs)
-        except Exception as error:  # of a peer too; as where memory runs out
+        except Exception as error:  # for example out of memory, or any error of a peer
             what = f"{loaded.title}, {label}: {way.name}"
             yield Skipped(what, f"{type(error).__name__}: {first_line(error)}")
-    here = [way for way in chosen if way.name in vectors]
+    working_ways = [way for way in candidate_ways if way.name in vectors]
     for _ in range(scale.rounds):
-        for way in here:
+        for way in working_ways:
             with way.within():
                 peak = product_peak(device, dtype, scale.product)
                 synchronize(device)
@@ -327,11 +346,11 @@ def _measure(
                 synchronize(device)
                 turns[way.name].append((time.perf_counter() - began, peak))
                 memory[way.name] = peak_memory(device)
-    if not here:
+    if not working_ways:
         return
     tokens = int(encoder.encode_counted(inputs).n_tokens.sum())
     flops = linear_flops(encoder.resolved)
-    for way in here:
+    for way in working_ways:
         seconds = statistics.median(turn for turn, _ in turns[way.name])
         shares = [flops * computed[way.name] / turn / peak for turn, peak in turns[way.name]]
         yield Speed(
@@ -347,18 +366,20 @@ def _measure(
             memory_gib=memory[way.name],
             load_seconds=loaded.seconds,
             kernel=torch_engine(encoder).kernel_name,
-            difference=distance(vectors[way.name], vectors[here[0].name]) if way.ours else None,
+            difference=distance(vectors[way.name], vectors[working_ways[0].name])
+            if way.ours
+            else None,
             ratios={
-                other.name: _ratio(turns[way.name], turns[other.name])
-                for other in here
+                other.name: _median_ratio(turns[way.name], turns[other.name])
+                for other in working_ways
                 if other is not way
             },
         )
 
 
-def _ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+def _median_ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
     pairs = zip(turns, others, strict=True)
-    return statistics.median(theirs / mine for (mine, _), (theirs, _) in pairs)
+    return statistics.median(other_time / own_time for (own_time, _), (other_time, _) in pairs)
 
 
 def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:
@@ -369,19 +390,19 @@ def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile
         encoder.encode_counted(inputs)
         synchronize(encoder.resolved.device)
     timed = [
-        (one.key, one.self_device_time_total if gpu else one.self_cpu_time_total, one.count)
-        for one in profiler.key_averages()
-        # Of a GPU the kernels, not also the operators that they are of.
-        if not gpu or one.device_type.name == "CUDA"
+        (event.key, event.self_device_time_total if gpu else event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+        # On a GPU, only kernels are counted, and not also the operators that launch them.
+        if not gpu or event.device_type.name == "CUDA"
     ]
-    every = sum(took for _, took, _ in timed) or 1.0
+    total = sum(time_total for _, time_total, _ in timed) or 1.0
     longest = sorted(timed, key=lambda one: -one[1])[:10]
-    kernels = [(name, took / every, count) for name, took, count in longest]
+    kernels = [(name, time_total / total, count) for name, time_total, count in longest]
     return Profile(encoder.name, loaded.precision, label, kernels)
 
 
 def product_peak(device: str, dtype: torch.dtype, size: int) -> float:
-    """Return a device's product of matrices of ``size`` rows now, in FLOP/s: the best of a few."""
+    """Measure the product of matrices of ``size`` rows on a device, in FLOP/s: best of five."""
     first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(5):
@@ -394,7 +415,7 @@ def product_peak(device: str, dtype: torch.dtype, size: int) -> float:
 
 
 def linear_flops(resolved: ResolvedEncoder) -> float:
-    """Return the operations of the linear layers for a token; those that pool are left out."""
+    """Return the operations of the linear layers per token, without layers that pool."""
     network = build_on_meta(load_config(resolved.checkpoint, resolved.identity.attention))
     layers = (
         module
@@ -405,13 +426,13 @@ def linear_flops(resolved: ResolvedEncoder) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for a GPU."""
+    """Wait until a GPU has finished its work."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(device: str) -> float:
-    """Return the peak of a device's allocated memory in GiB; on a CPU of the process."""
+    """Return the peak of a device's allocated memory in GiB; on a CPU, that of the process."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:
@@ -421,6 +442,6 @@ def peak_memory(device: str) -> float:
 
         memory = psutil.Process().memory_info()
         return float(getattr(memory, "peak_wset", memory.rss)) / 2**30
-    # In KiB, but on macOS in bytes.
+    # ru_maxrss is in bytes on macOS, and in KiB on other systems.
     unit = 2**30 if sys.platform == "darwin" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

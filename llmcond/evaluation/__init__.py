@@ -1,1 +1,1 @@
-"""Numbers with intervals."""
+"""Evaluation: metrics with confidence intervals, comparisons, rankings and other measurements."""

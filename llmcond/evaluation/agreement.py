@@ -1,4 +1,4 @@
-"""How far two raters of the same rows agree: in order, step by step, and by condition."""
+"""The agreement of two raters of the same rows: correlation, confusion matrix, by condition."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from llmcond.evaluation.breakdown import by_condition
 from llmcond.evaluation.paired import resample
 from llmcond.metrics import DEFAULT, Estimate, Floats, estimates_json, finite, spearman
 
-#: Steps of a scale that ratings are rounded to: 1 to 5.
+#: The number of steps of the scale that ratings are rounded to, 1 to 5.
 STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionAgreement:
-    """Rows of one condition that both rated.
+    """The agreement on rows of one condition that both raters rated.
 
     Attributes:
-        n: rows.
-        human, model: mean ratings, on 1 to 5, with two decimals.
-        spearman: NaN for a single row, or where one side is constant.
+        condition: The condition.
+        n: The number of rows.
+        human: The mean rating by people, on 1 to 5, with two decimals.
+        model: The mean rating by the model, on 1 to 5, with two decimals.
+        spearman: Their rank correlation; NaN for a single row, or if the ratings of one rater are
+            constant.
     """
 
     condition: str
@@ -37,15 +40,15 @@ class ConditionAgreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Ratings of a model beside those of people.
+    """The agreement of a model's ratings with those of people.
 
     Attributes:
-        n: rows that both rated.
-        metrics: name -> figure of the model's ratings as predictions, with its 95 % interval; none
-            where there are no such rows.
-        confusion: (6, 6) rows by people's rating and the model's, both rounded to 1 to 5; the last
-            of each: ill-defined, or unrated.
-        by_condition: the most frequent conditions first.
+        n: The number of rows that both rated.
+        metrics: The metrics of the model's ratings as predictions by name, with 95 % intervals;
+            empty if there are no such rows.
+        confusion: (6, 6) the number of rows by people's rating (first axis) and the model's rating,
+            both rounded to 1 to 5. The last index is for ill-defined or unrated rows.
+        by_condition: The agreement by condition, the most frequent conditions first.
     """
 
     n: int
@@ -54,9 +57,10 @@ class Agreement:
     by_condition: Sequence[ConditionAgreement]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it, means on 1 to 5."""
+        """Return the JSON output, with means on 1 to 5."""
         conditions = [
-            {**asdict(one), "spearman": finite(one.spearman)} for one in self.by_condition
+            {**asdict(agreement), "spearman": finite(agreement.spearman)}
+            for agreement in self.by_condition
         ]
         return {
             "n": self.n,
@@ -67,32 +71,34 @@ class Agreement:
 
 
 def agreement(rows: Rows, model: Floats) -> Agreement:
-    """Compare a model's ratings with those of rows.
+    """Compare a model's ratings with the ratings of rows.
 
     Args:
-        rows: with people's ratings.
-        model: (n,) its ratings on 0 to 1; NaN where it finds a row ill-defined.
+        rows: The rows, with ratings by people.
+        model: (n,) the model's ratings on 0 to 1; NaN for a row that it considers ill-defined.
     """
     confusion = np.zeros((STEPS + 1, STEPS + 1), dtype=np.int64)
     np.add.at(confusion, (_step(rows.rating), _step(model)), 1)
-    both = rows.rated & ~np.isnan(model)
-    kept = rows.take(both)
-    if not both.any():
+    is_rated = rows.rated & ~np.isnan(model)
+    rated = rows.take(is_rated)
+    if not is_rated.any():
         return Agreement(0, {}, confusion, ())
-    predicted = model[both]
-    found = resample([predicted[None]], kept.rating, kept.pair, DEFAULT).estimates(0)
-    groups = by_condition(kept.condition)
-    means = [groups.mean(own).tolist() for own in (kept.rating, predicted)]
+    predicted = model[is_rated]
+    estimates = resample([predicted[None]], rated.rating, rated.pair, DEFAULT).estimates(0)
+    groups = by_condition(rated.condition)
+    means = [groups.mean(ratings).tolist() for ratings in (rated.rating, predicted)]
     parts = []
     for i in np.argsort(-groups.count, kind="stable").tolist():
-        chosen = groups.index == i
-        score = spearman(predicted[chosen], kept.rating[chosen])
-        human, own = (round(1 + (STEPS - 1) * mean[i], 2) for mean in means)
-        parts.append(ConditionAgreement(groups.label[i], int(groups.count[i]), human, own, score))
-    return Agreement(len(kept), found, confusion, tuple(parts))
+        is_member = groups.index == i
+        score = spearman(predicted[is_member], rated.rating[is_member])
+        human, model_mean = (round(1 + (STEPS - 1) * mean[i], 2) for mean in means)
+        parts.append(
+            ConditionAgreement(groups.label[i], int(groups.count[i]), human, model_mean, score)
+        )
+    return Agreement(len(rated), estimates, confusion, tuple(parts))
 
 
 def _step(rating: Floats) -> NDArray[np.int64]:
-    """Return (n,) the step that each rating rounds to, from 0; the one behind them for NaN."""
+    """Return the step, (n,), that each rating rounds to, from 0 to 4; 5 for NaN."""
     step = np.floor((STEPS - 1) * rating + 0.5)
     return np.where(np.isnan(step), STEPS, step).astype(np.int64)

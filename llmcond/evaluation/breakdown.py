@@ -1,4 +1,4 @@
-"""Where predictions are off: rows out of place in the order, by condition and by rating."""
+"""Breakdowns of prediction errors: by row, by condition and by rating."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from scipy.stats import rankdata
 
 from llmcond.metrics import Floats
 
-#: So many distinct ratings are shown one by one; more are put into classes of equal width.
+#: Up to this number of distinct ratings, each is shown; more are grouped into classes of equal
+#: width.
 _FEW_RATINGS = 11
 _CLASSES = 10
 
 
 def rank_share(values: NDArray[np.floating]) -> Floats:
-    """Return each value's place in ascending order: 0 for the least, 1 for the greatest.
+    """Return each value's relative rank, (n,): 0 for the least value, 1 for the greatest.
 
-    Ties have their mean place; a single value is in the middle. Values are (n,), finite.
+    Ties get their mean rank, and a single value gets 0.5. Values are (n,), finite.
     """
     n = len(values)
     return (rankdata(values) - 1) / (n - 1) if n > 1 else np.full(n, 0.5)
 
 
 def rating_span(rating: Floats) -> tuple[Floats, Floats]:
-    """Return the first and the last place (0 to 1) that the rows of each row's rating take.
+    """Return the lowest and the highest relative rank (0 to 1) of the rows with each row's rating.
 
-    Ratings are few and shared by many rows, so that a rating gives a row no single place: in a
-    perfect order the rows of one rating stand anywhere within their span.
+    Few distinct ratings are shared by many rows, so a rating does not determine a single rank: in a
+    perfect order, the rows of one rating can have any rank in their span.
     """
     n = len(rating)
     if n < 2:
@@ -39,22 +40,23 @@ def rating_span(rating: Floats) -> tuple[Floats, Floats]:
 
 
 def rank_error(similarity: NDArray[np.floating], rating: Floats) -> Floats:
-    """Return (n,) how far each row is out of place: from its place to the span of its rating.
+    """Return the rank error of each row, (n,): the distance of its rank to its rating's span.
 
-    It is a share of all places, signed: above 0, the row is predicted more alike than its rating
-    says. 0 everywhere is a perfect order. Unlike a difference of prediction and rating it compares
-    predictions of any range, and unlike a correlation it says something about a single row.
+    The error is a signed fraction of all ranks. Above 0, the predicted similarity is higher than
+    the rating. If all errors are 0, the order is perfect. Unlike the difference of prediction and
+    rating, it does not depend on the range of predictions, and unlike a correlation it describes a
+    single row.
     """
-    place = rank_share(similarity)
+    share = rank_share(similarity)
     first, last = rating_span(rating)
-    return np.maximum(place - last, 0) - np.maximum(first - place, 0)
+    return np.maximum(share - last, 0) - np.maximum(first - share, 0)
 
 
 def chance_error(rating: Floats) -> Floats:
-    """Return (n,) the absolute rank error of each row in the mean over all random orders.
+    """Return the mean absolute rank error of each row, (n,), over all random orders.
 
-    Rows of the lowest and the highest rating are further off by chance than those in the middle,
-    so that an error means little without it.
+    By chance, rows of the lowest and the highest rating have larger errors than those in the
+    middle, so an error has to be compared with this value.
     """
     n = len(rating)
     if n < 2:
@@ -66,12 +68,12 @@ def chance_error(rating: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Rows by condition.
+    """Rows grouped by condition, groups in the order of their first rows.
 
     Attributes:
-        label: how each group's condition is first written, groups in the order of their rows.
-        index: (n,) each row's group.
-        count: (groups,) rows in each.
+        label: The condition of each group as its first row writes it.
+        index: (n,) the group of each row.
+        count: (groups,) the number of rows of each group.
     """
 
     label: tuple[str, ...]
@@ -79,7 +81,10 @@ class Groups:
     count: NDArray[np.int64]
 
     def mean(self, values: NDArray[np.floating]) -> Floats:
-        """Return (g,) the mean of each group's values (n,); NaN ones do not count, none is NaN."""
+        """Return the means, (groups,), of the values (n,) of each group.
+
+        NaN values are ignored. The mean of a group without other values is NaN.
+        """
         known = ~np.isnan(values)
         total = np.bincount(self.index[known], values[known], minlength=len(self.label))
         counted = np.bincount(self.index[known], minlength=len(self.label))
@@ -88,11 +93,11 @@ class Groups:
 
 
 def by_condition(condition: Sequence[str]) -> Groups:
-    """Group rows by condition: case, white space and a full stop at the end make no difference."""
+    """Group rows by condition, ignoring case, white space and a final full stop."""
     keys = [" ".join(text.split()).removesuffix(".").casefold() for text in condition]
     numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     index = np.array([numbers[key] for key in keys], dtype=np.int64)
-    # Backwards, so that the first of the labels is kept.
+    # Backwards, so that the first label of each key wins.
     label = dict(zip(reversed(keys), reversed(condition), strict=True))
     labels = tuple(label[key] for key in numbers)
     return Groups(labels, index, np.bincount(index, minlength=len(labels)))
@@ -100,13 +105,15 @@ def by_condition(condition: Sequence[str]) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What is predicted for the rows of one rating, or of one class of ratings.
+    """The predictions for rows of one rating, or of one class of ratings.
 
     Attributes:
-        rating: the rating; for a class the mean over its rows.
-        n: rows.
-        mean: of their predictions.
-        low, median, high: their quartiles.
+        rating: The rating; for a class, the mean over its rows.
+        n: The number of rows.
+        mean: The mean prediction.
+        low: The lower quartile of the predictions.
+        median: The median of the predictions.
+        high: The upper quartile of the predictions.
     """
 
     rating: float
@@ -118,18 +125,18 @@ class Level:
 
 
 def calibration(similarity: NDArray[np.floating], rating: Floats) -> list[Level]:
-    """Return what is predicted, (n,), at each rating, (n,), ratings in ascending order.
+    """Summarise the predictions, (n,), at each rating, in ascending order of the ratings, (n,).
 
-    More than a few distinct ratings are put into classes of equal width.
+    More than 11 distinct ratings are grouped into 10 classes of equal width.
     """
     distinct, level = np.unique(rating, return_inverse=True)
     if len(distinct) > _FEW_RATINGS:
         edges = np.linspace(distinct[0], distinct[-1], _CLASSES + 1)
         level = np.digitize(rating, edges[1:-1])
-    found = []
+    levels = []
     for number in np.unique(level):
         values = similarity[level == number].astype(np.float64)
         quartiles = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-        place = float(rating[level == number].mean())
-        found.append(Level(place, len(values), float(values.mean()), *quartiles))
-    return found
+        mean_rating = float(rating[level == number].mean())
+        levels.append(Level(mean_rating, len(values), float(values.mean()), *quartiles))
+    return levels

@@ -1,8 +1,8 @@
-"""Whether a condition works on texts, as far as that shows without labels.
+"""Checks whether a condition works on texts, without labels.
 
-Where a condition works, texts that agree in it are close together and far from the others. That
-shows in the cosines of their embeddings under the condition. A calibration, fitted on conditions
-whose accuracy is known, turns such indicators into an expected accuracy
+If a condition works, texts that agree in it are close together and far from the others. This is
+visible in the cosines of their embeddings under the condition. A calibration, fitted on conditions
+whose accuracy is known, maps such indicators to an expected accuracy
 (``scripts/calibrate_conditions.py``).
 """
 
@@ -24,16 +24,16 @@ from llmcond.files import check_format
 from llmcond.metrics import Estimate
 from llmcond.records import RECORD, read_record
 
-#: Distinct texts that are sampled at most, and those that it takes to tell anything.
+#: The largest number of distinct texts that are sampled, and the smallest that is enough.
 MOST_TEXTS, LEAST_TEXTS = 200, 20
-#: Expected accuracies from which a condition works, and works in part.
+#: The smallest expected accuracies of the verdicts "works" and "works in part".
 WORKS, WORKS_IN_PART = 0.70, 0.58
-#: The file of a run or a bundled model that holds its calibration.
+#: The name of the calibration file in the folder of a run or a bundled model.
 CALIBRATION = "conditions.json"
 
 _FORMAT = 1
 _RECORDED = ("intercept", "coefficients", "half_width", "measured")
-#: The share of the other texts that count as the nearest ones.
+#: The fraction of the other texts that count as the nearest ones.
 _NEAREST = 0.02
 
 Verdict = Literal["works", "works in part", "not expected to work", "too few texts to tell"]
@@ -44,13 +44,13 @@ ADVICE = "give example values (--values), labelled texts (--guide), or a larger 
 # -- indicators --------------------------------------------------------------------------------
 
 
-#: Indicators, by their keys in JSON, with what tables call them.
+#: The indicators by their keys in JSON, with their names in tables.
 INDICATORS = {"nearest": "cosine with the nearest texts", "bimodality": "bimodality of the cosines"}
 
 
 def sample_texts(texts: Sequence[str], seed: int = 0) -> list[int]:
-    """Return positions of distinct texts, at most MOST_TEXTS, in ascending order."""
-    # Backwards, so that the first position of each text is kept.
+    """Sample the positions of at most MOST_TEXTS distinct texts, in ascending order."""
+    # Backwards, so that the first position of each text wins.
     positions = sorted({text: i for i, text in reversed(list(enumerate(texts)))}.values())
     if len(positions) <= MOST_TEXTS:
         return positions
@@ -58,12 +58,12 @@ def sample_texts(texts: Sequence[str], seed: int = 0) -> list[int]:
 
 
 def indicators(vectors: NDArray[Any]) -> dict[str, float]:
-    """Return the indicators of a condition, whose keys are those of INDICATORS.
+    """Compute the indicators of a condition, with the keys of INDICATORS.
 
-    Both are computed from the cosines of the vectors after their mean is subtracted. ``nearest`` is
+    Both are computed from the cosines of the vectors after subtracting their mean. ``nearest`` is
     the mean over texts of the cosine that a text exceeds with 2 % of the others. ``bimodality`` is
     Sarle's coefficient, (skewness² + 1) / kurtosis, of all cosines; it is 5/9 for a uniform
-    distribution and larger where some pairs are close and all others are not.
+    distribution, and larger if some pairs are close and all others are not.
 
     Args:
         vectors: (n, d), embeddings of n distinct texts under the condition.
@@ -85,18 +85,19 @@ def indicators(vectors: NDArray[Any]) -> dict[str, float]:
     }
 
 
-# -- what they predict -------------------------------------------------------------------------
+# -- expected accuracy -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A linear prediction of the accuracy of paired triples from indicators, as in conditions.json.
+    """A linear prediction of the accuracy of paired triples from indicators (conditions.json).
 
     Attributes:
-        intercept, coefficients: of the indicators that are used; figures are fractions.
-        half_width: half of the 95 % interval of a condition of a set that was not fitted.
-        measured: what it was fitted on, and how well it predicted conditions of other sets.
-        is_own: whether it was fitted on the model that it is used for.
+        intercept: The intercept; accuracies are fractions.
+        coefficients: The coefficients of the indicators that are used.
+        half_width: Half the width of the 95 % interval for a condition of an unseen set.
+        measured: What it was fitted on, and how well it predicted conditions of unseen sets.
+        is_own: Whether it was fitted on the model that it is used for.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
@@ -108,7 +109,7 @@ class Calibration:
     is_own: bool = True
 
     def expect(self, values: Mapping[str, float]) -> Estimate:
-        """Return the expected accuracy, with the interval of a condition of other texts."""
+        """Return the expected accuracy, with the 95 % interval for a condition of unseen texts."""
         accuracy = self.intercept + sum(
             coefficient * values[name] for name, coefficient in self.coefficients.items()
         )
@@ -119,46 +120,51 @@ class Calibration:
 
     @property
     def tells_apart(self) -> bool:
-        """Return whether it ranked conditions of unseen families better than chance, by 95 %."""
+        """Whether it ranks conditions of unseen families better than chance (95 % confidence)."""
         left_out = self.measured.get("spearman_left_out", {})
         return bool(left_out.get("family", {}).get("low", 0) > 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what conditions.json holds."""
+        """Return the content of conditions.json."""
         return {"format": _FORMAT, **{name: getattr(self, name) for name in _RECORDED}}
 
 
 def find_calibration(folder: Path) -> Calibration | None:
-    """Read the calibration of a run or a bundled model; that of the default one where it has none.
+    """Read the calibration of a run or a bundled model, or else of the default bundled model.
 
-    None: neither has one.
+    Returns:
+        The calibration; None if neither has one.
 
     Raises:
-        UserError, LlmcondError: the file cannot be read, or holds something else.
+        UserError: The file cannot be read.
+        LlmcondError: The file is damaged, or has an unknown indicator.
     """
-    paths = (place / CALIBRATION for place in (folder, bundled("models") / PRETRAINED))
+    paths = (directory / CALIBRATION for directory in (folder, bundled("models") / PRETRAINED))
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return None
-    remedy = "Make it anew: python scripts/calibrate_conditions.py"
+    remedy = "Create it again: python scripts/calibrate_conditions.py"
     record = read_record(path, Calibration, remedy)
     check_format(record, _FORMAT, str(path))
     unknown = sorted(record["coefficients"].keys() - INDICATORS.keys())
     if unknown:
-        raise LlmcondError(f"{path} has a coefficient of {unknown[0]!r}, no indicator. {remedy}")
+        raise LlmcondError(
+            f"{path} has a coefficient of {unknown[0]!r}, which is not an indicator. {remedy}"
+        )
     return Calibration(**{name: record[name] for name in _RECORDED}, is_own=path.parent == folder)
 
 
 @dataclass(frozen=True, slots=True)
 class ConditionCheck:
-    """What is expected of a condition on some texts.
+    """The check of a condition on texts.
 
     Attributes:
-        n_texts: distinct texts that were looked at.
-        verdict: in words, see WORKS and WORKS_IN_PART.
-        expected: accuracy of paired triples, a fraction, with its 95 % interval; None: too few
-            texts.
-        indicators: by name; empty: too few texts.
+        condition: The condition.
+        n_texts: The number of distinct texts that were used.
+        verdict: The verdict in words, see WORKS and WORKS_IN_PART.
+        expected: The expected accuracy of paired triples, a fraction, with its 95 % interval; None
+            if there were too few texts.
+        indicators: The indicators by name; empty if there were too few texts.
     """
 
     condition: str
@@ -169,7 +175,7 @@ class ConditionCheck:
 
     @classmethod
     def of(cls, condition: str, vectors: NDArray[Any], calibration: Calibration) -> ConditionCheck:
-        """Check a condition by the (n, d) embeddings of a sample of distinct texts under it."""
+        """Check a condition with the embeddings, (n, d), of distinct sample texts under it."""
         n = len(vectors)
         if n < LEAST_TEXTS:
             return cls(condition, n, "too few texts to tell", None, {})
@@ -178,7 +184,7 @@ class ConditionCheck:
         return cls(condition, n, _verdict(expected.value), expected, values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``--json`` prints it."""
+        """Return the JSON output."""
         accuracy, *ends = (round(v, 4) for v in astuple(self.expected)) if self.expected else [None]
         return {
             **condition_json(self.condition),
@@ -190,13 +196,13 @@ class ConditionCheck:
         }
 
     def sentence(self) -> str:
-        """Return the verdict in a sentence, with advice where it is needed."""
+        """Return the verdict as a sentence, with advice if the condition may not work."""
         if self.expected is None:
             return (
                 f"{self.n_texts} distinct texts are too few to tell whether the condition works; "
                 f"give at least {LEAST_TEXTS}"
             )
-        value, low, high = (f"{100 * one:.0f}" for one in astuple(self.expected))
+        value, low, high = (f"{100 * figure:.0f}" for figure in astuple(self.expected))
         accuracy = f"expected accuracy {value} % [{low}, {high}]; 50 % is chance"
         if self.verdict == "not expected to work":
             return f"this condition is not expected to work ({accuracy}); {ADVICE}"

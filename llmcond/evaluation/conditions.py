@@ -1,4 +1,4 @@
-"""What a head does with conditions: new ones, the size of its W_c, and single rows."""
+"""Effects of conditions on a head: unseen conditions, the size of W_c, and changes of rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from llmcond.metrics import Estimate, Floats, Metric
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """The score of some rows.
+    """The score on a subset of rows.
 
     Attributes:
-        n: rows.
-        n_conditions: their distinct conditions.
-        score: with its 95 % interval; NaN where there are no rows.
+        n: The number of rows.
+        n_conditions: The number of their distinct conditions.
+        score: The score with its 95 % interval; NaN if there are no rows.
     """
 
     n: int
@@ -38,50 +38,52 @@ def seen_unseen(
     metric: Metric,
     resamples: int = RESAMPLES,
 ) -> dict[str, Subset]:
-    """Score rows apart by whether their condition occurs in training (Hyper-CL, section 5.3).
+    """Score rows with seen and with unseen conditions separately (Hyper-CL, section 5.3).
 
-    Conditions match by their exact text: "The sport." is new where training has "The sport".
+    A condition is seen if its exact text occurs in training: "The sport." is unseen if training has
+    "The sport".
 
     Args:
-        train_condition: the conditions of the rows that a head was fitted on, repeated or not.
-        condition: (n,) of the rows scored.
-        rating: (n,) on any scale, no NaN.
-        similarity: (n,) predicted.
+        train_condition: The conditions of the rows that a head was fitted on, with or without
+            repeats.
+        condition: (n,) the conditions of the scored rows.
+        rating: (n,) ratings on any scale, without NaN.
+        similarity: (n,) predictions.
         pair: (n,) number of each row's sentence pair, which the intervals resample.
-        metric: what rows are scored by.
-        resamples: bootstrap samples; 0 leaves the intervals NaN.
+        metric: The metric of the score.
+        resamples: The number of bootstrap samples; with 0 the intervals are NaN.
 
     Returns:
         The scores of ``overall``, ``seen`` and ``unseen`` rows.
 
     Raises:
-        UserError: predictions that are not finite.
+        UserError: Predictions are not finite.
     """
     _check_finite(similarity, "predictions")
     known = frozenset(train_condition)
     is_seen = np.array([text in known for text in condition], dtype=np.bool_)
     parts = {"overall": np.ones_like(is_seen), "seen": is_seen, "unseen": ~is_seen}
-    found = {}
+    subsets = {}
     for name, rows in parts.items():
         score = Estimate(math.nan)
         if rows.any():
             predicted = similarity[None, rows]
-            drawn = resample([predicted], rating[rows], pair[rows], [metric], resamples)
-            score = drawn.estimates(0)[metric.name]
-        distinct = {text for text, taken in zip(condition, rows, strict=True) if taken}
-        found[name] = Subset(int(rows.sum()), len(distinct), score)
-    return found
+            resampled = resample([predicted], rating[rows], pair[rows], [metric], resamples)
+            score = resampled.estimates(0)[metric.name]
+        distinct = {text for text, is_in_part in zip(condition, rows, strict=True) if is_in_part}
+        subsets[name] = Subset(int(rows.sum()), len(distinct), score)
+    return subsets
 
 
 @dataclass(frozen=True, slots=True)
 class FrobeniusVariance:
-    """How much the size of W_c varies with the condition (Hyper-CL, section 5.4.1).
+    """The variance of the size of W_c over conditions (Hyper-CL, section 5.4.1).
 
     Attributes:
-        raw: variance of ||W_c||_F over the conditions.
-        normalised: variance of ||W_c||_F / sqrt(number of elements), which matrices of different
-            size can be compared by.
-        n: number of conditions.
+        raw: The variance of ||W_c||_F over the conditions.
+        normalised: The variance of ||W_c||_F / sqrt(number of elements), which is comparable
+            between matrices of different sizes.
+        n: The number of conditions.
     """
 
     raw: float
@@ -90,23 +92,23 @@ class FrobeniusVariance:
 
 
 def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> FrobeniusVariance:
-    """Return the variance over conditions of ||W_c||_F, raw and normalised.
+    """Compute the variance over conditions of ||W_c||_F, raw and normalised.
 
-    It is the population variance (the divisor is n); the paper does not say which it takes.
+    It is the population variance (the divisor is n); the paper does not say which one it uses.
 
     Args:
         norms: (n,) ||W_c||_F, one for each distinct condition.
-        n_elements: valid elements of a W_c: H * H, also where it is a product of low rank; H for
-            the diagonal matrix that the Hadamard product amounts to.
+        n_elements: The number of valid elements of a W_c: H * H, also for a product of low rank; H
+            for the diagonal matrix that a Hadamard product is equivalent to.
 
     Raises:
-        UserError: fewer than two conditions.
+        UserError: There are fewer than two conditions.
     """
     sizes = np.asarray(norms, dtype=np.float64)
     if len(sizes) < 2:
         raise UserError(
-            f"norms of shape {sizes.shape} were given; a variance over conditions needs two "
-            "conditions at least, one norm for each."
+            f"the norms have the shape {sizes.shape}. A variance over conditions needs at least "
+            "two conditions, with one norm for each."
         )
     raw = float(sizes.var())
     return FrobeniusVariance(raw=raw, normalised=raw / n_elements, n=len(sizes))
@@ -114,7 +116,7 @@ def frobenius_variance(norms: NDArray[np.floating], n_elements: int) -> Frobeniu
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A row, its similarity ``before`` (of the encoder's own vectors) and ``after`` a head."""
+    """A row with its similarity ``before`` a head (of the encoder's vectors) and ``after`` it."""
 
     sentence1: str
     sentence2: str
@@ -125,29 +127,31 @@ class Change:
 
 
 def change_table(changes: Sequence[Change]) -> list[Change]:
-    """Return rows in the order of tables 3 and 8 of CASE.
+    """Sort rows as in tables 3 and 8 of CASE.
 
-    The rows of a sentence pair stand together, pairs in the order in which they are given, the
-    lower rating first.
+    The rows of a sentence pair stay together, with the lower rating first. Pairs keep their given
+    order.
     """
-    places: dict[tuple[str, str], int] = {}
-    for one in changes:
-        places.setdefault((one.sentence1, one.sentence2), len(places))
-    return sorted(changes, key=lambda one: (places[one.sentence1, one.sentence2], one.rating))
+    order: dict[tuple[str, str], int] = {}
+    for change in changes:
+        order.setdefault((change.sentence1, change.sentence2), len(order))
+    return sorted(
+        changes, key=lambda change: (order[change.sentence1, change.sentence2], change.rating)
+    )
 
 
 def most_changed(
     rating: Floats, before: NDArray[np.floating], after: NDArray[np.floating]
 ) -> tuple[list[int], list[int]]:
-    """Return the positions of rows that moved towards their rating, and away, the most first.
+    """Return the positions of rows that improved, and of rows that got worse, largest change first.
 
-    A row's change is |before - rating| - |after - rating|: what heads are fitted to lessen is the
-    distance of similarity to rating (CASE, equation 2). Rows that got better alone would show any
-    head in a good light, so those that got worse are chosen too. All columns are (n,), ratings on
-    0 to 1 without NaN.
+    A row's change is |before - rating| - |after - rating|, because heads are fitted to reduce the
+    distance of similarity to rating (CASE, equation 2). Rows that got worse are included, since the
+    improved rows alone would make any head look good. All columns are (n,), ratings on 0 to 1
+    without NaN.
 
     Raises:
-        UserError: similarities that are not finite.
+        UserError: Similarities are not finite.
     """
     _check_finite(before, "similarities before")
     _check_finite(after, "similarities after")

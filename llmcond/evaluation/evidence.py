@@ -22,11 +22,11 @@ from llmcond.metrics import DEFAULT, Metric
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A prompt under one head, to be compared with the baseline prompt under the same.
+    """A prompt under one head, to be compared with the baseline prompt under the same head.
 
     Attributes:
-        group: what it has in common with the prompts that it is compared with.
-        result: what it is, without figures.
+        group: The key that it shares with the prompts that it is compared with.
+        result: Its result without figures.
         similarity: (seeds, n) predictions of all rows.
     """
 
@@ -38,9 +38,9 @@ class System:
 def with_evidence(
     systems: Sequence[System], baseline: str, rows: Scored, metrics: Sequence[Metric] = DEFAULT
 ) -> Results[ComparedResult]:
-    """Return the figures of each system and its difference to the baseline, best first.
+    """Compute the figures of each system and its difference to the baseline, best first.
 
-    Holm's correction is over the differences of all groups.
+    Holm's correction covers the differences of all groups.
     """
     results = [system.result for system in systems]
     draws = resampled(results, [system.similarity for system in systems], rows, metrics)
@@ -51,9 +51,9 @@ def with_evidence(
         if base is not None:
             groups[base] = [i for i in members if i != base]
     tested = [metric for metric in metrics if not metric.secondary]
-    found = differences(draws, groups, tested)
+    compared = differences(draws, groups, tested)
     against = {i: results[base].name for base, others in groups.items() for i in others}
     return best_first(
-        replace(result, difference=found.get(i), against=against.get(i))
+        replace(result, difference=compared.get(i), against=against.get(i))
         for i, result in enumerate(with_figures(results, draws, rows))
     )

@@ -1,4 +1,4 @@
-"""What training on dev as well brings: each fold of dev predicted by what has not seen it."""
+"""The gain from training on dev as well, by cross-validation over folds of dev."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from llmcond.metrics import Estimate, Metric, estimates_json, finite
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The scores of some rows without dev and with it.
+    """The scores of rows without and with training on dev.
 
     Attributes:
-        n, n_pairs: rated rows, and their sentence pairs.
-        metric: what the scores are.
-        without: the score where no row of dev was trained on.
-        trained: the score where all folds but the row's own were, all folds taken together.
-        difference: ``trained`` less ``without``, on the same rows.
+        n: The number of rated rows.
+        n_pairs: The number of their sentence pairs.
+        metric: The metric of the scores.
+        without: The score without training on dev.
+        trained: The score with training on all folds except the row's own, over all folds.
+        difference: ``trained`` minus ``without``, on the same rows.
     """
 
     n: int
@@ -42,29 +43,31 @@ class Gain:
         rows: Rows,
         metric: Metric,
     ) -> Gain:
-        """Compare predictions, (n,) each, of rated rows by a metric."""
-        found = resample([without[None], trained[None]], rows.rating, rows.pair, [metric])
-        before, after = (found.estimates(i)[metric.name] for i in (0, 1))
-        difference = differences(found, {0: [1]})[1][metric.name]
+        """Compare two predictions, (n,) each, of rated rows by a metric."""
+        resampled = resample([without[None], trained[None]], rows.rating, rows.pair, [metric])
+        before, after = (resampled.estimates(i)[metric.name] for i in (0, 1))
+        difference = differences(resampled, {0: [1]})[1][metric.name]
         return cls(len(rows), len(rows.pair_keys()), metric, before, after, difference)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what records and ``--json`` have."""
+        """Return the JSON value in records and in the output."""
         difference = Estimate(self.difference.value, self.difference.low, self.difference.high)
         scores = {"without": self.without, "trained": self.trained, "difference": difference}
-        figures = {name: estimates_json({self.metric.name: one}) for name, one in scores.items()}
+        figures = {
+            name: estimates_json({self.metric.name: estimate}) for name, estimate in scores.items()
+        }
         return {"n": self.n, "n_pairs": self.n_pairs, **figures, "p": finite(self.difference.p)}
 
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """Predictions of dev's rows by what was not trained on them, against those without dev.
+    """The gain from dev, measured on each fold of dev with a model trained on the other folds.
 
     Attributes:
-        folds: how many parts of like size; all rows of a sentence pair are in one.
-        gain: of all rated rows.
-        by_condition: of rows whose condition train has (``seen``), and of the others (``unseen``);
-            those that there are.
+        folds: The number of folds of similar size. All rows of a sentence pair are in one fold.
+        gain: The gain on all rated rows.
+        by_condition: The gain on rows whose condition occurs in train (``seen``), and on the others
+            (``unseen``). Only groups with rows are present.
     """
 
     folds: int
@@ -81,9 +84,9 @@ class Folded:
         train: Rows,
         metric: Metric,
     ) -> Folded:
-        """Compare predictions, (n,) each, of dev's rated rows by a metric.
+        """Compare two predictions, (n,) each, of dev's rated rows by a metric.
 
-        ``train`` is what was trained on.
+        ``train`` are the rows of the train split, which determine the seen conditions.
         """
         known = set(train.condition)
         seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
@@ -95,15 +98,15 @@ class Folded:
         return cls(folds, Gain.of(without, trained, dev, metric), parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what records and ``--json`` have."""
-        parts = {name: own.to_json() for name, own in self.by_condition.items()}
+        """Return the JSON value in records and in the output."""
+        parts = {name: gain.to_json() for name, gain in self.by_condition.items()}
         return {"folds": self.folds, **self.gain.to_json(), "by_condition": parts}
 
 
 def check_fold_count(dev: Rows, count: int) -> None:
-    """Raise a UserError where rated rows of dev have fewer sentence pairs than folds."""
+    """Raise a UserError if the rated dev rows have fewer sentence pairs than folds."""
     if len(dev.pair_keys()) < count:
         raise UserError(
-            f"dev has {len(dev.pair_keys())} sentence pairs with ratings, too few for {count} "
-            "folds. Lower --folds."
+            f"dev has {len(dev.pair_keys())} sentence pairs with ratings, which are too few for "
+            f"{count} folds. Lower --folds."
         )

@@ -1,4 +1,4 @@
-"""Results of rankings: how right answers rank, and by what candidates were scored."""
+"""Results of rankings: the ranks of right answers, and how candidates were scored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from llmcond.data.queries import QueryRows
 from llmcond.evaluation.ranking import Part
@@ -17,10 +19,10 @@ from llmcond.options import Ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryResult(Result):
-    """How one system ranks the answers of a split's queries.
+    """The result of one system's ranking of the answers of a split's queries.
 
     Attributes:
-        ties: how an answer ranks among candidates of its score.
+        ties: The rank of an answer among candidates with the same score.
     """
 
     ties: Ties = "realistic"
@@ -28,12 +30,12 @@ class QueryResult(Result):
     @property
     @abstractmethod
     def variant(self) -> tuple[str, str]:
-        """Return what tells it from others of its head and prompt: of what kind, and which."""
+        """The kind and the name of the variant, if a head and prompt have several results."""
 
     @property
     @abstractmethod
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:
-        """Return figures of some of the queries: by what they are parted, the part, its own."""
+        """The figures of subsets of queries, by the kind of subset and by its name."""
 
 
 Q_co = TypeVar("Q_co", bound=QueryResult, covariant=True)
@@ -41,11 +43,11 @@ Q_co = TypeVar("Q_co", bound=QueryResult, covariant=True)
 
 @dataclass(frozen=True)
 class RankedResults(Results[Q_co]):
-    """Results of rankings, and the ranks behind them.
+    """Results of rankings, with the ranks that they are computed from.
 
     Attributes:
-        ranks: of each result (m,) the ranks of the queries' right answers.
-        queries: the m queries.
+        ranks: For each result, the ranks, (m,), of the queries' right answers.
+        queries: The m queries.
     """
 
     ranks: Sequence[Floats]
@@ -54,14 +56,15 @@ class RankedResults(Results[Q_co]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedResult(QueryResult):
-    """What one system scores on the queries of a split.
+    """The scores of one system on the queries of a split.
 
     Attributes:
-        added: what scores had added, or candidates left out, by the names of options; values are
-            those of options, and nothing where it was not asked for.
-        neighbours: whether the head reads entities with their neighbours in train.
-        parts: figures of some of the queries: ``forward``, ``backward``, ...
-        by_category, by_relation: of queries by relation, where asked for.
+        added: The values of options that add to scores, or exclude candidates, by option; an option
+            that is not used is missing.
+        neighbours: Whether the head reads entities with their neighbours in train.
+        parts: The figures of subsets of queries: ``forward``, ``backward``, ...
+        by_category: The figures by category of relations, if requested.
+        by_relation: The figures by relation, if requested.
     """
 
     added: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class RankedResult(QueryResult):
     by_relation: Mapping[str, Part] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``evaluate --json`` prints it."""
+        """Return the JSON output of ``evaluate``."""
         grouped = {"by_category": self.by_category, "by_relation": self.by_relation}
         return {
             **self.scored_json(ties=self.ties, **self.added, neighbours=self.neighbours),
@@ -84,37 +87,38 @@ class RankedResult(QueryResult):
         }
 
     @property
+    @override
     def variant(self) -> tuple[str, str]:
-        """Return what scores were made of besides embeddings."""
+        """The components of scores in addition to embeddings."""
         added = self.added.get
-        made_of = {
+        additions = {
             "neighbours": self.neighbours,
             "reversed edge": added("reverse"),
             f"hops {added('rerank')}": added("rerank"),
             "head left out": added("exclude_head"),
         }
-        return "with", ", ".join(name for name, is_so in made_of.items() if is_so)
+        return "with", ", ".join(name for name, is_so in additions.items() if is_so)
 
     @property
+    @override
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:
-        """See :class:`QueryResult`."""
-        found = {
+        groups = {
             "part": self.parts,
             "category of relations": self.by_category,
             "relation": self.by_relation,
         }
-        return {name: parts for name, parts in found.items() if parts}
+        return {name: parts for name, parts in groups.items() if parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialogueResult(QueryResult):
-    """How one system ranks the next turns of a split's dialogues.
+    """The result of one system's ranking of the next turns of a split's dialogues.
 
     Attributes:
-        score: how dialogues are compared with candidates.
-        candidates: what is ranked: ``same-depth``, ``all``, or the name of a file.
-        median_rank: of all queries.
-        by_history: of queries with so many turns before them.
+        score: The score that compares dialogues with candidates.
+        candidates: The ranked candidates: ``same-depth``, ``all``, or the name of a file.
+        median_rank: The median rank over all queries.
+        by_history: The figures by the number of previous turns.
     """
 
     score: str = ""
@@ -123,7 +127,7 @@ class DialogueResult(QueryResult):
     by_history: Mapping[str, Part] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``evaluate --json`` prints it."""
+        """Return the JSON output of ``evaluate``."""
         return {
             **self.scored_json(ties=self.ties, score=self.score, candidates=self.candidates),
             "median_rank": finite(self.median_rank),
@@ -131,25 +135,27 @@ class DialogueResult(QueryResult):
         }
 
     @property
+    @override
     def variant(self) -> tuple[str, str]:
-        """Return how dialogues are compared with candidates."""
+        """The score that compares dialogues with candidates."""
         return "score", self.score
 
     @property
+    @override
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:
-        """See :class:`QueryResult`."""
         return {"number of turns before": self.by_history}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult(QueryResult):
-    """How one system ranks turns that lead to a goal; figures are means over cells.
+    """The result of one system's ranking of turns that lead to a goal, as means over cells.
 
     Attributes:
-        score: ``plan`` (equation 4), or without a goal that of next turns.
-        plan: where the other candidates are from.
-        goal: whether the goal is known, or the context only.
-        cells: of queries by turns before them, and from them to the goal: ``2+1``.
+        score: ``plan`` (equation 4), or without a goal the score of next turns.
+        plan: The source of the other candidates.
+        goal: Whether the goal is known in addition to the context.
+        cells: The figures by the number of previous turns and of turns to the goal, such as
+            ``2+1``.
     """
 
     score: str = ""
@@ -158,17 +164,18 @@ class PlanResult(QueryResult):
     cells: Mapping[str, Part] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``evaluate --json`` prints it."""
+        """Return the JSON output of ``evaluate``."""
         about = {"ties": self.ties, "score": self.score, "plan": self.plan, "goal": self.goal}
         cells = {name: part.to_json() for name, part in self.cells.items()}
         return {**self.scored_json(**about), "cells": cells}
 
     @property
+    @override
     def variant(self) -> tuple[str, str]:
-        """Return whether the goal is known."""
+        """Whether the goal is known."""
         return "goal", "known" if self.goal else "context only"
 
     @property
+    @override
     def grouped(self) -> Mapping[str, Mapping[str, Part]]:
-        """See :class:`QueryResult`."""
         return {"turns before + turns to the goal": self.cells}

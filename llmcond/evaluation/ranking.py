@@ -1,9 +1,9 @@
-"""Ranks of right answers among candidates, and the figures of ranks.
+"""Ranks of right answers among candidates, and ranking metrics.
 
-A query and every candidate have a vector; a candidate's score is their product (of unit vectors,
-their cosine), to which terms may add. The protocol is that of SimKGC (arXiv 2203.02167): every
-candidate is ranked, and the other known answers of a query are left out. Where scores are no
-products, :func:`ranks_among` takes them as they are.
+A query and every candidate have a vector. A candidate's score is their inner product (the cosine
+for unit vectors), to which terms may be added. The protocol is that of SimKGC (arXiv 2203.02167):
+all candidates are ranked, and the other known answers of a query are left out. ``ranks_among``
+ranks by scores of any other kind.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from llmcond.options import Ties
 
 Numbers = NDArray[np.integer[Any]]
 
-#: Queries and candidates that are scored at once: their scores take 64 MiB at most.
+#: The numbers of queries and of candidates that are scored at once; their scores take 64 MiB at
+#: most.
 BLOCK, TILE = 256, 65_536
 
-#: Added scores, flat: (k,) the query, (k,) the entity, each pair of them once, and (k,) what is
-#: added.
+#: Added scores in coordinate format: (k,) the query, (k,) the entity, (k,) the added score. Each
+#: pair of query and entity occurs once.
 Added = tuple[Positions, Positions, Array]
 
 
-#: What is added to the scores of some entities, for m queries: heads (m,) and relations (m,), r or
-#: r + R. It never sees their answers.
+#: Returns the scores added to entities for m queries: heads (m,) and relations (m,), r or r + R. It
+#: does not get the answers.
 Term = Callable[[Numbers, Numbers], Added]
 
 
@@ -42,14 +43,15 @@ class Ranks:
     """The ranks of right answers, from 1.
 
     Attributes:
-        optimistic, pessimistic: (m,) as if all candidates of the same score came after, or before.
+        optimistic: (m,) ranks if the answer comes before all candidates with the same score.
+        pessimistic: (m,) ranks if the answer comes after all candidates with the same score.
     """
 
     optimistic: Floats
     pessimistic: Floats
 
     def of(self, ties: Ties = "realistic") -> Floats:
-        """Return (m,) ranks; realistic ones are the mean of the other two, as in PyKEEN."""
+        """Return the ranks, (m,). Realistic ranks are the mean of the other two, as in PyKEEN."""
         if ties == "realistic":
             return (self.optimistic + self.pessimistic) / 2
         return self.optimistic if ties == "optimistic" else self.pessimistic
@@ -66,20 +68,21 @@ def rank(
 ) -> Ranks:
     """Rank the answer of each query among all entities.
 
-    Memory is bounded by the scores of :data:`BLOCK` queries and ``tile`` candidates. Candidates
-    that lie on disk are read a tile at a time, once for each block of queries.
+    Memory is bounded by the scores of ``BLOCK`` queries and ``tile`` candidates. Candidates on disk
+    are read a tile at a time, once for each block of queries.
 
     Args:
         queries: (m, k) vectors.
-        candidates: (n, k) vectors of all entities. With k = 0 the terms alone decide.
+        candidates: (n, k) vectors of all entities. With k = 0 scores are the terms alone.
         triples: (m, 3) head, relation (r or r + R) and answer of each query.
-        known: answers that are left out, but for the one asked for; None: none are.
-        terms: what is added to scores.
-        exclude_head: whether a query's head is no candidate, unless it is the answer.
-        tile: candidates at once.
+        known: The known answers, which are left out except for the right one; None: no answers are
+            left out.
+        terms: The terms that are added to scores.
+        exclude_head: Whether a query's head is not a candidate, unless it is the answer.
+        tile: The number of candidates at once.
 
     Raises:
-        UserError: a vector is not finite.
+        UserError: A vector is not finite.
     """
     pool = CandidatePool(candidates, known, terms, exclude_head, tile)
     return rank_each(queries, pool, triples, ())[0]
@@ -92,124 +95,145 @@ def rank_each(
     variants: Sequence[Term],
     block: int = BLOCK,
 ) -> list[Ranks]:
-    """Rank as :func:`rank` does, and again with each variant as one more term, the last one.
+    """Rank as ``rank`` does, and again with each variant as an additional last term.
 
-    Products are made once, and what a variant leaves alone is compared once.
+    Products are computed once, and scores that a variant does not change are compared once.
 
     Returns:
-        The ranks without a variant, then those with each one.
+        The ranks without a variant, followed by the ranks with each variant.
     """
     tile = pool.tile
     head, relation, answer = np.asarray(triples, dtype=np.int64).T
-    above, level = np.zeros((2, 1 + len(variants), len(answer)))
-    # Queries whose answers are in the same tile are asked together.
+    above, equal = np.zeros((2, 1 + len(variants), len(answer)))
+    # Queries whose answers are in the same tile are scored together.
     order = np.argsort(answer // tile, kind="stable")
     for begin in range(0, len(order), block):
-        chosen = order[begin : begin + block]
-        rows, own = np.arange(len(chosen)), answer[chosen]
-        asked = _Asked(pool, _read(queries, chosen), head[chosen], relation[chosen])
-        right = asked.scores_of(own)
-        tried = [_Variant(one(head[chosen], relation[chosen]), own, right) for one in variants]
+        query_indices = order[begin : begin + block]
+        rows, block_answers = np.arange(len(query_indices)), answer[query_indices]
+        query_block = _QueryBlock(
+            pool,
+            _read_queries(queries, query_indices),
+            head[query_indices],
+            relation[query_indices],
+        )
+        answer_scores = query_block.scores_of(block_answers)
+        variant_scores = [
+            _VariantScores(
+                term(head[query_indices], relation[query_indices]), block_answers, answer_scores
+            )
+            for term in variants
+        ]
         for first in range(0, pool.n, tile):
-            scores = asked.scores(first)
-            _leave_out(scores, first, rows, own)
-            counted = _compared(scores, right)
-            for number, (more, as_much) in enumerate(
-                [counted, *(one.compared(scores, first, *counted) for one in tried)]
+            scores = query_block.scores(first)
+            _exclude(scores, first, rows, block_answers)
+            base_counts = _count_above_and_equal(scores, answer_scores)
+            for number, (n_above, n_equal) in enumerate(
+                [
+                    base_counts,
+                    *(variant.count(scores, first, *base_counts) for variant in variant_scores),
+                ]
             ):
-                above[number, chosen] += more
-                level[number, chosen] += as_much
-    return [Ranks(1 + a, 1 + a + b) for a, b in zip(above, level, strict=True)]
+                above[number, query_indices] += n_above
+                equal[number, query_indices] += n_equal
+    return [Ranks(1 + a, 1 + a + b) for a, b in zip(above, equal, strict=True)]
 
 
-class _Variant:
-    """One more term of a block of m queries: flat what is added, and (m,) scores of answers."""
+class _VariantScores:
+    """The scores of a block of m queries and of their answers, (m,), with an additional term."""
 
-    def __init__(self, added: Added, answer: Positions, right: Array) -> None:
-        self._added, self._right = added, right.copy()
+    def __init__(self, added: Added, answer: Positions, answer_scores: Array) -> None:
+        self._added, self._answer_scores = added, answer_scores.copy()
         row, entity, value = added
-        own = entity == answer[row]
-        self._right[row[own]] += value[own]
-        self._moved = np.flatnonzero(self._right != right)
+        is_answer = entity == answer[row]
+        self._answer_scores[row[is_answer]] += value[is_answer]
+        self._moved = np.flatnonzero(self._answer_scores != answer_scores)
 
-    def compared(
-        self, scores: Array, first: int, above: Positions, level: Positions
+    def count(
+        self, scores: Array, first: int, above: Positions, equal: Positions
     ) -> tuple[Positions, Positions]:
-        """Return (m,) how many of a tile's scores (m, t) are above, and level with, each answer's.
+        """Count a tile's scores, (m, t), above and equal to each answer's score, (m,) each.
 
-        ``above`` and ``level`` are those without this term.
+        ``above`` and ``equal`` are the counts without this term.
         """
         row, entity, value = self._added
         inside = (entity >= first) & (entity < first + scores.shape[1])
         row = row[inside]
         before = scores[row, entity[inside] - first]
-        after, right = before + value[inside], self._right[row]
-        found = []
-        again = _compared(scores[self._moved], self._right[self._moved])
-        for one, other, compare in zip((above, level), again, (np.greater, np.equal), strict=True):
-            count = one.copy()
-            count[self._moved] = other
-            for sign, own in ((1, after), (-1, before)):
-                count += sign * np.bincount(row[compare(own, right)], minlength=len(count))
-            found.append(count)
-        return found[0], found[1]
+        after, answer_scores = before + value[inside], self._answer_scores[row]
+        counts = []
+        moved = _count_above_and_equal(scores[self._moved], self._answer_scores[self._moved])
+        for base_count, moved_count, compare in zip(
+            (above, equal), moved, (np.greater, np.equal), strict=True
+        ):
+            count = base_count.copy()
+            count[self._moved] = moved_count
+            for sign, values in ((1, after), (-1, before)):
+                count += sign * np.bincount(
+                    row[compare(values, answer_scores)], minlength=len(count)
+                )
+            counts.append(count)
+        return counts[0], counts[1]
 
 
-def _compared(scores: Array, right: Array) -> tuple[Positions, Positions]:
-    """Return (m,) how many of (m, n) scores are above those of answers, (m,), and as many."""
-    own = right[:, None]
-    return np.count_nonzero(scores > own, axis=1), np.count_nonzero(scores == own, axis=1)
+def _count_above_and_equal(scores: Array, answer_scores: Array) -> tuple[Positions, Positions]:
+    """Count the scores, (m, n), above and equal to each answer's score, (m,) each."""
+    thresholds = answer_scores[:, None]
+    return np.count_nonzero(scores > thresholds, axis=1), np.count_nonzero(
+        scores == thresholds, axis=1
+    )
 
 
 def ranks_among(
     scores: NDArray[np.floating], answer: Positions, left_out: NDArray[np.bool_] | None = None
 ) -> Ranks:
-    """Rank the answer of each query by scores of whatever kind.
+    """Rank the answer of each query by scores of any kind.
 
     Args:
-        scores: (m, n) of each query's candidates.
-        answer: (m,) the column of the right one.
-        left_out: (m, n) which candidates do not count; the answer always does.
+        scores: (m, n) the scores of each query's candidates.
+        answer: (m,) the column of the right answer.
+        left_out: (m, n) mask of candidates that are left out; an answer is never left out.
 
     Raises:
-        UserError: a score that counts is not finite.
+        UserError: A score that is not left out is not finite.
     """
-    right = np.take_along_axis(scores, answer[:, None], axis=1)[:, 0]
+    answer_scores = np.take_along_axis(scores, answer[:, None], axis=1)[:, 0]
     if left_out is not None:
         scores = np.where(left_out, -np.inf, scores)
-        scores[np.arange(len(answer)), answer] = right
+        scores[np.arange(len(answer)), answer] = answer_scores
     bad = ~np.isfinite(scores)
     if left_out is not None:
         bad &= ~left_out
-        bad[np.arange(len(answer)), answer] = ~np.isfinite(right)
+        bad[np.arange(len(answer)), answer] = ~np.isfinite(answer_scores)
     if bad.any():
         raise UserError(
-            f"scores hold NaN or infinity: {bad.sum():,}, the first of query "
+            f"scores contain NaN or infinity: {bad.sum():,} in total, the first of query "
             f"{np.flatnonzero(bad.any(axis=1))[0]:,}. Fit the head again with a lower learning "
             "rate, or extract in float32."
         )
-    above, level = (own.astype(np.float64) for own in _compared(scores, right))
-    return Ranks(1 + above, above + level)
+    above, equal = (
+        counts.astype(np.float64) for counts in _count_above_and_equal(scores, answer_scores)
+    )
+    return Ranks(1 + above, above + equal)
 
 
 def top(
     queries: MatrixLike, pool: CandidatePool, head: Numbers, relation: Numbers, k: int
 ) -> tuple[Positions, Array]:
-    """Return (m, k) the entities that score best for each query, and (m, k) their scores.
+    """Return the k entities with the best scores for each query, and their scores, (m, k) each.
 
-    Arguments and errors are those of :func:`rank`, heads and relations (m,); known answers are left
-    out. Equal scores are in the order of the entities. Where fewer than k candidates are left,
-    the last scores are -inf.
+    Arguments and errors are those of ``rank``, with heads and relations as (m,). Known answers are
+    left out. Entities with equal scores keep their order. If fewer than k candidates remain, the
+    last scores are -inf.
     """
     rows = np.arange(len(head))
-    asked = _Asked(pool, _read(queries, rows), head, relation)
+    query_block = _QueryBlock(pool, _read_queries(queries, rows), head, relation)
     entities = np.zeros((len(rows), 0), dtype=np.int64)
     best = np.zeros((len(rows), 0), dtype=np.float32)
     for first in range(0, pool.n, pool.tile):
-        scores = asked.scores(first)
+        scores = query_block.scores(first)
         columns = np.arange(scores.shape[1])
         if scores.shape[1] > k:
-            # Only what can be among the best is sorted, equal scores included.
+            # Only scores that can be among the best k, including ties, are sorted.
             least = np.partition(scores, -k, axis=1)[:, [-k]]
             columns = np.flatnonzero((scores >= least).any(axis=0))
             scores = scores[:, columns]
@@ -224,9 +248,9 @@ def top(
 
 
 class CandidatePool:
-    """All entities' vectors, read a tile at a time, and what else their scores depend on.
+    """The vectors of all entities, read a tile at a time, with the settings of their scores.
 
-    Arguments are those of :func:`rank`.
+    Arguments are those of ``rank``.
     """
 
     def __init__(
@@ -242,83 +266,88 @@ class CandidatePool:
         self._last: tuple[int, Array] | None = None
 
     def read(self, first: int) -> Array:
-        """Return a tile's vectors, (t, k), which stay in memory until another one is read."""
+        """Return a tile's vectors, (t, k), which stay in memory until another tile is read."""
         if self._last is None or self._last[0] != first:
-            # Pages of the tile before would count as memory in use.
+            # Otherwise, the pages of the previous tile would count as memory in use.
             self.vectors.release()
             self._last = first, self.vectors.read(slice(first, first + self.tile))
         return self._last[1]
 
 
-class _Asked:
+class _QueryBlock:
     """A block of queries: (m, k) vectors, heads (m,) and relations (m,)."""
 
     def __init__(
-        self, every: CandidatePool, vectors: Array, head: Numbers, relation: Numbers
+        self, pool: CandidatePool, vectors: Array, head: Numbers, relation: Numbers
     ) -> None:
-        self._every, self._vectors = every, vectors
-        self._added = [term(head, relation) for term in every.terms]
-        self._left_out = [] if every.known is None else [every.known.gather(head, relation)]
-        if every.exclude_head:
+        self._pool, self._vectors = pool, vectors
+        self._added = [term(head, relation) for term in pool.terms]
+        self._left_out = [] if pool.known is None else [pool.known.gather(head, relation)]
+        if pool.exclude_head:
             self._left_out.append((np.arange(len(head)), np.asarray(head, dtype=np.int64)))
         self._last: tuple[int, Array] | None = None
 
     def scores_of(self, answer: Positions) -> Array:
-        """Return (m,) the scores of one entity for each query, whether it is left out or not.
+        """Return the score, (m,), of one entity for each query, whether it is left out or not.
 
-        They are taken out of the product that they are compared with: computed in another way they
-        could differ in the last bit, and ties would be none.
+        The scores are read from the product that they are compared with. Computed in another way,
+        they could differ in the last bit, and ties would be missed.
         """
-        tile = self._every.tile
-        found = np.empty(len(answer), dtype=np.float32)
+        tile = self._pool.tile
+        answer_scores = np.empty(len(answer), dtype=np.float32)
         for first in np.unique(answer // tile * tile).tolist():
             self._last = first, self._products(first)
             rows = np.flatnonzero(answer // tile * tile == first)
-            found[rows] = self._last[1][rows, answer[rows] - first]
-        return found
+            answer_scores[rows] = self._last[1][rows, answer[rows] - first]
+        return answer_scores
 
     def scores(self, first: int) -> Array:
-        """Return (m, at most tile) the scores of candidates, -inf where they are left out."""
+        """Return the scores of a tile's candidates, (m, t); -inf for those that are left out."""
         if self._last is not None and self._last[0] == first:
-            found, self._last = self._last[1], None
+            block_scores, self._last = self._last[1], None
         else:
-            found = self._products(first)
+            block_scores = self._products(first)
         for row, entity in self._left_out:
-            _leave_out(found, first, row, entity)
-        return found
+            _exclude(block_scores, first, row, entity)
+        return block_scores
 
     def _products(self, first: int) -> Array:
-        found: Array = self._vectors @ self._every.read(first).T
-        # Cheaper than to look at all candidates: one that is not finite spoils its score.
-        if not np.isfinite(found).all():
-            tile = self._every.read(first)
+        products: Array = self._vectors @ self._pool.read(first).T
+        # Cheaper than checking all candidates, as the scores of a vector that is not finite are not
+        # finite.
+        if not np.isfinite(products).all():
+            tile = self._pool.read(first)
             _check_finite(tile, np.arange(first, first + len(tile)), "candidate")
         for row, entity, value in self._added:
-            inside = (entity >= first) & (entity < first + found.shape[1])
-            found[row[inside], entity[inside] - first] += value[inside]
-        return found
+            inside = (entity >= first) & (entity < first + products.shape[1])
+            products[row[inside], entity[inside] - first] += value[inside]
+        return products
 
 
-def _leave_out(scores: Array, first: int, row: Positions, entity: Positions) -> None:
+def _exclude(scores: Array, first: int, row: Positions, entity: Positions) -> None:
     inside = (entity >= first) & (entity < first + scores.shape[1])
     scores[row[inside], entity[inside] - first] = -np.inf
 
 
-def _read(queries: MatrixLike, rows: Positions) -> Array:
-    """Return some rows in float32; a UserError if one is not finite."""
-    found = as_matrix(queries).read(rows)
-    _check_finite(found, rows, "query")
-    return found
+def _read_queries(queries: MatrixLike, rows: Positions) -> Array:
+    """Read rows of queries in float32.
+
+    Raises:
+        UserError: A vector is not finite.
+    """
+    vectors = as_matrix(queries).read(rows)
+    _check_finite(vectors, rows, "query")
+    return vectors
 
 
 def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
-    """Raise a UserError if a vector is not finite; ``rows`` are their numbers."""
+    """Raise a UserError if a vector is not finite; ``rows`` are the numbers of the vectors."""
     bad = rows[~np.isfinite(vectors).all(axis=1)]
-    # A NaN is above nothing, so that it would rank as a perfect answer.
+    # No score is above NaN, so an answer whose score is NaN would have a perfect rank.
     if len(bad):
         raise UserError(
-            f"vectors hold NaN or infinity: {len(bad):,}, the first of {what} {bad[0]:,}. Fit the "
-            "head again with a lower learning rate, or extract in float32."
+            f"vectors contain NaN or infinity: {len(bad):,} in total, the first of {what} "
+            f"{bad[0]:,}. Fit the head again with a lower learning rate, or extract in float32."
         )
 
 
@@ -327,18 +356,18 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """Figures of some queries.
+    """The figures of a subset of queries.
 
     Attributes:
-        n: how many queries.
-        metrics: name -> figure with its 95 % interval; NaN where there are no queries.
+        n: The number of queries.
+        metrics: The metrics by name with 95 % intervals; NaN if there are no queries.
     """
 
     n: int
     metrics: Mapping[str, Estimate]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``evaluate --json`` prints it."""
+        """Return the JSON output of ``evaluate``."""
         return {"n": self.n, **estimates_json(self.metrics)}
 
 
@@ -350,21 +379,25 @@ def measure_each(
     chosen: NDArray[np.bool_] | None = None,
     stratum: NDArray[Any] | None = None,
 ) -> list[Part]:
-    """Return the figures of each system, on the same draws of groups with all of their queries.
+    """Compute the figures of each system, on the same bootstrap samples of groups of queries.
 
     Args:
-        systems: (seeds, m) ranks of each.
-        group: (m,) what each query is of: its triple, which is asked from both sides, or dialogue.
-        metrics: what is computed; None: :data:`llmcond.metrics.RANKING_NAMES`.
-        resamples: bootstrap samples.
-        chosen: (m,) which queries count; None: all.
-        stratum: (m,) for metrics that are means over strata; None: all are of one.
+        systems: (seeds, m) the ranks of each system.
+        group: (m,) the group of each query: its dialogue, or its triple, which has two queries.
+        metrics: The metrics; None: ``llmcond.metrics.RANKING_NAMES``.
+        resamples: The number of bootstrap samples.
+        chosen: (m,) mask of the queries to use; None: all.
+        stratum: (m,) the stratum of each query, for metrics that are means over strata; None: all
+            queries are in one stratum.
     """
     chosen = np.ones(len(group), dtype=bool) if chosen is None else chosen
     stratum = np.zeros(len(group)) if stratum is None else stratum
     metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
     if not chosen.any():
-        return [Part(0, {one.name: Estimate(np.nan) for one in metrics}) for _ in systems]
-    own, strata = [system[:, chosen] for system in systems], np.asarray(stratum[chosen], float)
-    found = resample(own, strata, group[chosen], metrics, resamples)
-    return [Part(int(chosen.sum()), found.estimates(i)) for i in range(len(systems))]
+        return [Part(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems]
+    chosen_ranks, strata = (
+        [system[:, chosen] for system in systems],
+        np.asarray(stratum[chosen], float),
+    )
+    resampled = resample(chosen_ranks, strata, group[chosen], metrics, resamples)
+    return [Part(int(chosen.sum()), resampled.estimates(i)) for i in range(len(systems))]

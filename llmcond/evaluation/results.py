@@ -1,4 +1,4 @@
-"""Results: what a system scores on rows, as typed values, as JSON and as a pandas table."""
+"""Results: the scores of systems on rows, as typed values, as JSON and as a pandas table."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from llmcond.tasks import DEFAULT_TASK
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries whose right answers were ranked, so that ranks alone score them.
+    """Queries whose right answers were ranked, so that they are scored by ranks alone.
 
     Attributes:
-        pair: (n,) the number of the example that asks each; a triple asks twice.
-        unit: what messages call the examples.
-        stratum: (n,) what metrics take means over, such as a dialogue's history length; None: one
-            of all.
+        pair: (n,) the number of each query's example; a triple has two queries.
+        unit: The noun for the examples in messages.
+        stratum: (n,) the stratum of each query, such as a dialogue's history length, for metrics
+            that are means over strata; None: all queries are in one stratum.
     """
 
     pair: NDArray[np.int64]
@@ -44,31 +44,31 @@ class Queries:
 
     @property
     def rated(self) -> NDArray[np.bool_]:
-        """Return (n,) that all count."""
+        """A mask of the queries to score, (n,): all of them."""
         return np.ones(len(self.pair), dtype=np.bool_)
 
     @property
     def rating(self) -> NDArray[np.float64]:
-        """Return (n,) the strata as metrics take them: ranks are compared with nothing."""
+        """The strata, (n,), which metrics of ranks get instead of ratings."""
         stratum = np.zeros(len(self.pair)) if self.stratum is None else self.stratum
         return stratum.astype(np.float64)
 
 
-#: Examples that predictions are compared with; the bootstrap draws those of one pair together.
+#: Examples that predictions are scored on. The bootstrap resamples the examples of a pair together.
 Scored = Rows | Queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """The rows behind figures.
+    """The numbers of rows that figures are computed on.
 
     Attributes:
-        n: rated rows, which all metrics are computed on.
-        n_dropped: unrated rows.
-        n_pairs: sentence pairs of the rated rows, which the bootstrap resamples.
-        n_compared: comparisons of two conditions on one sentence pair that accuracy counts.
-        n_tied: comparisons left out of it, their ratings being equal.
-        unit: of queries, what messages call the examples that ask them, ``n_pairs`` in number;
+        n: Rated rows, which all metrics are computed on.
+        n_dropped: Unrated rows.
+        n_pairs: Sentence pairs of the rated rows, which the bootstrap resamples.
+        n_compared: Comparisons of two conditions on one sentence pair that accuracy counts.
+        n_tied: Comparisons that accuracy leaves out because their ratings are equal.
+        unit: For queries, the noun for their examples in messages, whose number is ``n_pairs``;
             empty for rated rows.
     """
 
@@ -99,18 +99,18 @@ class Counts:
 
     @property
     def groups(self) -> str:
-        """Return what messages call the groups that the bootstrap resamples."""
+        """The noun in messages for the groups that the bootstrap resamples."""
         return self.unit or "sentence pairs"
 
     @property
     def text(self) -> str:
-        """Return what figures are computed on, for titles."""
+        """The counts in one phrase, for titles."""
         what = "queries" if self.unit else "rated rows"
         return f"{self.n:,} {what} of {self.n_pairs:,} {self.groups}"
 
     @property
     def details(self) -> str:
-        """Return what figures are computed on, and of rated rows what was left out."""
+        """The counts in one phrase, with the rated rows that were left out."""
         if self.unit:
             return self.text
         return (
@@ -119,7 +119,7 @@ class Counts:
         )
 
     def to_json(self) -> dict[str, int]:
-        """Return what results have as JSON."""
+        """Return the counts in the JSON of results."""
         counts = asdict(self)
         del counts["unit"]
         return {"n": self.n} if self.unit else counts
@@ -127,25 +127,34 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(Displayed):
-    """What one system (a head, or features as they are) scores on the rows of a split.
+    """The scores of one system, a fitted head or zero-shot, on the rows of a split.
 
     Attributes:
-        name: label, unique among results.
-        head: recipe; ``none`` is zero-shot.
-        prompts: names of the prompts whose features it takes.
-        subtract: whether unconditional features are subtracted.
-        split: what was scored.
-        counts: its rows.
-        metrics: name -> figure with its 95 % interval, the most important first.
-        by_condition: rows whose condition training had (``seen``) and had not (``unseen``); of
-            fitted heads, where both occur.
-        new_sentences: the score on rows that share no sentence with what was trained on; None
-            where no row shares one.
-        seed_sd: metric -> standard deviation over seeds; None for a single seed.
-        dim: size of the embeddings; None: that of the features.
-        seeds: of the fits that figures are means of; none for zero-shot.
-        fits: what is recorded of each fit.
-        task: that the rows belong to.
+        name: The name, unique among results.
+        head: The recipe of the head; ``none`` is zero-shot.
+        prompts: The names of the prompts whose features the system uses.
+        subtract: Whether unconditional features are subtracted.
+        split: The name of the scored split.
+        counts: The numbers of rows.
+        metrics: The metrics by name with 95 % intervals, the main metric first.
+        by_condition: The score on rows whose condition occurs in training (``seen``), and on the
+            other rows (``unseen``). Only for fitted heads, and only if both occur.
+        new_sentences: The score on rows that share no sentence with the training rows; None if no
+            row shares a sentence with them.
+        seed_sd: The standard deviation over seeds by metric; None for a single seed.
+        dim: The size of the embeddings; None: the size of the features.
+        seeds: The seeds of the fits that figures are means of; empty for zero-shot.
+        fits: The record of each fit.
+        task: The task of the rows.
+
+    Example:
+        >>> from llmcond import Estimate, Result
+        >>> result = Result(
+        ...     name="linear@routed", head="linear", prompts=("routed",), subtract=True,
+        ...     split="test", metrics={"spearman": Estimate(0.50, 0.45, 0.55)},
+        ... )
+        >>> result.main
+        Estimate(value=0.5, low=0.45, high=0.55)
     """
 
     name: str
@@ -165,40 +174,60 @@ class Result(Displayed):
 
     @property
     def prompt(self) -> str:
-        """Return the names of the prompts, joined by +."""
+        """The names of the prompts, joined by ``+``."""
         return "+".join(self.prompts)
 
     @property
     def title(self) -> str:
-        """Return the head's own name if the user gave it one, else its recipe's."""
-        own = self.name in (default_name(self.head, self.prompts, plain) for plain in (False, True))
-        return self.head if own else self.name
+        """The name that the user gave to the head, otherwise the name of its recipe."""
+        is_default_name = self.name in (
+            default_name(self.head, self.prompts, plain) for plain in (False, True)
+        )
+        return self.head if is_default_name else self.name
 
     @property
     def primary(self) -> Metric:
-        """Return the metric that decides which result is best."""
+        """The metric that determines the best result."""
         return metric_of(next(iter(self.metrics)))
 
     @property
     def main(self) -> Estimate:
-        """Return the figure of the primary metric."""
+        """The figure of the primary metric."""
         return self.metrics[self.primary.name]
 
     def identity_json(self) -> dict[str, Any]:
-        """Return what a result is of, as JSON."""
-        own = {key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")}
-        return {**own, "task": self.task, **self.counts.to_json(), "dim": self.dim}
+        """Return the JSON of the fields that identify the result, with the counts of rows.
+
+        Returns:
+            ``name``, ``head``, ``prompt``, ``subtract``, ``split``, ``task``, the counts, ``dim``.
+        """
+        values = {
+            key: getattr(self, key) for key in ("name", "head", "prompt", "subtract", "split")
+        }
+        return {**values, "task": self.task, **self.counts.to_json(), "dim": self.dim}
 
     def metrics_json(self) -> dict[str, Any]:
-        """Return the metrics as JSON, with their intervals and standard deviations over seeds."""
-        found: dict[str, Any] = {}
-        for name, one in self.metrics.items():
-            found |= estimates_json({name: one})
-            found[f"{name}_sd"] = finite(self.seed_sd.get(name))
-        return found
+        """Return the JSON of the metrics.
+
+        Returns:
+            For each metric its value, its interval (``METRIC_ci``) and its standard deviation over
+            seeds (``METRIC_sd``).
+        """
+        figures: dict[str, Any] = {}
+        for name, estimate in self.metrics.items():
+            figures |= estimates_json({name: estimate})
+            figures[f"{name}_sd"] = finite(self.seed_sd.get(name))
+        return figures
 
     def scored_json(self, **about: Any) -> dict[str, Any]:
-        """Return the result of a single fit as JSON: its identity, ``about``, and its metrics."""
+        """Return the JSON of the result of a single fit.
+
+        Args:
+            **about: Further values to include after the identity.
+
+        Returns:
+            The identity, ``about``, the metrics with intervals, ``seed`` and ``selected_on``.
+        """
         return {
             **self.identity_json(),
             **about,
@@ -208,7 +237,12 @@ class Result(Displayed):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``evaluate --json`` prints it."""
+        """Return the JSON output of ``evaluate`` for this result.
+
+        Returns:
+            The identity, metrics with intervals, the seed, and the scores by condition and on new
+            sentences if there are any.
+        """
         return {
             **self.scored_json(),
             **{
@@ -228,12 +262,24 @@ class Result(Displayed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedResult(Result):
-    """A result compared with that of a baseline.
+    """A result that is compared with the result of a baseline.
+
+    It has the attributes of ``Result``, and:
 
     Attributes:
-        control: which control its prompt is; empty for none.
-        difference: metric -> difference to the baseline; None where it is not compared.
-        against: name of the result that it is a difference to.
+        control: The kind of control of its prompt; empty if the prompt is not a control.
+        difference: The difference to the baseline by metric; None if it is not compared.
+        against: The name of the baseline's result; None if it is not compared.
+
+    Example:
+        >>> from llmcond import ComparedResult, Estimate, Result
+        >>> result = Result(
+        ...     name="none@cond", head="none", prompts=("cond",), subtract=True, split="dev",
+        ...     metrics={"spearman": Estimate(0.25)},
+        ... )
+        >>> compared = ComparedResult.of(result)
+        >>> compared.main.value, compared.difference
+        (0.25, None)
     """
 
     control: str = ""
@@ -242,17 +288,33 @@ class ComparedResult(Result):
 
     @classmethod
     def of(cls, result: Result) -> ComparedResult:
-        """Return a result that is not compared with anything."""
-        return cls(**{own.name: getattr(result, own.name) for own in fields(Result)})
+        """Convert a result to one that is not compared with a baseline.
+
+        Args:
+            result: The result.
+
+        Returns:
+            The result with the same fields, and without a difference.
+        """
+        return cls(
+            **{
+                result_field.name: getattr(result, result_field.name)
+                for result_field in fields(Result)
+            }
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``compare-prompts --json`` prints it."""
+        """Return the JSON output of ``compare-prompts`` for this result.
+
+        Returns:
+            The identity, metrics with intervals and deviations, the seeds, and the difference.
+        """
         differences = {
             name: {
                 key: finite(value) if isinstance(value, float) else value
-                for key, value in asdict(one).items()
+                for key, value in asdict(difference).items()
             }
-            for name, one in (self.difference or {}).items()
+            for name, difference in (self.difference or {}).items()
         }
         return {
             **self.identity_json(),
@@ -267,16 +329,32 @@ class ComparedResult(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweptResult(Result):
-    """A result of one point of a grid: means over seeds.
+    """The result of one point of a grid, as means over seeds.
+
+    It has the attributes of ``Result``, and:
 
     Attributes:
-        settings: what the grid varies, and its values here.
+        settings: The settings that the grid varies, with their values at this point.
+
+    Example:
+        >>> from llmcond import Estimate, SweptResult
+        >>> result = SweptResult(
+        ...     name="linear@routed", head="linear", prompts=("routed",), subtract=True,
+        ...     split="dev", metrics={"spearman": Estimate(0.5)}, settings={"dropout": 0.1},
+        ... )
+        >>> result.settings["dropout"], result.main.value
+        (0.1, 0.5)
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as ``sweep --json`` prints it."""
+        """Return the JSON output of ``sweep`` for this result.
+
+        Returns:
+            The identity, metrics with intervals and deviations, the settings and seeds, and the
+            best epoch, the curve and the number of steps of the fits.
+        """
         return {
             **self.identity_json(),
             **self.metrics_json(),
@@ -289,7 +367,10 @@ class SweptResult(Result):
 
 
 def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:
-    """Return the name of a head that the user gives none: ``RECIPE@PROMPT``, ``+c`` if plain."""
+    """Return the default name of a head: ``RECIPE@PROMPT``, followed by ``+c`` if plain.
+
+    A head is plain if nothing is subtracted from joint features.
+    """
     return f"{recipe}@{'+'.join(prompts)}" + ("+c" if plain else "")
 
 
@@ -299,7 +380,26 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Results(Displayed, Sequence[R_co], Generic[R_co]):
-    """Results of several systems on the same rows."""
+    """The results of several systems on the same rows, as a sequence.
+
+    Attributes:
+        rows: The results.
+
+    Example:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> extracted = llmcond.extract(model="minilm", data=data, run="pets")
+        >>> results = llmcond.evaluate(run="pets", split="dev")
+        >>> [result.head for result in results]
+        ['none', 'none']
+        >>> results.to_pandas()["spearman"].shape
+        (2,)
+    """
 
     rows: tuple[R_co, ...]
 
@@ -316,11 +416,23 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
         return self.rows[index]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the JSON output of the command.
+
+        Returns:
+            A list of results under the key ``results``.
+        """
         return {"results": [result.to_json() for result in self.rows]}
 
     def to_pandas(self) -> Any:
-        """Return a pandas DataFrame, a row for each result; an LlmcondError without pandas."""
+        """Convert the results to a pandas DataFrame with a row for each result.
+
+        Returns:
+            A DataFrame whose columns are the keys of ``to_json``, with the columns ``METRIC_low``
+            and ``METRIC_high`` for intervals.
+
+        Raises:
+            LlmcondError: pandas is not installed.
+        """
         try:
             import pandas as pd  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
@@ -332,34 +444,34 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
         return pd.DataFrame(rows)
 
     def _displayed(self) -> dict[str, Any]:
-        return {"results": [_row(result) for result in self.rows]}
+        return {"results": [_table_row(result) for result in self.rows]}
 
 
-def _row(result: Result) -> dict[str, str]:
-    """Return what a table shows of a result: what it is of, and its figures."""
+def _table_row(result: Result) -> dict[str, str]:
+    """Return the row of a result in a table: head, prompt, subtraction and figures."""
     figures = {}
-    for name, one in result.metrics.items():
+    for name, estimate in result.metrics.items():
         metric = metric_of(name)
-        interval = f"[{metric.show(one.low)}, {metric.show(one.high)}]"
-        figures[metric.heading] = f"{metric.show(one.value)} {interval}"
+        interval = f"[{metric.show(estimate.low)}, {metric.show(estimate.high)}]"
+        figures[metric.heading] = f"{metric.show(estimate.value)} {interval}"
     subtracted = "yes" if result.subtract else "no"
     return {"head": result.title, "prompt": result.prompt, "minus c": subtracted, **figures}
 
 
 @dataclass(frozen=True)
 class FittedResults(Displayed, Generic[R_co]):
-    """Results of systems, heads among them that were fitted to be scored.
+    """The results of systems, some of which were fitted for this comparison.
 
     Attributes:
-        results: best first.
-        failures: a line for each fit that failed; its result lacks that seed.
+        results: The results, best first.
+        failures: One line for each fit that failed. The result lacks this seed.
     """
 
     results: Results[R_co]
     failures: Sequence[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
+        """Return the JSON output of the command."""
         return {**self.results.to_json(), "failures": list(self.failures)}
 
     def to_pandas(self) -> Any:
@@ -371,7 +483,7 @@ class FittedResults(Displayed, Generic[R_co]):
 
 
 def best_first(results: Iterable[R]) -> Results[R]:
-    """Return results by their primary metric, undefined ones last."""
+    """Sort results by their primary metric, best first and undefined ones last."""
 
     def key(result: R) -> float:
         value = result.main.value
@@ -392,17 +504,17 @@ def score(
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
 ) -> list[R]:
-    """Return results, given without figures, with their figures on some rows.
+    """Add the figures on rows to results that have none.
 
-    ``similarity`` are for each (seeds, n) predictions of all rows, unrated ones included. With 0
-    ``resamples`` of the bootstrap there are no intervals.
+    ``similarity`` holds, for each result, the (seeds, n) predictions of all rows, including unrated
+    ones. With ``resamples=0`` there are no intervals.
 
     Raises:
-        UserError: predictions that are not finite, or a metric with the name of another column.
+        UserError: Predictions are not finite, or a metric has the name of another column.
     """
     if not rows.rated.any():
         nothing = {metric.name: Estimate(math.nan) for metric in metrics}
-        return [replace(one, counts=Counts.of(rows), metrics=nothing) for one in results]
+        return [replace(result, counts=Counts.of(rows), metrics=nothing) for result in results]
     return with_figures(results, resampled(results, similarity, rows, metrics, resamples), rows)
 
 
@@ -413,23 +525,29 @@ def resampled(
     metrics: Sequence[Metric] = DEFAULT,
     resamples: int = RESAMPLES,
 ) -> Resampled:
-    """Compute metrics on draws of the rated rows; arguments and errors as in :func:`score`."""
+    """Compute metrics on bootstrap samples of the rated rows.
+
+    Arguments and errors are those of ``score``.
+    """
     for metric in metrics:
         if metric.name in _RESERVED | {"n", "seed", "prompt"}:
-            raise UserError(f"a metric cannot be called {metric.name}: results have a column so.")
+            raise UserError(
+                f"a metric cannot be called {metric.name}, because results have a column of this "
+                "name. Choose another name."
+            )
     rated = rows.rated
     systems = [predicted[:, rated] for predicted in similarity]
-    for result, own in zip(results, systems, strict=True):
-        bad = int((~np.isfinite(own)).any(axis=0).sum())
+    for result, system in zip(results, systems, strict=True):
+        bad = int((~np.isfinite(system)).any(axis=0).sum())
         if bad:
             raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
     return resample(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
 
 
-def with_figures(results: Sequence[R], found: Resampled, rows: Scored) -> list[R]:
-    """Return results with the figures that :func:`resampled` found on some rows."""
+def with_figures(results: Sequence[R], draws: Resampled, rows: Scored) -> list[R]:
+    """Add the figures that ``resampled`` computed on rows to results."""
     counts = Counts.of(rows)
     return [
-        replace(one, counts=counts, metrics=found.estimates(i), seed_sd=found.deviations(i))
-        for i, one in enumerate(results)
+        replace(result, counts=counts, metrics=draws.estimates(i), seed_sd=draws.deviations(i))
+        for i, result in enumerate(results)
     ]

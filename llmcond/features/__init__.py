@@ -1,1 +1,1 @@
-"""Features: extracted once, kept on disk, read back as arrays."""
+"""Features: extracted once, stored on disk, and read as arrays."""

@@ -1,13 +1,13 @@
-"""Extraction: the inputs that a store does not hold yet, encoded chunk by chunk.
+"""Extraction: encoding the inputs that a store does not hold yet, chunk by chunk.
 
-A plan (:class:`Plan`) says which inputs are encoded, in which order and in which parts. Threads
-encode several parts at a time. What they give is committed by :func:`commit`, under a claim, so
-that other processes may work on the same plan.
+A plan (``Plan``) determines which inputs are encoded, in which order and in which parts. Threads
+encode several parts at a time. ``commit`` stores each part under a claim, so that other processes
+can work on the same plan.
 
-Inputs may come from anywhere, and as many as one likes: they are read a window at a time. Windows
-are functions of the inputs, parts and batches of these and of the number of threads that encode. So
-an extraction that was interrupted computes what an undisturbed one does, to the bit on the same
-machine, and otherwise up to rounding.
+Inputs can be any iterable of any length, which is read a window at a time. Windows depend only on
+the inputs; parts and batches depend on the inputs and on the number of encoding threads. So an
+extraction that was interrupted computes the same vectors as one that was not: bit-identical on the
+same machine, and otherwise equal up to rounding.
 """
 
 from __future__ import annotations
@@ -34,40 +34,43 @@ if TYPE_CHECKING:
     from llmcond.encoders.threads import WorkerThreads
     from llmcond.features.store import FeatureStore
 
-#: Inputs that a kill can lose at most; committed in parts, one for each thread that encodes.
+#: The number of inputs of a chunk, which is the most that a killed process loses. A chunk is
+#: committed in parts, one for each encoding thread.
 CHUNK = 1_024
-#: Inputs that are read, and ordered, together.
+#: The number of inputs that are read and sorted together.
 WINDOW = 65_536
-#: Inputs, repeats included, that are counted in a second or two, before the first is encoded.
+#: Up to this number of inputs (with repeats), missing inputs are counted before the first is
+#: encoded, which takes a second or two.
 COUNTED_FIRST = 100_000
 _WAIT_SECONDS = 0.2
-#: Parts claimed by other processes that are kept until they are looked at again.
+#: The number of parts claimed by other processes above which the first one is tried again.
 _MAX_CLAIMED = 32
-#: Routers that are computed together, and that are kept for later windows.
-_UNIT, _MAX_ROUTERS = 256, 16_384
+#: The number of routers that are computed together, and that are kept for later windows.
+_UNIT_SIZE, _MAX_ROUTERS = 256, 16_384
 
 
 class Progress(Protocol):
-    """Something that shows how far an extraction is."""
+    """Shows the progress of an extraction."""
 
     def start(self, inputs: int | None, characters: int | None) -> None:
-        """Show a bar for so many inputs still to encode; None where nobody knows how many."""
+        """Show a bar for the number of inputs to encode; None if it is not known."""
 
     def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
-        """Show that so many more are stored.
+        """Add inputs that are now stored.
 
-        ``seconds`` is how long one thread or actor encoded them, divided by how many there are.
+        ``seconds`` is the time in which one thread or actor encoded them, divided by the number of
+        threads or actors.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """The order that inputs are encoded in, and how many are committed together.
+    """The order in which inputs are encoded, and the number that are committed together.
 
     Attributes:
-        chunk: inputs that are computed before they are committed.
-        window: inputs that are ordered together.
-        by_prefix: whether the encoder computes once what several inputs begin with.
+        chunk: The number of inputs that are computed before they are committed.
+        window: The number of inputs that are sorted together.
+        by_prefix: Whether the encoder computes a common prefix of several inputs only once.
     """
 
     chunk: int = CHUNK
@@ -77,14 +80,14 @@ class Chunking:
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What an extraction did.
+    """The counts of an extraction.
 
     Attributes:
-        n_inputs: distinct inputs asked for.
-        n_computed: of them, encoded and stored now by this process.
-        n_truncated: of all of them, how many the encoder had to cut.
-        n_tokens: tokens of the inputs encoded now, before truncation.
-        seconds: wall-clock time from when the first input was encoded, so without loading.
+        n_inputs: Distinct inputs.
+        n_computed: Inputs that this process encoded and stored in this call.
+        n_truncated: Inputs, of all distinct ones, that the encoder truncated.
+        n_tokens: Tokens of the inputs that were encoded in this call, before truncation.
+        seconds: Wall-clock time since the first batch began, without loading the encoder.
     """
 
     n_inputs: int
@@ -106,25 +109,25 @@ def extract(
 ) -> Extraction:
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
-    Memory does not grow with the inputs, but for about 50 bytes each that are kept of their keys.
-    Of a chunk that an extraction of other inputs stored in part, the rest is encoded in batches of
-    its own, equal up to rounding.
+    Memory grows by about 50 bytes per input, for its key. If an extraction of other inputs stored a
+    part of a chunk, the remaining inputs are encoded in batches of their own, and are equal up to
+    rounding.
 
     Args:
-        inputs: the inputs wanted, such as a generator; repeats are encoded once.
-        store: where vectors go.
-        load: gives the encoder; called only if something is missing.
-        progress: told of every part that is stored.
-        chunking: the order that inputs are encoded in, and how many are committed together.
-        missing: what of the inputs was counted as missing, for the progress; None: counted now, or
-            where there are very many beside the encoding.
-        execute: carries the plan out elsewhere, in place of threads that call the encoder.
+        inputs: The inputs, for example a generator. Repeats are encoded once.
+        store: The store of the vectors.
+        load: Returns the encoder. It is called only if an input is missing.
+        progress: Updated after every part that is stored.
+        chunking: The order in which inputs are encoded, and the number that are committed together.
+        missing: Counts of missing inputs, for the progress. None: they are counted first, or in
+            parallel to encoding if there are very many inputs.
+        execute: Runs the plan elsewhere, instead of threads that call the encoder.
 
     Raises:
-        InputError: the encoder gave NaN or infinity; the good ones of its chunk are stored.
-        DiskFullError: no room; what was stored before is kept.
+        InputError: The encoder returned NaN or infinity. The other inputs of its chunk are stored.
+        DiskFullError: The disk is full. Rows that were already stored are kept.
     """
-    # Of a generator nothing can be counted before.
+    # The length of a generator is not known.
     size = len(inputs) if isinstance(inputs, Sized) else 0
     if missing is None and 0 < size <= COUNTED_FIRST:
         missing = count_missing(store, inputs, chunking.window)
@@ -133,60 +136,60 @@ def extract(
         if progress and missing.n_missing:
             progress.start(missing.n_missing, missing.n_characters)
 
-    def show_begun() -> None:
+    def show_start() -> None:
         if progress and (missing is None or not missing.n_missing):
             progress.start(None, None)
 
-    def load_shown() -> Encoder:
-        show_begun()
+    def load_and_show() -> Encoder:
+        show_start()
         return load()
 
-    work = Plan(inputs, store, chunking)
+    work_plan = Plan(inputs, store, chunking)
     with ExitStack() as stack:
         if missing is not None:
             show(missing)
         elif size and progress:
             stack.enter_context(counting(store, inputs, chunking.window, show))
         if execute is None:
-            threads = stack.enter_context(closing(_Threads(load_shown, store)))
-            done = _execute(work, threads, progress)
+            threads = stack.enter_context(closing(_EncodingThreads(load_and_show, store)))
+            tally = _run_plan(work_plan, threads, progress)
         else:
-            done = execute(work, progress, show_begun)
-        seconds = done.seconds  # before threads are closed, and rows are counted
-    n_inputs, n_truncated = work.counts()
-    return Extraction(n_inputs, done.n_added, n_truncated, done.n_tokens, seconds)
+            tally = execute(work_plan, progress, show_start)
+        seconds = tally.seconds  # without the time to close threads and to count rows
+    n_inputs, n_truncated = work_plan.counts()
+    return Extraction(n_inputs, tally.n_added, n_truncated, tally.n_tokens, seconds)
 
 
 def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
-    """Return the distinct inputs in the order that they are encoded in."""
+    """Return the distinct inputs in the order in which they are encoded."""
     distinct = list(dict.fromkeys(inputs))
-    return [distinct[place] for place in plan_inputs(distinct, by_prefix=by_prefix)]
+    return [distinct[index] for index in plan_inputs(distinct, by_prefix=by_prefix)]
 
 
-#: Each router's text, and the texts of those that it is computed together with.
-_Units = Mapping[str, tuple[str, ...]]
+#: The text of each router, with the texts of the routing unit that it is computed in.
+_UnitsByRouter = Mapping[str, tuple[str, ...]]
 
 
-class _RouterUnits:
-    """Routers, each in a unit that later windows find again.
+class _RoutingUnits:
+    """Groups routers into routing units, which later windows reuse.
 
-    What a unit holds is decided by the windows alone, whatever is stored: its vectors are then the
-    same to the bit in an extraction that goes on. Where there would be more than ``_MAX_ROUTERS``,
-    those of before are forgotten.
+    Units depend on the windows only, and not on what is stored. So a resumed extraction computes
+    bit-identical vectors. If there would be more than ``_MAX_ROUTERS`` routers, the previous ones
+    are dropped.
     """
 
     def __init__(self) -> None:
         self._units: dict[str, tuple[str, ...]] = {}
 
-    def of(self, window: Sequence[EncoderInput]) -> _Units:
+    def of(self, window: Sequence[EncoderInput]) -> _UnitsByRouter:
         """Return the units of a window's routers."""
         texts = sorted({item.router.text for item in window if item.router is not None})
         new = [text for text in texts if text not in self._units]
         if new and len(self._units) + len(new) > _MAX_ROUTERS:
             self._units, new = {}, texts
         new.sort(key=len)
-        for start in range(0, len(new), _UNIT):
-            unit = tuple(new[start : start + _UNIT])
+        for start in range(0, len(new), _UNIT_SIZE):
+            unit = tuple(new[start : start + _UNIT_SIZE])
             self._units |= dict.fromkeys(unit, unit)
         return {text: self._units[text] for text in texts}
 
@@ -195,7 +198,7 @@ class Part(NamedTuple):
     """Inputs that are encoded and committed together, and the routers of their window."""
 
     inputs: list[EncoderInput]
-    units: _Units
+    units: _UnitsByRouter
 
     def lacking(self, store: FeatureStore) -> Part:
         """Return the inputs that a store lacks, with the routers that they need."""
@@ -205,26 +208,29 @@ class Part(NamedTuple):
 
 
 class PartEncoder:
-    """Encodes parts, and keeps their routers; several threads may use it."""
+    """Encodes parts, and caches their routers. Several threads may use it."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self._encoder, self._kept = encoder, dict[tuple[str, ...], _Unit]()
+        self._encoder, self._routing_units = encoder, dict[tuple[str, ...], _RoutingUnit]()
 
     def encode(self, part: Part) -> Encoded:
         """Return the vectors of a part."""
         if not part.units:
             return self._encoder.encode_counted(part.inputs)
-        # At least those of one window, as each of its parts may need nearly all.
-        if sum(map(len, self._kept)) > max(_MAX_ROUTERS, WINDOW):
-            self._kept = {}
+        # The limit covers at least one window, as each of its parts may need nearly all its
+        # routers.
+        if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
+            self._routing_units = {}
         queries: dict[str, Query] = {}
         for texts in dict.fromkeys(part.units.values()):
-            queries |= self._kept.setdefault(texts, _Unit()).queries(self._encoder, texts)
+            queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
+                self._encoder, texts
+            )
         return self._encoder.encode_counted(part.inputs, queries)
 
 
-class _Unit:
-    """Routers that are computed together, by the thread that is the first to need one of them."""
+class _RoutingUnit:
+    """Routers that are computed together, by the first thread that needs one of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -239,9 +245,9 @@ class _Unit:
 
 @dataclass(eq=False)
 class Plan:
-    """The distinct inputs that a store lacks, in the order and the parts they are encoded in.
+    """The distinct inputs that a store lacks, in the order and the parts in which to encode them.
 
-    Made of the arguments of :func:`extract`; nothing is read yet.
+    The fields are arguments of ``extract``. Creating a plan reads no inputs.
     """
 
     inputs: Iterable[EncoderInput]
@@ -250,20 +256,20 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._seen = KeyIndex()
-        #: Which of the store's vectors were asked for, and inputs that it did not have yet.
-        self._asked = np.zeros(0, dtype=np.bool_)
-        self._awaited: list[EncoderInput] = []
+        #: A mask of the store's rows that were requested, and the requested inputs without a row.
+        self._is_requested = np.zeros(0, dtype=np.bool_)
+        self._pending: list[EncoderInput] = []
 
     def parts(self, concurrency: Callable[[], int]) -> Iterator[Part]:
-        """Yield the parts that the store does not hold completely; once.
+        """Yield the parts that the store does not hold completely. This can be called only once.
 
-        A chunk has ``concurrency()`` parts, which is asked once there is something to encode.
+        A chunk has ``concurrency()`` parts. The function is called only if an input is missing.
         """
-        units = _RouterUnits()
+        units = _RoutingUnits()
         for window in windows(self.inputs, self.chunking.window):
             ordered = plan(fresh(window, self._seen), by_prefix=self.chunking.by_prefix)
             routers = units.of(ordered)
-            self._note_asked(ordered)
+            self._record_requests(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
             absent[self.store.missing(ordered)] = True
             if not absent.any():
@@ -274,21 +280,29 @@ class Plan:
                     yield Part(ordered[start : start + size], routers)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many distinct inputs were asked for, and how many of them were truncated."""
-        self._note_asked([])
-        return len(self._seen), self.store.count_truncated_at(np.flatnonzero(self._asked))
+        """Return the number of distinct inputs, and how many of them were truncated."""
+        self._record_requests([])
+        return len(self._seen), self.store.count_truncated_at(np.flatnonzero(self._is_requested))
 
-    def _note_asked(self, inputs: Sequence[EncoderInput]) -> None:
-        asked = [*self._awaited, *inputs]
-        places = self.store.places(asked)
-        self._asked.resize(len(self.store), refcheck=False)
-        self._asked[places[places >= 0]] = True
-        self._awaited = [asked[i] for i in np.flatnonzero(places < 0)]
+    def _record_requests(self, inputs: Sequence[EncoderInput]) -> None:
+        requested = [*self._pending, *inputs]
+        positions = self.store.places(requested)
+        self._is_requested.resize(len(self.store), refcheck=False)
+        self._is_requested[positions[positions >= 0]] = True
+        self._pending = [requested[i] for i in np.flatnonzero(positions < 0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What was committed of a part: inputs, those new in the store, characters, tokens, seconds."""
+    """The counts of a committed part.
+
+    Attributes:
+        n_inputs: Inputs that were encoded.
+        n_added: Inputs that were new in the store.
+        n_characters: Characters of the encoded inputs.
+        n_tokens: Tokens of the encoded inputs, before truncation.
+        seconds: The time to encode and store them.
+    """
 
     n_inputs: int = 0
     n_added: int = 0
@@ -298,11 +312,11 @@ class Committed:
 
 
 class Tally:
-    """Adds up what was encoded and stored, and shows it; the time starts with the first batch.
+    """Sums the counts of committed parts, and shows them. Time starts with the first batch.
 
     Attributes:
-        n_added: inputs that were added to the store.
-        n_tokens: tokens of those that were encoded, before truncation.
+        n_added: Inputs that were added to the store.
+        n_tokens: Tokens of the encoded inputs, before truncation.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -310,7 +324,7 @@ class Tally:
         self.n_added = self.n_tokens = 0
 
     def add(self, done: Committed, at_once: int) -> None:
-        """Add what one of ``at_once`` threads or actors has just done."""
+        """Add the counts of a part that one of ``at_once`` threads or actors committed."""
         self._began = self._began or time.monotonic() - done.seconds
         self.n_added += done.n_added
         self.n_tokens += done.n_tokens
@@ -320,55 +334,56 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        """Return the wall-clock time since the first batch began."""
+        """The wall-clock time since the first batch began."""
         return time.monotonic() - self._began if self._began else 0.0
 
 
-#: Carries a plan out, showing how far it is; what it calls before anything is encoded shows that.
+#: Runs a plan and shows its progress. It calls its third argument before it encodes the first
+#: input.
 Execute = Callable[[Plan, Progress | None, Callable[[], None]], Tally]
 
 
 def commit(store: FeatureStore, part: Part, encode: Callable[[Part], Encoded]) -> Committed | None:
-    """Encode and store what is missing of a part; None if another process has claimed it.
+    """Encode and store the missing inputs of a part; return None if another process claimed it.
 
     Raises:
-        InputError: the encoder gave NaN or infinity; the good ones are stored.
-        DiskFullError: no room.
+        InputError: The encoder returned NaN or infinity. The other inputs are stored.
+        DiskFullError: The disk is full.
     """
     if not store.missing(part.inputs):
         return Committed()
     name = digest_bytes(b"".join(item.key for item in part.inputs), size=8).hex()
-    with store.claim(name) as mine:
-        if not mine:
+    with store.claim(name) as is_claimed:
+        if not is_claimed:
             return None
         store.refresh()
         lacking = part.lacking(store)
-        todo = lacking.inputs
-        if not todo:
+        missing_inputs = lacking.inputs
+        if not missing_inputs:
             return Committed()
         began = time.monotonic()
         encoded = encode(lacking)
         finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
         good = np.flatnonzero(finite)
-        added = store.append([todo[i] for i in good], encoded.take(good))
+        added = store.append([missing_inputs[i] for i in good], encoded.take(good))
         if not finite.all():
-            raise not_finite(todo[int(np.argmin(finite))], store.dtype)
-        characters = sum(item.size for item in todo)
+            raise not_finite(missing_inputs[int(np.argmin(finite))], store.dtype)
+        characters = sum(item.size for item in missing_inputs)
         n_tokens, seconds = int(encoded.n_tokens.sum()), time.monotonic() - began
-        return Committed(len(todo), added, characters, n_tokens, seconds)
+        return Committed(len(missing_inputs), added, characters, n_tokens, seconds)
 
 
 def not_finite(item: EncoderInput, dtype: str) -> InputError:
-    """Return what is said of an input whose vector cannot be stored in a type."""
+    """Return the error for an input whose vector is not finite in the stored type."""
     return InputError(
         item,
-        f"the encoder gave NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
+        f"the encoder returned NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
         f"bfloat16, or --store-dtype float32 if vectors overflow {dtype}.",
     )
 
 
-class _Threads:
-    """Worker threads that commit parts; encoder and threads start when there is one to encode."""
+class _EncodingThreads:
+    """Threads that encode and commit parts. The encoder is loaded when the first part comes."""
 
     def __init__(self, load: Callable[[], Encoder], store: FeatureStore) -> None:
         self._load, self._store = load, store
@@ -388,7 +403,7 @@ class _Threads:
         return PartEncoder(self.encoder).encode
 
     def commit(self, parts: Iterable[Part]) -> Generator[tuple[Part, Committed | None]]:
-        """Yield each part with what became of it, in their order; see :func:`commit`."""
+        """Yield each part with the result of ``commit``, in the order of the parts."""
         waiting = iter(parts)
         first = next(waiting, None)
         if first is None:
@@ -405,11 +420,11 @@ class _Threads:
             self.threads.close()
 
 
-def _execute(plan: Plan, threads: _Threads, progress: Progress | None) -> Tally:
-    """Encode and store everything that a plan lacks.
+def _run_plan(plan: Plan, threads: _EncodingThreads, progress: Progress | None) -> Tally:
+    """Encode and store all missing inputs of a plan.
 
-    Parts that other processes have claimed come last: they are waited for, or taken over if the
-    process dies.
+    Parts that other processes have claimed come last. This function waits for them, or takes them
+    over if the other process ends without storing them.
     """
     claimed: deque[Part] = deque()
     tally = Tally(progress)

@@ -1,4 +1,4 @@
-"""The rows of a store: their columns, the files that hold them, and which of these are merged."""
+"""The rows of a feature store: their columns, the fragments that hold them, and merging these."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 _KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 
-#: Every commit adds a fragment, which slows down later ones: so many are merged into one,
+#: The number of fragments that are merged into one. Every commit adds a fragment, and many
+#: fragments slow down later commits.
 _MERGED_FRAGMENTS = 32
-#: where none of them holds more than a part in so many, so that a row is rewritten rarely,
+#: Fragments are merged only if the largest holds at most this fraction (1 / 8) of their rows, so
+#: that a row is rewritten rarely.
 _LARGEST_PART = 8
-#: or already holds so many rows, or bytes: to rewrite large ones takes who commits longer than
-#: many who encode take to write them.
+#: A fragment of this many rows or bytes is not merged again: rewriting it would take the committing
+#: process longer than many encoding processes need to write such fragments.
 _FULL_ROWS, _FULL_BYTES = 32_768, 2**25
 
 
 class Fragment(NamedTuple):
-    """Rows in a file that no version of a store names yet.
+    """Rows in a file that no version of the store refers to yet.
 
     Attributes:
-        metadata: of Lance's fragment, as JSON.
-        keys: of its rows, in their order, 16 bytes each.
-        dim: numbers in a vector.
+        metadata: The metadata of Lance's fragment, as JSON.
+        keys: The keys of its rows, in their order, 16 bytes each.
+        dim: The size of a vector.
     """
 
     metadata: str
@@ -41,19 +43,19 @@ class Fragment(NamedTuple):
 
 
 def row_bytes(dim: int, dtype: StoreDtype) -> float:
-    """Return how many bytes a row takes: its vector, key, number of tokens, and a bit."""
+    """Return the bytes of a row: its vector, key, number of tokens, and a bit for truncation."""
     return dim * np.dtype(dtype).itemsize + KEY_BYTES + 4 + 1 / 8
 
 
 def rows_schema(dim: int, dtype: str) -> pa.Schema:
-    """Return the columns of a dataset of vectors."""
+    """Return the schema of a Lance dataset of vectors."""
     vector = pa.list_(_ARROW[dtype], dim)
     columns = {"key": _KEY, "vector": vector, "n_tokens": pa.int32(), "truncated": pa.bool_()}
     return pa.schema(columns)
 
 
 def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
-    """Return rows of inputs with their vectors, which are in the type they are stored in."""
+    """Return the rows of inputs and their vectors, which already have the stored type."""
     cut, vectors = encoded.truncated.tolist(), encoded.vectors
     keys = [
         item.key_when_cut if is_cut else item.key for item, is_cut in zip(inputs, cut, strict=True)
@@ -68,7 +70,7 @@ def rows_table(inputs: Sequence[EncoderInput], encoded: Encoded) -> pa.Table:
 
 
 def mergeable(rows: Sequence[int], row_bytes: float) -> int:
-    """Return how many of the last fragments, with so many rows each, are to be merged; 0: none."""
+    """Return how many of the last fragments to merge, given the rows of each; 0: none."""
     best = total = largest = 0
     for count, size in enumerate(reversed(rows), start=1):
         if size >= _FULL_ROWS or size * row_bytes >= _FULL_BYTES:

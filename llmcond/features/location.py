@@ -1,6 +1,6 @@
-"""Where a store lies: in a folder of this machine, or under a prefix of an object store.
+"""Locations of a feature store: a local folder, or a prefix of an object store.
 
-Here is what depends on that: locks, room, what is removed, and what errors are told.
+The parts that depend on the location are locks, free space, descriptions and error messages.
 """
 
 from __future__ import annotations
@@ -29,75 +29,75 @@ from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.lance_io import newest
 from llmcond.object_stores import lance_options, refusal, split_uri, without_secrets
 
-#: Left free beside what is written.
+#: Free space to leave on the disk in addition to the bytes that are written.
 SPARE_BYTES = 2**18
-#: Where the schema of a bucket's dataset keeps what describes the store.
+#: The key of the store's description in the schema metadata of a bucket's dataset.
 _DESCRIPTION = b"llmcond"
-#: Others hold a lock for milliseconds.
+#: Short, because processes hold a lock for milliseconds only.
 _POLL_SECONDS = 0.005
 
 
 class Folder:
-    """A folder of this machine, or one that several machines see as such.
+    """A local folder, or a folder on a file system that several machines share.
 
     Attributes:
-        name: for people.
-        root: what it lies below, from any working folder.
-        uri: of the Lance dataset.
-        folder: on this machine, for locks and temporary files; perhaps not made yet.
+        name: The name in messages.
+        root: The absolute path of its parent.
+        uri: The URI of the Lance dataset.
+        folder: The local folder of locks and temporary files. It may not exist yet.
         options: Lance's storage options.
-        shared: whether others than those who take the locks may commit.
+        shared: Whether processes that do not use these locks may commit.
     """
 
     options = None
     shared = False
 
     def __init__(self, folder: Path) -> None:
-        """Name a folder; nothing is made yet."""
+        """Name a folder without creating it."""
         self.folder, self.name = folder, str(folder)
-        # Absolute: in a relative one with a colon Lance sees the name of a storage service.
+        # The path is absolute, because Lance takes a relative path with a colon for a URI.
         self.root = str(folder.absolute().parent)
         self.uri = str(folder.absolute() / "vectors.lance")
 
     def prepare(self) -> None:
-        """Make the folder."""
+        """Create the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> Any:
-        """Return the newest version of the dataset; None where nothing was committed yet."""
+        """Return the newest version of the dataset; None if nothing was committed yet."""
         return newest(self.uri)
 
     def description(self, dataset: Any) -> dict[str, Any] | None:
-        """Return what describes the store, in store.json; None where nothing was committed yet."""
+        """Return the store's description from store.json; None if nothing was committed yet."""
         path = self.folder / "store.json"
         return read_json(path) if path.exists() else None
 
     def described(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
-        """Describe a store that gets its first rows; return the schema of its dataset."""
+        """Write the description of a new store, and return the schema of its dataset."""
         write_json(self.folder / "store.json", description)
         return schema
 
     def has_room(self, n_bytes: int) -> bool:
-        """Return whether the disk has so many bytes."""
+        """Return whether the disk has ``n_bytes`` of free space."""
         return shutil.disk_usage(self.folder).free >= n_bytes
 
     def holds(self, path: str) -> bool:
-        """Return whether a file of the dataset, such as data/NAME.lance, is there."""
+        """Return whether a file of the dataset, such as data/NAME.lance, exists."""
         return Path(self.uri, path).exists()
 
     def check_writable(self) -> None:
-        """Raise a UserError where the folder cannot be written."""
+        """Raise a UserError if the folder cannot be written."""
         check_writable(self.folder / "store.json")
 
     def raise_unreachable(self, error: BaseException) -> None:
-        """Raise nothing: a disk is there."""
+        """Do nothing, because a local disk is always reachable."""
 
     def raise_unwritable(self, error: BaseException, stored: int) -> None:
-        """Raise what people are told where the disk is full or the folder is not theirs."""
+        """Raise a clear error if the disk is full or the folder is not writable."""
         raise_disk_error(error, self.folder, f"the {stored:,} features already stored are kept")
 
     def damaged(self, error: BaseException) -> str:
-        """Return what people are told of files that cannot be read."""
+        """Return the message for files that cannot be read."""
         return (
             f"{self.uri} cannot be read: {first_line(error)}. If it is damaged, delete "
             f"{self.folder} and run the same `llmcond extract` again."
@@ -105,62 +105,63 @@ class Folder:
 
 
 class Bucket:
-    """A prefix of an object store: a place with the attributes and methods of :class:`Folder`.
+    """A prefix of an object store, with the attributes and methods of ``Folder``.
 
-    There are no file locks there. Who commits says which version the commit is based on, and the
-    storage refuses it if that is no longer the newest.
+    An object store has no file locks. A commit names the version that it is based on, and the
+    storage rejects it if that is no longer the newest version.
     """
 
     shared = True
 
     def __init__(self, uri: str) -> None:
-        """Name a prefix by its URI; nothing is looked at yet."""
+        """Name a prefix by its URI, without accessing it."""
         self.name, self.uri = uri, f"{uri}/vectors.lance"
         self.root = uri.rpartition("/")[0]
-        self._reached = False
-        # Processes of one machine take turns by files; others are noticed when they commit.
+        self._is_reached = False
+        # Processes of one machine take turns with file locks. Other machines are noticed when a
+        # commit fails.
         user = f"llmcond-{os.getuid() if hasattr(os, 'getuid') else ''}"
         self.folder = Path(tempfile.gettempdir()) / user / digest_text(uri)
 
     @property
     def options(self) -> dict[str, str] | None:
-        """Return the storage options for Lance; never credentials."""
-        return lance_options(self.uri, patient=self._reached)
+        """The storage options for Lance; never credentials."""
+        return lance_options(self.uri, patient=self._is_reached)
 
     def prepare(self) -> None:
-        """Make the folder of locks, which nobody else can write to.
+        """Create the folder of locks, which only this user can write to.
 
         Raises:
-            UserError: it cannot be made, or another user can.
+            UserError: It cannot be created, or other users can write to it.
         """
-        home = self.folder.parent
+        parent = self.folder.parent
         try:
-            home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            state = home.lstat()
-            mine = not hasattr(os, "getuid") or state.st_uid == os.getuid()
-            if not (mine and stat.S_ISDIR(state.st_mode)) or state.st_mode & 0o022:
+            parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = parent.lstat()
+            is_own = not hasattr(os, "getuid") or state.st_uid == os.getuid()
+            if not (is_own and stat.S_ISDIR(state.st_mode)) or state.st_mode & 0o022:
                 raise UserError(
-                    f"{home} is for locks and temporary files, and other users can write to it, "
-                    "or it is not a folder of yours. Remove it, or set TMPDIR to a folder of your "
-                    "own."
+                    f"{parent} is the folder of locks and temporary files, but it is not your "
+                    "folder, or other users can write to it. Remove it, or set TMPDIR to another "
+                    "folder of yours."
                 )
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"{self.folder} cannot be made, for locks and temporary files: {error.strerror}. "
-                "Set TMPDIR to a folder that can be written."
+                f"{self.folder}, the folder of locks and temporary files, cannot be created: "
+                f"{error.strerror}. Set TMPDIR to a writable folder."
             ) from error
 
     def newest(self) -> Any:
-        """Return the newest version of the dataset; None where nothing was committed yet."""
+        """Return the newest version of the dataset; None if nothing was committed yet."""
         dataset = newest(self.uri, self.options)
-        if self._reached:
+        if self._is_reached:
             return dataset
-        self._reached = True
+        self._is_reached = True
         return None if dataset is None else newest(self.uri, self.options)
 
     def description(self, dataset: Any) -> dict[str, Any] | None:
-        """Return what the schema of the dataset keeps."""
+        """Return the store's description from the schema of the dataset."""
         if dataset is None:
             return None
         try:
@@ -169,19 +170,19 @@ class Bucket:
             return {}
 
     def described(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
-        """Return the schema with what describes the store."""
+        """Return the schema with the description of a new store."""
         return schema.with_metadata({_DESCRIPTION: json.dumps(description)})
 
     def has_room(self, n_bytes: int) -> bool:
-        """Return that a bucket has room."""
+        """Return True, because a bucket has no limit."""
         return True
 
     def holds(self, path: str) -> bool:
-        """Return whether a file of the dataset is there."""
+        """Return whether a file of the dataset exists."""
         return bool(LanceFileSession(self.uri, self.options).contains(path))
 
     def check_writable(self) -> None:
-        """Raise a UserError where nothing can be written."""
+        """Raise a UserError if the prefix cannot be written."""
         session, name = LanceFileSession(self.root, self.options), f".{os.urandom(8).hex()}"
         try:
             with tempfile.NamedTemporaryFile() as empty:
@@ -192,20 +193,21 @@ class Bucket:
             raise
 
     def raise_unwritable(self, error: BaseException, stored: int) -> None:
-        """Raise what people are told of an error while writing; return where it is another."""
+        """Raise a clear error for a storage or file error while writing; else return."""
         self.raise_unreachable(error)
         if isinstance(error, OSError):
             raise LlmcondError(self.damaged(error)) from None
 
     def raise_unreachable(self, error: BaseException) -> None:
-        """Raise what people are told where the storage refused; return where it is another."""
-        refused = None if isinstance(error, LlmcondError) else refusal(self.name, error)
-        if refused is not None:
-            # Not from the error: a server may write whose key it was, and what was signed.
-            raise refused from None
+        """Raise a clear error if the storage rejected a request; else return."""
+        refusal_error = None if isinstance(error, LlmcondError) else refusal(self.name, error)
+        if refusal_error is not None:
+            # The cause is left out, since a server's message may contain the access key and the
+            # signed request.
+            raise refusal_error from None
 
     def damaged(self, error: BaseException) -> str:
-        """Return what people are told of files that cannot be read."""
+        """Return the message for files that cannot be read."""
         return (
             f"{self.uri} cannot be read: {without_secrets(error)}. If it is damaged, delete what "
             f"is below {self.name} and run the same `llmcond extract` again."
@@ -213,22 +215,22 @@ class Bucket:
 
 
 def locate(root: str | Path, name: str) -> Folder | Bucket:
-    """Return where the store of a name lies below ``root``, a folder or a URI.
+    """Return the location of the store ``name`` below ``root``, a folder or a URI.
 
     Raises:
-        UserError: as :func:`recorded`.
+        UserError: As ``recorded``.
     """
     if "://" not in str(root):
         return Folder(Path(root) / name)
-    place = recorded(str(root))
-    return Bucket(f"{place}/{name}") if "://" in place else Folder(Path(place) / name)
+    store_uri = recorded(str(root))
+    return Bucket(f"{store_uri}/{name}") if "://" in store_uri else Folder(Path(store_uri) / name)
 
 
 def recorded(root: str) -> str:
-    """Return ``root``, a folder or a URI, as it is found from any working folder.
+    """Return ``root``, a folder or a URI, in a form that is valid in any working folder.
 
     Raises:
-        UserError: no such kind of storage, or a URI that holds more than a bucket and a path.
+        UserError: The kind of storage is unknown, or the URI has more than a bucket and a path.
     """
     if not re.match(r"[\w+.-]+:/", root):
         return str(Path(root).expanduser().resolve())
@@ -241,16 +243,17 @@ def recorded(root: str) -> str:
 
 @contextmanager
 def claim(folder: Path, name: str) -> Iterator[bool]:
-    """Try to become the one process that works on a part; yield whether it succeeded.
+    """Try to claim a chunk for this process; yield whether this succeeded.
 
-    The claim is a file in ``folder``. It ends with the block or with the process, however it ends.
+    The claim is a locked file in ``folder``. It ends with the block, or with the process even if
+    that is killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.lock"
-    # Not bound to a thread: another one may end the block.
+    # Not bound to a thread, because another thread may end the block.
     lock = FileLock(path, thread_local=False)
     try:
-        with _gate(folder):
+        with _claims_lock(folder):
             lock.acquire(blocking=False)
     except Timeout:
         yield False
@@ -258,7 +261,7 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
     try:
         yield True
     finally:
-        with _gate(folder):
+        with _claims_lock(folder):
             lock.release()
             path.unlink(missing_ok=True)
 
@@ -266,44 +269,44 @@ def claim(folder: Path, name: str) -> Iterator[bool]:
 def remove_abandoned_claims(folder: Path) -> None:
     """Remove the files of claims whose processes were killed.
 
-    This tries the lock of every claim, so a process that makes many claims calls it once.
+    This tries the lock of every claim, so a process that makes many claims should call it once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _gate(folder):
+    with _claims_lock(folder):
         for path in folder.glob("*.lock"):
             lock = FileLock(path)
             with suppress(Timeout), lock.acquire(blocking=False):
                 path.unlink(missing_ok=True)
 
 
-def _gate(claims: Path) -> AbstractContextManager[None]:
-    """Let one at a time make and remove files of claims.
+def _claims_lock(claims: Path) -> AbstractContextManager[None]:
+    """Let one process at a time create and remove the files of claims.
 
-    Otherwise one could lock a file that another one is just removing, while a third makes a new
-    file of that name and locks it too.
+    Otherwise a process could lock a file that another one is removing, while a third creates a new
+    file of the same name and locks that too.
     """
     return locked(claims / ".gate")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until nobody else of this machine holds a lock, and hold it."""
+    """Hold a file lock during the block, after waiting for other processes of this machine."""
     with FileLock(path).acquire(poll_interval=_POLL_SECONDS):
         yield
 
 
 def array_on_disk(folder: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
-    """Return an array in a file of a folder that ends with it.
+    """Return an array in a temporary file in a folder. The file is removed with the array.
 
     Raises:
-        DiskFullError: no room.
+        DiskFullError: The disk has not enough free space.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if shutil.disk_usage(folder).free < size + SPARE_BYTES:
         raise DiskFullError(
-            f"the disk is full: reading {size / 2**30:.1f} GiB of features in the order that "
-            f"heads take them needs as much room in {folder}."
+            f"the disk is full: reading {size / 2**30:.1f} GiB of features in the order that heads "
+            f"need takes the same free space in {folder}."
         )
-    # Without a name, so nothing is left behind whatever happens.
+    # The file has no name, so it cannot be left behind.
     with tempfile.TemporaryFile(dir=folder) as file:
         return np.memmap(file, dtype=dtype, mode="w+", shape=shape)

@@ -1,4 +1,4 @@
-"""Which inputs a store lacks, counted before they are encoded."""
+"""Counting the inputs that a store lacks, before they are encoded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from llmcond.features.keys import KeyIndex
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
 
-#: Missing inputs that are kept as a sample.
-_SAMPLE = 2_048
+#: The largest number of missing inputs in a sample.
+_SAMPLE_SIZE = 2_048
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """How many distinct inputs are wanted, and how many, of so many characters, are missing.
+    """Counts of the inputs of an extraction that a store lacks.
 
-    ``sample`` are one of ``every`` missing ones, drawn by their keys, so at random: data have a
-    rhythm of their own, such as two conditions a pair of sentences.
+    The sample is chosen by keys, so it is random. Taking every n-th input would be biased, since
+    data are often periodic, such as two conditions for each sentence pair.
+
+    Attributes:
+        n_inputs: Distinct inputs.
+        n_missing: Distinct inputs that the store lacks.
+        n_characters: Characters of the missing inputs.
+        sample: A random sample of the missing inputs.
+        every: The number of missing inputs for each one in the sample.
     """
 
     n_inputs: int
@@ -37,46 +44,49 @@ class Missing:
 
 
 def together(parts: Sequence[Missing]) -> Missing:
-    """Return what several counts that share what they have seen come to."""
+    """Add several counts, which were made with the same ``seen`` index."""
     every = max((part.every for part in parts), default=1)
     return Missing(
         sum(part.n_inputs for part in parts),
         sum(part.n_missing for part in parts),
         sum(part.n_characters for part in parts),
-        _one_of(every, [item for part in parts for item in part.sample]),
+        _sample_by_key(every, [item for part in parts for item in part.sample]),
         every,
     )
 
 
-def _one_of(every: int, items: Sequence[EncoderInput]) -> list[EncoderInput]:
-    """Return one of so many, a power of two; of those the same that any smaller one leaves."""
+def _sample_by_key(every: int, items: Sequence[EncoderInput]) -> list[EncoderInput]:
+    """Return about one in ``every`` items, where ``every`` is a power of two.
+
+    The result is the same if the items were sampled with a smaller power of two before.
+    """
     return [item for item in items if int.from_bytes(item.key[:4], "big") % every == 0]
 
 
 def count_missing(
     store: FeatureStore, inputs: Iterable[EncoderInput], window: int, seen: KeyIndex | None = None
 ) -> Missing:
-    """Return what of some inputs a store lacks by now, in memory that hardly grows with them.
+    """Count the inputs that a store lacks. Memory hardly grows with the number of inputs.
 
-    Repeats are counted once, and inputs in ``seen`` not again; those counted join them. ``window``
-    inputs are looked up together.
+    Repeated inputs are counted once. Inputs in ``seen`` are not counted, and counted inputs are
+    added to it. ``window`` inputs are looked up together.
     """
     seen, stored = KeyIndex() if seen is None else seen, len(store)
     before = len(seen)
     n_missing = n_characters = 0
     sample: list[EncoderInput] = []
     every = 1
-    for part in windows(inputs, window):
-        distinct = fresh(part, seen)
-        places = store.places(distinct)
-        # What others add in the meantime was missing when counting began.
-        absent = [distinct[i] for i in np.flatnonzero((places < 0) | (places >= stored))]
+    for chunk in windows(inputs, window):
+        distinct = fresh(chunk, seen)
+        positions = store.places(distinct)
+        # Inputs that other processes add during the count were missing when it began.
+        absent = [distinct[i] for i in np.flatnonzero((positions < 0) | (positions >= stored))]
         n_missing += len(absent)
         n_characters += sum(item.size for item in absent)
-        sample += _one_of(every, absent)
-        while len(sample) > _SAMPLE:
+        sample += _sample_by_key(every, absent)
+        while len(sample) > _SAMPLE_SIZE:
             every *= 2
-            sample = _one_of(every, sample)
+            sample = _sample_by_key(every, sample)
     return Missing(len(seen) - before, n_missing, n_characters, sample, every)
 
 
@@ -85,18 +95,18 @@ def counting(
     store: FeatureStore,
     inputs: Iterable[EncoderInput],
     window: int,
-    found: Callable[[Missing], None],
+    on_counted: Callable[[Missing], None],
 ) -> Iterator[None]:
-    """Count what a store lacks on a thread of its own, and pass it to ``found`` if it gets there.
+    """Count missing inputs in a separate thread, and pass the result to ``on_counted``.
 
-    Counting ends with the block at the latest.
+    When the block ends, an unfinished count is abandoned and ``on_counted`` is not called.
     """
     ended = threading.Event()
 
     def count() -> None:
         missing = count_missing(store, takewhile(lambda _: not ended.is_set(), inputs), window)
         if not ended.is_set():
-            found(missing)
+            on_counted(missing)
 
     thread = threading.Thread(target=count, daemon=True)
     thread.start()
@@ -108,16 +118,16 @@ def counting(
 
 
 def windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
-    """Yield inputs so many at a time."""
+    """Yield inputs in lists of ``size``; the last list may be shorter."""
     stream = iter(inputs)
     while window := list(islice(stream, size)):
         yield window
 
 
 def fresh(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
-    """Return the distinct inputs of a window that no window before it had, and note them."""
+    """Return the distinct inputs of a window that are not in ``seen``, and add them to it."""
     distinct = list(dict.fromkeys(window))
     known = seen.find(b"".join(item.key for item in distinct)) >= 0
-    found = [item for item, old in zip(distinct, known, strict=True) if not old]
-    seen.add(b"".join(item.key for item in found))
-    return found
+    new_inputs = [item for item, is_known in zip(distinct, known, strict=True) if not is_known]
+    seen.add(b"".join(item.key for item in new_inputs))
+    return new_inputs

@@ -1,11 +1,12 @@
-"""Feature store: (encoder identity, input) -> vector, on Lance.
+"""The feature store: (encoder identity, input) -> vector, on Lance.
 
-One folder an encoder fingerprint and number type. What is in it is complete: rows are added in
-chunks that commit atomically, under a lock that the operating system releases when a process
-dies, so that two processes never add the same input twice.
+There is one folder for each encoder fingerprint and number type. Rows are added in chunks that
+commit atomically, so a store never holds half a chunk. Commits run under a lock, which the
+operating system releases when a process ends in any way, so two processes never add the same input
+twice.
 
-A row's place is its position among all rows, and stays the same for ever: rows are only added
-behind the others, and merging small files keeps their order.
+The position of a row among all rows never changes: rows are only appended, and merging small files
+keeps their order.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ FORMAT = 1
 
 _Read = TypeVar("_Read")
 
-#: Rows read at a time: bounds the memory of a read beside its result.
+#: The number of rows read at a time, which bounds the memory of a read in addition to its result.
 _READ_ROWS = 65_536
 
-#: Larger tables of vectors are kept on disk.
-_IN_MEMORY = 2**30
+#: The size of a table of vectors above which it is a memory map instead of an array.
+_MAX_TABLE_BYTES = 2**30
 
-#: What claims of those who write fragments begin with.
-_WRITING = "writing-"
+#: The prefix of the claims of processes that write fragments.
+_WRITING_PREFIX = "writing-"
 
 
 class FeatureStore:
-    """The vectors of one encoder identity, in a folder or below a URI.
+    """The vectors of one encoder identity, in a folder or under a store URI.
 
-    Several threads may use one object, several objects and processes one store.
+    Several threads may use one object, and several objects and processes may use one store.
     """
 
     def __init__(
@@ -77,76 +78,77 @@ class FeatureStore:
         *,
         only_write: bool = False,
     ) -> None:
-        """Open the store below ``root``, or start an empty one; nothing is written yet.
+        """Open the store below ``root``, or start an empty one. Nothing is written yet.
 
-        ``root`` is a folder, or a URI such as s3://bucket/path. With ``only_write`` it serves
-        :meth:`write_fragment` alone, and no keys are read.
+        ``root`` is a folder, or a URI such as s3://bucket/path. With ``only_write`` only
+        ``write_fragment`` can be used, and no keys are read.
 
         Raises:
-            UserError: no such kind of storage, no such bucket, or no access to it.
-            LlmcondError: it cannot be reached, or was damaged.
+            UserError: The kind of storage is unknown, or the bucket does not exist or cannot be
+                accessed.
+            LlmcondError: The storage cannot be reached, or the store is damaged.
         """
         self._location = locate(root, f"{identity.fingerprint}-{dtype}")
-        #: Of stores of all encoders: a URI, or a folder's absolute path.
+        #: The parent of the stores of all encoders: a URI, or the absolute path of a folder.
         self.root = self._location.root
-        #: For locks and temporary files; a store that is a folder is it.
+        #: The folder of locks and temporary files. For a local store it is the store's folder.
         self.folder = self._location.folder
         self.identity = identity
         self.dtype = dtype
-        # Always taken in this order: the threads' turn to write, commit.lock, what is known.
-        self._writing = threading.Lock()
-        self._known = threading.RLock()
-        # Replaced as a whole, never changed: other threads may be reading from it.
+        # Locks are always acquired in this order: _write_lock, commit.lock, _state_lock.
+        self._write_lock = threading.Lock()
+        self._state_lock = threading.RLock()
+        # Replaced as a whole and never modified, because other threads may be reading from it.
         self._dataset: Any = None
         self._index = KeyIndex()
         self._truncated = np.zeros(0, dtype=np.bool_)
-        self._is_alone = True
-        # Perhaps: those of processes that were killed before.
+        self._is_only_writer = True
+        # There may be claims of processes that were killed earlier.
         self._has_abandoned_claims = True
-        newest = self._reading(self._location.newest)
+        newest = self._read_safely(self._location.newest)
         description = self._location.description(newest)
         if description is not None:
             check_format(description, FORMAT, self._location.name)
         if only_write:
             self._dataset = newest
         elif newest is not None:
-            self._reading(lambda: self._adopt(newest))
+            self._read_safely(lambda: self._switch_to(newest))
 
     def __len__(self) -> int:
-        with self._known:
+        with self._state_lock:
             return len(self._index)
 
     def refresh(self) -> None:
-        """See what other processes have added since."""
-        self._reading(self._catch_up)
+        """Read the rows that other processes have added."""
+        self._read_safely(self._catch_up)
 
     def _catch_up(self) -> None:
-        with self._known:
+        with self._state_lock:
             if self._dataset is None or self._dataset.latest_version != self._dataset.version:
                 newest = self._location.newest()
                 if newest is not None:
-                    self._adopt(newest)
+                    self._switch_to(newest)
 
-    def _anew(self, attempt: Callable[[], _Read]) -> _Read:
+    def _retry_on_newest(self, attempt: Callable[[], _Read]) -> _Read:
         self._catch_up()
         return attempt()
 
-    def _adopt(self, dataset: Any) -> None:
-        """Go on with a version that is not older than the one known."""
-        with self._known:
-            known = len(self._index)
-            if dataset.count_rows() > known:
-                fresh = dataset.to_table(columns=["key", "truncated"], offset=known)
+    def _switch_to(self, dataset: Any) -> None:
+        """Switch to a version of the dataset that is at least as new as the current one."""
+        with self._state_lock:
+            n_known = len(self._index)
+            if dataset.count_rows() > n_known:
+                fresh = dataset.to_table(columns=["key", "truncated"], offset=n_known)
                 truncated = fresh["truncated"].to_numpy()
                 self._truncated = np.concatenate([self._truncated, truncated])
                 self._index.add(b"".join(_key_bytes(chunk) for chunk in fresh["key"].chunks))
             self._dataset = dataset
 
-    def _reading(self, attempt: Callable[[], _Read]) -> _Read:
-        """Return what ``attempt`` reads, also where the files it reads from are being merged."""
-        # Merging removes old files, perhaps those of the version that is read. The newest version
-        # has the same rows in the same places; under the commit lock no files are removed.
-        for read in (attempt, lambda: self._anew(attempt)):
+    def _read_safely(self, attempt: Callable[[], _Read]) -> _Read:
+        """Return the result of ``attempt``, which is repeated if files were merged meanwhile."""
+        # Merging removes old files, which may belong to the version being read. The newest version
+        # has the same rows in the same positions. Under the commit lock no files are removed.
+        for read in (attempt, lambda: self._retry_on_newest(attempt)):
             try:
                 with without_panic():
                     return read()
@@ -154,7 +156,7 @@ class FeatureStore:
                 self._location.raise_unreachable(error)
         try:
             with self._committing(), without_panic():
-                return self._anew(attempt)
+                return self._retry_on_newest(attempt)
         except UNREADABLE as error:
             self._location.raise_unreachable(error)
             if is_disk_full(error) or isinstance(error, PermissionError):
@@ -164,58 +166,60 @@ class FeatureStore:
     @contextmanager
     def _committing(self) -> Iterator[None]:
         self._location.prepare()
-        # Threads queue up at their own lock; at the file they would poll against each other.
-        with self._writing, locked(self.folder / "commit.lock"):
+        # Threads wait at a thread lock first, since they would poll at the file lock.
+        with self._write_lock, locked(self.folder / "commit.lock"):
             yield
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
-        """Return the positions of the inputs that the store does not hold."""
+        """Return the indices of the inputs that the store does not hold."""
         return list(np.flatnonzero(self.places(inputs) < 0).tolist())
 
     def places(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
-        """Return the place of each input, -1 where the store does not hold it.
+        """Return the row position of each input; -1 if the store does not hold it.
 
-        Places count from 0 in the order of adding, and never change.
+        Positions count from 0 in the order of adding, and never change.
         """
-        places = np.empty(len(inputs), dtype=np.int64)
+        positions = np.empty(len(inputs), dtype=np.int64)
         for start in range(0, len(inputs), _READ_ROWS):
-            part = inputs[start : start + _READ_ROWS]
-            with self._known:
-                found = self._index.find(b"".join(item.key for item in part))
+            chunk = inputs[start : start + _READ_ROWS]
+            with self._state_lock:
+                chunk_positions = self._index.find(b"".join(item.key for item in chunk))
                 if self._truncated.any():
-                    # Under their plain keys are those that earlier versions cut.
-                    found[self._truncated[found] & (found >= 0)] = -1
-                    absent = np.flatnonzero(found < 0)
-                    keys = b"".join(part[i].key_when_cut for i in absent.tolist())
-                    found[absent] = self._index.find(keys)
-            places[start : start + _READ_ROWS] = found
-        return places
+                    # A truncated row under the plain key was stored by an earlier version, which
+                    # cut whatever came last. Truncated inputs now have another key.
+                    chunk_positions[self._truncated[chunk_positions] & (chunk_positions >= 0)] = -1
+                    absent = np.flatnonzero(chunk_positions < 0)
+                    keys = b"".join(chunk[i].key_when_cut for i in absent.tolist())
+                    chunk_positions[absent] = self._index.find(keys)
+            positions[start : start + _READ_ROWS] = chunk_positions
+        return positions
 
     def append(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> int:
-        """Add n distinct inputs in one commit, but for those that are there by now; count them.
+        """Add n distinct inputs in one commit, and return how many were new.
 
-        Their vectors, (n, dim), are finite in the store's type.
+        Inputs that the store already holds are skipped. The vectors, (n, dim), must be finite in
+        the store's type.
 
         Raises:
-            DiskFullError: no room; what was stored before is kept.
+            DiskFullError: The disk is full. Rows that were already stored are kept.
         """
-        with self._telling(), self._committing():
+        with self._raising_storage_errors(), self._committing():
             self._catch_up()
             fresh = self.missing(inputs)
             if not fresh:
                 return 0
-            return self._add([self._written([inputs[i] for i in fresh], encoded.take(fresh))])
+            return self._add([self._write([inputs[i] for i in fresh], encoded.take(fresh))])
 
     def write_fragment(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
-        """Write n distinct inputs, n at least 1, into a file that :meth:`add_fragments` adds.
+        """Write n distinct inputs, at least one, into a file for ``add_fragments``.
 
-        To be called while someone, perhaps in another process, is :meth:`writing`. Arguments and
-        errors as of :meth:`append`.
+        Call this only while this or another process is inside ``writing``. Arguments and errors are
+        those of ``append``.
         """
-        with self._telling():
-            return self._written(inputs, encoded)
+        with self._raising_storage_errors():
+            return self._write(inputs, encoded)
 
-    def _written(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
+    def _write(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
         rows = rows_table(inputs, replace(encoded, vectors=self.cast(encoded.vectors)))
         self._check_room(rows)
         metadata = self._target().write(rows)
@@ -226,19 +230,19 @@ class FeatureStore:
         return Target(self._location.uri, self._location.options, self._dataset)
 
     def add_fragments(self, fragments: Sequence[Fragment]) -> int:
-        """Add the rows of fragments in one commit, but for those that are there by now; count them.
+        """Add the rows of fragments in one commit, and return how many were new.
 
         Raises:
-            DiskFullError: no room; what was stored before is kept.
+            DiskFullError: The disk is full. Rows that were already stored are kept.
         """
-        with self._telling(), self._committing():
+        with self._raising_storage_errors(), self._committing():
             self._catch_up()
             return self._add(fragments, by_others=True)
 
     def _add(self, fragments: Sequence[Fragment], *, by_others: bool = False) -> int:
-        """Commit what of fragments is not there yet; the commit lock is held."""
+        """Commit the new rows of fragments. The caller holds the commit lock."""
         while True:
-            whole, tables, added = [], [], KeyIndex()
+            metadata_list, tables, added = [], [], KeyIndex()
             for fragment in fragments:
                 fresh = (self._index.find(fragment.keys) < 0) & (added.find(fragment.keys) < 0)
                 if not fresh.any():
@@ -247,11 +251,12 @@ class FeatureStore:
                 path = f"data/{metadata.files[0].path}"
                 if by_others and not self._location.holds(path):
                     raise UserError(
-                        f"another machine wrote {self._location.uri}/{path}, which this one does "
-                        "not see. All of them must see the same folder, or be told the same server."
+                        f"another machine wrote {self._location.uri}/{path}, which does not exist "
+                        "on this machine. All machines must mount the same folder, or use the same "
+                        "storage server."
                     )
                 if fresh.all():
-                    whole.append(metadata)
+                    metadata_list.append(metadata)
                 else:
                     options = self._location.options
                     reader = LanceFileReader(f"{self._location.uri}/{path}", options)
@@ -261,67 +266,72 @@ class FeatureStore:
             if tables:
                 rows = pa.concat_tables(tables)
                 self._check_room(rows)
-                whole.append(self._target().write(rows))
-            if not whole:
+                metadata_list.append(self._target().write(rows))
+            if not metadata_list:
                 return 0
             try:
-                self._commit(whole, fragments[0].dim)
+                self._commit(metadata_list, fragments[0].dim)
             except PreemptedError:
-                if not self._is_committed(whole):
+                if not self._is_committed(metadata_list):
                     continue
-            self._tidy()
+            self._merge_small_fragments()
             return len(added)
 
     def _is_committed(self, fragments: Sequence[FragmentMetadata]) -> bool:
-        """Return whether a commit that was refused is there: the answer to it was lost.
+        """Return whether a rejected commit was in fact made, and only its response was lost.
 
-        Else someone on another machine was first, as the lock is held.
+        Otherwise another machine committed first, since this process holds the lock.
         """
-        known = self._dataset and self._dataset.version
+        known_version = self._dataset and self._dataset.version
         self._catch_up()
-        if (self._dataset and self._dataset.version) == known:
+        if (self._dataset and self._dataset.version) == known_version:
             raise LlmcondError(
-                f"{self._location.name}: the storage refuses to write what is not there yet (a PUT "
-                "with If-None-Match), which commits need. Use another one."
+                f"{self._location.name}: the storage rejects conditional writes (a PUT with "
+                "If-None-Match), which commits need. Use another storage."
             ) from None
         last = self._dataset.get_fragments()[-len(fragments) :]
-        if [own.metadata.files for own in last] == [own.files for own in fragments]:
+        if [fragment.metadata.files for fragment in last] == [
+            fragment.files for fragment in fragments
+        ]:
             return True
-        if self._is_alone:
+        if self._is_only_writer:
             log.warning(
-                f"others write to {self._location.name} at the same time; no vector is stored "
-                "twice, but some are encoded twice"
+                f"other machines are writing to {self._location.name}; no vector is stored twice, "
+                "but some are encoded twice"
             )
-        self._is_alone = False
+        self._is_only_writer = False
         return False
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let fragments be written, here or elsewhere, until the block ends.
+        """Allow this and other processes to write fragments until the block ends.
 
-        Until then nobody removes files that no version names. Those that a kill left before are
-        removed first, unless somebody else is writing some.
+        Until then, no process removes files that no version refers to. Such files of killed
+        processes are removed first, unless another process is writing fragments.
         """
         with ExitStack() as stack:
-            with self._telling(), self._committing():
+            with self._raising_storage_errors(), self._committing():
                 self._catch_up()
                 if self._dataset is not None:
-                    self._clean(self._location.newest())
-                stack.enter_context(self.claim(f"{_WRITING}{uuid.uuid4().hex}"))
+                    self._remove_old_files(self._location.newest())
+                stack.enter_context(self.claim(f"{_WRITING_PREFIX}{uuid.uuid4().hex}"))
             yield
 
-    def _clean(self, dataset: Any) -> None:
-        """Remove old versions, and what no version names if nobody else can be at it."""
-        # Without locks that hold for everyone, only after the days that Lance leaves it.
-        alone = not self._location.shared
-        for path in (self.folder / "claims").glob(f"{_WRITING}*.lock") if alone else ():
-            with self.claim(path.stem) as free:  # which a kill has left, and takes it away
-                alone = alone and free
-        clean(self._location.uri, dataset, alone=alone)
+    def _remove_old_files(self, dataset: Any) -> None:
+        """Remove old versions, and unreferenced files if no other process can be writing them."""
+        # Where locks do not hold for all processes, Lance removes unreferenced files only when
+        # they are days old.
+        is_only_writer = not self._location.shared
+        for path in (
+            (self.folder / "claims").glob(f"{_WRITING_PREFIX}*.lock") if is_only_writer else ()
+        ):
+            with self.claim(path.stem) as is_abandoned:  # true if the claim's process was killed
+                is_only_writer = is_only_writer and is_abandoned
+        clean(self._location.uri, dataset, alone=is_only_writer)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Prepare to write, and tell what the storage says as it is told to people."""
+    def _raising_storage_errors(self) -> Iterator[None]:
+        """Prepare the location for writing, and raise its errors with a clear message."""
         try:
             self._location.prepare()
             yield
@@ -330,7 +340,7 @@ class FeatureStore:
             raise
 
     def _check_room(self, rows: pa.Table) -> None:
-        # Lance commits a file whose very end could not be written: better not to begin.
+        # Lance commits a file even if its last bytes could not be written, so check before.
         if not self._location.has_room(2 * rows.nbytes + SPARE_BYTES):
             raise disk_full_error()
 
@@ -339,88 +349,94 @@ class FeatureStore:
             identity = self.identity.to_json()
             description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
             schema = self._location.described(rows_schema(dim, self.dtype), description)
-            self._adopt(self._target().create(schema, fragments))
+            self._switch_to(self._target().create(schema, fragments))
         else:
-            self._adopt(self._target().commit(fragments))
+            self._switch_to(self._target().commit(fragments))
 
-    def _tidy(self) -> None:
-        """Keep files few, whatever was added how; the commit lock is held."""
+    def _merge_small_fragments(self) -> None:
+        """Merge small fragments, if there are many. The caller holds the commit lock."""
         rows = [fragment.physical_rows for fragment in self._dataset.get_fragments()]
-        each = row_bytes(self._dataset.schema.field("vector").type.list_size, self.dtype)
-        count = mergeable(rows, each)
+        bytes_per_row = row_bytes(self._dataset.schema.field("vector").type.list_size, self.dtype)
+        count = mergeable(rows, bytes_per_row)
         if not count:
             return
-        self._clean(self._location.newest())
-        if self._location.has_room(2 * math.ceil(sum(rows[-count:]) * each)):
+        self._remove_old_files(self._location.newest())
+        if self._location.has_room(2 * math.ceil(sum(rows[-count:]) * bytes_per_row)):
             try:
                 self._target().merge_last(count)
             except PreemptedError:
-                return  # the next one merges
-            # A handle of its own starts with empty caches.
-            self._adopt(self._location.newest())
+                return  # the next commit will merge
+            # A new handle starts with empty caches.
+            self._switch_to(self._location.newest())
 
     def check_writable(self) -> None:
-        """Raise a UserError where rows cannot be added."""
+        """Raise a UserError if rows cannot be added."""
         self._location.check_writable()
 
     def cast(self, vectors: NDArray[np.float32]) -> NDArray[Any]:
-        """Return vectors in the store's type; what does not fit becomes infinite."""
+        """Return vectors in the store's type. Numbers that are too large become infinite."""
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype)
 
     def lookup(self, inputs: Sequence[EncoderInput]) -> Gathered:
-        """Return the vectors of inputs as they are stored, each distinct one once.
+        """Return the vectors of inputs in the stored type, each distinct vector once.
 
-        Tables above ``_IN_MEMORY`` bytes are memory maps of a file that ends with them.
+        Tables above ``_MAX_TABLE_BYTES`` bytes are memory maps of a temporary file.
 
         Raises:
-            UserError: some are not there.
-            DiskFullError: no room for a memory map.
+            UserError: Some inputs are not stored.
+            DiskFullError: The disk has no space for a memory map.
         """
-        found = self.places(inputs)
-        absent = int((found < 0).sum())
+        positions = self.places(inputs)
+        absent = int((positions < 0).sum())
         if absent:
             raise UserError(
-                f"{absent:,} of {len(found):,} features are not there: the extraction did not "
+                f"{absent:,} of {len(positions):,} features are missing: the extraction did not "
                 "finish. Run the same `llmcond extract` again; it resumes where it stopped."
             )
-        places, index = np.unique(found, return_inverse=True)
-        first = self._stored(places[:_READ_ROWS]) if len(places) else np.zeros((0, 0), self.dtype)
-        shape = len(places), first.shape[1]
-        if math.prod(shape) * np.dtype(self.dtype).itemsize <= _IN_MEMORY:
+        distinct_positions, index = np.unique(positions, return_inverse=True)
+        first = (
+            self._read_vectors(distinct_positions[:_READ_ROWS])
+            if len(distinct_positions)
+            else np.zeros((0, 0), self.dtype)
+        )
+        shape = len(distinct_positions), first.shape[1]
+        if math.prod(shape) * np.dtype(self.dtype).itemsize <= _MAX_TABLE_BYTES:
             table: NDArray[Any] = np.empty(shape, dtype=self.dtype)
         else:
             self._location.prepare()
             table = array_on_disk(self.folder, shape, self.dtype)
         table[: len(first)] = first
-        for start in range(_READ_ROWS, len(places), _READ_ROWS):
-            table[start : start + _READ_ROWS] = self._stored(places[start : start + _READ_ROWS])
+        for start in range(_READ_ROWS, len(distinct_positions), _READ_ROWS):
+            table[start : start + _READ_ROWS] = self._read_vectors(
+                distinct_positions[start : start + _READ_ROWS]
+            )
         return Gathered(table, index.reshape(-1))
 
-    def _stored(self, places: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the vectors at ascending places, in the store's type."""
-        table = self._reading(lambda: self._dataset.take(places, columns=["vector"]))
+    def _read_vectors(self, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the vectors at ascending positions, in the store's type."""
+        table = self._read_safely(lambda: self._dataset.take(positions, columns=["vector"]))
         flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        return np.asarray(flat.reshape(len(places), -1))
+        return np.asarray(flat.reshape(len(positions), -1))
 
     def count_truncated_at(self, places: NDArray[np.int64]) -> int:
-        """Count the inputs at ``places`` that were longer than the encoder takes."""
+        """Count the truncated inputs among the rows at ``places``."""
         return int(self._truncated[places].sum())
 
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:
-        """Try to become the one process that works on a part; yield whether it succeeded.
+        """Try to claim a chunk for this process; yield whether this succeeded.
 
-        A part that another process works on is better left to it. The claim ends with the block
-        or with the process, however it ends.
+        A chunk that another process has claimed should be left to that process. The claim ends with
+        the block, or with the process even if that is killed.
         """
         self._location.prepare()
         claims = self.folder / "claims"
         if self._has_abandoned_claims:
             self._has_abandoned_claims = False
             remove_abandoned_claims(claims)
-        with claim(claims, name) as mine:
-            yield mine
+        with claim(claims, name) as is_claimed:
+            yield is_claimed
 
 
 def _key_bytes(keys: Any) -> Any:

@@ -1,7 +1,8 @@
-"""What a head sees of sentences under conditions: the features of one prompt, or of several.
+"""Views: the features of one or several prompts that are the input of a head.
 
-Several are seen side by side. Joint features are e(s|c), with the prompt's unconditional ones
-subtracted or not (CASE, equation 1); separate ones are e(s) and e(c) (Hyper-CL, section 3.1).
+The features of several prompts are concatenated. Joint features are e(s|c), with or without the
+prompt's unconditional features subtracted (CASE, equation 1). Separate features are e(s) and e(c)
+(Hyper-CL, section 3.1).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ Read = Callable[[Prompt, Part], Matrix]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which features of which prompts are taken.
+    """The features of prompts that are the input of a head.
 
     Attributes:
-        subtract: whether joint features have the unconditional ones subtracted.
-        features: of a sentence: ``joint``, ``separate`` or ``both``, side by side; or ``alone``:
-            e(s), where there are no conditions.
-        conditioned: whether the condition's own features e(c) are taken as well.
+        prompts: The prompts, whose features are concatenated.
+        subtract: Whether the unconditional features are subtracted from joint features.
+        features: The features of a sentence: ``joint``, ``separate``, ``both`` (concatenated), or
+            ``alone``: e(s), for data without conditions.
+        conditioned: Whether the head also takes e(c), the features of the condition alone.
     """
 
     prompts: tuple[Prompt, ...]
@@ -42,70 +44,72 @@ class View:
     conditioned: bool = False
 
     def __post_init__(self) -> None:
-        """Raise a UserError for what would leave the condition out, or cannot be had."""
+        """Raise a UserError if the prompts lack the features, or the condition would be ignored."""
         if self.features == "alone":
             self._check_alone()
             return
-        apart = [prompt for prompt in self.prompts if prompt.separate]
-        if self.features in ("separate", "both") and len(apart) != 1:
-            got = f"{len(apart)} such" if apart else "joint features only"
+        separate = [prompt for prompt in self.prompts if prompt.separate]
+        if self.features in ("separate", "both") and len(separate) != 1:
+            features = f"{len(separate)} prompts with them" if separate else "joint features only"
             raise UserError(
-                f"the head takes e(s) and e(c) each by itself, and the prompt {self.name} gives "
-                f"{got}. Extract the prompt that does (llmcond extract --prompt separate), and fit "
-                f"the head on it: llmcond fit-head --prompt {self._named(apart)}"
+                f"the head takes separate features, e(s) and e(c), from one prompt, and "
+                f"{self.name} has {features}. Extract such a prompt (llmcond extract --prompt "
+                "separate), and fit the head on it: llmcond fit-head --prompt "
+                f"{self._suggest_prompts(separate)}"
             )
         if self.features == "separate" and len(self.prompts) > 1:
             raise UserError(
-                f"the head takes separate features only, and --prompt {self.name} names joint ones "
-                f"as well. Give --prompt {apart[0].name}, or --set features=both."
+                f"the head takes separate features only, but --prompt {self.name} also names joint "
+                f"features. Give --prompt {separate[0].name}, or --set features=both."
             )
-        if len(apart) == len(self.prompts):
-            self._check_apart()
+        if len(separate) == len(self.prompts):
+            self._check_separate()
         self.of_condition()
 
     def _check_alone(self) -> None:
         if self.subtract:
             raise UserError(
-                "the head takes sentences by themselves, e(s), which have no condition, so that "
-                "there is nothing to subtract. Leave out --subtract."
+                "the head takes e(s), the features of sentences without a condition, so there is "
+                "nothing to subtract. Leave out --subtract."
             )
         for prompt in self.prompts:
             if prompt.alone is None:
                 raise UserError(
-                    f"the head takes sentences by themselves, e(s), and the prompt {prompt.name} "
-                    "encodes none without its condition. Name another --prompt, such as separate."
+                    "the head takes e(s), the features of sentences without a condition, but the "
+                    f"prompt {prompt.name} encodes every sentence with its condition. Name another "
+                    "--prompt, such as separate."
                 )
 
-    def _named(self, apart: list[Prompt]) -> str:
-        """Return what to name: one prompt with separate features, and those with joint ones."""
-        names = [apart[0].name if apart else "separate"]
+    def _suggest_prompts(self, separate: list[Prompt]) -> str:
+        """Return a valid --prompt: one prompt with separate features, and those with joint ones."""
+        names = [separate[0].name if separate else "separate"]
         if self.features == "both":
             names += [prompt.name for prompt in self.prompts if not prompt.separate]
         return "+".join(names)
 
-    def _check_apart(self) -> None:
-        """Refuse separate features alone for what needs others, or leaves the condition out."""
-        start = f"the prompt {self.name} gives e(s) and e(c) each by itself, so "
+    def _check_separate(self) -> None:
+        """Raise a UserError if separate features are not enough, or ignore the condition."""
+        start = f"the prompt {self.name} has separate features, e(s) and e(c), so "
         if not self.conditioned and not (self.subtract and self.features == "joint"):
             raise UserError(
-                f"{start}without subtraction the condition would be ignored. Subtract, choose a "
-                "prompt that joins both, or a head that takes both."
+                f"{start}without subtraction the condition would be ignored. Subtract, or choose a "
+                "prompt of joint features or a head that takes separate features."
             )
         if self.conditioned and self.features != "separate":
             alone = "" if self.features == "both" else "--prompt PROMPT or "
             raise UserError(
-                f"{start}the head has no joint features to work on. Fit it on a prompt that joins "
-                f"both: llmcond fit-head {alone}--prompt PROMPT+{self.name}"
+                f"{start}the head, which takes joint features, has no input. Fit it on a prompt of "
+                f"joint features: llmcond fit-head {alone}--prompt PROMPT+{self.name}"
             )
 
     @property
     def name(self) -> str:
-        """Return the names of the prompts, joined by +."""
+        """The names of the prompts, joined by ``+``."""
         return "+".join(prompt.name for prompt in self.prompts)
 
     @property
     def subtracts(self) -> bool:
-        """Return whether anything is subtracted; nothing is from separate features."""
+        """Whether anything is subtracted. Nothing is subtracted from separate features."""
         return any(subtracted for _, subtracted in self.terms())
 
     def sentence(
@@ -115,38 +119,40 @@ class View:
         concatenate: Callable[[list[T]], T] = Concatenated,  # type: ignore[assignment]
         conditioned: bool = True,
     ) -> T:
-        """Return the features of sentences, (n, dim), from those that ``read`` gives of prompts.
+        """Return the features of sentences, (n, dim), from the features of prompts.
 
-        ``subtract`` and ``concatenate`` (columns side by side) are of matrices, or of tensors. Of
-        sentences without a condition nothing is subtracted.
+        ``read`` returns the features of a prompt. ``subtract`` and ``concatenate`` (by columns)
+        work on its type, matrices or tensors. Nothing is subtracted from sentences without a
+        condition (``conditioned`` is false).
         """
         parts = []
         for prompt, subtracts in self.terms():
-            found = read(prompt, "conditional")
+            features = read(prompt, "conditional")
             if subtracts and conditioned:
-                found = subtract(found, read(prompt, "unconditional"))
-            parts.append(found)
+                features = subtract(features, read(prompt, "unconditional"))
+            parts.append(features)
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
     def condition(self, read: Read) -> Matrix | None:
-        """Return the features of the conditions, (n, dim_c), if the head takes them."""
+        """Return the features of the conditions, (n, dim_c); None if the head takes none."""
         prompt = self.of_condition()
         return None if prompt is None else read(prompt, "unconditional")
 
     def terms(self) -> list[tuple[Prompt, bool]]:
-        """Return the prompts of a sentence's features, and whether each has e(c) subtracted."""
-        found = []
+        """Return the prompts of a sentence's features, each with whether to subtract."""
+        terms = []
         for prompt in self.prompts:
-            apart = self.features in ("separate", "alone") or (
+            is_separate = self.features in ("separate", "alone") or (
                 self.features == "both" and prompt.separate
             )
-            found.append((prompt, self.subtract and not apart and prompt.subtractable))
-        return found
+            terms.append((prompt, self.subtract and not is_separate and prompt.subtractable))
+        return terms
 
     def of_condition(self) -> Prompt | None:
-        """Return the prompt whose unconditional features are those of the condition, if wanted.
+        """Return the prompt whose unconditional features are e(c); None if the head takes none.
 
-        Of several, the one with separate features: others may set e(c) into an instruction.
+        A prompt with separate features comes first, because others may put the condition into an
+        instruction.
         """
         if not self.conditioned:
             return None
@@ -154,53 +160,53 @@ class View:
             if prompt.of_condition:
                 return prompt
         raise UserError(
-            f"the head takes e(c), and the prompt {self.name} encodes no condition by itself "
-            "([unconditional] names {sentence}). Choose another prompt."
+            f"the head takes e(c), but the prompt {self.name} encodes no condition without its "
+            "sentence ([unconditional] names {sentence}). Choose another prompt."
         )
 
     def needed(self) -> list[tuple[Prompt, Part]]:
-        """Return every part of every prompt that is needed, each once."""
-        found: list[tuple[Prompt, Part]] = []
+        """Return every required (prompt, part) once."""
+        parts: list[tuple[Prompt, Part]] = []
         for prompt, subtracts in self.terms():
-            found.append((prompt, "conditional"))
+            parts.append((prompt, "conditional"))
             if subtracts or prompt is self.of_condition():
-                found.append((prompt, "unconditional"))
-        return found
+                parts.append((prompt, "unconditional"))
+        return parts
 
     def check_sides(self, conditioned: Sequence[bool]) -> None:
         """Raise a UserError unless both texts have a condition, for heads that take e(c)."""
         if self.conditioned and not all(conditioned):
             raise UserError(
-                "the head takes the condition's own features for both texts, and in this task only "
-                "one of them has a condition. Choose a head of joint features, such as linear."
+                "the head takes the features of the condition for both texts, but in this task "
+                "only one of them has a condition. Choose a head of joint features, such as linear."
             )
 
     def check_texts(self) -> None:
-        """Raise a UserError for controls, which tell nothing of a condition of one's own."""
-        does = {
+        """Raise a UserError for controls, which cannot embed a text under a given condition."""
+        effects = {
             "left-out": "it leaves the condition out",
-            "shuffled": "it puts another row's condition in the place of a row's own",
+            "shuffled": "it replaces a row's condition by that of another row",
         }
         for prompt in self.prompts:
             if prompt.control is not None:
                 raise UserError(
-                    f"the prompt {prompt.name} is a control, for comparing only: "
-                    f"{does[prompt.control]}. Name a --prompt that is none, or a --head that was "
-                    "fitted on one."
+                    f"the prompt {prompt.name} is a control, which is only for comparisons: "
+                    f"{effects[prompt.control]}. Name a --prompt that is not a control, or a "
+                    "--head that was fitted on such a prompt."
                 )
 
     def inputs(self, rows: Sequence[tuple[str, str]]) -> ViewInputs:
-        """Return every input that is needed for (sentence, condition) rows, row by row.
+        """Return every required input of (sentence, condition) rows, row by row.
 
         Raises:
-            UserError: a prompt is a control, whose inputs are those of a whole split.
+            UserError: A prompt is a control, whose inputs depend on the whole split.
         """
         self.check_texts()
         return ViewInputs(rows, [getattr(prompt, part) for prompt, part in self.needed()])
 
 
 class ViewInputs:
-    """Every input of some rows under parts of templates, repeats included; made when asked for."""
+    """The inputs of rows under parts of templates, with repeats. They are rendered lazily."""
 
     def __init__(self, rows: Sequence[tuple[str, str]], parts: Sequence[templates.Part]) -> None:
         self._rows, self._parts = rows, parts
@@ -215,5 +221,9 @@ class ViewInputs:
 
 
 def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:
-    """Return what a recipe's head sees; a UserError if the prompts do not give it."""
+    """Return the view of a recipe's head.
+
+    Raises:
+        UserError: The prompts do not have its features.
+    """
     return View(tuple(prompts), subtract, recipe.features, recipe.family.conditioned)

@@ -1,4 +1,4 @@
-"""A run's folder: its manifest, data, features, heads, and what predicts from them."""
+"""Runs: a run's folder with its manifest, data, features and heads, and predictions from them."""
 
 from llmcond.runs.create import RunExistsError, complete_run, create_run, where_model
 from llmcond.runs.open import open_any_run, open_run, run_exists

@@ -1,4 +1,4 @@
-"""What is the same of all that compares two texts under a condition: how it is called."""
+"""The common interface of models that compare two texts under a condition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Vectors = NDArray[np.float32]
 
 
 class Comparing(ABC):
-    """Compares sentences under conditions; a subclass defines :meth:`_compared`."""
+    """A model that compares sentences under conditions. A subclass defines ``_compared``."""
 
     __slots__ = ()
 
@@ -43,36 +43,42 @@ class Comparing(ABC):
         *,
         show_progress: bool = False,
     ) -> Vectors | float:
-        """Return how similar both sentences are under each row's condition, (n,) float32.
+        """Compute the similarity of two sentences under the condition of each row.
 
-        The similarity is the cosine of their embeddings, unless the head compares them in another
-        way. A cross-encoder predicts the rating, mostly between 0 and 1.
+        The similarity is the cosine of their embeddings, unless the head compares embeddings in
+        another way. A cross-encoder predicts the rating, which is mostly between 0 and 1.
 
         Args:
             sentences1: n texts: a list, an iterator, a column of a data frame or an Arrow array.
-                Or one text; the result is a float then.
-            sentences2: n other texts, or one.
-            conditions: n conditions, one for each row; or one text for all rows.
-            show_progress: whether to show a progress bar on standard error.
+                Or a single text.
+            sentences2: n other texts, or a single text.
+            conditions: n conditions, one for each row, or one condition for all rows.
+            show_progress: Whether to show a progress bar on standard error.
+
+        Returns:
+            The similarities, (n,) float32. A float if the sentences are single texts.
 
         Raises:
-            UserError: lengths that differ, an empty sentence or condition, or a text beside a list
-                of texts.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: The lengths differ, a sentence or condition is empty, or one argument is a
+                text and the other a list of texts.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         if isinstance(sentences1, str) != isinstance(sentences2, str):
-            raise UserError("one of both sides is a text, the other a list; give two of a kind.")
+            raise UserError(
+                "one of sentences1 and sentences2 is a text and the other a list. Give two texts, "
+                "or two lists."
+            )
         if isinstance(sentences1, str) and isinstance(sentences2, str):
             return float(self.similarity([sentences1], [sentences2], one_text(conditions))[0])
-        left, right = as_list(sentences1), as_list(sentences2)
-        if len(left) != len(right):
+        texts1, texts2 = as_list(sentences1), as_list(sentences2)
+        if len(texts1) != len(texts2):
             raise UserError(
-                f"sentences1 has {len(left)} texts and sentences2 {len(right)}; they must be as "
-                "many."
+                f"sentences1 has {len(texts1)} texts and sentences2 has {len(texts2)}. Give two "
+                "lists of the same length."
             )
-        shared = conditions if isinstance(conditions, str) else as_list(conditions)
-        first, second = checked_texts(left, shared), checked_texts(right, shared)
-        return self._compared(first, second, show_progress)
+        row_conditions = conditions if isinstance(conditions, str) else as_list(conditions)
+        rows1, rows2 = checked_texts(texts1, row_conditions), checked_texts(texts2, row_conditions)
+        return self._compared(rows1, rows2, show_progress)
 
     @abstractmethod
     def _compared(
@@ -81,36 +87,44 @@ class Comparing(ABC):
         second: Sequence[tuple[str, str]],
         show_progress: bool,
     ) -> Vectors:
-        """Return the similarity of n sentences, each with its condition, to n others, (n,)."""
+        """Return the similarities, (n,), of n (sentence, condition) rows and n other ones."""
 
 
 def one_text(conditions: str | Iterable[str]) -> Sequence[str]:
-    """Return the condition of a single sentence in a list; a UserError if it is none."""
+    """Return the condition of a single sentence as a list.
+
+    Raises:
+        UserError: It is not a text.
+    """
     if not isinstance(conditions, str):
-        raise UserError("the sentence is one text, the condition a list; give two of a kind.")
+        raise UserError(
+            "the sentence is a text and the condition a list. Give two texts, or two lists."
+        )
     return [conditions]
 
 
 def checked_texts(
     sentences: Iterable[str], conditions: str | Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Return each sentence with its condition, which may be one for all.
+    """Return (sentence, condition) rows. A single condition applies to all sentences.
 
     Raises:
-        UserError: other numbers of both, or what is empty or no text.
+        UserError: The lengths differ, or an item is empty or not a text.
     """
     texts = as_list(sentences)
-    given = [conditions] * len(texts) if isinstance(conditions, str) else as_list(conditions)
-    if len(given) != len(texts):
+    row_conditions = (
+        [conditions] * len(texts) if isinstance(conditions, str) else as_list(conditions)
+    )
+    if len(row_conditions) != len(texts):
         raise UserError(
-            f"there are {len(texts)} sentences and {len(given)} conditions; they must be as "
-            "many, or one condition for all."
+            f"there are {len(texts)} sentences and {len(row_conditions)} conditions. Give one "
+            "condition for each sentence, or one condition for all."
         )
-    rows = list(zip(texts, given, strict=True))
+    rows = list(zip(texts, row_conditions, strict=True))
     for number, row in enumerate(rows):
-        for name, text in zip(("sentence", "condition"), row, strict=True):
+        for noun, text in zip(("sentence", "condition"), row, strict=True):
             if not isinstance(text, str):
                 raise UserError(f"position {number} holds {text!r}, which is not a text.")
             if not text.strip():
-                raise UserError(f"the {name} at position {number} is empty.")
+                raise UserError(f"the {noun} at position {number} is empty.")
     return rows

@@ -1,4 +1,4 @@
-"""Making a run's folder, complete from the moment it is there."""
+"""Creation of a run's folder, which is complete as soon as it exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunExistsError(UserError):
-    """Another process made the run in the meantime."""
+    """Another process created the run in the meantime."""
 
 
 def create_run(
@@ -33,13 +33,13 @@ def create_run(
     task: AnyTask[Any],
     store: str | None = None,
 ) -> AnyRun:
-    """Make a run folder, complete from the moment it is there.
+    """Create a run folder, which is complete as soon as it exists.
 
-    ``store`` is where its features are, a URI or an absolute path; None: in the folder.
+    ``store`` is the store URI of its features, or an absolute path; None: in the folder.
 
     Raises:
-        RunExistsError: another process was first.
-        UserError: the folder cannot be written, or the disk is full.
+        RunExistsError: Another process created the run first.
+        UserError: The folder cannot be written, or the disk is full.
     """
     manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
     if store is not None:
@@ -50,7 +50,9 @@ def create_run(
             write_json(temporary / "run.json", manifest)
     except UserError as error:
         if isinstance(error.__cause__, OSError) and (folder / "run.json").is_file():
-            raise RunExistsError(f"{folder} was made by another process just now.") from error
+            raise RunExistsError(
+                f"{folder} was created by another process in the meantime."
+            ) from error
         raise
     return run_of(folder, manifest)
 
@@ -63,10 +65,10 @@ def complete_run(
     cross: Orders | None = None,
     trained_on: Sequence[str] = ("train",),
 ) -> AnyRun:
-    """Make a run of the folder that holds its encoder; ``run.json`` comes last.
+    """Turn the folder of a trained encoder into a run. ``run.json`` is written last.
 
-    ``cross`` are the orders of a cross-encoder; None: the encoder is none. ``trained_on`` are the
-    splits whose rows the encoder was trained on.
+    ``cross`` is the sentence order of a cross-encoder; None: the encoder is not a cross-encoder.
+    ``trained_on`` names the splits whose rows the encoder was trained on.
     """
     manifest = _manifest(HERE, resolved, data, "float16", task)
     if cross is not None:
@@ -85,7 +87,7 @@ def _manifest(
     return {
         "format": FORMAT,
         "task": task.name,
-        # Known without the task, which may be code of a user's own that is not named.
+        # Recorded because the task may be the user's code, which later commands may not name.
         "kind": task.kind,
         "encoder": {
             "name": resolved.checkpoint.name,
@@ -98,7 +100,7 @@ def _manifest(
             "assumed": list(resolved.assumed),
         },
         "store_dtype": store_dtype,
-        # Elsewhere, by a training on the same data.
+        # The encoder was trained in another folder, on the same data.
         **({"trained_on": ["train", "dev"]} if resolved.checkpoint.dev_of == data.digest else {}),
         "data": data.to_json(),
         "prompts": {},
@@ -107,6 +109,6 @@ def _manifest(
 
 
 def where_model(model: str, resolved: ResolvedEncoder) -> str:
-    """Return what finds a model again from any working folder: its name, or an absolute path."""
+    """Return a model's name, or an absolute path, which is valid in any working folder."""
     local = Path(model).expanduser()
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model

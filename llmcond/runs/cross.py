@@ -1,6 +1,6 @@
-"""A trained cross-encoder, applied to new text: it reads both sentences and the condition at once.
+"""A trained cross-encoder, which reads both sentences and the condition together.
 
-It has no embeddings: only what compares two texts can be asked of it.
+It has no embeddings, so it can only compare two texts.
 """
 
 from __future__ import annotations
@@ -29,24 +29,38 @@ if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
     from llmcond.heads import FittedHead
 
-#: What records call its head, and the head's folder in a run.
+#: The kind of the head in ``head.json``, and the name of the head's folder in a run.
 KIND: Final = "regression"
 NAME: Final = "cross"
-#: Rows whose vectors are in memory at a time.
+#: The number of rows whose vectors are in memory at a time.
 _BLOCK = 8_192
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CrossEncoder(Comparing):
-    """The similarity of two sentences under a condition: a linear function of f([s1; s2; c]).
+    """A cross-encoder: similarity under a condition as a linear function of f([s1; s2; c]).
 
-    Make one with :func:`load_cross_encoder`.
+    Load one with ``load_cross_encoder``, which has an example.
 
     Attributes:
-        encoder: f.
-        head: the linear function.
-        orders: whether f([s2; s1; c]) counts as well, so that the order does not matter.
-        fitted_on: the data that it was trained on.
+        encoder: The encoder f.
+        head: The linear function.
+        orders: ``both`` averages the predictions for [s1; s2; c] and [s2; s1; c], so that the
+            order of the sentences does not matter. ``given`` reads the given order only.
+        fitted_on: The source of the data that it was trained on.
+
+    Example:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.train_cross(model="minilm", data=data, run="pets", epochs=1)
+        >>> cross_encoder = llmcond.load_cross_encoder("pets")
+        >>> cross_encoder.similarity(["A dog eats."], ["A cat eats."], "the animal").shape
+        (1,)
     """
 
     encoder: Encoder
@@ -58,11 +72,21 @@ class CrossEncoder(Comparing):
     is_fitted = True
 
     def __repr__(self) -> str:
-        """Return what it is made of, in a line."""
+        """Return the encoder's name and the sentence order in one line."""
         return f"CrossEncoder({self.encoder.name}, orders {self.orders})"
 
     def predict(self, rows: Rows) -> Vectors:
-        """Return the predicted similarity of rows, (n,), with a progress bar."""
+        """Predict the similarity of rows, with a progress bar on standard error.
+
+        Args:
+            rows: n rows of a data set.
+
+        Returns:
+            The predicted similarities, (n,) float32.
+
+        Raises:
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
         return self.similarity(rows.sentence1, rows.sentence2, rows.condition, show_progress=True)
 
     def _compared(
@@ -81,7 +105,8 @@ class CrossEncoder(Comparing):
         bad = np.flatnonzero(~np.isfinite(predicted))
         if len(bad):
             raise UserError(
-                f"the encoder gave NaN or infinity for {rows[bad[0]][0][:80]!r}; try another dtype."
+                f"the encoder returned NaN or infinity for {rows[bad[0]][0][:80]!r}. Try another "
+                "dtype."
             )
         mean: Vectors = predicted.reshape(len(sides), len(first)).mean(axis=0)
         return mean
@@ -94,26 +119,41 @@ def load_cross_encoder(
     device: str = "auto",
     max_tokens_per_batch: int | None = None,
 ) -> CrossEncoder:
-    """Load the cross-encoder that ``llmcond train-cross`` left in a run.
+    """Load the cross-encoder that ``llmcond train-cross`` saved in a run.
 
     Args:
-        run: the run's folder.
-        orders: ``both``: the mean of both orders of the sentences; ``given``: as they are given,
-            in half the time. None: as it was trained.
+        run: The run's folder.
+        orders: ``both`` averages the predictions for both orders of the sentences. ``given`` reads
+            the given order only, in half the time. None: the setting that it was trained with.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        max_tokens_per_batch: the token budget of one forward pass; None: by the device.
+        max_tokens_per_batch: The token budget of one forward pass. None: chosen for the device.
+
+    Returns:
+        The cross-encoder.
 
     Raises:
-        UserError: no such run, a run of another kind, or an encoder that has changed.
-        LlmcondError: the encoder or the head cannot be loaded.
+        UserError: The run does not exist or holds no cross-encoder, or the encoder has changed.
+        LlmcondError: The encoder or the head cannot be loaded.
+
+    Example:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.train_cross(model="minilm", data=data, run="pets", epochs=1)
+        >>> llmcond.load_cross_encoder("pets")
+        CrossEncoder(pets, orders both)
     """
     from llmcond.heads import load_head
 
     opened = open_run(Path(run), cross=True)
     if opened.cross is None:
         raise UserError(
-            f"{run} holds no cross-encoder. Train one: llmcond train-cross --model "
-            f"{opened.encoder_name} --run another one; what {run} holds is loaded by load_embedder."
+            f"{run} holds no cross-encoder. Load it with load_embedder, or train a cross-encoder "
+            f"in another run: llmcond train-cross --model {opened.encoder_name} --run DIR"
         )
     orders = orders or opened.cross
     if orders not in ("both", "given"):
@@ -121,14 +161,14 @@ def load_cross_encoder(
     head, record = load_head(opened.head_folder(NAME))
     where = f"the head of {opened.folder}"
     check_record(record, TrainedOn, where, "Train it again.")
-    theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
-    differences = theirs.differences(opened.identity)
+    head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)
+    differences = head_identity.differences(opened.identity)
     if head.kind != KIND:
         differences = [f"kind: {head.kind!r}, not {KIND!r}"]
     if differences:
         raise UserError(
             f"{where} was trained with another encoder: {'; '.join(differences)}. Train it again, "
-            "or copy the whole folder."
+            "or copy the whole run folder."
         )
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
     fitted_on = described_source(opened.manifest["data"]["source"])
@@ -138,10 +178,10 @@ def load_cross_encoder(
 def load_comparing(
     folder: Path, head: str | None = None, prompt: str | None = None, device: str = "auto"
 ) -> Embedder | CrossEncoder:
-    """Load what compares texts in a run, an embedder or a cross-encoder, and log what it is.
+    """Load the embedder or the cross-encoder of a run, and log which one it is.
 
     Raises:
-        UserError: as :func:`load_embedder`, or a head or prompt is named of a cross-encoder.
+        UserError: As ``load_embedder``, or a head or prompt was named for a cross-encoder.
     """
     run = open_run(folder, cross=True)
     if not run.cross:
@@ -160,7 +200,7 @@ def load_comparing(
 
 
 def describe(cross: CrossEncoder) -> dict[str, Any]:
-    """Return what a cross-encoder is made of, as commands print it."""
+    """Return a description of a cross-encoder for the output of commands."""
     return {
         "encoder": cross.encoder.name,
         "fingerprint": cross.encoder.identity.fingerprint,

@@ -1,4 +1,4 @@
-"""Encoder, prompt and head as one object, applied to new text."""
+"""The embedder: an encoder, a prompt and a head as one object, which embeds new texts."""
 
 from __future__ import annotations
 
@@ -33,18 +33,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Embedder(Comparing):
-    """Condition-aware embeddings: CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1).
+    """A model that embeds texts under conditions.
 
-    Make one with :func:`load_embedder`.
+    The embedding is CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1). Load an embedder
+    with ``load_embedder``.
 
     Attributes:
-        encoder: f.
-        view: I, for both cases, and whether the second term is subtracted.
-        head: g; without one zero-shot, where embeddings are the features as they are.
-        name: the head's in the run; ``none``: zero-shot.
-        cache: keeps what a hypernetwork makes of conditions, from one call to the next.
-        fitted_on: the data that the head was fitted on.
-        guides: what maps embeddings under some conditions; see :meth:`guided`.
+        encoder: The encoder f.
+        view: The prompt I, for both terms, and whether the second term is subtracted.
+        head: The head g. Zero-shot by default, where the embeddings are the features.
+        name: The head's name in the run. ``none``: zero-shot.
+        cache: Keeps the matrices that a hypernetwork generates from conditions between calls.
+        fitted_on: The source of the data that the head was fitted on.
+        guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
+
+    Example:
+        >>> import llmcond
+        >>> embedder = llmcond.load_embedder()
+        >>> vectors = embedder.encode(["A dog runs.", "A cat sleeps."], "the animal")
+        >>> vectors.shape
+        (2, 384)
     """
 
     encoder: Encoder
@@ -56,7 +64,7 @@ class Embedder(Comparing):
     guides: Mapping[str, Guide] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return what it is made of, in a line."""
+        """Return the encoder, prompt, head and embedding size in one line."""
         return (
             f"Embedder({self.encoder.name}, prompt {self.view.name}, head {self.name}, "
             f"{self.dim} dimensions)"
@@ -64,7 +72,7 @@ class Embedder(Comparing):
 
     @property
     def dim(self) -> int:
-        """Return the size of the embeddings."""
+        """The size of the embeddings."""
         return self.head.dim_out or self.encoder.dim
 
     def encode(
@@ -75,111 +83,146 @@ class Embedder(Comparing):
         normalize: bool = True,
         show_progress: bool = False,
     ) -> Vectors:
-        """Return embeddings of n sentences under n conditions, or one for all, (n, k) float32.
+        """Embed sentences under conditions.
 
         Args:
             sentences: n texts: a list, an iterator, a column of a data frame or an Arrow array.
-                Or one text; the result is one vector, (k,), then.
-            conditions: n conditions, one for each sentence; or one text for all sentences.
-            normalize: whether to scale embeddings to unit L2 norm, so that inner products are
-                cosines. Where the head compares embeddings in another way, they are never scaled;
-                where a guide maps them, they always are.
-            show_progress: whether to show a progress bar on standard error.
+                Or a single text.
+            conditions: n conditions, one for each sentence, or one condition for all sentences.
+            normalize: Whether to scale embeddings to unit L2 norm, so that inner products are
+                cosines. Embeddings that the head does not compare by cosine are never scaled.
+                Embeddings that a guide maps are always scaled.
+            show_progress: Whether to show a progress bar on standard error.
+
+        Returns:
+            The embeddings, (n, k) float32; (k,) for a single text.
 
         Raises:
-            UserError: lengths that differ, or an empty sentence or condition.
-            LlmcondError: the encoder gave NaN, or ran out of memory.
+            UserError: The lengths differ, or a sentence or condition is empty.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         if isinstance(sentences, str):
-            one: Vectors = self.encode([sentences], one_text(conditions), normalize=normalize)[0]
-            return one
+            vector: Vectors = self.encode([sentences], one_text(conditions), normalize=normalize)[0]
+            return vector
         vectors = self._encode(checked_texts(sentences, conditions), show_progress)
         return unit_length(vectors, self.head) if normalize else vectors
 
     def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
-        """Return an embedder whose embeddings under a condition follow a few labelled texts.
+        """Return an embedder whose embeddings under a condition are guided by labelled texts.
 
-        A linear map, fitted in closed form, brings texts of one label together. Embeddings keep
-        their size, and those under other conditions stay as they are.
-
-        >>> guided = embedder.guided(texts, ["praise", "complaint", ...], "the sentiment")
-        >>> guided.encode(other_texts, "the sentiment")
+        A linear map, fitted in closed form, moves texts with the same label closer together.
+        Embeddings keep their size, and embeddings under other conditions do not change.
 
         Args:
-            texts: m texts; 8 to 64 often help.
-            labels: m labels, two different ones at least.
-            condition: the condition, whose former guide this one replaces.
+            texts: m texts; 8 to 64 are often enough.
+            labels: m labels, at least two different ones.
+            condition: The condition. An earlier guide for it is replaced.
+
+        Returns:
+            A new embedder with the guide; this one does not change.
 
         Raises:
-            UserError: a text that is empty or has two labels, fewer than two labels, or a head
-                that does not compare embeddings by their cosine.
+            UserError: A text is empty or has two labels, there are fewer than two labels, or the
+                head does not compare embeddings by cosine.
+
+        Example:
+            >>> import llmcond
+            >>> embedder = llmcond.load_embedder()
+            >>> texts = ["Great food.", "Awful food.", "Lovely staff.", "Rude staff."]
+            >>> labels = ["praise", "complaint", "praise", "complaint"]
+            >>> guided = embedder.guided(texts, labels, "the sentiment")
+            >>> guided.encode("A lovely evening.", "the sentiment").shape
+            (384,)
         """
         return self.with_guide(check_labelled(condition, as_list(texts), as_list(labels)))
 
     def with_guide(self, labelled: LabelledTexts) -> Embedder:
-        """Return an embedder that is guided by labelled texts; see :meth:`guided`."""
+        """Return an embedder that is guided by labelled texts, as ``guided`` does.
+
+        Args:
+            labelled: The texts, their labels and the condition.
+
+        Returns:
+            A new embedder with the guide; this one does not change.
+
+        Raises:
+            UserError: The head does not compare embeddings by cosine.
+        """
         condition = labelled.condition or ""
         vectors = replace(self, guides={}).encode(labelled.texts, condition)
         guide = guide_of(labelled, vectors, self.head)
         return replace(self, guides={**self.guides, condition: guide})
 
     def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
-        # One call encodes them all, so that inputs in common are encoded once.
+        # All inputs are encoded in one call, so that each distinct input is encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress)
         return self.embedded(texts, distinct, vectors)
 
     def encode_counted(self, rows: Sequence[tuple[str, str]]) -> Encoded:
-        """Return embeddings of (sentence, condition) rows and their tokens, on the calling thread.
+        """Embed (sentence, condition) rows and count their tokens, on the calling thread.
 
-        Embeddings, (n, k), are as the head gives them: :func:`unit_length` normalises them. A row's
-        tokens are those of all its inputs, and it is truncated if one of these is. No warning
-        counts what was cut.
+        The embeddings are not normalised; see ``unit_length``. A row's token count covers all its
+        inputs, and a row is truncated if any of its inputs is. Truncation is not logged.
+
+        Args:
+            rows: n (sentence, condition) rows.
+
+        Returns:
+            The embeddings, (n, k), with token counts and truncation, (n,) each.
 
         Raises:
-            UserError: an input that the encoder cannot take, or that it gave NaN for.
-            LlmcondError: out of memory.
+            UserError: The encoder cannot encode an input, or returned NaN for it.
+            LlmcondError: The encoder ran out of memory.
         """
         inputs = list(self.view.inputs(rows))
         distinct = list(dict.fromkeys(inputs))
         encoded = self.encoder.encode_counted(distinct)
-        place = {item: index for index, item in enumerate(distinct)}
-        own = np.array([place[item] for item in inputs]).reshape(len(rows), -1)
+        position = {item: index for index, item in enumerate(distinct)}
+        positions = np.array([position[item] for item in inputs]).reshape(len(rows), -1)
         return replace(
             encoded,
             vectors=self.embedded(rows, distinct, encoded.vectors),
-            n_tokens=encoded.n_tokens[own].sum(axis=1),
-            truncated=encoded.truncated[own].any(axis=1),
+            n_tokens=encoded.n_tokens[positions].sum(axis=1),
+            truncated=encoded.truncated[positions].any(axis=1),
         )
 
     def embedded(
         self, texts: Sequence[tuple[str, str]], distinct: Sequence[EncoderInput], vectors: Vectors
     ) -> Vectors:
-        """Return embeddings, (n, k), of (sentence, condition) rows as the head gives them.
+        """Compute the embeddings of rows from the encoder's vectors of their inputs.
 
-        ``vectors``, (m, d), are the encoder's of the ``distinct`` inputs of the rows.
+        Args:
+            texts: n (sentence, condition) rows.
+            distinct: The m distinct inputs of the rows.
+            vectors: (m, d), the encoder's vectors of ``distinct``.
+
+        Returns:
+            The embeddings, (n, k), not normalised.
 
         Raises:
-            UserError: one of them is NaN or infinity.
+            UserError: A vector contains NaN or infinity.
         """
         bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(bad):
             raise UserError(
-                f"the encoder gave NaN or infinity for {distinct[bad[0]].text[:80]!r}; "
-                "try another dtype."
+                f"the encoder returned NaN or infinity for {distinct[bad[0]].text[:80]!r}. "
+                "Try another dtype."
             )
-        place = {item: index for index, item in enumerate(distinct)}
+        position = {item: index for index, item in enumerate(distinct)}
 
         def read(prompt: Prompt, part: Part) -> Matrix:
             inputs = [getattr(prompt, part).render(*row) for row in texts]
-            return Gathered(vectors, np.array([place[item] for item in inputs], dtype=np.int64))
+            return Gathered(vectors, np.array([position[item] for item in inputs], dtype=np.int64))
 
         features, condition = self.view.sentence(read), self.view.condition(read)
         if self.cache is not None and condition is not None:
-            made = self.cache.transform(features, condition)
+            embeddings = self.cache.transform(features, condition)
         else:
-            made = self.head.transform(features, condition)
-        return apply_guides(made, [own for _, own in texts], self.guides)
+            embeddings = self.head.transform(features, condition)
+        return apply_guides(
+            embeddings, [condition_text for _, condition_text in texts], self.guides
+        )
 
     def _compared(
         self,
@@ -187,12 +230,20 @@ class Embedder(Comparing):
         second: Sequence[tuple[str, str]],
         show_progress: bool,
     ) -> Vectors:
-        # One call encodes both sides, so that inputs in common are encoded once.
+        # Both sides are encoded in one call, so that each distinct input is encoded once.
         embedded = self._encode([*first, *second], show_progress)
         return self.compare(embedded[: len(first)], embedded[len(first) :])
 
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
-        """Return how similar embeddings, (n, k), are to others row by row, (n,)."""
+        """Compare embeddings with others, row by row, as the head does.
+
+        Args:
+            first: (n, k) embeddings.
+            second: (n, k) embeddings to compare with.
+
+        Returns:
+            The similarities, (n,).
+        """
         return self.head.compare(first, second)
 
 
@@ -200,20 +251,20 @@ def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZE
     """Fit a guide to the embeddings, (m, k), of labelled texts.
 
     Raises:
-        UserError: the head does not compare embeddings by their cosine.
+        UserError: The head does not compare embeddings by cosine.
     """
     if not head.compares_by_cosine:
         raise UserError(
-            "the head compares embeddings in a way of its own, and a guide maps embeddings that "
-            "are compared by cosine. Choose another --head."
+            "a guide needs embeddings that are compared by cosine, and this head compares them in "
+            "another way. Choose another --head."
         )
     return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
 
 
 def unit_length(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vectors:
-    """Return embeddings, (n, k), with unit L2 norm; as they are where their cosine is not taken.
+    """Return embeddings, (n, k), with unit L2 norm, or unchanged if not compared by cosine.
 
-    Those of norm 0, which say nothing, stay so.
+    Embeddings of norm 0, which carry no information, stay zero.
     """
     if not head.compares_by_cosine:
         return vectors
@@ -231,26 +282,35 @@ def load_embedder(
     max_tokens_per_batch: int | None = None,
     revision: str | None = None,
 ) -> Embedder:
-    """Load a run's encoder with one of its heads.
+    """Load the encoder of a run, or of a bundled model, with one of its heads.
 
     Args:
-        run: the run's folder; the name of a bundled model; or ``OWNER/NAME`` of what
-            ``llmcond push`` uploaded to the Hugging Face hub, which is downloaded where no folder
-            is called so. None: ``runs/default`` where that was made from data of your own, else
-            the default one of the bundled models.
-        head: a fitted head's name, or its recipe's if that is fitted once. ``none``: zero-shot.
-            None: the run's default (``llmcond heads --run RUN --default NAME``), else the head with
-            the best score on dev, or zero-shot if there is none.
-        prompt: for zero-shot, the prompt; a head has its own.
+        run: The run's folder, the name of a bundled model, or the ``OWNER/NAME`` of a model that
+            ``llmcond push`` uploaded to the Hugging Face hub. The hub is used only if there is no
+            folder of that name. None: ``runs/default`` if it was created from your own data,
+            otherwise the default bundled model.
+        head: The name of a fitted head, or of its recipe if only one head was fitted with it.
+            ``none``: zero-shot. None: the run's default head (``llmcond heads --run RUN --default
+            NAME``), otherwise the head with the best score on dev, or zero-shot if no head is
+            fitted.
+        prompt: The prompt of zero-shot. A fitted head has its own prompt.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        max_tokens_per_batch: the token budget of one forward pass, which is what takes the place of
-            a batch size; None: by the device and its memory.
-        revision: branch, tag or commit of a model of the hub; None: the newest.
+        max_tokens_per_batch: The token budget of one forward pass, which replaces a batch size.
+            None: chosen for the device and its memory.
+        revision: A branch, tag or commit of a model on the hub. None: the newest version.
+
+    Returns:
+        The embedder.
 
     Raises:
-        UserError: no such run, model or head, several heads of that name, a prompt that is a
-            control, or an encoder that has changed.
-        LlmcondError: the hub cannot be reached, or the encoder cannot be loaded.
+        UserError: The run, model or head does not exist, several heads match the name, the prompt
+            is a control, or the encoder has changed.
+        LlmcondError: The hub cannot be reached, or the encoder cannot be loaded.
+
+    Example:
+        >>> import llmcond
+        >>> llmcond.load_embedder()
+        Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)
     """
     model = EmbeddingModel.find(find_run(run, revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
@@ -258,7 +318,7 @@ def load_embedder(
 
 
 def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
-    """Return an encoder with a head of its run, fitted or zero-shot, as one object."""
+    """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder."""
     fitted_on = described_source(saved.record["data"]["source"]) if saved.is_fitted else ""
     cache = None
     if not isinstance(saved.head, PlainHead) and saved.head.generates_matrices:
@@ -269,14 +329,14 @@ def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
 
 
 def base_encoder(encoder: Encoder) -> Encoder | None:
-    """Load the encoder that an adapter was trained on; one that was not trained is its own base.
+    """Load the base encoder of an adapter. An encoder without an adapter is its own base.
 
-    Plain sentence embeddings, which conditions are compared with, are the base's: an adapter
-    changes the vectors of texts without a condition too, and was not trained for those. None: all
-    weights were trained, and what they began from is not recorded.
+    Plain sentence embeddings, which embeddings under conditions are compared with, come from the
+    base: an adapter also changes the vectors of texts without a condition, and was not trained for
+    them. The result is None if all weights were trained, because their base is not recorded.
 
     Raises:
-        LlmcondError: the base cannot be loaded.
+        LlmcondError: The base cannot be loaded.
     """
     base = resolve_base(encoder.resolved)
     if base is encoder.resolved:
@@ -285,7 +345,7 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
 
 
 def describe(embedder: Embedder) -> dict[str, Any]:
-    """Return what an embedder is made of, as commands print it."""
+    """Return a description of an embedder for the output of commands."""
     return {
         "encoder": embedder.encoder.name,
         "fingerprint": embedder.encoder.identity.fingerprint,
@@ -301,6 +361,6 @@ def describe(embedder: Embedder) -> dict[str, Any]:
 
 
 def guides_json(guides: Mapping[Any, Guide]) -> dict[str, Any]:
-    """Return what made guides, by their conditions, as commands print it; {}: there are none."""
-    made = {str(condition): guide.to_json() for condition, guide in guides.items()}
-    return {"guides": made} if made else {}
+    """Return the records of guides by condition, for the output of commands; {} if none."""
+    records = {str(condition): guide.to_json() for condition, guide in guides.items()}
+    return {"guides": records} if records else {}

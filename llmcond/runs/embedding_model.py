@@ -1,4 +1,4 @@
-"""What embeds texts: a run, or a bundled model, with one of its heads; and how it is found."""
+"""The model that embeds texts: a run or a bundled model with one of its heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class EmbeddingModel:
     """A run with one of its heads, fitted or zero-shot. The encoder is not loaded yet.
 
     Attributes:
-        device: that the encoder computes on: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        run: The run, or the bundled model, which has the layout of a run.
+        head: The head.
+        device: Device of the encoder: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
     """
 
     run: Run
@@ -40,29 +42,29 @@ class EmbeddingModel:
         device: str = "auto",
         quiet: bool = False,
     ) -> Self:
-        """Find what a user named, and log what it is, unless ``quiet``.
+        """Find the model that a user named, and log which one it is unless ``quiet``.
 
-        ``run`` and ``model`` are those of :func:`llmcond.runs.open.usual_run`, ``head`` and
-        ``prompt`` those of :func:`choose_head`.
+        ``run`` and ``model`` are as for ``llmcond.runs.open.usual_run``, ``head`` and ``prompt`` as
+        for ``choose_head``.
 
         Raises:
-            UserError: no such run or head, or the prompt is a control.
+            UserError: The run or head does not exist, or the prompt is a control.
         """
         opened = open_run(usual_run(run, model))
-        chosen = choose_head(opened, head, prompt)
-        chosen.view.check_texts()
+        saved = choose_head(opened, head, prompt)
+        saved.view.check_texts()
         if not quiet:
-            log_model(opened, chosen, head)
-        return cls(opened, chosen, device)
+            log_model(opened, saved, head)
+        return cls(opened, saved, device)
 
     @property
     def view(self) -> View:
-        """Return what is encoded of a text and its condition."""
+        """The features that the head takes for a text and its condition."""
         return self.head.view
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return everything that decides the vectors, as records of embeddings hold it."""
+        """Everything that determines the vectors, as records of embeddings store it."""
         return {
             "encoder": self.run.identity.fingerprint,
             "prompt": {prompt.name: prompt.digest for prompt in self.view.prompts},
@@ -72,60 +74,61 @@ class EmbeddingModel:
 
     @cached_property
     def encoder(self) -> LazyEncoder:
-        """Return its encoder, loaded when it is called."""
+        """The encoder, which is loaded at its first call."""
         return LazyEncoder(self.run.resolve_encoder(self.device))
 
 
 def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any]:
-    """Return the head that a name stands for.
+    """Load the head that a name refers to.
 
     Args:
-        run: whose head it is.
-        name: a fitted head's, or its recipe's if that is fitted once; ``none``: zero-shot. None:
-            the run's default head, or zero-shot where none is fitted.
-        prompt: for zero-shot; None: the run's only one.
+        run: The run of the head.
+        name: The name of a fitted head, or of its recipe if only one head was fitted with it.
+            ``none``: zero-shot. None: the run's default head, or zero-shot if none is fitted.
+        prompt: The prompt of zero-shot; None: the run's only prompt.
 
     Raises:
-        UserError: no such head, several, or one that was fitted on another prompt than asked for.
+        UserError: No head or several heads match, or the head was fitted on another prompt.
     """
-    wanted = name
-    if wanted is None and (default := run.default_head()) is not None:
-        wanted = default[0]
-    if wanted is None or wanted == "none":
+    reference = name
+    if reference is None and (default := run.default_head()) is not None:
+        reference = default[0]
+    if reference is None or reference == "none":
         views = run.zero_shot_views(run.prompt(prompt))
         return zero_shot(views[-1] if run.subtracts else views[0])
-    names = run.full_head_names([wanted])
+    names = run.full_head_names([reference])
     if len(names) > 1:
         raise UserError(
-            f"{run.folder} has several heads {wanted!r}: {', '.join(names)}. Give the full name."
+            f"{run.folder} has several heads {reference!r}: {', '.join(names)}. Give the full name."
         )
-    chosen = run.load_applied_head(names[0])
-    if prompt is not None and set(prompt.split("+")) != set(chosen.view.name.split("+")):
+    saved = run.load_applied_head(names[0])
+    if prompt is not None and set(prompt.split("+")) != set(saved.view.name.split("+")):
         raise UserError(
-            f"the head {chosen.name} was fitted on the prompt {chosen.view.name}, not {prompt}. "
+            f"the head {saved.name} was fitted on the prompt {saved.view.name}, not {prompt}. "
             "Leave out --prompt, or choose another --head."
         )
-    return chosen
+    return saved
 
 
-def log_model(run: AnyRun, chosen: Saved[Any], named: str | None) -> None:
-    """Log in one line the model, the head and the prompt that are used.
+def log_model(run: AnyRun, saved: Saved[Any], requested: str | None) -> None:
+    """Log the model, the head and the prompt in one line.
 
-    ``named`` is the head that the user named; None: why this one was chosen is logged too.
+    ``requested`` is the head that the user named. If it is None, the reason why this head was
+    chosen is logged as well.
     """
     default = run.default_head()
-    if not chosen.is_fitted:
+    if not saved.is_fitted:
         head = "zero-shot" if default else "zero-shot (no head is fitted)"
     else:
-        head = f"head {chosen.name}"
-        if named is None and default is not None:
+        head = f"head {saved.name}"
+        if requested is None and default is not None:
             head += f" ({default[1]})"
     source = described_source(run.manifest["data"]["source"])
     if run.is_bundled:
-        is_default = default is not None and chosen.name == default[0]
+        is_default = default is not None and saved.name == default[0]
         parts = [f"{run.folder.name} (bundled)", "" if is_default else head]
     else:
         parts = [str(run.folder), f"encoder {run.encoder_name}", head]
-    fitted = f"fitted on {source}" if chosen.is_fitted and parts[-1] else ""
-    parts += [f"prompt {chosen.view.name}", fitted]
+    fitted = f"fitted on {source}" if saved.is_fitted and parts[-1] else ""
+    parts += [f"prompt {saved.view.name}", fitted]
     log.info("model: %s", ", ".join(filter(None, parts)))

@@ -1,7 +1,7 @@
-"""A run's examples: what heads are fitted on, and what predictors are scored on.
+"""A run's examples, which heads are fitted on and predictors are scored on.
 
-Every verb that fits or scores asks this instead of knowing whether examples are rated pairs or
-queries against candidates.
+Commands that fit or score heads use this interface, so that they need not know whether examples
+are rated pairs or queries against candidates.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ if TYPE_CHECKING:
 
 
 class Examples(ABC):
-    """The examples of a run with their features, each read once for a prompt and split."""
+    """The examples of a run with their features, which are read once per prompt and split."""
 
     run: AnyRun
     data: Any
-    #: What messages call them.
+    #: The noun for the examples in messages.
     unit: str
 
     @abstractmethod
     def dim(self, view: View) -> int:
-        """Return the size of the features that a head sees of a text."""
+        """Return the size of the features of a text that are a head's input."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return how many examples are fitted on and chosen by: ``n_train``, ``n_dev``, ..."""
+        """Return the number of examples in each split that fitting uses: ``n_train``, ``n_dev``."""
         splits = self.data.splits
         return {f"n_{name}": len(splits[name]) for name in ("train", "dev") if name in splits}
 
     @property
     def dev_sample(self) -> str:
-        """Which examples of dev choose an epoch, such as "1,000 queries"; empty: all."""
+        """The dev examples that choose the epoch, such as "1,000 queries"; empty: all."""
         return ""
 
     @property
     def epoch_score(self) -> str:
-        """Return what the score that chooses an epoch is called, such as "MRR on 1,000 queries"."""
+        """The name of the score that chooses the epoch, such as "MRR on 1,000 queries"."""
         heading = metric_of(self.run.dev_metric).heading
         return f"{heading} on {self.dev_sample}" if self.dev_sample else heading
 
     @abstractmethod
     def fit(self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str) -> Fitted:
-        """Fit a head on train; dev chooses the epoch, where there is one."""
+        """Fit a head on train. Dev chooses the epoch, if the run has it."""
 
     @abstractmethod
     def on_dev(self, head: Any, view: View) -> float:
-        """Return a head's score on dev, by the run's ``dev_metric``; NaN where it is undefined."""
+        """Return a head's score on dev by the run's ``dev_metric``; NaN if it is undefined."""
 
     @abstractmethod
     def scored(self, split: str) -> Scored:
-        """Return what predictions of a split are compared with.
+        """Return the rows or queries of a split that predictions are scored against.
 
         Raises:
-            UserError: no such split, or nothing in it to compare with.
+            UserError: The split does not exist, or has nothing to score.
         """
 
     @abstractmethod
     def rows(self, split: str) -> Rows | QueryRows:
-        """Return the examples of a split as readers see them."""
+        """Return the examples of a split as text."""
 
     @abstractmethod
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        """Return what metrics take of each example, (n,): its similarity, or its answer's rank."""
+        """Return the input of metrics for each example, (n,): its similarity or answer's rank."""
 
     def on_new_sentences(
         self,
@@ -90,20 +90,20 @@ class Examples(ABC):
         split: str,
         metrics: Sequence[Metric],
     ) -> Sequence[R]:
-        """Return results that also have the score on examples that share no sentence with train.
+        """Add the score on examples that share no sentence with train to each result.
 
-        ``similarity`` are for each result the (seeds, n) predictions of a split. Where examples
-        are not pairs of sentences, results are as they were.
+        ``similarity`` holds, for each result, the (seeds, n) predictions of a split. Results are
+        unchanged if examples are not pairs of sentences.
         """
         return results
 
     def with_dev(
         self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
     ) -> WithDev:
-        """Return how a head is fitted on train and dev; arguments as those of :class:`WithDev`.
+        """Return the fit of a head on train and dev. The arguments are those of ``WithDev``.
 
         Raises:
-            UserError: examples have no ratings, or as :class:`WithDev`.
+            UserError: The examples have no ratings, or as for ``WithDev``.
         """
         raise UserError(
             f"--with dev is for rated pairs, whose dev rows are rated by people, and "
@@ -112,6 +112,6 @@ class Examples(ABC):
 
 
 def examples_of(run: AnyRun) -> Examples:
-    """Return the examples of a run, of whatever kind its task is."""
-    found: Examples = find_kind(run.kind).examples(run)
-    return found
+    """Return the examples of a run of any kind of task."""
+    examples: Examples = find_kind(run.kind).examples(run)
+    return examples

@@ -1,4 +1,4 @@
-"""Extraction of data under a prompt, as all commands that need features do it."""
+"""Extraction of data under a prompt, for all commands that need features."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """Loads an encoder when it is first called, and keeps it; ``before`` is done just before.
+    """An encoder that is loaded at the first call. ``before`` is called just before loading.
 
-    With ``execute``, what is extracted is encoded elsewhere, by encoders like it. ``processes`` is
-    how many processes, this one included, extract the same inputs.
+    With ``execute``, inputs are encoded elsewhere, by encoders of the same identity. ``processes``
+    is the number of processes, including this one, that extract the same inputs.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LazyEncoder:
 
     @property
     def name(self) -> str:
-        """Return the name that messages call it by."""
+        """The encoder's name in messages."""
         return self.resolved.checkpoint.name
 
 
@@ -64,11 +64,11 @@ def extract_prompt(
     inputs: PromptInputs,
     missing: Missing | None = None,
 ) -> Extraction:
-    """Extract all inputs of some data under a prompt; see :func:`extract_inputs`.
+    """Extract all inputs of a data set under a prompt; see ``extract_inputs``.
 
     Raises:
-        UserError: the encoder gave NaN or infinity, with the row that made it.
-        LlmcondError: the encoder fails, or the disk is full.
+        UserError: The encoder returned NaN or infinity; the message names the row.
+        LlmcondError: The encoder failed, or the disk is full.
     """
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
@@ -82,10 +82,10 @@ def extract_prompt(
 def extract_others(
     run: AnyRun, prompts: Sequence[Prompt], inputs: Callable[[Prompt], PromptInputs], device: str
 ) -> FeatureStore:
-    """Return a store with the features of other data than the run's, whose ``inputs`` are given.
+    """Extract ``inputs`` of data other than the run's, and return the store that holds them.
 
     Raises:
-        UserError: the run's encoder is gone or has changed, or as of :func:`extract_prompt`.
+        UserError: The run's encoder is missing or has changed, or as ``extract_prompt``.
     """
     store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
@@ -100,7 +100,7 @@ def extract_inputs(
     inputs: Iterable[EncoderInput],
     missing: Missing | None = None,
 ) -> Extraction:
-    """Extract inputs, with a progress bar and a message that says ``name`` and what was done."""
+    """Extract inputs with a progress bar, and log a summary that begins with ``name``."""
     resolved, processes, before = encoder.resolved, encoder.processes, len(store)
 
     def stored() -> int:
@@ -108,40 +108,42 @@ def extract_inputs(
 
     with ExtractionBar(processes=processes, stored=stored if processes > 1 else None) as bar:
         chunking = Chunking(by_prefix=resolved.shares_prefixes)
-        done = extract(
+        extraction = extract(
             inputs, store, encoder, bar, chunking, missing=missing, execute=encoder.execute
         )
-    what = "nothing to encode; the vectors of all inputs are stored"
-    if done.n_computed:
-        n_encoded = stored() if processes > 1 else done.n_computed
-        what = f"{n_encoded:,} of {done.n_inputs:,} inputs encoded in {done.seconds:.1f} s"
+    summary = "nothing to encode, the vectors of all inputs are already stored"
+    if extraction.n_computed:
+        n_encoded = stored() if processes > 1 else extraction.n_computed
+        summary = (
+            f"{n_encoded:,} of {extraction.n_inputs:,} inputs encoded in {extraction.seconds:.1f} s"
+        )
         if processes > 1:
-            what += f" by {processes} processes; this one encoded {done.n_computed:,} of them"
-        what += f", {done.n_tokens / done.seconds:,.0f} tokens/s"
-    cut = (
-        f"; {done.n_truncated:,} inputs are longer than {resolved.identity.max_length} tokens: "
-        f"{CUT}"
-        if done.n_truncated
+            summary += f" by {processes} processes ({extraction.n_computed:,} by this one)"
+        summary += f", {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
+    truncation = (
+        f"; {extraction.n_truncated:,} inputs are longer than {resolved.identity.max_length} "
+        f"tokens: {CUT}"
+        if extraction.n_truncated
         else ""
     )
-    log.info(f"{name}: {what}{cut}")
-    return done
+    log.info(f"{name}: {summary}{truncation}")
+    return extraction
 
 
 def extract_own(
     run: AnyRun, encoder: LazyEncoder, prompt: Prompt, missing: Missing | None = None
 ) -> tuple[Extraction, dict[str, Any]]:
-    """Extract a run's own data under a prompt; return that with what the manifest keeps of it."""
+    """Extract a run's data under a prompt. Return the extraction and its record in run.json."""
     resolved, inputs = encoder.resolved, inputs_of(run.task, run.data, prompt)
-    done = extract_prompt(run.store(), encoder, prompt, inputs, missing)
+    extraction = extract_prompt(run.store(), encoder, prompt, inputs, missing)
     record = {
-        "n_inputs": done.n_inputs,
-        "n_computed": done.n_computed,
-        "n_truncated": done.n_truncated,
+        "n_inputs": extraction.n_inputs,
+        "n_computed": extraction.n_computed,
+        "n_truncated": extraction.n_truncated,
         "max_length": resolved.identity.max_length,
         "device": resolved.device,
         "runtime": resolved.runtime,
         "share_prefixes": resolved.shares_prefixes,
     }
     run.record_prompt(prompt, record)
-    return done, record
+    return extraction, record

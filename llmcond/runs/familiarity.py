@@ -1,4 +1,4 @@
-"""Conditions that are unlike those a head was fitted on."""
+"""Conditions that differ from those a head was fitted on."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ import numpy as np
 from llmcond.runs.embedder import Embedder, unit_length
 from llmcond.runs.task_runs import Run
 
-#: A condition is unfamiliar if its nearest one of training is further away than that of this share
-#: of the conditions of training, each compared with the others.
+#: A condition is unfamiliar if it is further from its nearest training condition than this share
+#: of the training conditions are from theirs.
 _SHARE = 0.95
 
 
 def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[str, str]:
-    """Return conditions unlike those of training, each with the nearest of these.
+    """Return conditions that differ from the training conditions, each with the nearest of these.
 
-    Near is the cosine of e(c), the encoder's own vectors. The run must hold them and its rows, as
-    one that was pushed does not: without them, or where the head's prompts do not encode
-    conditions alone, none is called unfamiliar.
+    Distances are cosines of e(c), the encoder's vectors. The result is empty if the run does not
+    hold these vectors and its rows (a run that was pushed does not), or if no prompt of the head
+    encodes the condition alone.
     """
-    prompt = next((one for one in embedder.view.prompts if one.of_condition), None)
+    prompt = next(
+        (candidate for candidate in embedder.view.prompts if candidate.of_condition), None
+    )
     has_rows = (run.folder / "rows.parquet").is_file()
     if not embedder.head.dim_in or prompt is None or not has_rows:
         return {}
     rows = run.rows("train")
-    own = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
-    known, asked = list(own), [text for text in dict.fromkeys(conditions) if text not in own]
-    if not asked or len(known) < 2:
+    rated_conditions = {rows.condition[i]: None for i in np.flatnonzero(rows.rated).tolist()}
+    known, new_texts = (
+        list(rated_conditions),
+        [text for text in dict.fromkeys(conditions) if text not in rated_conditions],
+    )
+    if not new_texts or len(known) < 2:
         return {}
     inputs = [prompt.unconditional.render("", text) for text in known]
     store = run.store()
     if store.missing(inputs):
         return {}
-    trained = unit_length(store.lookup(inputs).read())
-    among = trained @ trained.T
-    np.fill_diagonal(among, -1)
-    least = np.quantile(among.max(axis=1), 1 - _SHARE)
-    new = embedder.encoder.encode([prompt.unconditional.render("", text) for text in asked])
-    near = unit_length(new) @ trained.T
+    known_vectors = unit_length(store.lookup(inputs).read())
+    cosines = known_vectors @ known_vectors.T
+    np.fill_diagonal(cosines, -1)
+    threshold = np.quantile(cosines.max(axis=1), 1 - _SHARE)
+    vectors = embedder.encoder.encode([prompt.unconditional.render("", text) for text in new_texts])
+    similarities = unit_length(vectors) @ known_vectors.T
     return {
         text: known[int(row.argmax())]
-        for text, row in zip(asked, near, strict=True)
-        if row.max() < least
+        for text, row in zip(new_texts, similarities, strict=True)
+        if row.max() < threshold
     }

@@ -1,4 +1,4 @@
-"""A run's features as the arrays that heads take."""
+"""A run's features as arrays, the input of heads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Side = Literal["first", "second"]
 
 
 class RowFeatures:
-    """The features of some rows, each kind read once: as stored, equal inputs sharing a vector."""
+    """The features of rows, in the stored type. Each kind is read once; equal inputs share it."""
 
     def __init__(self, rows: Rows, store: FeatureStore) -> None:
         self.rows = rows
@@ -38,7 +38,7 @@ class RowFeatures:
         self._column = column
 
     def pairs(self, view: View) -> PairArrays:
-        """Return all rows as a head sees them, unrated ones (NaN) included."""
+        """Return the features of all rows under a view, including unrated rows (NaN)."""
         view.check_sides(self.rows.conditioned)
         first, second = self.rows.conditioned
         return PairArrays(
@@ -53,7 +53,7 @@ class RowFeatures:
         def read(prompt: Prompt, part: Part) -> Matrix:
             column = side if part == "conditional" else f"{side}_{part}"
             if prompt.of_condition and part == "unconditional" and all(self.rows.conditioned):
-                # The same input for both sentences.
+                # The input is the same for both sentences.
                 column = "first_unconditional"
             return self._column(prompt, column)
 
@@ -61,14 +61,28 @@ class RowFeatures:
 
 
 class PairFeatures(NamedTuple):
-    """What :class:`llmcond.Head` takes: ``fit(X, y, pair=pair)``.
+    """The training data of ``llmcond.Head``: ``fit(X, y, pair=pair)``.
 
     Attributes:
-        X: (n, 2 d + n_condition) float32, as ``Head`` has it.
-        y: (n,) ratings on 0 to 1.
-        pair: (n,) the number of each row's sentence pair, also for scikit-learn's ``groups``.
-        n_condition: how many of the last columns are the conditions' features; 0 for heads that
-            take none.
+        X: (n, 2 d + n_condition) float32, in the layout that ``Head`` expects.
+        y: (n,) ratings from 0 to 1.
+        pair: (n,) the number of each row's sentence pair. It can be used as ``groups`` in
+            scikit-learn.
+        n_condition: The number of last columns that hold the features of conditions; 0 for heads
+            without them.
+
+    Example:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.extract(model="minilm", data=data, run="pets")
+        >>> features = llmcond.load_features("pets")
+        >>> features.X.shape, features.y.shape, features.n_condition
+        ((28, 768), (28,), 0)
     """
 
     X: Array
@@ -85,20 +99,36 @@ def load_features(
     prompt: str | None = None,
     subtract: bool = True,
 ) -> PairFeatures:
-    """Load the features of a run's rated rows as a head of :class:`llmcond.Head` takes them.
+    """Load the features of a run's rated rows as training data for ``llmcond.Head``.
 
-    They are what ``llmcond fit-head`` fits on; it lets dev choose the epoch as well.
+    ``llmcond fit-head`` fits on the same features; it also lets dev choose the epoch.
 
     Args:
-        run: the run's folder.
-        head: the recipe that they are for: it decides whether features are e(s|c) or e(s), and
-            whether those of conditions are added.
+        run: The run's folder.
+        head: The recipe of the head. It determines whether features are e(s|c) or e(s), and
+            whether the features of conditions are appended.
         split: ``train``, ``dev`` or ``test``.
-        prompt: its name; several, joined by ``+``, are side by side. None: the run's only one.
-        subtract: whether the unconditional features are subtracted.
+        prompt: The name of the prompt. The features of several prompts, joined by ``+``, are
+            concatenated. None: the run's only prompt.
+        subtract: Whether to subtract the unconditional features.
+
+    Returns:
+        The features, ratings and sentence pairs of the n rated rows.
 
     Raises:
-        UserError: no such run, recipe, split or prompt, or features that are not there.
+        UserError: The run, recipe, split or prompt does not exist, or features are missing.
+
+    Example:
+        >>> import llmcond
+        >>> data = [
+        ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
+        ...      "condition": condition, "label": label}
+        ...     for n in range(20)
+        ...     for condition, label in (("the animal", 1), ("the action", 5))
+        ... ]
+        >>> result = llmcond.extract(model="minilm", data=data, run="pets")
+        >>> llmcond.load_features("pets", split="dev").X.shape
+        (6, 768)
     """
     from llmcond.heads import load_recipe
 

@@ -1,12 +1,12 @@
-"""Kinds of task: what differs between rated pairs, rankings and dialogues, found by name.
+"""Kinds of task: the differences between rated pairs, rankings and dialogues.
 
-Every command works for every kind. Where kinds differ, a command asks the run's :class:`Kind`, and
-nothing else in the package knows which kinds there are. Rated pairs are the core of the package;
-other kinds live in folders of their own under ``llmcond/kinds/``. They are imported by the commands
-``complete`` and ``reply`` only, which are for one kind each.
+Every command works for every kind. Where kinds differ, a command calls the run's ``Kind``; no other
+part of the package depends on the list of kinds. Rated pairs are the core of the package, and each
+other kind has a folder under ``llmcond/kinds/``. Only the commands ``complete`` and ``reply``,
+which are for one kind each, import such a folder directly.
 
-A package adds a kind by an entry point of the group ``llmcond.kinds`` that names a subclass; a
-file of the user's own registers one by :func:`llmcond.register`.
+A package adds a kind with an entry point of the group ``llmcond.kinds`` that names a subclass. A
+user's file registers one with ``llmcond.register``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmcond.tasks import AnyTask
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
 
-#: Where each bundled kind is: a new one is a new folder and a line here.
+#: The class of each bundled kind. To add a kind, add a folder and a line to this table.
 KINDS = {
     "rated": "llmcond.kinds.rated:Rated",
     "ranking": "llmcond.kinds.ranking:Ranking",
@@ -35,16 +35,16 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardText:
-    """What a model card says of a kind of task.
+    """The texts of a kind of task in model cards.
 
     Attributes:
-        subject: what its encoders embed.
-        purpose: what they are for, in a sentence.
-        loader: the function of the package that loads one.
-        usage: Python that uses what the loader returned, which is called ``loaded``.
-        rows: the noun for what is scored.
-        groups: the noun for what intervals resample.
-        tags: for the hub.
+        subject: What its encoders embed.
+        purpose: What they are for, in a sentence.
+        loader: The function of the package that loads a model of this kind.
+        usage: Python code that uses the loader's result, which is called ``loaded``.
+        rows: The noun for the examples that are scored.
+        groups: The noun for the groups of examples that confidence intervals resample.
+        tags: Tags on the hub.
     """
 
     subject: str
@@ -60,13 +60,13 @@ class Kind(ABC):
     """A kind of task. Its module is imported when a run of that kind is opened.
 
     Attributes:
-        name: what records and :attr:`AnyTask.kind` call it.
-        run: the class of its runs.
-        has_conditions: whether texts are encoded under conditions, so that a router can weight
-            their tokens by one.
-        heads_need_data: whether a fitted head is of no use without the run's data, so that it
-            cannot be pushed to the hub without them.
-        card: what its model cards say; a kind without heads and training needs none.
+        name: The name in records and in ``AnyTask.kind``.
+        run: The class of its runs.
+        has_conditions: Whether texts are encoded under conditions, so that a router can weight
+            their tokens by a condition.
+        heads_need_data: Whether a fitted head needs the run's data, so that it cannot be pushed to
+            the hub without the data.
+        card: The texts of its model cards. A kind without heads and training needs none.
     """
 
     name: ClassVar[str]
@@ -80,59 +80,59 @@ class Kind(ABC):
         """Return every input of a task's data under a prompt.
 
         Raises:
-            UserError: the data lack what the template names.
+            UserError: The data lack a field that the template names.
         """
 
     @abstractmethod
     def examples(self, run: Any) -> Any:
-        """Return the :class:`llmcond.runs.examples.Examples` of a run.
+        """Return the ``llmcond.runs.examples.Examples`` of a run.
 
         Features are read when they are first needed.
         """
 
     @abstractmethod
     def evaluate(self, run: Any, asked: Any) -> Results[Any]:
-        """Score a run's heads and zero-shot, and write the files that are asked for.
+        """Score a run's heads and zero-shot, and write the requested files.
 
-        ``asked`` is an :class:`llmcond.workflows.options.scoring.EvaluateOptions`.
+        ``asked`` is an ``llmcond.workflows.options.scoring.EvaluateOptions``.
 
         Raises:
-            UserError: no such head, split or data, or options that contradict each other.
+            UserError: The head, split or data does not exist, or options contradict each other.
         """
 
     @abstractmethod
     def train(self, asked: Any, task: Any) -> Any:
         """Train an encoder and a head, and return a TrainingResult.
 
-        ``asked`` is a :class:`llmcond.workflows.options.training.TrainLoraOptions`.
+        ``asked`` is a ``llmcond.workflows.options.training.TrainLoraOptions``.
 
         Raises:
-            UserError: wrong input, or options that are for other kinds of task.
-            LlmcondError: the encoder cannot be loaded or trained.
+            UserError: The input is invalid, or an option is for another kind of task.
+            LlmcondError: The encoder cannot be loaded or trained.
         """
 
     def obstacle(self, prompt: Prompt) -> str:
-        """Return why a prompt cannot be used for tasks of this kind; empty if it can."""
+        """Return why a prompt cannot be used for tasks of this kind; empty if it can be used."""
         return ""
 
     def log_data(self, data: Any) -> None:  # noqa: B027 - most kinds have nothing to log
-        """Log what is odd about a data set that was just read."""
+        """Log what is unusual about a data set after reading it."""
 
 
 def find_kind(name: str) -> Kind:
     """Return a kind of task by its name: bundled, installed, or registered by the user's code.
 
     Raises:
-        UserError: no such kind.
+        UserError: The kind does not exist.
     """
     if plugins.is_plugin(name):
-        found = plugins.recorded(name, "a kind of task")
+        kind_class = plugins.recorded(name, "a kind of task")
     else:
-        found = plugins.find(name, KINDS, "kinds", "kind of task")
-    kind: Kind = found()
+        kind_class = plugins.find(name, KINDS, "kinds", "kind of task")
+    kind: Kind = kind_class()
     return kind
 
 
 def inputs_of(task: AnyTask[Any], data: Any, prompt: Prompt) -> PromptInputs:
-    """Return every input of a task's data under a prompt; see :meth:`Kind.inputs`."""
+    """Return every input of a task's data under a prompt; see ``Kind.inputs``."""
     return find_kind(task.kind).inputs(task, data, prompt)

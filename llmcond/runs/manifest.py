@@ -1,4 +1,4 @@
-"""What a run's records must hold: run.json, and of head.json what its features were."""
+"""Schemas of a run's records: run.json, and the part of head.json that describes features."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmcond.files import check_format, read_json
 from llmcond.records import RECORD, check_record
 
 FORMAT = 1
-#: What ``run.json`` calls an encoder that lies in the run's own folder, wherever that is.
+#: The ``model`` in ``run.json`` of an encoder that lies in the run's folder, which may be moved.
 HERE = "."
 
 
@@ -74,14 +74,14 @@ class _Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskManifest(_Manifest):
-    """What ``run.json`` holds of tasks without rated rows."""
+    """The schema of ``run.json`` for tasks without rated rows."""
 
     task: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Manifest):
-    """What ``run.json`` holds of rated rows."""
+    """The schema of ``run.json`` for rated rows."""
 
     data: _Rows
     task: str | None = None
@@ -91,7 +91,7 @@ class Manifest(_Manifest):
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What ``head.json`` holds of the encoder that a head was trained with."""
+    """The part of ``head.json`` about the encoder that a head was trained with."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -107,7 +107,7 @@ class _Recipe:
 
 @dataclass(frozen=True)
 class FittedOn:
-    """What ``head.json`` holds of the features that a head was fitted on, and of its recipe."""
+    """The part of ``head.json`` about a head's recipe and the features it was fitted on."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -119,11 +119,11 @@ class FittedOn:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what a run's ``run.json`` holds.
+    """Read and check a run's ``run.json``.
 
     Raises:
-        UserError: a newer version wrote it.
-        LlmcondError: it was damaged.
+        UserError: A newer version wrote it.
+        LlmcondError: It is damaged.
     """
     manifest = read_json(folder / "run.json")
     check_format(manifest, FORMAT, str(folder))
@@ -133,5 +133,5 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> str:
-    """Return the kind of a run's task, which older versions did not name."""
+    """Return the kind of a run's task, which older versions did not record."""
     return str(manifest.get("kind", "ranking" if manifest.get("ranking") else "rated"))

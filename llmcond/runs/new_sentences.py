@@ -1,4 +1,4 @@
-"""The score on rows that share no sentence with those that were trained on."""
+"""The score on rows that share no sentence with the training rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R", bound=Result)
 def trained_sentences(run: Run, heads: Sequence[SavedHead], split: str | None) -> set[str]:
     """Return the folded sentences of the rated rows that the encoder or a head was trained on.
 
-    Those of ``split``, the run's own rows that are scored, do not count.
+    ``split`` is the split of the run that is scored; its sentences are not included.
     """
     splits = {"train", *run.trained_on, *(name for head in heads for name in head.trained_on)}
     sentences: set[str] = set()
@@ -38,15 +38,17 @@ def with_new_sentences(
     sentences: Set[str],
     metrics: Sequence[Metric],
 ) -> list[R]:
-    """Return results that also have the score on rows with none of the ``sentences``.
+    """Add the score on rows that contain none of the ``sentences`` to each result.
 
-    Where no row has any of them, results are as they were. ``similarity`` are for each (seeds, n)
-    predictions of all rows, unrated ones included.
+    Results are unchanged if no row contains any of them. ``similarity`` holds, for each result, the
+    (seeds, n) predictions of all rows, including unrated ones.
     """
-    new = rows.rated & ~shares_sentence(rows, sentences)
-    if new.sum() == rows.rated.sum():
+    is_new = rows.rated & ~shares_sentence(rows, sentences)
+    if is_new.sum() == rows.rated.sum():
         return list(results)
-    parts = score(results, [own[:, new] for own in similarity], rows.take(new), metrics)
+    parts = score(
+        results, [predictions[:, is_new] for predictions in similarity], rows.take(is_new), metrics
+    )
     return [
         replace(result, new_sentences=part) for result, part in zip(results, parts, strict=True)
     ]

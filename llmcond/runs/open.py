@@ -1,4 +1,4 @@
-"""Which run, or bundled model, is meant; and opening it, whatever its task."""
+"""Resolving the run or bundled model that a user named, and opening a run of any task."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from llmcond.runs.task_runs import Run
 
 
 def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
-    """Return the run of a folder, by what its run.json holds.
+    """Return the run of a folder from the contents of its run.json.
 
     Raises:
-        LlmcondError: a kind of task that there is not.
+        LlmcondError: The kind of task does not exist.
     """
     name = kind_of(manifest)
     try:
@@ -33,40 +33,43 @@ def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
         if is_plugin(name):
             raise
         raise LlmcondError(
-            f"{folder / 'run.json'} has kind = {name!r}: {error} Either the file "
-            "was damaged, a newer version wrote it, or the package of that kind is not installed."
+            f"{folder / 'run.json'} has kind = {name!r}: {error} The file is damaged, a newer "
+            "version wrote it, or the package of that kind is not installed."
         ) from error
     return kind.run(folder, manifest)
 
 
 def open_run(folder: Path, *, cross: bool = False) -> Run:
-    """Open a run of rated rows; with ``cross`` it may be a cross-encoder's, without embeddings.
+    """Open a run of rated rows. With ``cross``, a cross-encoder's run is accepted as well.
 
     Raises:
-        UserError: as :func:`open_any_run`, or a run of queries against candidates.
+        UserError: As ``open_any_run``, or the run is of another kind of task.
     """
     run = open_any_run(folder, cross=cross)
     if not isinstance(run, Run):
-        taken = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
-        taken += [run.own_command] if run.own_command else []
+        commands = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
+        commands += [run.own_command] if run.own_command else []
         raise UserError(
-            f"{folder} is a run of the task {run.manifest['task']}, which has no rated pairs; this "
-            f"is for rated pairs of sentences. It takes {', '.join(taken[:-1])} and {taken[-1]}."
+            f"this command needs rated pairs of sentences, and {folder} is a run of the task "
+            f"{run.manifest['task']}, which has none. Commands for that run: "
+            f"{', '.join(commands[:-1])} and {commands[-1]}."
         )
     return run
 
 
 def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
-    """Open a run, whatever its task; with ``cross`` it may be that of a cross-encoder.
+    """Open a run of any task. With ``cross``, a cross-encoder's run is accepted as well.
 
     Raises:
-        UserError: nothing there, a folder that is no run, one written by a newer version, or one
-            of a cross-encoder.
+        UserError: The folder does not exist, is not a run, was written by a newer version, or
+            holds a cross-encoder.
     """
     if _is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
         named = (
-            f"There are {listed(others)}: name one by --run; or extract" if others else "Extract"
+            f"Name an existing one with --run ({listed(others)}), or extract"
+            if others
+            else "Extract"
         )
         raise UserError(
             f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
@@ -74,8 +77,8 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
         )
     if not (folder / "run.json").is_file():
         raise UserError(
-            f"{folder} is not a run of llmcond (it has no run.json). Name another --run; nothing "
-            "in it was touched."
+            f"{folder} is not a run of llmcond (it has no run.json). Name another --run. The "
+            "folder was not changed."
         )
     run = run_of(folder, read_manifest(folder))
     if run.cross is not None and not cross:
@@ -84,16 +87,17 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
 
 
 def run_exists(folder: Path, *, cross: bool = False) -> bool:
-    """Return whether a run is at ``folder``; errors as of :func:`open_any_run` if anything else.
+    """Return whether ``folder`` is a run. A folder that does not exist, or is empty, is not.
 
     Raises:
-        UserError: also where no run can be, as its path has control characters.
+        UserError: As ``open_any_run`` if the folder holds something else, or no run can be created
+            because its path contains control characters.
     """
     if _is_vacant(folder):
         path = str(folder.absolute())
         if re.search(r"[\x00-\x1f\x7f]", path):
             raise UserError(
-                f"{path!r} holds control characters, and features cannot be stored there. Name "
+                f"{path!r} contains control characters, so features cannot be stored in it. Name "
                 "another --run."
             )
         return False
@@ -106,50 +110,51 @@ def _is_vacant(folder: Path) -> bool:
 
 
 def usual_run(run: str | Path | None, model: str | None = None) -> Path:
-    """Return the folder of a run, or of a bundled model, which is laid out as one.
+    """Resolve the folder of a run, or of a bundled model, which has the layout of a run.
 
     Args:
-        run: its folder, or the name of a bundled model. None: ``runs/default`` where that was made
-            from data of the user's own, and otherwise the default one of the bundled models.
-        model: the name of a bundled model, instead.
+        run: The run's folder, or the name of a bundled model. None: ``runs/default`` if it was
+            created from the user's data, otherwise the default bundled model.
+        model: The name of a bundled model, instead of ``run``.
 
     Raises:
-        UserError: both were given, or no such model.
+        UserError: Both were given, or the model does not exist.
     """
     if model is not None:
-        found = pretrained(model)
+        path = pretrained(model)
         if run is not None:
-            raise UserError(f"--run is {run} and --model {model}; give one of them.")
-        if found is None:
+            raise UserError(f"--run is {run} and --model is {model}. Give only one of them.")
+        if path is None:
             raise UserError(
-                f"--model is {model!r}, and the bundled models are {', '.join(pretrained_names())}."
-                f" Another encoder is used by a run: llmcond extract --model {model} --run DIR"
+                f"--model is {model!r}, which is not a bundled model "
+                f"({', '.join(pretrained_names())}). To use another encoder, create a run: "
+                f"llmcond extract --model {model} --run DIR"
             )
-        return found
+        return path
     if run is not None:
         return (not Path(run).exists() and pretrained(run)) or Path(run)
     if run_exists(DEFAULT_RUN, cross=True):
         if open_any_run(DEFAULT_RUN, cross=True).manifest["data"]["source"] != SAMPLE:
             return DEFAULT_RUN
         log.info(
-            f"{DEFAULT_RUN} was made from the bundled sample, so the bundled model is used "
+            f"{DEFAULT_RUN} was created from the bundled sample, so the bundled model is used "
             f"(--run {DEFAULT_RUN} to use that run)"
         )
     return bundled("models") / PRETRAINED
 
 
 def find_run(run: str | Path | None, revision: str | None = None) -> Path:
-    """Return the folder of a run, of a bundled model, or of what the hub has, downloaded.
+    """Return the folder of a run or of a bundled model, or download a model from the hub.
 
     Args:
-        run: as of :func:`usual_run`, or ``OWNER/NAME`` of what ``llmcond push`` uploaded to the
-            hub, which is looked up where no folder is called so.
-        revision: a branch, tag or commit of the hub; None: the newest.
+        run: As for ``usual_run``, or the ``OWNER/NAME`` of a model that ``llmcond push`` uploaded
+            to the hub. The hub is used only if there is no folder of that name.
+        revision: A branch, tag or commit on the hub; None: the newest version.
 
     Raises:
-        UserError: no such run or model, what the hub has is no model of llmcond, or a revision of a
-            folder.
-        LlmcondError: the hub cannot be reached.
+        UserError: The run or model does not exist, the hub's repository is not a model of llmcond,
+            or a revision was given for a folder.
+        LlmcondError: The hub cannot be reached.
     """
     if isinstance(run, str) and pretrained(run) is None and not Path(run).exists():
         if looks_like_hub_name(run):
@@ -157,14 +162,14 @@ def find_run(run: str | Path | None, revision: str | None = None) -> Path:
         raise UserError(_no_such_model(run))
     if revision is not None:
         raise UserError(
-            f"revision is {revision!r}, and {run or 'the default'} is not a model of the hub. "
-            "Leave it out."
+            f"revision is {revision!r}, but {run or 'the default model'} is not on the hub. "
+            "Leave out revision."
         )
     return usual_run(run)
 
 
 def _no_such_model(name: str) -> str:
-    """Return what is said of a name that is neither a run nor a bundled model."""
+    """Return the error message for a name that is neither a run nor a bundled model."""
     models = did_you_mean(name, pretrained_names()) or (
         f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
     )
@@ -172,11 +177,11 @@ def _no_such_model(name: str) -> str:
     if name in (*encoders, *known_names()):
         return (
             f"there is no run at {name}. {models} {name} is an encoder: load_encoder({name!r}) "
-            f"loads it, and llmcond extract --model {name} --run DIR makes a run with it."
+            f"loads it, and llmcond extract --model {name} --run DIR creates a run with it."
         )
     return (
-        f"there is no run at {name}. {models} A model of the hub is named OWNER/NAME. Encoders for "
-        f"a run of your own (llmcond extract --model NAME --run DIR): {nearest(name, encoders)}"
+        f"there is no run at {name}. {models} A model on the hub is named OWNER/NAME. Encoders to "
+        f"create a run with (llmcond extract --model NAME --run DIR): {nearest(name, encoders)}"
     )
 
 
@@ -194,10 +199,10 @@ def _download_run(repo: str, revision: str | None) -> Path:
                 raise UserError(
                     f"{repo} has no run.json, so it is not a model of llmcond. If it is an "
                     f"encoder, load_encoder({repo!r}) loads it, and llmcond extract --model {repo} "
-                    "--run DIR makes a run with it."
+                    "--run DIR creates a run with it."
                 ) from error
             return Path(snapshot_download(repo, revision=Path(record).parent.name))
     except LlmcondError as error:
         raise type(error)(
-            f"there is no run at {repo} here, so it was looked up on the hub: {error}"
+            f"there is no local run at {repo}, so it was looked up on the hub: {error}"
         ) from error

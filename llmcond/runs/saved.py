@@ -1,4 +1,4 @@
-"""A head of a run: its name, and what ``head.json`` says of it; or that of zero-shot."""
+"""A head of a run, fitted or zero-shot, with its name and its record in ``head.json``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
 
 @dataclass(frozen=True)
 class Saved(Generic[H_co]):
-    """A head of a run, with what it was fitted on; or that of zero-shot, see :func:`zero_shot`.
+    """A head of a run with its view and record; for zero-shot see ``zero_shot``.
 
-    ``name`` is its folder's, unique in the run, and ``record`` everything that head.json holds.
+    Attributes:
+        name: The name of its folder, unique in the run.
+        head: The head.
+        view: The features that it was fitted on.
+        record: The content of head.json.
     """
 
     name: str
@@ -36,22 +40,22 @@ class Saved(Generic[H_co]):
 
     @property
     def is_fitted(self) -> bool:
-        """Return whether it was fitted; if not, it is zero-shot."""
-        return self.head.dim_in > 0  # also of a copy in another process
+        """Whether it was fitted; if not, it is zero-shot."""
+        return self.head.dim_in > 0  # not an identity check: the head may be a pickled copy
 
     @property
     def recipe(self) -> str:
-        """Return the name of the recipe it was fitted by."""
+        """The name of the recipe that it was fitted with."""
         return str(self.record["recipe"]["name"])
 
     @property
     def reference(self) -> str:
-        """Return what ``--head`` names it by: its name, or ``none`` of zero-shot."""
+        """The value of ``--head`` that selects it: its name, or ``none`` for zero-shot."""
         return self.name if self.is_fitted else self.recipe
 
     @property
     def trained_on(self) -> tuple[str, ...]:
-        """Return the splits that it was fitted on, as recorded."""
+        """The splits that it was fitted on, as recorded."""
         return fitted_splits(self.record)
 
 
@@ -64,24 +68,24 @@ class StaleHeadError(UserError):
 
 
 def head_name(recipe: str, view: View) -> str:
-    """Return the name that a head has in a run unless the user gives one."""
+    """Return the default name of a head in a run."""
     plain = not view.subtract and view.features not in ("separate", "alone")
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 
 def zero_shot(view: View) -> Saved[PlainHead]:
-    """Return the head of zero-shot, ``none@PROMPT``: the features of a view as they are."""
+    """Return the zero-shot head ``none@PROMPT``, whose embeddings are the features of a view."""
     record = {"recipe": {"name": "none"}, "weights_sha256": None, "fit": {"trained_on": ()}}
     return Saved(head_name("none", view), ZERO_SHOT, view, record)
 
 
 def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what head.json records, once what its features were is seen to be there.
+    """Check that head.json describes the features of a head, and return its content.
 
     Raises:
-        LlmcondError: it was damaged.
+        LlmcondError: It is damaged.
     """
-    if "prompt" in record:  # as written before heads could have several
+    if "prompt" in record:  # written by a version whose heads had a single prompt
         record = {**record, "prompts": [record["prompt"]]}
     check_record(record, FittedOn, where, "Fit it again.")
     return dict(record)
@@ -93,24 +97,25 @@ def fitted_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
-    """Return the score on dev that a head's or a fit's record holds; None where it has none.
+    """Return the dev score in the record of a head or a fit; None if it has none.
 
-    What was trained on dev has none, whatever chose its weights before.
+    A head that was trained on dev has no dev score, even if dev chose its weights before that.
     """
     if "dev" in fitted_splits(record):
         return None
     key = f"dev_{metric}"
     if key in record:
-        found = [record[key]]
-    else:  # as written before it had one of its own: the best epoch's
-        found = [entry.get(key) for entry in record["fit"].get("curve") or ()]
-    scores = (score for score in found if isinstance(score, float))
+        entries = [record[key]]
+    else:  # written by a version that recorded the score of each epoch only
+        entries = [entry.get(key) for entry in record["fit"].get("curve") or ()]
+    scores = (score for score in entries if isinstance(score, float))
     return cast(float | None, metric_of(metric).best(scores, default=None))
 
 
 def chosen_on_dev(summary: Mapping[str, Any]) -> bool:
-    """Return whether a score on dev chose the weights of a training, as its summary has it.
+    """Return whether a dev score chose the weights of a training, by its summary.
 
-    It stands there as ``dev_METRIC``, or as ``dev_METRIC_before`` where a last stage came after it.
+    The summary has the score as ``dev_METRIC``, or as ``dev_METRIC_before`` if a final stage
+    followed.
     """
     return any(name.startswith("dev_") and value is not None for name, value in summary.items())

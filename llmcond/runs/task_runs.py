@@ -1,4 +1,4 @@
-"""A run of rated pairs, and what runs of other kinds of task share."""
+"""Runs of rated pairs, and the base class of runs of other kinds of task."""
 
 from __future__ import annotations
 
@@ -23,43 +23,46 @@ class Run(AnyRun):
 
     @property
     def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
+        """The names of the run's splits."""
         return list(self.manifest["data"]["rows"])
 
     @property
     def rating_range(self) -> tuple[float, float]:
-        """Return the lowest and the highest rating, by which the data was read."""
+        """The lowest and the highest rating of the scale that the data was read with."""
         scale = RatingScale(**self.manifest["data"]["scale"])
         return scale.low, scale.high
 
     @property
     def read_by(self) -> DataOptions:
-        """Return how the data was read, without where it was."""
+        """The options that the data was read with, without its source."""
         return replace(super().read_by, extra=tuple(self.rows("train").extra))
 
     def rows(self, split: str) -> Rows:
         """Return the rows of a split.
 
         Raises:
-            UserError: the run has none of that name, or its rows cannot be read.
-            LlmcondError: its rows are not those that run.json counts.
+            UserError: The run does not have the split, or its rows cannot be read.
+            LlmcondError: The number of rows differs from the record in run.json.
         """
         if split not in self.data.splits:
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self.data.splits[split]
 
     def load_head(self, name: str) -> SavedHead:
-        """Load a head that compares pairs; see :class:`AnyRun`."""
+        """Load a head that compares pairs; see ``AnyRun.load_head``."""
         from llmcond.heads import load_head
 
         return self._loaded(name, load_head(self.head_folder(name)))
 
     def load_applied_head(self, name: str) -> SavedEmbeddingHead:
-        """Load a head that embeds texts, without torch if it is plain; see :class:`AnyRun`."""
+        """Load a head that embeds texts. Linear maps need no torch; see ``AnyRun.load_head``."""
         return self._loaded(name, load_embedding_head(self.head_folder(name)))
 
     def default_split(self) -> str:
-        """Return ``test`` if it has rated rows, else ``dev``: figures on dev chose the epoch."""
+        """Return ``test`` if it has rated rows, otherwise ``dev``.
+
+        Test comes first because dev scores chose the epoch.
+        """
         data = self.manifest["data"]
         if "dev" in self.trained_on:
             return "test"
@@ -67,17 +70,17 @@ class Run(AnyRun):
 
 
 class UnratedRun(AnyRun):
-    """A run whose examples are right answers, not ratings."""
+    """A run whose examples have right answers instead of ratings."""
 
-    #: Candidates have no condition, and what is left of a query would lie elsewhere.
+    #: Candidates have no condition, so a query with subtraction would lie in another space.
     subtracts = False
     data: Any
 
     @property
     def splits(self) -> list[str]:
-        """Return the names of the run's splits."""
+        """The names of the run's splits."""
         return list(self.data.splits)
 
     def default_split(self) -> str:
-        """Return ``test`` if there is one, else ``dev``."""
+        """Return ``test`` if the run has it, otherwise ``dev``."""
         return "test" if "test" in self.splits else "dev"

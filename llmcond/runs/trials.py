@@ -1,4 +1,4 @@
-"""Trials: fits of one recipe on one view of features, each known by what decides its result."""
+"""Trials: fits of one recipe on one view of features, identified by a digest of all inputs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from llmcond.system import choose_device, processes, provenance
 R = TypeVar("R", bound=Result)
 T = TypeVar("T")
 
-#: Of the files that trials are kept in; another one is fitted again.
+#: The format of the files that trials are saved in. A trial in another format is fitted again.
 _FORMAT = 2
-#: Without --workers; each has features of its own in memory.
-_MOST_WORKERS = 8
+#: The limit without --workers, because each worker holds the features in memory.
+_MAX_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,11 @@ class Trial:
     """One fit of a grid.
 
     Attributes:
-        recipe: with its settings changed, not yet sized to the features.
-        dim: size of the embeddings, if it is varied.
-        varied: the settings that the grid varies, and their values here.
+        recipe: The recipe with the settings of this trial, not yet sized to the features.
+        dim: The size of the embeddings, if the grid varies it.
+        view: The features that the head is fitted on.
+        seed: The random seed.
+        varied: The settings that the grid varies, with their values in this trial.
     """
 
     recipe: Recipe
@@ -63,17 +65,17 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Return the name that its head has in results."""
+        """The name of its head in results."""
         return head_name(self.recipe.name, self.view)
 
     @property
     def label(self) -> str:
-        """Return its name, settings and seed, for messages."""
+        """Its name, settings and seed, for messages."""
         settings = [f"{key}={value}" for key, value in self.varied.items()]
         return " ".join([self.name, *settings, f"seed={self.seed}"])
 
     def digest(self, run: AnyRun, split: str) -> str:
-        """Return the digest of everything that decides its result."""
+        """Return the digest of everything that determines its result."""
         parts = {
             "format": _FORMAT,
             "recipe": [self.recipe.name, self.recipe.kind, self.dim],
@@ -90,8 +92,8 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What a trial's file holds, and its metrics together."""
+class _TrialRecord:
+    """The schema of a trial's file, with its metrics in one field."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
@@ -103,13 +105,14 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial gave.
+    """The outcome of a trial.
 
     Attributes:
-        metrics: name -> figure on the split that is scored; NaN where undefined.
-        fit: what is recorded of the fit.
-        dev: score on dev; None where it is undefined.
-        similarity: (n,) predictions of all rows, or ranks.
+        metrics: The metrics on the scored split by name; NaN where undefined.
+        dim: The size of the embeddings.
+        fit: The record of the fit.
+        dev: The score on dev; None if it is undefined.
+        similarity: (n,) predictions, or ranks, of all rows.
     """
 
     metrics: Mapping[str, float]
@@ -120,25 +123,25 @@ class Outcome:
 
     @classmethod
     def read(cls, path: Path, metrics: Sequence[Metric], n: int, dev_metric: str) -> Outcome | None:
-        """Return what a file holds; None where it is not there, or lacks something asked for.
+        """Read an outcome from a file; None if it does not exist or lacks requested values.
 
-        ``n`` predictions are asked for. ``dev_metric`` is that of the run. A damaged file is as
-        good as none, with a warning: it is made again.
+        The file must have ``n`` predictions, and the score by the run's ``dev_metric``. A damaged
+        file is treated as missing, with a warning, so that the fit is repeated.
         """
         if not path.is_file():
             return None
         try:
             record = read_json(path)
             names = [metric.name for metric in metrics]
-            # Without the score that chose the epoch, another metric may have chosen it.
+            # If this dev score is missing, another metric may have chosen the epoch.
             if not {*names, f"dev_{dev_metric}", "similarity"} <= set(record):
                 return None
             figures = {name: record[name] for name in names}
-            check_record({**record, "metrics": figures}, _Kept, str(path))
+            check_record({**record, "metrics": figures}, _TrialRecord, str(path))
         except LlmcondError as error:
-            log.warning(f"{error} The fit is made again.")
+            log.warning(f"{error} The fit is repeated.")
             return None
-        figures = {name: math.nan if one is None else one for name, one in figures.items()}
+        figures = {name: math.nan if figure is None else figure for name, figure in figures.items()}
         similarity = np.array(record["similarity"], dtype=np.float32)
         if len(similarity) != n:
             return None
@@ -148,9 +151,10 @@ class Outcome:
 def seeded_result(
     kind: type[R], fits: Sequence[tuple[Trial, Outcome]], split: str, task: str, **further: Any
 ) -> tuple[R, NDArray[np.float32]]:
-    """Return the result, without figures, of trials that differ by their seeds alone.
+    """Return the result, without figures, of trials that differ only in their seeds.
 
-    ``further`` are fields of that kind of result. The predictions are (seeds, n).
+    ``further`` are fields of that kind of result. The predictions, (seeds, n), are returned with
+    it.
     """
     trial, first = fits[0]
     result = kind(
@@ -161,7 +165,7 @@ def seeded_result(
         split=split,
         task=task,
         dim=first.dim,
-        seeds=tuple(own.seed for own, _ in fits),
+        seeds=tuple(seeded_trial.seed for seeded_trial, _ in fits),
         fits=tuple(outcome.fit for _, outcome in fits),
         **further,
     )
@@ -169,23 +173,26 @@ def seeded_result(
 
 
 def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
-    """Return a recipe with the dimension asked for, or its own, at most that of the features."""
+    """Return a recipe with the given dimension, or its default limited to that of the features."""
     if dim is not None:
         if recipe.dim is None:
-            raise UserError(f"the head {recipe.name} keeps the features' size; leave out --dim.")
+            raise UserError(
+                f"the embeddings of the head {recipe.name} have the size of the features. "
+                "Leave out --dim."
+            )
         return recipe.with_settings({"dim": dim}, "--dim")
     if recipe.dim is not None and recipe.dim > dim_in:
         if not quiet:
             log.info(
-                f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the features have no more"
+                f"{recipe.name}: dim {dim_in} instead of {recipe.dim}, the size of the features"
             )
         return recipe.with_settings({"dim": dim_in}, recipe.name)
     return recipe
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """What all trials of a command have in common; worker processes are started with it."""
+class _TrialSettings:
+    """The settings that all trials of a command share. Worker processes are started with them."""
 
     folder: Path
     split: str
@@ -202,66 +209,70 @@ def run_trials(
     metrics: Sequence[str] = (),
     device: str = "auto",
 ) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
-    """Run trials, but for those that were run before; equal ones are run once.
+    """Run the trials that have no saved outcome yet. Equal trials are run once.
 
-    Outcomes are kept in ``folder`` of the run. They hold the task's ``metrics`` and further ones on
-    ``split``, and the predictions of each row. ``workers`` fits run at a time; None: one a core, at
-    most eight.
+    Outcomes are saved in ``folder`` of the run. They hold the task's metrics and further
+    ``metrics`` on ``split``, and the prediction of each row. ``workers`` is the number of parallel
+    fits; None: one per core, at most eight.
 
     Returns:
-        Digest -> trial and outcome, in the order of the trials, and a line for each that failed.
+        The trials with their outcomes by digest, in the order of the trials, and one line for each
+        trial that failed.
 
     Raises:
-        LlmcondError: every fit failed, or a process was ended from outside.
+        LlmcondError: Every fit failed, or a worker process was killed.
     """
-    wanted = {trial.digest(run, split): trial for trial in trials}
+    by_digest = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
-    paths = {digest: run.folder / folder / f"{digest}.json" for digest in wanted}
+    paths = {digest: run.folder / folder / f"{digest}.json" for digest in by_digest}
     n = len(examples_of(run).scored(split).rated)
 
-    def kept(digest: str) -> Outcome | None:
+    def read_outcome(digest: str) -> Outcome | None:
         return Outcome.read(paths[digest], computed, n, run.dev_metric)
 
-    outcomes = {digest: found for digest in wanted if (found := kept(digest)) is not None}
-    missing = {digest: trial for digest, trial in wanted.items() if digest not in outcomes}
-    if wanted:
-        log.info(f"{len(wanted):,} fits, {len(outcomes):,} of them done before")
+    outcomes = {
+        digest: previous for digest in by_digest if (previous := read_outcome(digest)) is not None
+    }
+    missing = {digest: trial for digest, trial in by_digest.items() if digest not in outcomes}
+    if by_digest:
+        log.info(f"{len(by_digest):,} fits, {len(outcomes):,} of them already done")
     if missing:
         check_writable(next(iter(paths.values())))
     failures = []
-    job = _Job(run.folder, split, metrics, choose_device(device))
-    # Closed here and now: an interrupt would leave it, and its processes, to the traceback.
-    with closing(_records(job, missing, workers)) as records:
-        for done, (digest, record) in enumerate(records, start=1):
+    job = _TrialSettings(run.folder, split, metrics, choose_device(device))
+    # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it the
+    # worker processes, alive.
+    with closing(_run_missing(job, missing, workers)) as records:
+        for count, (digest, record) in enumerate(records, start=1):
             if isinstance(record, str):
-                failures.append(f"{wanted[digest].label}: {record}")
+                failures.append(f"{by_digest[digest].label}: {record}")
                 log.info(f"failed: {failures[-1]}")
                 continue
             write_json(paths[digest], record)
-            outcome = kept(digest)
-            assert outcome is not None  # noqa: S101 - it was written just now
+            outcome = read_outcome(digest)
+            assert outcome is not None  # noqa: S101 - the file was written in the previous line
             outcomes[digest] = outcome
-            first, name = computed[0], f"{done:,}/{len(missing):,} {wanted[digest].label}"
-            figure = first.show(outcome.metrics[first.name])
-            log.info(f"{name}: {first.heading} {figure} on {split}")
+            metric, name = computed[0], f"{count:,}/{len(missing):,} {by_digest[digest].label}"
+            figure = metric.show(outcome.metrics[metric.name])
+            log.info(f"{name}: {metric.heading} {figure} on {split}")
     if failures and not outcomes:
-        raise LlmcondError(f"every fit failed; the first one: {failures[0]}")
-    return {d: (wanted[d], outcomes[d]) for d in wanted if d in outcomes}, failures
+        raise LlmcondError(f"every fit failed. The first failure: {failures[0]}")
+    return {d: (by_digest[d], outcomes[d]) for d in by_digest if d in outcomes}, failures
 
 
-#: What a trial's file holds, or why it failed.
+#: The content of a trial's file, or the reason why the trial failed.
 _Record = dict[str, Any] | str
 
 
 class _Worker:
-    """A run's examples, and how heads are fitted on them; one for each process."""
+    """Fits heads on a run's examples; each process has one."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _TrialSettings) -> None:
         self._job = job
         self._run = open_any_run(job.folder)
         self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
         self._examples = examples_of(self._run)
-        #: What epochs are chosen by, and what that is called.
+        #: The metric that chooses the epoch, and its name in the progress bar.
         self.metric = metric_of(self._run.dev_metric)
         self.epoch_score = self._examples.epoch_score
 
@@ -269,13 +280,13 @@ class _Worker:
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
     ) -> tuple[str, _Record]:
         try:
-            return digest, self._fitted(trial, on_epoch)
+            return digest, self._fit(trial, on_epoch)
         except UserError as error:
             return digest, str(error)
-        except (RuntimeError, MemoryError) as error:  # as where memory runs out
+        except (RuntimeError, MemoryError) as error:  # for example out of memory
             return digest, f"{type(error).__name__}: {error}"
 
-    def _fitted(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
+    def _fit(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
         split, examples, view = self._job.split, self._examples, trial.view
         recipe = sized(trial.recipe, trial.dim, examples.dim(view), quiet=True)
         head = examples.fit(recipe, view, trial.seed, on_epoch, self._job.device)
@@ -293,17 +304,17 @@ class _Worker:
         }
 
 
-def _records(
-    job: _Job, trials: Mapping[str, Trial], workers: int | None
+def _run_missing(
+    job: _TrialSettings, trials: Mapping[str, Trial], workers: int | None
 ) -> Generator[tuple[str, _Record]]:
-    """Yield the digest and the record of each trial, as it is done."""
+    """Run trials, and yield the digest and the record of each one when it is done."""
     if not trials:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    usual = 1 if job.device != "cpu" else min(cores or 1, _MOST_WORKERS)
-    count = min(workers or usual, len(trials))
+    default_count = 1 if job.device != "cpu" else min(cores or 1, _MAX_WORKERS)
+    count = min(workers or default_count, len(trials))
     if any(trial.recipe.family.__module__ == "__main__" for trial in trials.values()):
-        count = 1  # other processes cannot import what a session defined
+        count = 1  # other processes cannot import a class that the main module defined
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
@@ -313,19 +324,21 @@ def _records(
         return
     threads = max(1, (cores or 1) // count)
     with _processes(job, count, threads) as executor:
-        futures = [executor.submit(_fit_one, digest, trial) for digest, trial in trials.items()]
+        futures = [executor.submit(_fit_trial, digest, trial) for digest, trial in trials.items()]
         try:
-            for future in _completed(futures):
+            for future in _iterate_completed(futures):
                 yield future.result()
         except BrokenProcessPool as error:
             raise LlmcondError(
-                "a process of the sweep was ended from outside, as where memory runs out. What "
-                "was fitted is kept; run the same command with fewer --workers."
+                "a worker process was killed, perhaps because memory ran out. Completed fits are "
+                "saved. Run the same command again with fewer --workers."
             ) from error
 
 
-def _completed(futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS) -> Iterator[Future[T]]:
-    """Yield futures as they are done; log how many are where none was for so many seconds."""
+def _iterate_completed(
+    futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS
+) -> Iterator[Future[T]]:
+    """Yield futures when they are done. Log the count if none completes for ``seconds``."""
     waiting = set(futures)
     while waiting:
         done, waiting = wait(waiting, seconds, FIRST_COMPLETED)
@@ -336,22 +349,25 @@ def _completed(futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS) -> 
 
 
 @contextmanager
-def _processes(job: _Job, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that fit; they end with the block, whatever they are at then."""
+def _processes(job: _TrialSettings, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
+    """Start processes that fit heads. They end with the block, even in the middle of a fit."""
     context = processes("llmcond.heads")
-    held, end = context.Pipe(duplex=False)
-    # Cores that two processes share make both several times slower; numbers of threads are read
-    # when libraries are loaded.
+    receiver, sender = context.Pipe(duplex=False)
+    # Two processes that share cores are both several times slower. Libraries read the number of
+    # threads when they are loaded, hence the environment variable.
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     executor = ProcessPoolExecutor(
-        count, context, initializer=_begin, initargs=(job, plugins.loaded(), threads, held)
+        count,
+        context,
+        initializer=_initialise_worker,
+        initargs=(job, plugins.loaded(), threads, receiver),
     )
     try:
         yield executor
         executor.shutdown()
     finally:
-        end.close()
+        sender.close()
         executor.shutdown(wait=False, cancel_futures=True)
         if before is None:
             os.environ.pop("OMP_NUM_THREADS", None)
@@ -362,25 +378,27 @@ def _processes(job: _Job, count: int, threads: int) -> Iterator[ProcessPoolExecu
 _worker: _Worker | None = None
 
 
-def _begin(job: _Job, code: Sequence[str], threads: int, held: Connection) -> None:
+def _initialise_worker(
+    job: _TrialSettings, plugin_names: Sequence[str], threads: int, parent_pipe: Connection
+) -> None:
     import torch
 
-    # Ctrl-C is for the process that the others belong to.
+    # Only the parent process handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(held,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent_pipe,), daemon=True).start()
     torch.set_num_threads(threads)
-    global _worker  # noqa: PLW0603 - a process of a pool has no other place for it
-    for name in code:
+    global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
+    for name in plugin_names:
         plugins.load(name)
     _worker = _Worker(job)
 
 
-def _end_with(held: Connection) -> None:
-    """End this process when the other end of a pipe is closed, as by the death of its owner."""
-    held.poll(None)
+def _exit_with_parent(parent_pipe: Connection) -> None:
+    """End this process when the parent closes its end of the pipe, or is killed."""
+    parent_pipe.poll(None)
     os._exit(1)
 
 
-def _fit_one(digest: str, trial: Trial) -> tuple[str, _Record]:
-    assert _worker is not None  # noqa: S101 - the pool's initializer made it
+def _fit_trial(digest: str, trial: Trial) -> tuple[str, _Record]:
+    assert _worker is not None  # noqa: S101 - the pool's initializer has set it
     return _worker.fit(digest, trial)

@@ -1,4 +1,4 @@
-"""Fitting a head on train and dev together, and telling by folds of dev what dev brings."""
+"""Fitting a head on train and dev together, and measuring the gain from dev by cross-validation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from llmcond.runs.task_runs import Run
 
 @dataclass(frozen=True)
 class WithDev:
-    """How a recipe is fitted on a run's train and dev, for all epochs of its settings.
+    """The fit of a recipe on train and dev of a run, for all epochs of its settings.
 
-    Nothing is left to choose the epoch by, so the last one is kept.
+    No split is left to choose the epoch, so the last epoch is used.
 
     Attributes:
-        recipe: of the size that is fitted.
-        weight: how often each row of dev is taken in an epoch.
-        on_epoch: is told of each epoch of every fit.
+        run: The run.
+        recipe: The recipe, sized to the features.
+        view: The features that the head is fitted on.
+        seed: The random seed.
+        device: The device to fit on.
+        weight: How often an epoch contains each row of dev.
+        on_epoch: Called after each epoch of every fit.
     """
 
     run: Run
@@ -40,44 +44,49 @@ class WithDev:
     on_epoch: OnEpoch
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be fitted so.
+        """Check that the recipe can be fitted on dev.
 
         Raises:
-            UserError: no ratings are learned from, there are none of dev, or a prompt whose inputs
-                depend on the rows around them.
+            UserError: The head does not learn from ratings, dev has no rated rows, or the inputs of
+                a prompt depend on the other rows of the split.
         """
         if not self.recipe.family.supervised:
             raise UserError(
-                f"the head {self.recipe.name} learns nothing from ratings, so dev would bring it "
-                "nothing. Leave out --with."
+                f"the head {self.recipe.name} does not learn from ratings, so dev has no effect on "
+                "it. Leave out --with."
             )
         if not self.run.rows("dev").rated.any():
-            raise UserError(f"{self.run.folder} has no rated rows of dev. Leave out --with.")
+            raise UserError(f"{self.run.folder} has no rated dev rows. Leave out --with.")
         for prompt in self.view.prompts:
             if prompt.control:
-                raise UserError(f"{prompt.name} is a control of train alone. Leave out --with.")
+                raise UserError(
+                    f"the prompt {prompt.name} is a control, and controls are fitted on train "
+                    "only. Leave out --with."
+                )
 
     def fit(self) -> FittedHead:
-        """Fit on all of train and dev; the record says so."""
+        """Fit on all rated rows of train and dev, and record this in ``trained_on``."""
         head = self._fit(self._dev)
         record = {**head.fit.record, "trained_on": ["train", "dev"], "weight": self.weight}
         return replace(head, fit=replace(head.fit, record=record))
 
     def folds(self, count: int) -> Folded:
-        """Fit without each of ``count`` folds of dev, and without all of it, for as many epochs.
+        """Fit ``count`` times, each time without one fold of dev, and once without dev.
+
+        All fits run for the same number of epochs.
 
         Raises:
-            UserError: dev has fewer sentence pairs than folds.
+            UserError: Dev has fewer sentence pairs than folds.
         """
         dev = self._dev
         check_fold_count(dev, count)
         fold = fold_of_pair(dev, count, self.seed)
-        without = self._predicted(self._fit(None), dev)
+        without = self._predict(self._fit(None), dev)
         trained = np.empty_like(without)
         for number in range(count):
-            held = fold == number
-            head = self._fit(dev.take(~held))
-            trained[held] = self._predicted(head, dev.take(held))
+            is_held_out = fold == number
+            head = self._fit(dev.take(~is_held_out))
+            trained[is_held_out] = self._predict(head, dev.take(is_held_out))
         metric = self.run.task.main_metric
         return Folded.of(count, without, trained, dev, self.run.rows("train"), metric)
 
@@ -92,6 +101,6 @@ class WithDev:
         pairs = RowFeatures(join_rows(parts), self.run.store()).pairs(self.view)
         return fit_recipe(self.recipe, pairs, None, self.seed, self.on_epoch, self.device)
 
-    def _predicted(self, head: FittedHead, rows: Rows) -> NDArray[np.float32]:
+    def _predict(self, head: FittedHead, rows: Rows) -> NDArray[np.float32]:
         pairs = RowFeatures(rows, self.run.store()).pairs(self.view)
         return predict(Saved("", head, self.view, {}), pairs)

@@ -229,7 +229,7 @@ def test_way_that_fails_does_not_stop_the_others(place):
     def broken(inputs):
         raise RuntimeError("out of memory")
 
-    first = next(speeds._ways(loaded))
+    first = next(speeds._list_ways(loaded))
     chosen = [replace(first, name="broken", encode=broken), first]
     inputs = csts_inputs(8, instruct=False)
     found = list(speeds._measure(loaded, "C-STS", inputs, chosen, speeds.Scale(0, 1, 64, 8)))

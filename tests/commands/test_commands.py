@@ -124,10 +124,10 @@ def test_a_run_that_cannot_be_written_can_be_used(read_only, tmp_path, write_row
     for number, (arguments, said) in enumerate(
         [
             ("analyse --json", "no analyses.json is written, nor pictures"),
-            (f"evaluate --data {data} --json", "are not kept: cannot write"),
+            (f"evaluate --data {data} --json", "are not saved: cannot write"),
             (
                 f"embed {data} --sentence sentence1 --out {tmp_path / 'v.npy'} --json",
-                "are not kept: cannot write",
+                "are not saved: cannot write",
             ),
         ]
     ):

@@ -200,9 +200,13 @@ def test_a_bench_that_is_killed_leaves_its_checks(
         raise KeyboardInterrupt
 
     def only(given: checks.Bench) -> Any:
-        yield "folded", 1e-4, lambda: checks._other(given, "nv-embed-v2", fold_latents=False)
+        yield (
+            "folded",
+            1e-4,
+            lambda: checks._compare_encoders(given, "nv-embed-v2", fold_latents=False),
+        )
 
-    monkeypatch.setattr(checks, "_all", only)
+    monkeypatch.setattr(checks, "_list_checks", only)
     monkeypatch.setattr(bench, "run_encoder", killed)
     page = tmp_path / "bench.md"
     command = ["bench", "--quick", "--shape", "minilm", "--device", "cpu", "--out", str(page)]

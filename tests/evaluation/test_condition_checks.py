@@ -99,7 +99,7 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
     assert find_calibration(tmp_path).is_own is False
     assert find_calibration(tmp_path / PRETRAINED).is_own is True
     for damage, message in [
-        ({"coefficients": {"luck": 1.0}}, "'luck', no indicator"),
+        ({"coefficients": {"luck": 1.0}}, "'luck', which is not an indicator"),
         ({"intercept": "0.5"}, "'intercept' is '0.5'"),
         ({"format": 2}, "newer version"),
     ]:

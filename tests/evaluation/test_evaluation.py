@@ -233,7 +233,7 @@ def test_clusters_and_projections_refuse_vectors(vectors, message):
 @pytest.mark.parametrize(
     ("vectors", "labels", "message"),
     [
-        (np.ones((4, 2)), list("abab"), "have 1 distinct values; 2 clusters"),
+        (np.ones((4, 2)), list("abab"), "have 1 distinct values, but 2 clusters"),
     ],
 )
 def test_impurity_refuses(vectors, labels, message):

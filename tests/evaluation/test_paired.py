@@ -87,7 +87,7 @@ def test_measures_of_draws_equal_the_slow_way(example):
     n_pairs = len(np.unique(pair))
     expected = slow(similarity, rating, pair, np.ones(n_pairs))
     np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-12)
-    (counts,) = paired._draws(n_pairs, len(pair), 5, seed=3)
+    (counts,) = paired._sample_pairs(n_pairs, len(pair), 5, seed=3)
     expected = np.array([slow(similarity, rating, pair, count) for count in counts])
     np.testing.assert_allclose(found.sampled[:, 0], expected.T, atol=1e-12)
 
@@ -97,7 +97,7 @@ def test_a_difference_equals_the_slow_way(decimals):
     ways, rating, pair = rows(25, [0.5, 2.0], conditions=3)
     ways = [np.round(way, decimals) for way in ways]
     (found,) = compare(ways[:1], ways[1], rating, pair, resamples=60, seed=5)
-    (counts,) = paired._draws(25, 75, 60, seed=5)
+    (counts,) = paired._sample_pairs(25, 75, 60, seed=5)
     once, drawn = (
         np.array([np.subtract(*(slow(w, rating, pair, c) for w in ways)) for c in times])
         for times in (np.ones((1, 25)), counts)
@@ -120,7 +120,7 @@ def test_a_difference_equals_the_slow_way(decimals):
 
 
 def test_draws_take_as_many_sentence_pairs_as_there_are():
-    counts = np.concatenate(list(paired._draws(40, 80, 3_000, seed=0)))
+    counts = np.concatenate(list(paired._sample_pairs(40, 80, 3_000, seed=0)))
     assert counts.shape == (3_000, 40)
     assert (counts.sum(axis=1) == 40).all()
     np.testing.assert_allclose(counts.mean(axis=0), 1, atol=0.1)

@@ -158,7 +158,7 @@ def test_scores_of_any_kind_are_ranked_among_what_counts():
     # The answer counts though it is among those left out.
     assert found.optimistic.tolist() == [1, 1]
     assert found.pessimistic.tolist() == [2, 3]
-    with pytest.raises(UserError, match="1, the first of query 1"):
+    with pytest.raises(UserError, match="1 in total, the first of query 1"):
         ranks_among(scores, answer)
 
 
@@ -175,7 +175,7 @@ def test_scores_are_ranked_as_vectors_are(graph, vectors):
 def test_vectors_that_are_not_finite_are_refused(graph, vectors, which):
     queries, candidates = (own.copy() for own in vectors)
     (queries if which == "query" else candidates)[3, 1] = np.nan
-    with pytest.raises(UserError, match=f"1, the first of {which} 3"):
+    with pytest.raises(UserError, match=f"1 in total, the first of {which} 3"):
         rank(queries, candidates, graph.queries("test"), None)
 
 

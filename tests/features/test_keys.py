@@ -58,7 +58,7 @@ def test_a_key_takes_24_bytes():
     index = KeyIndex()
     for _ in range(10):
         index.add(os.urandom(16 * 1_000))
-    columns = [column for run in index._runs for column in (run.first, run.second, run.places)]
+    columns = [column for run in index._runs for column in (run.first, run.second, run.positions)]
     assert sum(column.nbytes for column in columns) == 24 * len(index)
     # A view would keep a larger array alive.
     assert all(column.base is None for column in columns)

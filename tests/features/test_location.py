@@ -133,7 +133,7 @@ def test_two_machines_double_nothing(store, elsewhere, monkeypatch, caplog):
     for own in (store, elsewhere):
         own.refresh()
         check(own, range(len(MANY)))
-    told = [record for record in caplog.messages if "others write to s3://" in record]
+    told = [record for record in caplog.messages if "other machines are writing to s3://" in record]
     assert len(told) <= 2
 
 
@@ -153,7 +153,7 @@ def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhe
         assert add(store, range(30)) == 10
     assert raced == [10]
     check(store, range(30))
-    assert sum("others write to s3://" in record for record in caplog.messages) == 1
+    assert sum("other machines are writing to s3://" in record for record in caplog.messages) == 1
 
 
 class _Plain:
@@ -452,11 +452,11 @@ def test_locks_are_in_a_folder_that_nobody_else_can_write(monkeypatch, tmp_path)
     home.rename(tmp_path / "taken")
     home.symlink_to(tmp_path / "taken")
     (tmp_path / "taken").chmod(0o700)
-    with pytest.raises(UserError, match="not a folder of yours"):
+    with pytest.raises(UserError, match="not your folder"):
         place.prepare()
     home.unlink()
     home.touch()
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         place.prepare()
 
 
@@ -464,5 +464,5 @@ def test_a_folder_of_another_user_is_not_used_for_locks(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 12_345)
     place = Bucket("s3://somewhere/features/store")
-    with pytest.raises(UserError, match="not a folder of yours"):
+    with pytest.raises(UserError, match="not your folder"):
         place.prepare()

@@ -62,7 +62,7 @@ def test_counts_of_several_share_what_they_have_seen(store):
 
 
 def test_the_sample_is_small_and_from_all_over(store, monkeypatch):
-    monkeypatch.setattr(missing, "_SAMPLE", 16)
+    monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
     found = count_missing(store, inputs(range(1000)), 50)
     numbers = [int(item.text.split()[1]) for item in found.sample]
     assert found.n_missing == 1000

@@ -428,7 +428,7 @@ def test_a_read_that_fails_again_is_repeated_where_nothing_is_removed(store):
             raise OSError("Not found")
         return "read"
 
-    assert store._reading(attempt) == "read"
+    assert store._read_safely(attempt) == "read"
     assert locked == [False, False, True]
 
 

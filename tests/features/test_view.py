@@ -70,13 +70,15 @@ PROMPTS = {
 ROWS = [("a man", "the place"), ("two dogs", "the mood"), ("a man", "the mood")]
 DIM = 4
 
-APART = r"the head takes e\(s\) and e\(c\) each by itself, and the prompt {} gives {}\. Extract"
+APART = (
+    r"the head takes separate features, e\(s\) and e\(c\), from one prompt, and {} has {}\. Extract"
+)
 JOINT = "joint features only"
-ALONE = r"takes separate features only, and --prompt {} names joint ones as well"
+ALONE = r"takes separate features only, but --prompt {} also names joint features"
 IGNORED = "without subtraction the condition would be ignored"
-SEPARATE = "the prompt separate gives"
-NOTHING = "the head has no joint features to work on"
-SENTENCE = r"takes e\(c\), and the prompt {} encodes no condition by itself"
+SEPARATE = "the prompt separate has separate features"
+NOTHING = "the head, which takes joint features, has no input"
+SENTENCE = r"takes e\(c\), but the prompt {} encodes no condition without its sentence"
 
 #: (features, prompts) -> what is given, subtracted or not, each without and with conditions: a
 #: sentence's features side by side | the condition's; or, with a !, why there is nothing.
@@ -104,8 +106,8 @@ VIEWS = {
     ("both", "JSK"): ("J-j S K-k", "J-j S K-k | s", "J S K", "J S K | s"),
     ("joint", "ST"): ("S-s T-t", f"!{NOTHING}", f"!{IGNORED}", f"!{NOTHING}"),
     ("joint", "SJT"): ("S-s J-j T-t", "S-s J-j T-t | s", "S J T", "S J T | s"),
-    ("separate", "ST"): (f"!{APART.format('separate.texts', '2 such')}",) * 4,
-    ("both", "SJT"): (f"!{APART.format('separate.joint.texts', '2 such')}",) * 4,
+    ("separate", "ST"): (f"!{APART.format('separate.texts', '2 prompts with them')}",) * 4,
+    ("both", "SJT"): (f"!{APART.format('separate.joint.texts', '2 prompts with them')}",) * 4,
 }
 CASES = [
     (features, letters, subtract, conditioned, given)
@@ -195,7 +197,7 @@ def advice(case: tuple) -> str:
 def test_what_a_refusal_advises_is_accepted(case):
     features, letters, subtract, conditioned, given = case
     names = {known.name: letter for letter, known in PROMPTS.items()} | {"PROMPT": "K"}
-    told = advice(case).replace(f"--prompt {view_name(letters)} names", "")
+    told = advice(case).replace(f"--prompt {view_name(letters)} also names", "")
     advised = re.findall(r"--prompt ([\w+]+)", told)
     assert bool(advised) == ("encodes no condition" not in given)
     for prompts in advised:
@@ -537,7 +539,7 @@ def test_other_rows_are_encoded_for_the_prompts_of_the_heads_that_are_named(
 
 def test_evaluating_in_blocks_and_from_disk_changes_nothing(capsys, monkeypatch, sampled):
     monkeypatch.setattr(import_module("llmcond.runs.predictors"), "_BLOCK", 7)
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 1_000)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 1_000)
     names = ("apart", "of-two", "two-towers", "layers")
     ok(capsys, "evaluate", "--run", sampled.folder, "--head", *names, "--predictions", "p.csv")
     with Path("p.csv").open(encoding="utf-8") as stream:
@@ -549,7 +551,7 @@ def test_evaluating_in_blocks_and_from_disk_changes_nothing(capsys, monkeypatch,
 
 @pytest.mark.parametrize("name", ["apart", "layers"])
 def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name):
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 0)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 0)
     before = sorted(path for path in (own / "features").rglob("*") if path.is_file())
     fitted = ok(capsys, *fit_arguments(name), "--run", own, "--name", "streamed")
     assert fitted["dim_in"] == sampled.fitted[name]["dim_in"]
@@ -571,7 +573,7 @@ def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name)
         ),
         (["--head", "hypernet", "--set", "features=both"], f"--prompt separate+{J}"),
         (["--head", "hypernet-joint", "--prompt", S], "--prompt PROMPT+separate"),
-        (["--head", "linear", "--prompt", S, "--no-subtract"], "Subtract, choose a prompt"),
+        (["--head", "linear", "--prompt", S, "--no-subtract"], "Subtract, or choose a prompt"),
         (["--head", "pca", "--prompt", S, "--no-subtract"], "condition would be ignored"),
         (["--head", "mlp", "--prompt", f"{S}+{S}"], "names a prompt twice"),
         (["--head", "mlp", "--prompt", f"{S}+{J}+{S}.toml"], "names a prompt twice"),
@@ -584,7 +586,7 @@ def test_a_head_can_be_fitted_from_disk(capsys, monkeypatch, sampled, own, name)
         (["--head", "hypernet", "--dim", "4", "--set", "rank=5"], "has a rank of at most 4"),
         (["--head", "hypernet", "--set", "rank=33"], "has a rank of at most 32"),
         (["--head", "hypernet-ablation", "--set", "rank=0"], "'rank' is 0: it must be at least 1"),
-        (["--head", "hadamard", "--dim", "4"], "leave out --dim"),
+        (["--head", "hadamard", "--dim", "4"], "Leave out --dim"),
         (
             ["--head", "hadamard", "--prompt", BOTH, "--set", "features=both", "transform=false"],
             "64 dimensions and the conditions' 32",
@@ -600,7 +602,7 @@ def test_heads_that_cannot_be_fitted(capsys, sampled, arguments, expected):
 
 def test_a_run_without_the_separate_prompt_is_told_to_extract_it(capsys, tiny_run):
     line = refused(capsys, "fit-head", "--head", "hypernet", "--run", tiny_run)
-    assert "gives joint features only" in line
+    assert "has joint features only" in line
     assert "llmcond extract --prompt separate" in line
     assert line.endswith("--prompt separate")
 
@@ -692,7 +694,7 @@ def test_a_prompt_called_c_makes_no_names_collide(capsys, own):
     extract = ("extract", "--model", model_of(own), "--run", own, *ENCODER)
     ok(capsys, *extract, "--prompt", "c.toml")
     fit = ("fit-head", "--run", own, "--head", "pca", "--dim", "4", "--prompt")
-    assert "name the prompt c first" in refused(capsys, *fit, f"{J}+c")
+    assert "Name the prompt c first" in refused(capsys, *fit, f"{J}+c")
     assert ok(capsys, *fit, f"c+{J}")["name"] == f"pca@c+{J}"
     assert ok(capsys, *fit, J, "--no-subtract")["name"] == f"pca@{J}+c"
 
@@ -785,7 +787,7 @@ def test_looked_up_vectors_are_the_distinct_ones_as_they_are_stored(store, monke
 def test_large_tables_are_memory_maps_of_files_without_a_name(store, monkeypatch, at_once):
     monkeypatch.setattr("llmcond.features.store._READ_ROWS", at_once)
     size = 6 * VECTORS.shape[1] * np.dtype(store.dtype).itemsize
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", size - 1)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", size - 1)
     before, process = files(store), psutil.Process()
     opened = process.num_fds()
     table = check_lookup(store)
@@ -794,23 +796,23 @@ def test_large_tables_are_memory_maps_of_files_without_a_name(store, monkeypatch
     del table
     assert process.num_fds() <= opened
     assert files(store) == before
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", size)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", size)
     assert not isinstance(check_lookup(store), np.memmap)
 
 
 def test_a_lookup_that_fails_leaves_no_file(store, monkeypatch):
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 0)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 0)
     monkeypatch.setattr("llmcond.features.store._READ_ROWS", 2)
-    before, read = files(store), store._stored
+    before, read = files(store), store._read_vectors
 
     def once(places):
-        store._stored = fails
+        store._read_vectors = fails
         return read(places)
 
     def fails(places):
         raise OSError("gone")
 
-    store._stored = once
+    store._read_vectors = once
     with pytest.raises(OSError, match="gone"):
         store.lookup([INPUTS[i] for i in ASKED])
     assert files(store) == before
@@ -821,7 +823,7 @@ def test_a_memory_map_without_room_is_refused(store, monkeypatch):
     nothing = SimpleNamespace(free=0)
     monkeypatch.setattr("llmcond.features.location.shutil.disk_usage", lambda folder: nothing)
     check_lookup(store)
-    monkeypatch.setattr("llmcond.features.store._IN_MEMORY", 0)
+    monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 0)
     with pytest.raises(DiskFullError, match="the disk is full"):
         store.lookup([INPUTS[3]])
     assert files(store) == before

@@ -182,7 +182,10 @@ def test_another_stage_is_another_training(command, staged, capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--then dev --folds 7", "dev has 6 sentence pairs with ratings, too few for 7 folds"),
+        (
+            "--then dev --folds 7",
+            "dev has 6 sentence pairs with ratings, which are too few for 7 folds",
+        ),
         ("--then dev --then-share 1.5", "--then-share is 1.5; it must be at least 0 and at most 1"),
         ("--then test", "Legal: dev"),
         ("--folds 5", "--folds needs --then dev. Add it"),

@@ -419,7 +419,7 @@ def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
         assert not view.subtracts
         np.testing.assert_array_equal(found, np.ones((2, 3)))
     assert read == ["conditional"] * 2
-    with pytest.raises(UserError, match="encodes no condition by itself"):
+    with pytest.raises(UserError, match="encodes no condition without its sentence"):
         View((LEFT_OUT,), conditioned=True)
     beside = View((load_prompt("concat-sent-cond"), LEFT_OUT))
     assert beside.subtracts
@@ -605,7 +605,7 @@ def test_controls_are_refused_for_texts_before_the_encoder_is_looked_for(
         raise AssertionError("the encoder was looked for")
 
     monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", unreachable)
-    message = f"the prompt {name} is a control, for comparing only: "
+    message = f"the prompt {name} is a control, which is only for comparisons: "
     with pytest.raises(UserError, match=message):
         llmcond.load_embedder(controls_run, **options)
     given_ = [text for key, value in options.items() for text in (f"--{key}", value)]
@@ -634,7 +634,7 @@ def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
         controls_run, head="none", prompt="concat-sent-cond", device="cpu"
     )
     assert embedder.encode(["two men"], "the place").shape == (1, 32)
-    with pytest.raises(UserError, match="for comparing only"):
+    with pytest.raises(UserError, match="which is only for comparisons"):
         replace(embedder, view=View((SHUFFLED,))).encode(["two men"], "the place")
 
 

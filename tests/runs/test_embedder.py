@@ -145,7 +145,7 @@ def test_a_text_is_one_text(fitted: Path):
     ],
 )
 def test_texts_and_lists_are_not_mixed(fitted: Path, arguments: tuple[object, ...]):
-    with pytest.raises(UserError, match="two of a kind"):
+    with pytest.raises(UserError, match="Give two texts, or two lists"):
         llmcond.load_embedder(fitted).similarity(*arguments)  # type: ignore[call-overload]
 
 

@@ -32,7 +32,7 @@ def test_rows_with_sentences_of_train_are_told_apart(
     words = ("--data", "data", "--prompt", "concat-sent-cond", "--pooling", "mean", "--run", "r")
     assert run(["extract", "--model", str(tiny_checkpoint()), *words]) == 0
     told = capsys.readouterr().err
-    assert "sentence pairs of dev are in train" not in told
+    assert "sentence pairs of dev are also in train" not in told
     assert "dev: 8 of 40 rated rows share a sentence with train" in told
     evaluate = ("evaluate", "--run", "r", "--head", "none")
     result, _ = ok(capsys, *evaluate, "--predictions", "p.csv")["results"]

@@ -53,7 +53,8 @@ def load(tmp_path: Path, endpoint: str, *models: tuple[str, str | None], offline
 
 def check(failed: dict, name: str, code: int, words: str) -> None:
     """Check that an error says where a model was looked up, and what came of it."""
-    assert failed["error"].startswith(f"there is no run at {name} here, so it was looked up on the")
+    start = f"there is no local run at {name}, so it was looked up on the hub"
+    assert failed["error"].startswith(start)
     assert words in failed["error"]
     assert failed["code"] == code
 
@@ -105,5 +106,5 @@ def test_an_unknown_head_of_the_bundled_model_is_told_with_its_prompt():
 
 
 def test_a_folder_has_no_revision(tiny_run):
-    with pytest.raises(UserError, match="is not a model of the hub"):
+    with pytest.raises(UserError, match="is not on the hub"):
         llmcond.load_embedder(tiny_run, revision="main")

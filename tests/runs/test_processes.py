@@ -156,7 +156,7 @@ def test_two_workers_store_what_one_stores(caplog, two_threads, model, own, alon
     n_computed = done.prompts[PROMPT].n_computed
     assert 0 < n_computed < 4_000
     assert f"{PROMPT}: 4,000 of 4,002 inputs encoded" in caplog.text
-    assert f"by 2 processes; this one encoded {n_computed:,} of them" in caplog.text
+    assert f"by 2 processes ({n_computed:,} by this one)" in caplog.text
     np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
     assert torch.get_num_threads() == 2
     assert multiprocessing.active_children() == []
@@ -185,7 +185,7 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
     [
         ("0", "workers is 0; it must be at least 1"),
         ("-1", "workers is -1; it must be at least 1"),
-        ("3", "workers is 3, but PyTorch sees 2 cores here"),
+        ("3", "workers is 3, but each worker needs one of the 2 cores"),
         ("two", "--workers"),
     ],
 )

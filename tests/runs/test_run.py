@@ -133,5 +133,5 @@ def test_a_damaged_fit_of_a_sweep_is_made_again(capsys, own):
             second.write_text(json.dumps({**json.loads(second.read_text()), "dim": None}))
         assert run([str(argument) for argument in (*arguments, "--json")]) == 0
         captured = capsys.readouterr()
-        assert captured.err.count(" The fit is made again.") == 2
+        assert captured.err.count(" The fit is repeated.") == 2
         assert json.loads(captured.out)["results"] == results

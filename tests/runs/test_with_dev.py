@@ -60,7 +60,7 @@ def test_a_fold_is_predicted_by_heads_that_have_not_seen_it(run):
     both = WithDev(opened, recipe, View((opened.prompt(None),), True), 0, "cpu", 8, lambda *_: None)
     folded = both.folds(3)
     assert (folded.folds, folded.gain.n, folded.gain.n_pairs) == (3, 12, 6)
-    seen = spearman(both._predicted(both.fit(), dev), drawn)
+    seen = spearman(both._predict(both.fit(), dev), drawn)
     assert seen > folded.gain.trained.value + 0.3
 
 
@@ -88,7 +88,7 @@ def test_it_is_never_scored_on_dev(run, capsys):
     plain = next(path.name for path in (run / "heads").glob("mlp*"))
     heads = {own["name"]: own for own in ok(capsys, "heads", "--run", run)["heads"]}
     assert heads["both"]["dev_spearman"] is None
-    assert "fitted on dev, so without a score there: both" in heads[plain]["taken"]
+    assert "fitted on dev, so without a dev score: both" in heads[plain]["taken"]
     # By default the usual split, where it is scored.
     rows = ok(capsys, "evaluate", "--run", run, "--head", "both")["results"]
     assert {own["split"] for own in rows} == {"test"}
@@ -117,7 +117,10 @@ def test_pairs_of_dev_in_other_rows_are_warned_of(run, write_rows, small_rows, c
         ("--folds 5", "--folds needs --with dev"),
         ("--with dev --weight 0", "--weight is 0"),
         ("--with dev --folds 1", "--folds is 1"),
-        ("--with dev --folds 7", "dev has 6 sentence pairs with ratings, too few for 7 folds"),
+        (
+            "--with dev --folds 7",
+            "dev has 6 sentence pairs with ratings, which are too few for 7 folds",
+        ),
         ("--with test", "Legal: dev"),
     ],
 )
@@ -129,7 +132,7 @@ def test_bad_input_is_refused_in_one_line(run, capsys, given, said):
 def test_a_head_without_ratings_is_refused(run, capsys):
     given = "--head pca --dim 4 --with dev"
     said = refused(capsys, "fit-head", "--run", run, *given.split())
-    assert "the head pca learns nothing from ratings" in said
+    assert "the head pca does not learn from ratings" in said
 
 
 def test_a_run_without_ratings_is_refused(dialogue_run, capsys):

@@ -213,7 +213,7 @@ def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
     lines += [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
     data.write_text("\n".join([*lines, "rain,a dog,the place,3"]) + "\n", encoding="utf-8")
     source = str(data)
-    with pytest.raises(UserError, match=r"row 21 of rows.csv.*gave NaN or infinity"):
+    with pytest.raises(UserError, match=r"row 21 of rows.csv.*returned NaN or infinity"):
         extract(
             model=broken,
             **vars(OPTIONS),
@@ -261,7 +261,7 @@ def test_a_run_whose_name_holds_control_characters_is_refused_at_once(capsys, mo
     folder = tmp_path / "a\x1b[31mred"
     given = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
     assert run(given) == 2
-    assert "x1b[31mred' holds control characters" in capsys.readouterr().err.splitlines()[-1]
+    assert "x1b[31mred' contains control characters" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 

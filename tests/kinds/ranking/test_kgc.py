@@ -77,7 +77,7 @@ def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path)
 def test_commands_for_pairs_refuse_such_a_run(capsys, own, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
     said = refused(capsys, *command, "--run", own)
-    assert "has no rated pairs" in said
+    assert "this command needs rated pairs" in said
 
 
 def test_a_damaged_run_is_told_in_a_line(capsys, own):

@@ -119,7 +119,10 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
         (("--head", "hypernet", "--set", "mse=1"), "no setting 'mse'"),
         (("--head", "hypernet", "--set", "queue=2"), "Set queue to 0"),
         (("--head", "hypernet", "--set", "members=2"), "Give --set members=1"),
-        (("--head", "hypernet", "--prompt", "concat-sent-cond"), "e(s) and e(c) each by itself"),
+        (
+            ("--head", "hypernet", "--prompt", "concat-sent-cond"),
+            "the head takes separate features",
+        ),
         (("--head", "linear", "--prompt", "concat-sent-cond", "cond"), "Give one --prompt"),
         (("--head", "linear", "--subtract"), "nothing can be subtracted"),
         (("--head", "linear", "--prompt", "routed"), "routers can only be trained on rated pairs"),
