@@ -59,7 +59,8 @@ MEANING: Final = {
 
 #: Words of prose that usually replace a clearer one.
 WORDS: Final = re.compile(
-    r"\b(told|tell|tells|whence|whoever|kept|made|asked|usual|apart|drawn|beside|(?<!your )(?<!its )(?<!their )own|as a rule"
+    r"\b(told|tell|tells|whence|whoever|kept|made|asked|usual|apart|drawn|beside|as a rule"
+    r"|(?<!your )(?<!its )(?<!their )own"
     r"|what it brings|have a say|dies|is let|are let|so many|of before|by itself|by themselves"
     r"|at the same|all else|or else|nothing else|there(?= (?:as|too|already|alone)\b)|here)\b",
     re.IGNORECASE,
@@ -106,8 +107,8 @@ def in_page(text: str) -> Iterator[tuple[str, int, str]]:
         yield from (("words", line, match.group()) for match in WORDS.finditer(block))
         if block.startswith(("|", "#")):
             continue
-        block = re.sub(r"^([-*] )\*\*[^*]+\.\*\*:? ", r"\1", block)  # a title, not a sentence
-        sentences = SENTENCE_END.split(block)
+        # The bold text at the beginning of a list item is its title, not a sentence.
+        sentences = SENTENCE_END.split(re.sub(r"^([-*] )\*\*[^*]+\.\*\*:? ", r"\1", block))
         if len(sentences) > (2 if block.startswith(("- ", "* ")) else 5):
             yield "paragraphs", line, f"{len(sentences)} sentences: {block[:60]}"
         yield from (("sentences", line, s) for s in sentences if len(s.split()) > 35)
