@@ -42,7 +42,7 @@ def _cluster_table(clustering: Clustering) -> Table:
 
 
 def _score_table(scored: list[tuple[str, Scores]], starts: str) -> Table:
-    intervals = INTERVALS.format(groups="texts").replace(" and, of several fits, seeds", "")
+    intervals = INTERVALS.format(groups="texts").replace(" and, with several fits, over seeds", "")
     title = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("condition", "labels"):

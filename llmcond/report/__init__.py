@@ -1,1 +1,1 @@
-"""Results as tables for people."""
+"""Presentation of results: terminal tables, pictures, HTML pages and model cards."""

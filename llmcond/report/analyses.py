@@ -1,4 +1,4 @@
-"""Analyses of heads as tables for people."""
+"""Tables of the analyses of heads."""
 
 from __future__ import annotations
 
@@ -12,32 +12,38 @@ from llmcond.metrics import Estimate, Metric, metric_of
 from llmcond.report.format import estimate_text, factors_text
 from llmcond.report.terminal import plain, show, titled_table
 
-Rows = Sequence[Mapping[str, Any]]
+JsonRows = Sequence[Mapping[str, Any]]
 
 
 def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -> None:
-    """Print every analysis that there is, a table each, on standard output."""
-    where = f"{run}, {result['split']}, {result['n']:,} rated rows"
+    """Print a table for every analysis in ``result``.
+
+    Args:
+        result: the analyses as JSON.
+        run: the name of the run, for the titles.
+        form: the format of the tables, one of ``FORMATS``.
+    """
+    scope = f"{run}, {result['split']}, {result['n']:,} rated rows"
     if "isotropy" in result:
-        title = f"Isotropy of the embeddings of {where} (CASE, appendix B)"
+        title = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
         columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
-        show(_figures(title, result["isotropy"], columns), form)
+        show(_figures_table(title, result["isotropy"], columns), form)
     if "clusters" in result:
-        show(_clusters(result["clusters"], where), form)
+        show(_clusters_table(result["clusters"], scope), form)
     if "conditions" in result:
-        show(_conditions(result["conditions"], where), form)
+        show(_conditions_table(result["conditions"], scope), form)
     if result.get("norms"):
         title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
         columns = ("n", "mean_norm", "raw", "normalised")
-        show(_figures(title, result["norms"], columns), form)
+        show(_figures_table(title, result["norms"], columns), form)
     for head in result.get("examples", ()):
         for side in ("better", "worse"):
             if head[side]:
-                show(_examples(head, side), form)
+                show(_examples_table(head, side), form)
 
 
-def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:
-    table = _table(title, ("name",), columns)
+def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
+    table = _make_table(title, ("name",), columns)
     for row in rows:
         values = (row[column] for column in columns)
         figures = (
@@ -47,48 +53,51 @@ def _figures(title: str, rows: Rows, columns: Sequence[str]) -> Table:
     return table
 
 
-def _clusters(rows: Rows, where: str) -> Table:
+def _clusters_table(rows: JsonRows, scope: str) -> Table:
     conditions = rows[0]["conditions"]
     title = (
-        f"K-means of sentences of {where}, under {len(conditions)} conditions: impurity 0 where "
-        "every condition has a cluster (Hyper-CL, section 5.2), and the sentences in each cluster"
+        f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
+        "every condition has its own cluster; Hyper-CL, section 5.2) and sentences per cluster"
     )
-    table = _table(title, ("name",), ("impurity", *(printable(text) for text in conditions)))
+    table = _make_table(title, ("name",), ("impurity", *(printable(text) for text in conditions)))
     for row in rows:
         counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
         table.add_row(plain(row["name"]), f"{row['impurity']:.3f}", *counts)
     return table
 
 
-def _conditions(rows: Rows, where: str) -> Table:
+def _conditions_table(rows: JsonRows, scope: str) -> Table:
     first = rows[0]
     metric = metric_of(first["metric"])
     title = (
-        f"Conditions that train has and has not, {where} (Hyper-CL, section 5.3): "
-        f"{metric.heading}, 95 % intervals over pairs. {factors_text([metric])}"
-        f"{first['n_seen_conditions']:,} conditions of {first['n_seen']:,} rows are seen, "
-        f"{first['n_unseen_conditions']:,} of {first['n_unseen']:,} are not"
+        f"Conditions seen and unseen in training, {scope} (Hyper-CL, section 5.3): "
+        f"{metric.heading}, 95 % confidence intervals over sentence pairs. "
+        f"{factors_text([metric])}{first['n_seen_conditions']:,} conditions "
+        f"({first['n_seen']:,} rows) are seen, {first['n_unseen_conditions']:,} "
+        f"({first['n_unseen']:,} rows) are unseen"
     )
     kinds = ("overall", "seen", "unseen")
-    table = _table(title, ("name",), kinds)
+    table = _make_table(title, ("name",), kinds)
     for row in rows:
-        table.add_row(plain(row["name"]), *(_score(metric, row, key) for key in kinds))
+        table.add_row(plain(row["name"]), *(_format_score(metric, row, key) for key in kinds))
     return table
 
 
-def _score(metric: Metric, row: Mapping[str, Any], key: str) -> str:
+def _format_score(metric: Metric, row: Mapping[str, Any], key: str) -> str:
     if row[key] is None:
         return "–"
     return estimate_text(metric, Estimate.of_json(row[key], row[f"{key}_ci"]))
 
 
-def _examples(head: Mapping[str, Any], side: str) -> Table:
+def _examples_table(head: Mapping[str, Any], side: str) -> Table:
     n = head[f"n_{side}"]
     title = (
-        f"Similarity before ({head['before']}) and after ({head['name']}), where it changed most "
-        f"for the {side}; {n:,} rows are {side} in all. Ratings on 0 to 1 (CASE, tables 3 and 8)"
+        f"Similarity before ({head['before']}) and after ({head['name']}): rows that changed most "
+        f"for the {side}, of {n:,} {side} rows. Ratings from 0 to 1 (CASE, tables 3 and 8)"
     )
-    table = _table(title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after"))
+    table = _make_table(
+        title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after")
+    )
     for row in head[side]:
         texts = (plain(row[key]) for key in ("sentence1", "sentence2", "condition"))
         figures = (f"{row[key]:.2f}" for key in ("rating", "before", "after"))
@@ -96,7 +105,7 @@ def _examples(head: Mapping[str, Any], side: str) -> Table:
     return table
 
 
-def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
+def _make_table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
     table = titled_table(title, *texts)
     for heading in figures:
         table.add_column(plain(heading.replace("_", " ")), justify="right")

@@ -1,6 +1,6 @@
-"""Model cards, as the Hugging Face hub shows them: of a trained encoder, and of heads alone.
+"""Model cards for the Hugging Face hub, of trained encoders and of heads alone.
 
-The prose is in the templates beside this module; here are the values that they show.
+The prose is in the ``.md.j2`` templates of this folder; this module computes the values for them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from llmcond.runs.saved import chosen_on_dev
 def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], recipe: Any) -> str:
     """Return the card of a trained encoder as Markdown with the hub's metadata.
 
-    The ``record`` of the training is as ``training.json`` holds it, ``kind`` that of its task, and
-    the ``recipe`` of the head JSON.
+    Args:
+        record: the training record, as in ``training.json``.
+        kind: the kind of the run's task.
+        prompts: the prompts that the encoder was trained with.
+        recipe: the recipe of the head as JSON.
     """
-    text, summary, made_of = find_kind(kind).card, record["summary"], record["made_of"]
-    scores, settings, repo = summary["scores"], made_of["settings"], record["base"]["repo"]
+    text, summary, config = find_kind(kind).card, record["summary"], record["made_of"]
+    scores, settings, repo = summary["scores"], config["settings"], record["base"]["repo"]
     metrics = [METRICS[name] for name in scores[0] if name in METRICS] if scores else []
     full, n_members = settings["rank"] == 0, len(summary.get("members", ()))
-    # Members of an ensemble are alike but for their seeds.
+    # The members of an ensemble differ only in their seeds.
     first = summary["members"][0] if n_members else summary
-    separate = not (full or made_of["merge"] or n_members)
+    separate = not (full or config["merge"] or n_members)
     headings = ["split", text.rows]
     for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
@@ -46,23 +49,23 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
         prompts,
         text=text,
         summary=summary,
-        # Where the encoder lies on this machine is nobody's business.
+        # The full path of a local encoder is private, so the card shows only its name.
         encoder=summary["encoder"] if repo else PurePath(summary["encoder"]).name,
-        made_of=made_of,
+        training_config=config,
         n_members=n_members,
         first=first,
         chosen_on_dev=chosen_on_dev(first),
-        folds=_folds(first["then"]["folds"]) if "folds" in first.get("then", {}) else None,
-        scores=table(headings, [_scores(row, metrics) for row in scores]) if scores else "",
+        folds=_format_folds(first["then"]["folds"]) if "folds" in first.get("then", {}) else None,
+        scores=table(headings, [_score_cells(row, metrics) for row in scores]) if scores else "",
         factors=factors_text(metrics),
         training={
-            "data": _data(record["data"]),
+            "data": _describe_data(record["data"]),
             "settings": settings,
-            **_those_of(made_of, "objective", "subtract"),
+            **_select_keys(config, "objective", "subtract"),
             "head": recipe,
             "seed": summary["seed"],
-            **_those_of(summary, "trained_on", "then", "members"),
-            **_those_of(made_of, "teacher", "aspects"),
+            **_select_keys(summary, "trained_on", "then", "members"),
+            **_select_keys(config, "teacher", "aspects"),
             "base": record["base"]["weights"],
             "versions": record["versions"],
         },
@@ -72,7 +75,7 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
 def heads_card(run: AnyRun) -> str:
     """Return the card of a run whose heads were fitted on a frozen encoder.
 
-    It has heads, and ``default_head`` in its manifest.
+    The run must have heads, and ``default_head`` in its manifest.
     """
     heads, text = run.find_heads(sorted(run.head_names())), find_kind(run.kind).card
     encoder, metric = run.manifest["encoder"], metric_of(run.dev_metric)
@@ -111,7 +114,7 @@ def heads_card(run: AnyRun) -> str:
                 "fingerprint": encoder["fingerprint"],
                 **encoder["identity"],
             },
-            "data": _data(run.manifest["data"]),
+            "data": _describe_data(run.manifest["data"]),
             "heads": {
                 head.name: {
                     **head.record["recipe"],
@@ -128,11 +131,16 @@ def heads_card(run: AnyRun) -> str:
 def render_card(
     template: Path, metadata: Mapping[str, Any], prompts: Sequence[Prompt], **values: Any
 ) -> str:
-    """Return a card as Markdown with the hub's metadata before it.
+    """Render a card as Markdown with the hub's metadata before it.
 
-    Templates have ``inputs`` (the ``prompts`` as JSON), and the functions below that make a text of
-    the user's neither Markdown nor HTML: ``code`` within a code span, ``fenced`` and
-    ``code_block``. Everything of the user's stands in one of these.
+    Every text of the user must pass through ``code`` (within a code span), ``fenced`` or
+    ``code_block`` in the template, so that it is neither Markdown nor HTML.
+
+    Args:
+        template: the Jinja template.
+        metadata: the hub's metadata of the card.
+        prompts: the prompts, which the template has as ``inputs`` (JSON).
+        values: further variables of the template.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -156,32 +164,35 @@ def render_card(
     return f"{card}\n"
 
 
-def _folds(folds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a last stage by folds of dev, as the card shows them."""
+def _format_folds(folds: Mapping[str, Any]) -> dict[str, Any]:
+    """Format the scores of a last stage, estimated by folds of dev, for the card."""
     metric = metric_of(next(iter(folds["trained"])))
 
-    def shown(scores: Mapping[str, Any]) -> str:
+    def format_score(scores: Mapping[str, Any]) -> str:
         interval = scores[f"{metric.name}_ci"]
         return estimate_text(metric, Estimate.of_json(scores[metric.name], interval))
 
     return {
         "n": folds["folds"],
         "metric": metric.heading,
-        "with_dev": shown(folds["trained"]),
-        "without": shown(folds["without"]),
+        "with_dev": format_score(folds["trained"]),
+        "without": format_score(folds["without"]),
     }
 
 
-def _data(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": PurePath(data["source"]).name, **_those_of(data, "digest", "rows", "unrated")}
+def _describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": PurePath(data["source"]).name,
+        **_select_keys(data, "digest", "rows", "unrated"),
+    }
 
 
-def _those_of(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Return the values of the keys that a record has."""
+def _select_keys(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the part of a record with these keys, as far as it has them."""
     return {key: record[key] for key in keys if key in record}
 
 
-def _scores(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
+def _score_cells(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
     cells = [row["split"], f"{row['n']:,}"]
     for metric in metrics:
         cells.append(metric.show(row[metric.name]))
@@ -192,23 +203,23 @@ def _scores(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown, of cells that are Markdown."""
+    """Return a Markdown table; its headings and cells are Markdown."""
     lines = [f"| {' | '.join(cells)} |" for cells in (headings, *rows)]
     return "\n".join([lines[0], f"{'|---' * len(headings)}|", *lines[1:]])
 
 
 def code(text: str) -> str:
-    """Return text that cannot end a code span."""
+    """Escape a text so that it cannot end a code span."""
     return " ".join(text.replace("`", "'").split())
 
 
 def fenced(value: object) -> str:
-    """Return JSON in a block that nothing in it ends."""
+    """Return a value as JSON in a fenced block that its content cannot end."""
     return code_block(json.dumps(value, indent=2, ensure_ascii=False), "json")
 
 
 def code_block(text: str, language: str) -> str:
-    """Return text in a fenced block that nothing in it ends."""
+    """Return a text in a fenced block that its content cannot end."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}"

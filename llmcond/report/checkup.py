@@ -1,4 +1,4 @@
-"""The check of an encoder, for people."""
+"""The report of an encoder check in the terminal."""
 
 from __future__ import annotations
 
@@ -17,54 +17,65 @@ from llmcond.report.terminal import line_limit, titled_table
 
 
 def checkup(report: Mapping[str, Any], width: int) -> Group:
-    """Return a check as facts, sample inputs with their masks, and the memory it needs."""
+    """Return the facts, the sample inputs with their pooled tokens, and the memory of a check.
+
+    Args:
+        report: the check as JSON.
+        width: the width of a line in characters.
+    """
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
-    for key, value in _lines(report):
+    for key, value in _describe_encoder(report):
         facts.add_row(key, Text(printable(value)))
     parts: list[RenderableType] = [facts]
     for sample in report["samples"]:
-        title = f"sample input, {sample['label']} (prompt {report['prompt']}); ^ is pooled"
+        title = (
+            f"sample input, {sample['label']} (prompt {report['prompt']}); ^ marks pooled tokens"
+        )
         if sample["label"] == "no instruction":
-            title = "sample input without an instruction; ^ is pooled"
+            title = "sample input without an instruction; ^ marks pooled tokens"
         parts.append(Text(f"\n {title}", style="bold"))
         parts += [Text(f"   {line}") for line in drawn(sample, width - 4)]
-    return Group(*parts, Text(), _memory(report))
+    return Group(*parts, Text(), _memory_table(report))
 
 
-def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     licence = f", {report['licence']}" if report["licence"] else ""
     gated = ", gated" if report["gated"] else ""
     yield "model", f"{report['name']} ({report['source']}{licence}{gated})"
     yield (
         "architecture",
         f"{report['architecture']}, {report['layers']} layers of {report['width']}, "
-        f"{report['n_parameters'] / 1e9:.2f} B parameters; no code of its own is run",
+        f"{report['n_parameters'] / 1e9:.2f} B parameters; no code from the model's repository "
+        "is run",
     )
     yield "attention", report["attention"]
     others = f" (or {', '.join(report['other_poolings'])})" if report["other_poolings"] else ""
     yield "pooling", f"{report['pooling']}{others}, over {pooled_tokens(report)}"
-    yield "norm", {True: "unit L2", False: "none", None: "as its files say"}[report["normalize"]]
-    yield "instruction", report["instruction_format"].replace("\n", "\\n") or "takes none"
-    yield "special tokens", report["special_tokens"].replace("tokenizer", "as its tokenizer adds")
+    yield "norm", {True: "unit L2", False: "none", None: "as in its files"}[report["normalize"]]
+    yield "instruction", report["instruction_format"].replace("\n", "\\n") or "not supported"
+    yield (
+        "special tokens",
+        report["special_tokens"].replace("tokenizer", "as added by its tokenizer"),
+    )
     yield "padding", f"{report['padding_side']}, masked"
-    yield "length", f"{report['max_length']} tokens" if report["max_length"] else "as its files say"
+    yield "length", f"{report['max_length']} tokens" if report["max_length"] else "as in its files"
     if report["dtype"]:
         weights = "" if report["quantize"] == "none" else f", weights in {report['quantize']}"
         yield "computed in", f"{report['dtype']} on {report['device']}{weights}"
     if report["no_float16"]:
-        yield "not float16", report["no_float16"]
+        yield "no float16", report["no_float16"]
     for sentence in report["assumed"]:
         yield "assumed", sentence
 
 
 def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
-    """Return a sample's tokens in lines, each with a line of marks under what is pooled."""
+    """Return lines of a sample's tokens, each followed by a line that marks pooled tokens."""
     lines: list[str] = []
     tokens, marks = "", ""
     for text, pooled in zip(sample["tokens"], sample["pooled"], strict=True):
-        # A token may be a line break; shown as it is, the marks would stand under others.
+        # A token may be a line break, which would shift the marks under the wrong tokens.
         token = printable(text).replace("\n", "\\n")
         size = cell_len(token)
         if tokens and cell_len(tokens) + size + 1 > width:
@@ -75,9 +86,9 @@ def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
     return [*lines, tokens, marks]
 
 
-def _memory(report: Mapping[str, Any]) -> Table:
+def _memory_table(report: Mapping[str, Any]) -> Table:
     rows: Sequence[Mapping[str, Any]] = report["memory"]
-    title = f"memory; {gib(report['free'])} are free on {report['device']}"
+    title = f"memory; {gib(report['free'])} free on {report['device']}"
     table = titled_table(title, "precision")
     batch = f"+ batch of {rows[0]['batch_tokens']:,} tokens"
     for heading in ("weights", "while loading", batch, "fits"):
@@ -90,6 +101,6 @@ def _memory(report: Mapping[str, Any]) -> Table:
 
 
 def show_checkup(report: Mapping[str, Any]) -> None:
-    """Print a check on standard output."""
+    """Print the report of a check."""
     console = Console(highlight=False, width=line_limit() or 120)
     console.print(checkup(report, console.width))

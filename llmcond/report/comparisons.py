@@ -1,4 +1,4 @@
-"""A comparison of prompts in words, and as a table with its intervals drawn."""
+"""A comparison of prompts as a summary in words and as a table with interval bars."""
 
 from __future__ import annotations
 
@@ -24,51 +24,57 @@ from llmcond.report.terminal import add_figures, identity_cells, identity_table
 
 Compared = Sequence[ComparedResult]
 
-#: More prompts than that are counted, not named, where nothing was found about them.
-_NAMED = 3
-#: Characters of an interval's bar.
-_BAR = 21
-#: Fewer sentence pairs than that tell next to nothing.
+#: Up to this many prompts without evidence of a difference are named; more are only counted.
+_MAX_NAMED = 3
+#: The width of an interval's bar in characters.
+_BAR_WIDTH = 21
+#: With fewer sentence pairs than this, only large differences are significant.
 FEW_PAIRS = 30
 
 
 def summary(results: Compared, baseline: str) -> list[str]:
-    """Return what a comparison shows, in sentences, the verdict first."""
+    """Summarise a comparison in sentences, the verdict first.
+
+    Args:
+        results: the compared results, best first.
+        baseline: the name of the baseline prompt.
+    """
     counts, split = results[0].counts, results[0].split
     prompts = {result.prompt for result in results}
     heads = sorted({result.head for result in results} - {"none"})
-    with_heads = f" and with {_listed(heads)}" if heads else ""
-    sentences = _headline([result for result in results if not result.control], baseline)
+    with_heads = f" and with {_join_names(heads)}" if heads else ""
+    sentences = _summarise_best([result for result in results if not result.control], baseline)
     for head in ["none", *heads]:
-        sentences += _verdicts([r for r in results if r.head == head], head, baseline)
+        sentences += _summarise_verdicts([r for r in results if r.head == head], head, baseline)
     if counts.n_pairs < FEW_PAIRS:
         sentences.append(
-            f"{counts.n_pairs:,} {counts.groups} are few: only large differences can be told from "
-            "chance."
+            f"{counts.n_pairs:,} {counts.groups} are few: only large differences can be "
+            "distinguished from chance."
         )
-    sentences += _controls(results)
+    sentences += _summarise_controls(results)
     sentences.append(
         f"{plural(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of {split}."
     )
     return sentences
 
 
-def _headline(results: Compared, baseline: str) -> list[str]:
-    """Return what scores highest, never without whether a prompt is shown to be better."""
+def _summarise_best(results: Compared, baseline: str) -> list[str]:
+    """Name the best score, and say whether any prompt is significantly better than the baseline."""
     if not results or finite(results[0].main.value) is None:
         return []
     first = results[0]
     figure = estimate_text(first.primary, first.main)
-    top = f"{extreme(first.primary)}: {_system(first)}, {first.primary.heading} {figure}"
-    found, own = [_main_difference(result) for result in results], _main_difference(first)
-    if not any(found):
+    top = f"{extreme(first.primary)}: {_name_system(first)}, {first.primary.heading} {figure}"
+    differences = [_main_difference(result) for result in results]
+    margin = _main_difference(first)
+    if not any(differences):
         return [f"{top}."]
-    if not any(one.verdict == "better" for one in found if one):
+    if not any(difference.verdict == "better" for difference in differences if difference):
         return [f"No prompt is shown to be better than {baseline}. {top}."]
-    if own is None:
+    if margin is None:
         return [f"{top}, the baseline." if first.prompt == baseline else f"{top}."]
-    if own.verdict == "better":
-        return [f"{top}, better than {baseline} by {_difference_text(first.primary, own)}."]
+    if margin.verdict == "better":
+        return [f"{top}, better than {baseline} by {_format_difference(first.primary, margin)}."]
     return [f"{top}, not shown to be better than {baseline}."]
 
 
@@ -76,12 +82,12 @@ def _main_difference(result: ComparedResult) -> Difference | None:
     return result.difference.get(result.primary.name) if result.difference else None
 
 
-def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
-    """Return how prompts compare with the baseline under one head."""
+def _summarise_verdicts(results: Compared, head: str, baseline: str) -> list[str]:
+    """Say how the prompts compare with the baseline under one head."""
     compared = [
-        (result, found)
+        (result, difference)
         for result in results
-        if (found := _main_difference(result)) is not None and not result.control
+        if (difference := _main_difference(result)) is not None and not result.control
     ]
     if not compared:
         return []
@@ -89,63 +95,78 @@ def _verdicts(results: Compared, head: str, baseline: str) -> list[str]:
     parts = []
     for verdict in ("better", "worse"):
         named = [
-            f"{_prompt(result)} by {_difference_text(result.primary, found)}"
-            for result, found in compared
-            if found.verdict == verdict
+            f"{_name_prompt(result)} by {_format_difference(result.primary, difference)}"
+            for result, difference in compared
+            if difference.verdict == verdict
         ]
         if named:
-            parts.append(f"{verdict} than {baseline}: {_listed(named)}")
-    unsure = [one for one in compared if one[1].verdict == "no evidence"]
-    if unsure:
-        metric = unsure[0][0].primary
-        minima = [low for _, one in unsure if (low := finite(one.minimum)) is not None]
-        could = f" (these rows would show {metric.show(max(minima))} or more)" if minima else ""
-        few = len(unsure) <= _NAMED
-        which = _listed([_prompt(one) for one, _ in unsure]) if few else f"the other {len(unsure)}"
-        parts.append(f"no evidence of a difference to {baseline} for {which}{could}")
+            parts.append(f"{verdict} than {baseline}: {_join_names(named)}")
+    uncertain = [pair for pair in compared if pair[1].verdict == "no evidence"]
+    if uncertain:
+        metric = uncertain[0][0].primary
+        minima = [low for _, diff in uncertain if (low := finite(diff.minimum)) is not None]
+        detectable = (
+            f" (these rows can detect {metric.show(max(minima))} or more)" if minima else ""
+        )
+        few = len(uncertain) <= _MAX_NAMED
+        prompt_names = (
+            _join_names([_name_prompt(result) for result, _ in uncertain])
+            if few
+            else f"the other {len(uncertain)}"
+        )
+        parts.append(f"no evidence of a difference from {baseline} for {prompt_names}{detectable}")
     return [f"{start}: {'; '.join(parts)}."]
 
 
-def _controls(results: Compared) -> list[str]:
-    """Return whether controls are at chance."""
+def _summarise_controls(results: Compared) -> list[str]:
+    """Say whether the accuracy of the controls is at chance."""
     metric = METRICS["accuracy"]
     controls = [
-        (result, found)
+        (result, estimate)
         for result in results
         if result.control
-        and (found := result.metrics.get(metric.name)) is not None
-        and finite(found.low) is not None
+        and (estimate := result.metrics.get(metric.name)) is not None
+        and finite(estimate.low) is not None
     ]
     if not controls:
         return []
-    off = [(result, found) for result, found in controls if not found.low <= 0.5 <= found.high]
-    if not off:
+    off_chance = [
+        (result, estimate)
+        for result, estimate in controls
+        if not estimate.low <= 0.5 <= estimate.high
+    ]
+    if not off_chance:
         return [
-            "The controls are at chance, as they should be: the interval of their accuracy holds "
-            f"{metric.show(0.5)} each time."
+            "The controls are at chance, as they should be: the interval of each accuracy contains "
+            f"{metric.show(0.5)}."
         ]
-    named = _listed([f"{_system(one)} ({estimate_text(metric, found)})" for one, found in off])
+    names = _join_names(
+        [
+            f"{_name_system(result)} ({estimate_text(metric, estimate)})"
+            for result, estimate in off_chance
+        ]
+    )
     return [
-        f"Of {plural(len(controls), 'control')}, {len(off)} are not at chance: {named}. One in "
-        "twenty is to be expected; more than that means that something beside the condition "
-        "predicts which of two rows is rated higher."
+        f"Of {plural(len(controls), 'control')}, {len(off_chance)} are not at chance: {names}. One "
+        "in twenty is expected; more mean that something other than the condition predicts which "
+        "of two rows is rated higher."
     ]
 
 
-def _system(result: ComparedResult) -> str:
-    return f"{'zero-shot' if result.head == 'none' else result.head} on {_prompt(result)}"
+def _name_system(result: ComparedResult) -> str:
+    return f"{'zero-shot' if result.head == 'none' else result.head} on {_name_prompt(result)}"
 
 
-def _prompt(result: ComparedResult) -> str:
-    return result.prompt + ("" if result.subtract else " (c kept)")
+def _name_prompt(result: ComparedResult) -> str:
+    return result.prompt + ("" if result.subtract else " (no subtraction)")
 
 
-def _difference_text(metric: Metric, found: Difference) -> str:
-    interval = interval_text(metric, found.low, found.high)
-    return f"{metric.show(found.value, signed=True)} {interval}"
+def _format_difference(metric: Metric, difference: Difference) -> str:
+    interval = interval_text(metric, difference.low, difference.high)
+    return f"{metric.show(difference.value, signed=True)} {interval}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -153,16 +174,20 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def comparison_table(results: Compared, baseline: str, run: object, *, bars: bool = True) -> Table:
-    """Return a comparison, a row for each prompt, head and subtraction.
+    """Return the table of a comparison, with one row per prompt, head and subtraction.
 
-    ``bars`` is whether there is a column of intervals as bars of characters.
+    Args:
+        results: the compared results, best first.
+        baseline: the name of the baseline prompt.
+        run: the name of the run, for the title.
+        bars: whether to add a column that shows the intervals as bars.
     """
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
         f"{run}, {first.split}: {first.counts.text}. {sentences_text(first)}{factors_text(metrics)}"
         f"{caveats(results)} "
-        f"Differences are to {baseline} with the same head; p after Holm's correction."
+        f"Differences are from {baseline} with the same head; p after Holm's correction."
     )
     table = identity_table(title)
     add_figures(table, primary.heading, "seeds ±")
@@ -183,35 +208,39 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
             *identity_cells(result, result.head, " (control)" if result.control else ""),
             estimate_text(primary, result.main),
             primary.show(result.seed_sd.get(primary.name)),
-            *([_bar(result, least, most)] if bars else []),
-            *_evidence(result, baseline),
+            *([_draw_bar(result, least, most)] if bars else []),
+            *_difference_cells(result, baseline),
             *(estimate_text(metric, result.metrics[metric.name]) for metric in others),
             *([estimate_text(primary, part.main)] if (part := result.new_sentences) else []),
         )
     return table
 
 
-def _evidence(result: ComparedResult, baseline: str) -> tuple[str, str, str]:
-    """Return the cells of the difference to the baseline."""
-    found, metric = _main_difference(result), result.primary
-    if found is None:
+def _difference_cells(result: ComparedResult, baseline: str) -> tuple[str, str, str]:
+    """Return the cells of the difference from the baseline: difference, p-value and verdict."""
+    difference, metric = _main_difference(result), result.primary
+    if difference is None:
         return "", "", "baseline" if result.prompt == baseline else "–"
-    return _difference_text(metric, found), probability(found.p_holm), found.verdict
+    return (
+        _format_difference(metric, difference),
+        probability(difference.p_holm),
+        difference.verdict,
+    )
 
 
-def _bar(result: ComparedResult, least: float, most: float) -> str:
-    """Return an interval as a line of characters, with the value on it."""
-    found = result.main
-    if finite(found.value) is None:
+def _draw_bar(result: ComparedResult, least: float, most: float) -> str:
+    """Draw an interval as a line of characters, with the value on it."""
+    estimate = result.main
+    if finite(estimate.value) is None:
         return ""
 
-    def place(at: float) -> int:
-        share = (at - least) / (most - least) if most > least else 0.5
-        return min(_BAR - 1, max(0, round(share * (_BAR - 1))))
+    def position_of(figure: float) -> int:
+        share = (figure - least) / (most - least) if most > least else 0.5
+        return min(_BAR_WIDTH - 1, max(0, round(share * (_BAR_WIDTH - 1))))
 
-    cells = [" "] * _BAR
-    if finite(found.low) is not None and finite(found.high) is not None:
-        for i in range(place(found.low), place(found.high) + 1):
-            cells[i] = "─"
-    cells[place(found.value)] = "●"
+    cells = [" "] * _BAR_WIDTH
+    if finite(estimate.low) is not None and finite(estimate.high) is not None:
+        for position in range(position_of(estimate.low), position_of(estimate.high) + 1):
+            cells[position] = "─"
+    cells[position_of(estimate.value)] = "●"
     return "".join(cells).rstrip()

@@ -1,4 +1,4 @@
-"""Pictures: vectors in a plane by condition, and scores along dimensions or steps."""
+"""Pictures of vectors by condition, and of scores against dimensions or steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from llmcond.errors import UserError, install_command, printable
 from llmcond.files import replacing
 from llmcond.log import log
 
-#: x, a score, and both ends of its interval; NaN in the last three leaves a gap.
+#: An x value, a score and both ends of its interval; NaN in the last three leaves a gap.
 Point = tuple[Any, float, float, float]
 
-# Okabe and Ito's palette, which colour-blind people can read, less its yellow: too pale for lines.
+# Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-# Shapes as well, for print without colour; one fewer than colours, so that pairs repeat late.
+# Shapes distinguish series in print without colour. There is one fewer than colours, so that a
+# pair of colour and shape repeats late.
 _SHAPES = ("o", "s", "^", "D", "v", "P")
 
-# Set for each picture, so that neither a matplotlibrc nor the time of day changes it.
+# The style is set for each picture, so that the output depends on neither a matplotlibrc file nor
+# the time of day.
 _STYLE: Any = {
     "font.size": 11,
     "axes.titlesize": 11,
@@ -35,21 +37,21 @@ _STYLE: Any = {
     "figure.constrained_layout.h_pad": 0.08,
     "legend.frameon": False,
     "savefig.bbox": None,
-    # As outlines: the reader's computer may lack the font.
+    # Text is saved as outlines, because the reader's computer may lack the font.
     "svg.fonttype": "path",
     "svg.hashsalt": "llmcond",
 }
 
 _DPI = 200
 
-# More points than that make an SVG too large to open; they are put into it as an image.
-_MANY = 5_000
+# With more points than this, an SVG would be too large to open, so they are embedded as an image.
+_MAX_VECTOR_POINTS = 5_000
 
-# Marks and intervals at each x, and ticks where they have room, if there are so few.
-_FEW = 15
+# Up to this many x values each have a mark and an interval, and ticks if there is room.
+_MAX_MARKS = 15
 
-# The width of a character, in inches.
-_CHARACTER = 0.08
+# The width of a character in a label, in inches.
+_CHARACTER_WIDTH = 0.08
 
 
 def plot_clusters(
@@ -60,15 +62,15 @@ def plot_clusters(
     path: Path,
     titles: tuple[str, str],
 ) -> None:
-    """Draw vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
+    """Plot vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
 
     Args:
-        before: (n, 2) a plane picture of the encoder's vectors.
-        after: (n, 2) one of the head's embeddings, in the same order.
-        labels: (n,) positions in ``names``.
+        before: (n, 2) the encoder's vectors projected onto a plane.
+        after: (n, 2) the head's embeddings projected onto a plane, in the same order.
+        labels: (n,) the condition of each vector, as an index into ``names``.
         names: the conditions.
-        path: a .png or .svg file.
-        titles: of the panels.
+        path: the .png or .svg file to write.
+        titles: the titles of the two panels.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -77,7 +79,7 @@ def plot_clusters(
         panels = figure.subplots(1, 2)
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
             _scatter(axes, points, labels, len(names))
-            axes.set_title(_shown(title, 50))
+            axes.set_title(_wrap_text(title, 50))
         _legend(figure, names, lines=False)
 
 
@@ -89,10 +91,15 @@ def plot_curve(
     log_x: bool = False,
     band: str = "",
 ) -> None:
-    """Draw scores with a band along dimensions or steps (CASE, figures 3 and 4).
+    """Plot scores with a band against dimensions or steps (CASE, figures 3 and 4).
 
-    Each series has a name and distinct points, in any order of x, which is above 0 for ``log_x``, a
-    logarithmic scale. ``band`` says above the picture what the lower and upper values are.
+    Args:
+        series: the points of each series by its name, in any order of x.
+        path: the .png or .svg file to write.
+        xlabel: the label of the x axis.
+        ylabel: the label of the y axis.
+        log_x: whether the x axis is logarithmic; every x is then above 0.
+        band: the caption that explains the line and the band.
 
     Raises:
         UserError: matplotlib is not installed.
@@ -102,21 +109,21 @@ def plot_curve(
     with _picture(path, (7.0, 4.6)) as figure:
         axes = figure.subplots()
         for i, (x, mean, low, high) in enumerate(curves.values()):
-            colour, shape = _look(i)
-            # Many marks would hide their line, and each other.
-            every = -(-len(x) // _FEW)
+            colour, shape = _style_of(i)
+            # Many marks would hide their line and each other.
+            every = -(-len(x) // _MAX_MARKS)
             start = i * every // len(curves)
             marks = {"marker": shape, "markersize": 6, "markevery": (start, every)}
             axes.plot(x, mean, color=colour, **marks)
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             if every == 1:
-                # A band has no width at a point that stands alone.
+                # A band has no width at an isolated point, so each point also has a vertical line.
                 axes.vlines(x, low, high, color=colour, alpha=0.5, linewidth=1.2)
         if log_x:
             axes.set_xscale("log")
-        _ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
-        axes.set_xlabel(_shown(xlabel, 80))
-        axes.set_ylabel(_shown(ylabel, 44))
+        _set_ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
+        axes.set_xlabel(_wrap_text(xlabel, 80))
+        axes.set_ylabel(_wrap_text(ylabel, 44))
         axes.set_title(band, fontsize="small", loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -125,19 +132,22 @@ def plot_curve(
 
 
 def has_matplotlib() -> bool:
-    """Return whether pictures can be drawn."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def check_matplotlib() -> None:
-    """Raise a UserError unless pictures can be drawn."""
+    """Raise a UserError unless matplotlib is installed."""
     if not has_matplotlib():
-        raise UserError(f"pictures need matplotlib: {install_command('plots')}.")
+        raise UserError(
+            "pictures need matplotlib, which is not installed. Install it: "
+            f"{install_command('plots')}."
+        )
 
 
 @contextmanager
 def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a figure of some inches to draw on, and save it as a .png or .svg file."""
+    """Yield a figure of ``size`` inches to draw on, and save it as a .png or .svg file."""
     kind = path.suffix.lower()
     check_matplotlib()
     import matplotlib as mpl
@@ -146,33 +156,33 @@ def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
-        # Not pyplot, which keeps every figure and may open a window.
+        # pyplot is avoided, because it keeps every figure in memory and may open a window.
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         yield figure
-        # No date and no version: the same data give the same file.
+        # Without a date and a version, the same data give the same file.
         metadata = {"Date": None} if kind == ".svg" else {"Software": None}
         with replacing(path) as temporary:
             figure.savefig(temporary, format=kind[1:], metadata=metadata)
 
 
-def _look(i: int) -> tuple[str, str]:
-    """Return the colour and the mark of the i-th series."""
+def _style_of(i: int) -> tuple[str, str]:
+    """Return the colour and the marker of the i-th series."""
     return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
 
 
 def _scatter(
-    axes: Any, points: NDArray[np.floating], kinds: NDArray[np.int64], n_kinds: int
+    axes: Any, points: NDArray[np.floating], labels: NDArray[np.int64], n_labels: int
 ) -> None:
     size = float(np.clip(4_000 / len(points), 6, 42))
     marks = {"edgecolors": "white", "linewidths": 0.4 if size > 10 else 0}
-    marks["rasterized"] = len(points) > _MANY
-    # In turns, so that no condition is drawn over all others.
-    turn = np.random.default_rng(0).integers(10, size=len(points))
-    for now, i in itertools.product(range(10), range(n_kinds)):
-        x, y = points[(kinds == i) & (turn == now)].T
-        colour, shape = _look(i)
+    marks["rasterized"] = len(points) > _MAX_VECTOR_POINTS
+    # Points are drawn in ten random turns, so that no condition covers all others.
+    turns = np.random.default_rng(0).integers(10, size=len(points))
+    for turn, i in itertools.product(range(10), range(n_labels)):
+        x, y = points[(labels == i) & (turns == turn)].T
+        colour, shape = _style_of(i)
         axes.scatter(x, y, s=size, color=colour, marker=shape, alpha=0.85, **marks)
-    # Only distances mean something in a projection, and they are the same both ways.
+    # Only distances are meaningful in a projection, so both axes have the same scale.
     axes.set_aspect("equal", adjustable="datalim")
     axes.margins(0.08)
     axes.set(xticks=[], yticks=[])
@@ -180,19 +190,19 @@ def _scatter(
 
 
 def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
-    """Put the legend below everything, where it covers no data, and make room for it."""
+    """Put the legend below the panels, where it covers no data, and make room for it."""
     from matplotlib.lines import Line2D
 
-    shown = [_shown(name, 40) for name in names]
+    labels = [_wrap_text(name, 40) for name in names]
     handles = []
     for i in range(len(names)):
-        colour, shape = _look(i)
+        colour, shape = _style_of(i)
         style = "-" if lines else "none"
         handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style))
     width, height = figure.get_size_inches()
-    # As many columns as there is width for.
+    # Use as many columns as fit into the width.
     for columns in (4, 3, 2, 1):
-        legend = figure.legend(handles, shown, loc="outside lower center", ncols=columns)
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns)
         box = legend.get_window_extent()
         if columns == 1 or box.width <= width * figure.dpi:
             break
@@ -200,24 +210,24 @@ def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
     figure.set_size_inches(width, height + box.height / figure.dpi)
 
 
-def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
-    """Put ticks at the x values themselves, as far as they have room; at round ones for many."""
+def _set_ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
+    """Put ticks at the x values that have room; if there are many, at round numbers."""
     from matplotlib.ticker import NullLocator, StrMethodFormatter
 
-    if len(x) > _FEW:
+    if len(x) > _MAX_MARKS:
         if not log_x:
             axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
         return
-    place = np.log(x) if log_x else x
-    inches = place / (float(np.ptp(place)) or 1.0) * 0.8 * axes.figure.get_size_inches()[0]
-    kept: list[int] = []
+    positions = np.log(x) if log_x else x
+    inches = positions / (float(np.ptp(positions)) or 1.0) * 0.8 * axes.figure.get_size_inches()[0]
+    tick_indices: list[int] = []
     for i in reversed(range(len(x))):
-        # Half of both labels, and a space.
-        labels = [_TICK.format(x=x[j]) for j in (i, *kept[-1:])]
-        room = (sum(map(len, labels)) / 2 + 1.5) * _CHARACTER
-        if not kept or inches[kept[-1]] - inches[i] >= room:
-            kept.append(i)
-    axes.set_xticks(x[kept])
+        # Neighbouring ticks need half the width of both labels, and a space.
+        labels = [_TICK.format(x=x[j]) for j in (i, *tick_indices[-1:])]
+        room = (sum(map(len, labels)) / 2 + 1.5) * _CHARACTER_WIDTH
+        if not tick_indices or inches[tick_indices[-1]] - inches[i] >= room:
+            tick_indices.append(i)
+    axes.set_xticks(x[tick_indices])
     axes.xaxis.set_major_formatter(StrMethodFormatter(_TICK))
     axes.xaxis.set_minor_locator(NullLocator())
 
@@ -225,10 +235,10 @@ def _ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
 _TICK = "{x:,.10g}"
 
 
-def _shown(text: str, width: int) -> str:
-    r"""Return a text as it is to be read: in lines, without mathematics and control characters.
+def _wrap_text(text: str, width: int) -> str:
+    r"""Wrap a label into lines, without control characters and without mathematics.
 
-    Between two dollar signs matplotlib reads mathematics; ``\$`` is the sign itself.
+    Matplotlib reads text between two dollar signs as mathematics; ``\$`` is a literal dollar sign.
     """
     lines = textwrap.wrap(printable(text), width, break_on_hyphens=False)
     return "\n".join(lines).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""How figures are written: intervals, differences and p-values, the same in every report."""
+"""Formatting of figures, intervals, differences and p-values, shared by all reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from llmcond.evaluation.results import Result
 from llmcond.metrics import Estimate, Metric, finite, number
 
 MINUS = "\N{MINUS SIGN}"
-#: What intervals are, in every title.
-INTERVALS = "95 % intervals over {groups} and, of several fits, seeds."
+#: The sentence of a title that says what the intervals are.
+INTERVALS = "95 % confidence intervals over {groups} and, with several fits, over seeds."
 
 
 def estimate_text(metric: Metric, estimate: Estimate) -> str:
-    """Return a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
+    """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
     if finite(estimate.value) is None:
         return "undefined"
     if finite(estimate.low) is None:
@@ -23,17 +23,17 @@ def estimate_text(metric: Metric, estimate: Estimate) -> str:
     return f"{metric.show(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
 
 
-def folds_text(found: Folded) -> str:
-    """Return what training on dev brings, by its folds, in a line."""
-    metric, gain = found.gain.metric, found.gain
+def folds_text(cross_validated: Folded) -> str:
+    """Summarise in one line how much training on dev improves the score, estimated by folds."""
+    metric, gain = cross_validated.gain.metric, cross_validated.gain
     parts = [
-        f"; {name} conditions ({gain.n:,} rows) {metric.show(gain.trained.value)}, with no row of "
-        f"dev {metric.show(gain.without.value)}"
-        for name, gain in found.by_condition.items()
+        f"; {name} conditions ({gain.n:,} rows) {metric.show(gain.trained.value)}, without dev "
+        f"{metric.show(gain.without.value)}"
+        for name, gain in cross_validated.by_condition.items()
     ]
     return (
-        f"{found.folds} folds of dev, each predicted without it ({gain.n:,} rows): "
-        f"{metric.heading} {estimate_text(metric, gain.trained)}; with no row of dev "
+        f"{cross_validated.folds} folds of dev, each predicted by a fit on the other folds "
+        f"({gain.n:,} rows): {metric.heading} {estimate_text(metric, gain.trained)}; without dev "
         f"{estimate_text(metric, gain.without)}; difference "
         f"{metric.show(gain.difference.value, signed=True)} "
         f"({range_text(metric, gain.difference.low, gain.difference.high, signed=True)})"
@@ -42,50 +42,58 @@ def folds_text(found: Folded) -> str:
 
 
 def extreme(metric: Metric) -> str:
-    """Return what the first of some results is called where nothing shows that it is the best."""
+    """Return "Highest" or "Lowest", the word for a best score that may not be significant."""
     return "Highest" if metric.higher_is_better else "Lowest"
 
 
 def interval_text(metric: Metric, low: float, high: float) -> str:
-    """Return an interval in brackets."""
+    """Format an interval in brackets: ``[55.5, 61.9]``."""
     return f"[{metric.show(low)}, {metric.show(high)}]"
 
 
 def range_text(metric: Metric, low: float, high: float, signed: bool = False) -> str:
-    """Return an interval as its two ends; nothing where it is undefined."""
+    """Format an interval as ``55.5 to 61.9``; empty if it is undefined."""
     if finite(low) is None or finite(high) is None:
         return ""
     return f"{metric.show(low, signed)} to {metric.show(high, signed)}"
 
 
 def probability(p: float) -> str:
-    """Return a p-value with three decimals, a very small one as what it is below."""
+    """Format a p-value with three decimals, or as ``< 0.001``."""
     return "< 0.001" if p < 0.001 else number(p, 3)
 
 
 def caveats(results: Sequence[Result]) -> str:
-    """Return what titles say beside figures: what intervals are, or why there are none."""
+    """Return the notes for a title: what the intervals are, or why there are none.
+
+    The notes also name the role of dev: whether epochs were chosen, or heads trained, on it.
+    """
     first = results[0]
     n_pairs = first.counts.n_pairs
-    chosen = any(fit.get("selected_on") == "dev" for result in results for fit in result.fits)
+    selected_on_dev = any(
+        fit.get("selected_on") == "dev" for result in results for fit in result.fits
+    )
     text = INTERVALS.format(groups=first.counts.groups)
     if n_pairs < LEAST_PAIRS:
         text = (
-            f"No intervals: {n_pairs:,} {first.counts.groups} are too few, {LEAST_PAIRS} at least."
+            f"No intervals: {n_pairs:,} {first.counts.groups} are too few, they need at least "
+            f"{LEAST_PAIRS}."
         )
-    if chosen and first.split == "dev":
-        return f"{text} Dev chose the epochs of fitted heads: their figures are optimistic."
-    text = f"{text} Epochs were chosen on dev." if chosen else text
+    if selected_on_dev and first.split == "dev":
+        return (
+            f"{text} The epochs of fitted heads were chosen on dev: their figures are optimistic."
+        )
+    text = f"{text} Epochs were chosen on dev." if selected_on_dev else text
     with_dev = [
         result.name
         for result in results
         if any("dev" in fit.get("trained_on", ()) for fit in result.fits)
     ]
-    return f"{text} Trained on dev as well: {', '.join(with_dev)}." if with_dev else text
+    return f"{text} Also trained on dev: {', '.join(with_dev)}." if with_dev else text
 
 
 def sentences_text(result: Result) -> str:
-    """Return how many rows share a sentence with those trained on; nothing where none does."""
+    """Say how many rows share a sentence with the training data; empty if that is not scored."""
     if result.new_sentences is None:
         return ""
     n, n_new = result.counts.n, result.new_sentences.counts.n
@@ -93,17 +101,17 @@ def sentences_text(result: Result) -> str:
 
 
 def new_sentences_heading(result: Result) -> str:
-    """Return what the score on rows that share no sentence with training is called."""
+    """Return the heading of the score on rows that share no sentence with the training data."""
     return f"{result.primary.heading}, unseen sentences"
 
 
 def factors_text(metrics: Sequence[Metric]) -> str:
-    """Return what figures are multiplied by, as titles say it."""
+    """Return the sentence of a title that says by what the figures are multiplied."""
     factors = {metric.factor for metric in metrics} - {1.0}
     if not factors:
         return ""
     if len(factors) == 1:
-        plain = ", ".join(metric.heading for metric in metrics if metric.factor == 1.0)
-        return f"Times {factors.pop():g}{f', but for {plain}' if plain else ''}. "
-    named = (f"{metric.heading} times {metric.factor:g}" for metric in metrics)
-    return f"{', '.join(named)}. "
+        unscaled = ", ".join(metric.heading for metric in metrics if metric.factor == 1.0)
+        return f"Times {factors.pop():g}{f', except {unscaled}' if unscaled else ''}. "
+    parts = (f"{metric.heading} times {metric.factor:g}" for metric in metrics)
+    return f"{', '.join(parts)}. "

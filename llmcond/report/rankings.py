@@ -1,4 +1,4 @@
-"""Rankings as tables for people."""
+"""The table of an evaluation, of rated rows or of rankings."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from llmcond.report.terminal import (
     results_table,
 )
 
-#: Parts of the queries that stand beside each other; ``--json`` has all.
-_PAIRS = (("forward", "backward"), ("reversible", "rest"))
+#: Pairs of query subsets that share a column; ``--json`` has all subsets.
+_SUBSET_PAIRS = (("forward", "backward"), ("reversible", "rest"))
 
-#: What a column beside the metrics shows of a result, by its heading.
+#: Heading of a further column -> function that formats its cell for a result.
 _Columns = Mapping[str, Callable[[Any], str]]
 
 
 def evaluation_table(results: Sequence[Result], run: object) -> Table:
-    """Return the table of an evaluation, whatever was evaluated, with a row for each result."""
+    """Return the table of an evaluation of any kind, with a row for each result."""
     first = results[0]
     if not isinstance(first, QueryResult):
         return results_table(results, run)
-    about, columns = _about(first)
+    description, columns = _describe_ranking(first)
     subtracts = isinstance(first, RankedResult)
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
-    title = f"{run}, {first.split}: {first.counts.text}{about} "
+    title = f"{run}, {first.split}: {first.counts.text}{description} "
     table = identity_table(f"{title}{factors_text(metrics)}{caveats(results)}", subtracts)
     table.add_column(first.variant[0], overflow="fold", no_wrap=not subtracts)
     add_figures(table, *(metric.heading for metric in metrics), *columns)
     for result in cast(Sequence[QueryResult], results):
-        # The names of the results of one system begin alike; a column tells these apart.
+        # The results of one system have a common prefix; the variant column distinguishes them.
         name = result.name if subtracts else result.name.partition(" ")[0]
         table.add_row(
             *identity_cells(result, replace(result, name=name).title)[: 2 + subtracts],
@@ -52,36 +52,36 @@ def evaluation_table(results: Sequence[Result], run: object) -> Table:
                 else metric.show(result.metrics[metric.name].value)
                 for metric in metrics
             ),
-            *(shown(result) for shown in columns.values()),
+            *(format_cell(result) for format_cell in columns.values()),
         )
     return table
 
 
-def _about(first: QueryResult) -> tuple[str, _Columns]:
-    """Return what the title says of how the queries were ranked, and further columns."""
+def _describe_ranking(first: QueryResult) -> tuple[str, _Columns]:
+    """Return how the queries were ranked, for the title, and the columns after the metrics."""
     primary = first.primary
 
-    def beside(parts: Mapping[str, Part], names: Sequence[str]) -> str:
+    def join_scores(parts: Mapping[str, Part], names: Sequence[str]) -> str:
         return " / ".join(primary.show(parts[name].metrics[primary.name].value) for name in names)
 
     if isinstance(first, DialogueResult):
         histories = list(first.by_history)
         ends = list(dict.fromkeys((histories[0], histories[-1])))
-        about = f" after {' to '.join(ends)} turns, candidates {first.candidates}"
-        return f"{about}, ranks {first.ties}.", {
+        description = f" after {' to '.join(ends)} turns, candidates: {first.candidates}"
+        return f"{description}, tied ranks: {first.ties}.", {
             "median rank": lambda result: f"{result.median_rank:.0f}",
-            f"{primary.heading} after {' / '.join(ends)}": lambda result: beside(
+            f"{primary.heading} after {' / '.join(ends)}": lambda result: join_scores(
                 result.by_history, ends
             ),
         }
     if isinstance(first, PlanResult):
-        cells = f"Means over {len(first.cells)} cells of turns before + turns to the goal."
-        return f", candidates {first.plan}, ranks {first.ties}. {cells}", {}
-    parts = cast(RankedResult, first).parts
-    return f", ranks {first.ties}, filtered.", {
-        f"{primary.heading}: {' / '.join(pair)}": lambda result, pair=pair: beside(
+        cells = f"Means over {len(first.cells)} pairs of turns before + turns to the goal."
+        return f", candidates: {first.plan}, tied ranks: {first.ties}. {cells}", {}
+    subsets = cast(RankedResult, first).parts
+    return f", filtered, tied ranks: {first.ties}.", {
+        f"{primary.heading}: {' / '.join(pair)}": lambda result, pair=pair: join_scores(
             result.parts, pair
         )
-        for pair in _PAIRS
-        if all(name in parts for name in pair)
+        for pair in _SUBSET_PAIRS
+        if all(name in subsets for name in pair)
     }

@@ -1,4 +1,4 @@
-"""A sweep as a table and as pictures (CASE, figures 3 and 4)."""
+"""The table and the pictures of a sweep (CASE, figures 3 and 4)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Swept = Sequence[SweptResult]
 
 
 def sweep_table(results: Swept, run: object) -> Table:
-    """Return a sweep's results, a row for each combination."""
+    """Return a table of a sweep's results, with one row per combination of settings."""
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
     title = (
-        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds; "
-        f"standard deviation over seeds (sd). {caveats(results)}"
+        f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds, "
+        f"with the standard deviation over seeds (sd). {caveats(results)}"
     )
     table = identity_table(title)
     table.add_column("settings", overflow="fold")
@@ -38,7 +38,7 @@ def sweep_table(results: Swept, run: object) -> Table:
     for result in results:
         table.add_row(
             *identity_cells(result, result.head),
-            plain(_settings(result.settings)),
+            plain(_format_settings(result.settings)),
             str(result.dim),
             str(len(result.seeds)),
             primary.show(result.main.value),
@@ -49,61 +49,62 @@ def sweep_table(results: Swept, run: object) -> Table:
     return table
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
+def _format_settings(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def _line_name(row: SweptResult, settings: Mapping[str, Any]) -> str:
-    return f"{row.name} {_settings(settings)}".rstrip()
+def _line_name(result: SweptResult, settings: Mapping[str, Any]) -> str:
+    return f"{result.name} {_format_settings(settings)}".rstrip()
 
 
 def check_plot(path: Path) -> None:
-    """Check, before hours of work, that a picture can be made.
+    """Check, before hours of work, that a picture can be written.
 
     Raises:
-        UserError: no place, another type of file, or nothing to draw with.
+        UserError: the path cannot be written, it is neither .png nor .svg, or matplotlib is not
+            installed.
     """
     check_output(path, (".png", ".svg"))
     check_matplotlib()
 
 
 def plot_settings(results: Swept, path: Path) -> None:
-    """Draw the primary metric against the first setting that has several numbers (CASE, figure 4).
+    """Plot the primary metric against the first setting with several numbers (CASE, figure 4).
 
-    A line for each head, prompt and value of the other settings, with the interval over seeds.
+    There is one line for each head, prompt and value of the other settings, with its interval.
     """
-    key = _numeric(results)
+    key = _find_numeric_setting(results)
     if key is None:
-        log.info(f"{path} is not drawn: no setting with several numbers was varied")
+        log.info(f"{path} was not written: no numeric setting was varied")
         return
     metric = results[0].primary
     series: dict[str, list[Point]] = {}
-    for row in results:
-        value, low, high = (metric.scaled(figure) for figure in astuple(row.main))
-        if value is None or key not in row.settings:
+    for result in results:
+        value, low, high = (metric.scaled(figure) for figure in astuple(result.main))
+        if value is None or key not in result.settings:
             continue
-        name = _line_name(row, {k: v for k, v in row.settings.items() if k != key})
-        # What was asked for, but no more than there is: sizes are cut to the features'.
-        place = row.dim if key == "dim" else row.settings[key]
+        name = _line_name(result, {k: v for k, v in result.settings.items() if k != key})
+        # A requested dimension is limited to the size of the features, so plot the actual one.
+        x = result.dim if key == "dim" else result.settings[key]
         bounds = (value, value) if low is None or high is None else (low, high)
-        series.setdefault(name, []).append((place, value, *bounds))
+        series.setdefault(name, []).append((x, value, *bounds))
     if not series:
-        log.info(f"{path} is not drawn: no score is defined")
+        log.info(f"{path} was not written: no score is defined")
         return
-    places = sorted({point[0] for points in series.values() for point in points})
-    log_x = places[0] > 0 and places[-1] / places[0] > 8
-    band = "line: mean over seeds; band: 95 % interval over rows and seeds"
-    plot_curve(series, path, key.replace("_", " "), _on_axis(metric), log_x, band)
+    x_values = sorted({point[0] for points in series.values() for point in points})
+    log_x = x_values[0] > 0 and x_values[-1] / x_values[0] > 8
+    band = "line: mean over seeds; band: 95 % confidence interval over rows and seeds"
+    plot_curve(series, path, key.replace("_", " "), _axis_label(metric), log_x, band)
 
 
-def _on_axis(metric: Metric, where: str = "") -> str:
+def _axis_label(metric: Metric, suffix: str = "") -> str:
     factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
-    return f"{metric.heading}{where}{factor}"
+    return f"{metric.heading}{suffix}{factor}"
 
 
-def _numeric(results: Swept) -> str | None:
+def _find_numeric_setting(results: Swept) -> str | None:
     for key in results[0].settings:
-        values = {row.settings.get(key) for row in results}
+        values = {result.settings.get(key) for result in results}
         if len(values) > 1 and all(
             isinstance(value, int | float) and not isinstance(value, bool) for value in values
         ):
@@ -112,24 +113,25 @@ def _numeric(results: Swept) -> str | None:
 
 
 def plot_steps(results: Swept, path: Path) -> None:
-    """Draw the score on dev against steps of training, with the range over seeds (figure 3)."""
+    """Plot the score on dev against training steps, with the range over seeds (CASE, figure 3)."""
     series: dict[str, list[Point]] = {}
-    for row in results:
-        fits = [fit for fit in row.fits if fit.get("curve")]
-        # As far as every seed went.
-        for epoch, reached in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
-            key = f"dev_{row.primary.name}"
-            values = [one.get(key, one.get(SCORE)) for one in reached]
+    for result in results:
+        fits = [fit for fit in result.fits if fit.get("curve")]
+        # A curve ends where its shortest seed ends.
+        for epoch, epoch_logs in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
+            key = f"dev_{result.primary.name}"
+            values = [epoch_log.get(key, epoch_log.get(SCORE)) for epoch_log in epoch_logs]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
-                mean, low, high = (row.primary.factor * figure for figure in figures)
-                line = series.setdefault(_line_name(row, row.settings), [])
+                mean, low, high = (result.primary.factor * figure for figure in figures)
+                line = series.setdefault(_line_name(result, result.settings), [])
                 line.append((steps, mean, low, high))
     if not series:
         log.info(
-            f"{path} is not drawn: no head of the sweep is trained by steps, or there is no dev"
+            f"{path} was not written: no head of the sweep is trained in steps, or there is no dev "
+            "split"
         )
         return
-    band = "line: mean over seeds; band: lowest to highest seed"
-    plot_curve(series, path, "steps", _on_axis(results[0].primary, " on dev"), band=band)
+    band = "line: mean over seeds; band: range over seeds"
+    plot_curve(series, path, "steps", _axis_label(results[0].primary, " on dev"), band=band)

@@ -1,4 +1,4 @@
-"""Results as tables for people and as JSON for machines."""
+"""Tables in the terminal, and the same tables as Markdown or LaTeX."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from llmcond.report.format import (
     sentences_text,
 )
 
-#: How tables are printed -> what tabulate calls it.
-_FORMS = {"markdown": "github", "latex": "latex_booktabs"}
-FORMATS = ("table", *_FORMS)
-#: Characters of a line of prose.
-_READABLE = 100
-#: Characters of a line that no terminal limits: at least, and at most.
-_PIPED, _UNLIMITED = 160, 1_000_000
-#: Characters that a column of prose has at least, and of the longest word that is never cut.
-_PROSE, _LONG_WORD = 24, 40
-#: What is not cut; texts of Chinese and the like have no spaces.
+#: Format of a printed table -> its name in tabulate.
+_TABULATE_FORMATS = {"markdown": "github", "latex": "latex_booktabs"}
+FORMATS = ("table", *_TABULATE_FORMATS)
+#: The maximum length of a line of prose, in characters.
+_PROSE_WIDTH = 100
+#: The minimum and the maximum width of a table that no terminal limits, in characters.
+_MIN_PIPED_WIDTH, _MAX_PIPED_WIDTH = 160, 1_000_000
+#: The minimum width of a column of prose, and the length up to which a word is never cut.
+_MIN_PROSE_COLUMN, _LONG_WORD = 24, 40
+#: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
 _WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
 
 def results_table(results: Sequence[Result], run: object) -> Table:
-    """Return evaluation results of one split, a row each.
+    """Return a table of the evaluation results of one split, with one row per result.
 
-    What is the same for every row (the rows scored, dropped and tied) stands in the title.
+    The title says what all results have in common: the rows scored, dropped and tied.
     """
     first = results[0]
     metrics = [metric_of(name) for name in first.metrics]
@@ -52,16 +52,16 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     )
     table = identity_table(title)
     add_figures(table, *(metric.heading for metric in metrics))
-    apart = any(result.by_condition for result in results)
-    if apart:
+    has_conditions = any(result.by_condition for result in results)
+    if has_conditions:
         add_figures(table, f"{first.primary.heading} by condition: seen / unseen")
     if first.new_sentences is not None:
         add_figures(table, new_sentences_heading(first))
     for result in results:
         cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
-        if apart:
-            parts = [first.primary.show(p.score.value) for p in result.by_condition.values()]
-            cells.append(" / ".join(parts))
+        if has_conditions:
+            scores = [first.primary.show(p.score.value) for p in result.by_condition.values()]
+            cells.append(" / ".join(scores))
         if result.new_sentences is not None:
             cells.append(estimate_text(result.primary, result.new_sentences.main))
         table.add_row(*identity_cells(result, result.title), *cells)
@@ -69,12 +69,12 @@ def results_table(results: Sequence[Result], run: object) -> Table:
 
 
 def plain(text: object) -> Text:
-    """Return a text for a cell or title: no markup, and nothing that steers a terminal."""
+    """Return a text for a cell or title, without markup and terminal control characters."""
     return Text(printable(str(text)))
 
 
 def titled_table(title: str, *texts: str) -> Table:
-    """Return a table with a title and columns of texts, without markup."""
+    """Return an empty table with a title and text columns, without markup."""
     table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in texts:
         table.add_column(heading, overflow="fold")
@@ -82,9 +82,9 @@ def titled_table(title: str, *texts: str) -> Table:
 
 
 def identity_table(title: str, subtracts: bool = True) -> Table:
-    """Return a table with the columns that say what a result is of.
+    """Return an empty table with the columns that identify a result: head and prompt.
 
-    ``subtracts`` is whether anything can be subtracted; there is a column of it then.
+    ``subtracts`` adds a column that says whether the unconditional vector is subtracted.
     """
     table = titled_table(title, "head", "prompt")
     if subtracts:
@@ -93,28 +93,33 @@ def identity_table(title: str, subtracts: bool = True) -> Table:
 
 
 def add_figures(table: Table, *headings: str) -> None:
-    """Add columns of figures, whose lines are not broken."""
+    """Add right-aligned columns of figures, which are not wrapped."""
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
 
 
 def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, Text, str]:
-    """Return the cells of those columns."""
+    """Return the cells of a result for the columns of ``identity_table``."""
     return plain(head), plain(result.prompt + remark), "yes" if result.subtract else "no"
 
 
 def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> Table:
-    """Return rows of like keys as a table, of some columns or all; texts are shown as they are."""
+    """Return rows that share their keys as a table.
+
+    Args:
+        rows: the rows.
+        columns: the keys to show; empty: all.
+    """
     columns = columns or list(rows[0] if rows else ())
     table = Table(box=box.SIMPLE_HEAD)
     for key in columns:
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
     for row in rows:
-        table.add_row(*(_cell(row[key]) for key in columns))
+        table.add_row(*(_format_cell(row[key]) for key in columns))
     return table
 
 
-def _cell(value: object) -> Text:
+def _format_cell(value: object) -> Text:
     if isinstance(value, bool):
         return plain("yes" if value else "no")
     if isinstance(value, float):
@@ -123,52 +128,52 @@ def _cell(value: object) -> Text:
 
 
 def show(table: Table, form: str = "table") -> None:
-    """Print a table on standard output in one of :data:`FORMATS`, all but ``table`` for documents.
+    """Print a table on standard output in one of ``FORMATS``.
 
-    In a terminal, and where ``COLUMNS`` says how wide a line is, cells are wrapped between words,
-    and columns that still have no room are left out, which a message says. Elsewhere nothing is
-    wrapped.
+    In a terminal, or if ``COLUMNS`` gives the line width, the format ``table`` wraps cells between
+    words and leaves out the columns that still do not fit; a message names them. Otherwise nothing
+    is wrapped.
     """
     if form == "table":
         room = line_limit()
         left_out = fit_columns(table, room) if room else []
-        widest = max(_PIPED, Console(width=_UNLIMITED).measure(table).maximum)
-        Console(highlight=False, width=room or widest).print(table)
+        width_needed = max(_MIN_PIPED_WIDTH, Console(width=_MAX_PIPED_WIDTH).measure(table).maximum)
+        Console(highlight=False, width=room or width_needed).print(table)
         if left_out:
             log.info(
-                f"columns left out, as a line has {room} characters: {', '.join(left_out)} (--json "
-                "or a wider terminal shows them)"
+                f"columns left out, because a line has only {room} characters: "
+                f"{', '.join(left_out)} (--json or a wider terminal shows them)"
             )
         return
     from tabulate import tabulate
 
-    columns = [[_escaped(str(cell), form) for cell in column.cells] for column in table.columns]
+    columns = [[_escape_cell(str(cell), form) for cell in column.cells] for column in table.columns]
     headings = [str(column.header) for column in table.columns]
     rows = list(zip(*columns, strict=True))
-    text = tabulate(rows, headings, _FORMS[form], disable_numparse=True)
+    text = tabulate(rows, headings, _TABULATE_FORMATS[form], disable_numparse=True)
     title = str(table.title or "")
-    before = {"markdown": f"{title}\n\n", "latex": f"% {title}\n"}[form] if title else ""
-    sys.stdout.write(f"{before}{text}\n")
+    prefix = {"markdown": f"{title}\n\n", "latex": f"% {title}\n"}[form] if title else ""
+    sys.stdout.write(f"{prefix}{text}\n")
 
 
-def _escaped(cell: str, form: str) -> str:
-    """Return a cell's text on one line, and such that it does not end the cell."""
+def _escape_cell(cell: str, form: str) -> str:
+    """Return a cell's text on one line, escaped so that it cannot end the cell."""
     line = " ".join(cell.split())
     return line.replace("|", r"\|") if form == "markdown" else line
 
 
 def say(sentences: Sequence[str], form: str = "table") -> None:
-    """Print sentences on standard output, before a table for people."""
+    """Print sentences on standard output, unless ``form`` is a format for documents."""
     if form == "table":
-        console = Console(highlight=False, width=min(width(), _READABLE))
+        console = Console(highlight=False, width=min(width(), _PROSE_WIDTH))
         for sentence in sentences:
             console.print(plain(sentence))
 
 
 def line_limit() -> int | None:
-    """Return how many characters a line of standard output has room for; None: any number.
+    """Return the line width of standard output in characters; None if it is unlimited.
 
-    ``COLUMNS`` says it, else the terminal.
+    ``COLUMNS`` takes precedence over the width of the terminal.
     """
     console = Console()
     is_limited = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
@@ -176,45 +181,47 @@ def line_limit() -> int | None:
 
 
 def width() -> int:
-    """Return how many characters to lay a line of standard output out for."""
-    return line_limit() or _PIPED
+    """Return the line width to format output for, in characters."""
+    return line_limit() or _MIN_PIPED_WIDTH
 
 
 def fit_columns(table: Table, room: int) -> list[str]:
-    """Lay a table out in lines of ``room`` characters, such that no word and no number is cut.
+    """Fit a table into lines of ``room`` characters without cutting a word or a number.
 
-    Cells are wrapped between words. Where that is not enough, words of more than
-    ``_LONG_WORD`` characters are cut, such as addresses, and columns are left out from the right,
-    but never the first one. The headings of these are returned.
+    Cells are wrapped between words. If that is not enough, words of more than ``_LONG_WORD``
+    characters, such as URLs, are cut, and columns are removed from the right, except the first one.
+
+    Returns:
+        The headings of the removed columns.
     """
-    # Each column has a space on both sides and one character before it, and the last one after it.
+    # Each column has a space on both sides and a separator before it; the last has one after it.
     room -= 1 + 3 * len(table.columns)
-    widths = [_widths(column) for column in table.columns]
-    if sum(least for least, _ in widths) > room:
-        widths = [_widths(column, _LONG_WORD) for column in table.columns]
+    widths = [_measure_column(column) for column in table.columns]
+    if sum(minimum for minimum, _ in widths) > room:
+        widths = [_measure_column(column, _LONG_WORD) for column in table.columns]
     left_out: list[str] = []
-    while len(widths) > 1 and sum(least for least, _ in widths) > room:
+    while len(widths) > 1 and sum(minimum for minimum, _ in widths) > room:
         widths.pop()
         left_out.insert(0, str(table.columns.pop().header))
         room += 3
-    spare = room - sum(least for least, _ in widths)
-    wanting = sorted(range(len(widths)), key=lambda i: widths[i][1] - widths[i][0])
-    for place, index in enumerate(wanting):
-        least, most = widths[index]
-        added = max(min(most - least, spare // (len(wanting) - place)), 0)
-        table.columns[index].width = max(min(least + added, room), 1)
+    spare = room - sum(minimum for minimum, _ in widths)
+    by_demand = sorted(range(len(widths)), key=lambda i: widths[i][1] - widths[i][0])
+    for rank, index in enumerate(by_demand):
+        minimum, maximum = widths[index]
+        added = max(min(maximum - minimum, spare // (len(by_demand) - rank)), 0)
+        table.columns[index].width = max(min(minimum + added, room), 1)
         table.columns[index].no_wrap = False
         spare -= added
     return left_out
 
 
-def _widths(column: Column, longest_word: int | None = None) -> tuple[int, int]:
-    """Return the least and the most characters that a column has use for."""
+def _measure_column(column: Column, longest_word: int | None = None) -> tuple[int, int]:
+    """Return the minimum and the maximum useful width of a column, in characters."""
     lines = [line for cell in column.cells for line in str(cell).splitlines()]
     words = [word for line in lines for word in _WORD.findall(line)]
-    most = max(map(cell_len, (str(column.header), *lines)), default=0)
+    maximum = max(map(cell_len, (str(column.header), *lines)), default=0)
     heading = max(map(cell_len, str(column.header).split()), default=0)
-    least = max(map(cell_len, lines if column.no_wrap else words), default=0)
+    minimum = max(map(cell_len, lines if column.no_wrap else words), default=0)
     if not column.no_wrap:
-        least = max(min(least, longest_word or least), min(_PROSE, most))
-    return max(heading, least), most
+        minimum = max(min(minimum, longest_word or minimum), min(_MIN_PROSE_COLUMN, maximum))
+    return max(heading, minimum), maximum

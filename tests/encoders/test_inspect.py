@@ -199,7 +199,7 @@ def test_a_listing_fits_a_narrow_terminal(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert all(len(line) <= 80 for line in out.splitlines())
     assert all(row["name"] in out for row in models())
-    assert "columns left out, as a line has 80 characters: " in err
+    assert "columns left out, because a line has only 80 characters: " in err
 
 
 def test_texts_of_a_checkpoint_do_not_steer_the_terminal(capsys, tiny_checkpoint, tmp_path):

@@ -144,8 +144,8 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     assert made_of["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
     assert made_of["aspects_texts"] == 24
     card = (whole / "README.md").read_text()
-    assert "Each step also had 24 texts with known attributes" in card
-    assert "of the sets `scenes`." in card
+    assert "Each step also used 24 texts with known attributes" in card
+    assert "from the sets `scenes`." in card
 
     class Stopped(Exception):  # noqa: N818 - it stands for a kill
         pass

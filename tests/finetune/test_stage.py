@@ -143,8 +143,8 @@ def test_everything_says_that_dev_was_trained_on(staged):
     assert head["fit"]["trained_on"] == ["train", "dev"]
     assert json.loads((staged / "run.json").read_text())["trained_on"] == ["train", "dev"]
     card = " ".join((staged / "README.md").read_text().split())
-    assert "was on dev as well, each row 2 times, and 50 % of train" in card
-    assert "dev is no score of these weights" in card
+    assert "also trained on dev, each row 2 times, and on 50 % of train," in card
+    assert "so dev is no valid test of these weights" in card
 
 
 def test_nothing_is_scored_or_chosen_on_dev(staged, tmp_path, capsys):

@@ -33,7 +33,7 @@ def test_each_kind_of_run_has_its_card_with_python_that_parses(kind):
     ast.parse(python)
     assert getattr(llmcond, text.loader)
     assert f'loaded = llmcond.{text.loader}("FOLDER")' in python
-    assert "No rows were held out" in card
+    assert "No rows were held out for scoring." in card
     assert ModelCard(card).data.tags[1:-1] == list(text.tags)
 
 
@@ -63,7 +63,12 @@ def test_an_ensemble_with_a_last_stage_says_so():
     then = {"steps": 1000, "weight": 2, "share": 0.5, "folds": folds}
     members = [{**json.loads(RECORD.read_text())["summary"], "then": then}] * 2
     card = " ".join(card_of(members=members).split())
-    assert "trained with 2 times LoRA of rank 4 and the head" in card
-    assert "of each member by itself" in card
-    assert "stage of 1,000 steps was on dev as well, each row 2 times, and 50 % of train" in card
-    assert "the Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage" in card
+    assert "fine-tuned as an ensemble of 2 members, each with LoRA of rank 4 and the head" in card
+    assert "selected on dev, separately for each member" in card
+    assert (
+        "stage of 1,000 steps also trained on dev, each row 2 times, and on 50 % of train," in card
+    )
+    assert (
+        "the Spearman is 50.0 [10.0, 90.0], compared with 40.0 [10.0, 90.0] before the stage"
+        in card
+    )

@@ -128,8 +128,8 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
         title="Prompt templates on re-annotated C-STS with minilm",
         summary=[
             "An MLP on pair-cond minus c orders the rows best: Spearman 58.5 (55.0 to 61.8).",
-            "With mlp: no evidence of a difference to concat-sent-cond for pair-cond minus c "
-            "(these rows would show 5.6 or more); worse: question-then-sentence by 6.0.",
+            "With mlp: no evidence of a difference from concat-sent-cond for pair-cond minus c "
+            "(these rows can detect 5.6 or more); worse: question-then-sentence by 6.0.",
             "Subtraction of the unconditional vector helps every template, most where the "
             "sentence is pooled. The shuffled control is at chance, as it has to be.",
         ],
@@ -303,7 +303,7 @@ def test_every_section_is_there_and_can_be_gone_to(parsed):
 
 def test_the_verdict_and_the_chart_come_before_the_prose(page, parsed):
     verdict, *prose = page.summary
-    chart = parsed.said.index("Spearman by template and head, with 95 % intervals")
+    chart = parsed.said.index("Spearman by template and head, with 95 % confidence intervals")
     assert parsed.said.index(verdict) < chart < parsed.said.index(prose[0])
     assert parsed.said.index(prose[-1]) < parsed.said.index("head template minus c")
 
@@ -313,7 +313,7 @@ def test_controls_and_baselines_look_as_their_head_and_are_called_so(parsed):
     assert {row["series"] for row in rows} == {"none", "linear", "mlp"}
     labels = {row["system"]: row["label"] for row in rows}
     assert labels["mlp@control-shuffled"] == "control-shuffled\nminus c, control"
-    assert labels["none@concat-sent-cond+c"] == "concat-sent-cond\nc kept, baseline"
+    assert labels["none@concat-sent-cond+c"] == "concat-sent-cond\nno subtraction, baseline"
     assert labels["mlp@pair-cond"] == "pair-cond\nminus c"
 
 
@@ -456,7 +456,9 @@ def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
 
 
 def test_names_that_occur_twice_are_refused(page):
-    with pytest.raises(UserError, match="1 names occur more than once, such as 'mlp@pair-cond'"):
+    with pytest.raises(
+        UserError, match="1 names of results occur more than once, such as 'mlp@pair-cond'"
+    ):
         replace(page, results=[page.results[0], page.results[0]])
 
 
@@ -608,9 +610,9 @@ def test_other_ways_and_conditions_can_be_looked_at(browser, files):
         tab.get_by_label("Search conditions").fill("MOOD")
         rows = tab.locator("#conditions tbody tr")
         assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["mood"]
-        tab.get_by_label("Nearer to the rating").select_option("B")
+        tab.get_by_label("Closer to the rating").select_option("B")
         said = tab.locator(".card > .detail").all_inner_texts()
-        assert set(said) == {"B is nearer to the rating"}
+        assert set(said) == {"B is closer to the rating"}
         tab.locator("#system-curves").select_option(label="linear@pair-cond")
         tab.locator("[data-numbers=curves] summary").click()
         row = tab.locator("[data-numbers=curves] tbody tr").first

@@ -55,7 +55,9 @@ def test_nothing_is_cut_where_a_line_is_limited(capsys, monkeypatch, caplog, nam
     out = printed(capsys, table)
     assert max(map(len, out.splitlines())) <= columns
     left_out = headings[len(table.columns) :]
-    message = f"as a line has {columns} characters: {', '.join(left_out)} (--json or a wider"
+    message = (
+        f"because a line has only {columns} characters: {', '.join(left_out)} (--json or a wider"
+    )
     assert (message in caplog.text) == bool(left_out)
     assert bool(left_out) == (columns < {"hits": 140, "figures": 110}[name])
 

@@ -100,7 +100,7 @@ def test_it_is_never_scored_on_dev(run, capsys):
     assert plain in names
     assert "both" not in names
     assert cli.run(["evaluate", "--run", str(run)]) == 0
-    assert "Trained on dev as well: both" in " ".join(capsys.readouterr().out.split())
+    assert "Also trained on dev: both" in " ".join(capsys.readouterr().out.split())
 
 
 def test_pairs_of_dev_in_other_rows_are_warned_of(run, write_rows, small_rows, capsys, caplog):

@@ -251,7 +251,9 @@ def test_prompts_that_the_encoder_cannot_use_are_left_out_and_the_rest_is_done(c
 def test_few_pairs_are_compared_with_a_warning(call):
     captured = call("--prompts", J, K, "--seeds", 1)
     assert re.search(r"warning: \d+ sentence pairs are few", captured.err)
-    assert "only large differences can be told from chance" in " ".join(captured.out.split())
+    assert "only large differences can be distinguished from chance" in " ".join(
+        captured.out.split()
+    )
 
 
 # -- words and tables --------------------------------------------------------------------------
@@ -292,12 +294,16 @@ def test_a_comparison_is_told_in_plain_words():
     )
     mlp = next(sentence for sentence in text if sentence.startswith("With mlp"))
     assert "better than base: good by +20.0 [15.0, 25.0]; worse than base: bad" in mlp
-    assert "no evidence of a difference to base for same (these rows would show 7.1 or more)" in mlp
+    assert (
+        "no evidence of a difference from base for same (these rows can detect 7.1 or more)" in mlp
+    )
     assert any("The controls are at chance" in sentence for sentence in text)
     many = [*RESULTS, *(result(f"p{i}", "mlp", 0.4, (0.0, 0.9)) for i in range(3))]
-    assert "no evidence of a difference to base for the other 4" in " ".join(summary(many, "base"))
+    assert "no evidence of a difference from base for the other 4" in " ".join(
+        summary(many, "base")
+    )
     kept = [*RESULTS, result("plain", "mlp", 0.9, (0.5, 0.01), subtract=False)]
-    assert "plain (c kept) by +50.0" in " ".join(summary(kept, "base"))
+    assert "plain (no subtraction) by +50.0" in " ".join(summary(kept, "base"))
     off = [result("shuffled", "none", 0.0, (-0.1, 0.3), control="shuffled")]
     assert "1 are not at chance: zero-shot on shuffled (" in " ".join(
         summary([*RESULTS, *off], "base")

@@ -87,7 +87,7 @@ def test_it_is_a_run_and_says_what_it_is(ensemble, tmp_path, capsys):
     row = next(own for own in rows if own["name"] == summary["head"])
     assert row["spearman"] == summary["scores"][0]["spearman"]
     card = " ".join((ensemble / "README.md").read_text().split())
-    assert "trained with 2 times LoRA of rank 2" in card
+    assert "fine-tuned as an ensemble of 2 members, each with LoRA of rank 2 and the head" in card
     assert not list(ensemble.glob("adapter-*/features"))
     assert "is an ensemble of 2 adapters" in refused(capsys, "push", "me/mine", "--run", ensemble)
     folder = shutil.copytree(ensemble, tmp_path / "run")

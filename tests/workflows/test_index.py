@@ -95,7 +95,7 @@ def test_kept_columns_stay_longer_than_the_id_in_a_narrow_terminal(made: Path, c
     assert run(["search", str(made), "two dogs", *PLACE]) == 0
     shown = capsys.readouterr()
     assert re.search("^ +rank +score +text +year *$", shown.out, re.MULTILINE)
-    assert "columns left out, as a line has 52 characters: id (" in shown.err
+    assert "columns left out, because a line has only 52 characters: id (" in shown.err
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["search", str(made), "two dogs", *PLACE, "--explain"]) == 0
     order = " +".join(["", "rank", "score", "text", "without", "rank without", "year", "id", "$"])

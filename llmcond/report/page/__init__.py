@@ -1,4 +1,4 @@
-"""Results as one HTML file that needs nothing else: no network, no further file."""
+"""An HTML report of results: one self-contained file that needs no network."""
 
 from llmcond.report.page.gather import Page, page_of
 from llmcond.report.page.render import check_page, write_page

@@ -1,4 +1,4 @@
-"""The charts of a page as Vega-Lite, and the libraries that draw them."""
+"""The charts of a page as Vega-Lite specifications, and the libraries that draw them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-#: So many series differ in colour and mark; further ones begin again. One mark fewer than
-#: colours, so that pairs of both repeat late.
+#: The colours of the series, repeated cyclically. There is one mark fewer than colours, so that
+#: a pair of colour and mark repeats late.
 _COLOURS = tuple(f"var(--series-{i})" for i in range(1, 8))
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 
 _INK, _MUTED, _LINE = "var(--ink)", "var(--muted)", "var(--line)"
 
-#: Axes take the page's colours, which follow its light or dark theme, and its font.
+#: Axes use the page's font and its colours, which follow the light or dark theme.
 CONFIG: Mapping[str, Any] = {
     "background": None,
     "font": "system-ui, sans-serif",
@@ -36,49 +36,53 @@ CONFIG: Mapping[str, Any] = {
     "axisY": {"domain": False, "ticks": False, "labelPadding": 8},
 }
 
-#: A chart's rows and their series in order.
-Rows = Sequence[Mapping[str, Any]]
+#: The rows of a chart's data.
+ChartRows = Sequence[Mapping[str, Any]]
 
-#: In pixels: what a mark takes beside others of its row, what a row's label of two lines takes.
-_STEP, _ROW = 15, 40
+#: The height of a mark among several of a row, and of a row with a label of two lines, in pixels.
+_MARK_HEIGHT, _ROW_HEIGHT = 15, 40
 
 
 def look(i: int) -> tuple[str, str]:
-    """Return the colour and the mark of the i-th series, as CSS and as Vega name them."""
+    """Return the CSS colour and the Vega mark of the i-th series."""
     return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
 
 
 @cache
 def libraries() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script that asks for nothing else."""
+    """Return Vega, Vega-Lite and Vega-Embed as one self-contained script."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def intervals(
-    rows: Rows, series: Sequence[str], title: str, description: str, reference: float | None = None
+    rows: ChartRows,
+    series: Sequence[str],
+    title: str,
+    description: str,
+    reference: float | None = None,
 ) -> dict[str, Any]:
-    """Return a chart of values with intervals: a line for each label, side by side if several.
+    """Return a chart of values with intervals, one line per label, split if it has several values.
 
     Args:
-        rows: label, slot (place beside others of the label), series, value, low, high and what a
-            tooltip shows.
-        series: names in the order of their looks.
-        title: of the axis.
-        description: for those who do not see it.
-        reference: where a dashed line is drawn.
+        rows: label, slot (position among the values of the label), series, value, low and high;
+            other keys are shown in the tooltip.
+        series: the names of the series in the order of their colours and marks.
+        title: the title of the axis.
+        description: a description for screen readers.
+        reference: the value of a dashed line; None to omit it.
     """
     labels = list(dict.fromkeys(row["label"] for row in rows))
     slots = len({row["slot"] for row in rows})
     y = alt.Y("label:N", sort=labels, title=None).axis(
         labelExpr="split(datum.label, '\\n')", grid=False, domain=False
     )
-    drawn = {"label", "slot", "value", "low", "high"}
-    tooltip = [alt.Tooltip(f"{key}:N") for key in rows[0] if key not in drawn]
+    plotted = {"label", "slot", "value", "low", "high"}
+    tooltip = [alt.Tooltip(f"{key}:N") for key in rows[0] if key not in plotted]
     base = alt.Chart(alt.InlineData(values=[dict(row) for row in rows])).encode(
         y=y, yOffset=alt.YOffset("slot:O"), tooltip=tooltip
     )
     x = alt.X("value:Q", title=title, scale=alt.Scale(zero=False, nice=True)).axis(tickCount=8)
-    colour, shape = _series("series:N", series)
+    colour, shape = _series_encoding("series:N", series)
     bars = (
         base.transform_filter("isValid(datum.low) && isValid(datum.high)")
         .mark_rule(strokeWidth=2, opacity=0.55, aria=False)
@@ -89,21 +93,22 @@ def intervals(
     )
     layers = [bars, points] if any(row["low"] is not None for row in rows) else [points]
     if reference is not None:
-        where = alt.Chart(alt.InlineData(values=[{"value": reference}]))
-        layers.insert(0, where.mark_rule(strokeDash=[4, 4], color=_MUTED, aria=False).encode(x=x))
-    height = len(labels) * max(slots * _STEP, _ROW)
-    return _finished(alt.layer(*layers), description, height)
+        line = alt.Chart(alt.InlineData(values=[{"value": reference}]))
+        layers.insert(0, line.mark_rule(strokeDash=[4, 4], color=_MUTED, aria=False).encode(x=x))
+    height = len(labels) * max(slots * _MARK_HEIGHT, _ROW_HEIGHT)
+    return _make_spec(alt.layer(*layers), description, height)
 
 
 def scatter() -> dict[str, Any]:
-    """Return a chart of predictions against ratings, with quartiles over them.
+    """Return a chart of predictions against ratings, with the quartiles at each rating.
 
-    The page gives it ``points`` (x, y, row) and ``levels`` (rating, low, median, high).
+    The page's script supplies the data sets ``points`` (x, y, row) and ``levels`` (rating, low,
+    median, high).
     """
-    x, y = _rating("x:Q"), alt.Y("y:Q", title="predicted similarity").scale(zero=False)
-    dots = _named("points").mark_circle(size=22, opacity=0.35, color="var(--mark)", aria=False)
+    x, y = _rating_axis("x:Q"), alt.Y("y:Q", title="predicted similarity").scale(zero=False)
+    dots = _chart_of("points").mark_circle(size=22, opacity=0.35, color="var(--mark)", aria=False)
     points = dots.encode(x=x, y=y, tooltip=[alt.Tooltip("row:Q")])
-    levels = _named("levels").encode(x=_rating("rating:Q"))
+    levels = _chart_of("levels").encode(x=_rating_axis("rating:Q"))
     bars = levels.mark_rule(strokeWidth=4, color=_INK, aria=False)
     medians = levels.mark_tick(
         orient="horizontal", thickness=4, size=22, color=_INK, opacity=1, aria=False
@@ -112,21 +117,22 @@ def scatter() -> dict[str, Any]:
         points, bars.encode(y=alt.Y("low:Q"), y2="high:Q"), medians.encode(y="median:Q")
     )
     description = "Predicted similarity of each row against its rating, and quartiles by rating."
-    return _finished(chart, description, 260)
+    return _make_spec(chart, description, 260)
 
 
 def calibration() -> dict[str, Any]:
-    """Return a chart of what is predicted at each rating.
+    """Return a chart of the mean prediction at each rating.
 
-    The page gives it ``levels`` (series A or B, rating, shifted a little apart as place, n, mean,
-    low, high) and ``ends``, the two points of the line on which prediction and rating are equal.
+    The page's script supplies the data sets ``levels`` (series A or B, rating, place, n, mean, low,
+    high) and ``ends``, the two ends of the line on which prediction and rating are equal. ``place``
+    is the rating with a small shift that separates the two series.
     """
 
     def y(field: str) -> Any:
         return alt.Y(field, title="predicted similarity").scale(zero=False)
 
-    colour, shape = _series("series:N", ("A", "B"))
-    line = _named("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
+    colour, shape = _series_encoding("series:N", ("A", "B"))
+    line = _chart_of("ends").mark_line(strokeDash=[4, 4], color=_MUTED, strokeWidth=1, aria=False)
     tooltip = [
         alt.Tooltip("name:N", title="system"),
         alt.Tooltip("rating:Q", format=".3~f"),
@@ -135,70 +141,73 @@ def calibration() -> dict[str, Any]:
         alt.Tooltip("low:Q", title="lower quartile", format=".3f"),
         alt.Tooltip("high:Q", title="upper quartile", format=".3f"),
     ]
-    base = _named("levels").encode(x=_rating("place:Q"), color=colour, tooltip=tooltip)
+    base = _chart_of("levels").encode(x=_rating_axis("place:Q"), color=colour, tooltip=tooltip)
     bars = base.mark_rule(strokeWidth=2, opacity=0.55, aria=False)
-    joined = base.mark_line(strokeWidth=2, aria=False)
+    means = base.mark_line(strokeWidth=2, aria=False)
     points = base.mark_point(filled=True, size=80, opacity=1, aria=False)
     chart = alt.layer(
-        line.encode(x=_rating("rating:Q"), y=y("value:Q")),
+        line.encode(x=_rating_axis("rating:Q"), y=y("value:Q")),
         bars.encode(y=y("low:Q"), y2="high:Q"),
-        joined.encode(y=y("mean:Q")),
+        means.encode(y=y("mean:Q")),
         points.encode(y=y("mean:Q"), shape=shape),
     )
-    return _finished(chart, "Mean prediction and quartiles at each rating.", 280)
+    return _make_spec(chart, "Mean prediction and quartiles at each rating.", 280)
 
 
 def hits() -> dict[str, Any]:
-    """Return a chart of the share of answers that rank first, second, and so on at most.
+    """Return a chart of the share of answers among the first k candidates, by k.
 
-    The page gives it ``points`` (series A or B, name, k, share).
+    The page's script supplies the data set ``points`` (series A or B, name, k, share).
     """
-    colour, shape = _series("series:N", ("A", "B"))
+    colour, shape = _series_encoding("series:N", ("A", "B"))
     tooltip = [
         alt.Tooltip("name:N", title="system"),
         alt.Tooltip("k:Q", title="among the first", format=",~f"),
         alt.Tooltip("share:Q", format=".1%"),
     ]
-    base = _named("points").encode(
-        x=alt.X("k:Q", title="rank", scale=alt.Scale(type="log")).axis(grid=False, format="~s"),
-        y=alt.Y("share:Q", title="answers that rank so high").axis(format="%"),
+    base = _chart_of("points").encode(
+        x=alt.X("k:Q", title="k", scale=alt.Scale(type="log")).axis(grid=False, format="~s"),
+        y=alt.Y("share:Q", title="answers among the first k").axis(format="%"),
         color=colour,
         tooltip=tooltip,
     )
-    joined = base.mark_line(strokeWidth=2, aria=False)
+    lines = base.mark_line(strokeWidth=2, aria=False)
     points = base.mark_point(filled=True, size=60, opacity=1, aria=False).encode(shape=shape)
-    return _finished(alt.layer(joined, points), "Share of answers by the most that they rank.", 280)
+    return _make_spec(
+        alt.layer(lines, points), "Share of answers among the first k candidates.", 280
+    )
 
 
 def curves(measure: str, title: str) -> dict[str, Any]:
     """Return a chart of a measure against epochs.
 
-    The page gives it ``chosen`` (seed, epoch, measure), a line for each seed of the chosen system,
-    and ``others`` (name, epoch, measure), the means over seeds of all others; either may be empty.
+    The page's script supplies the data sets ``chosen`` (seed, epoch, measure), with a line for each
+    seed of the selected system, and ``others`` (name, epoch, measure), with the means over seeds of
+    all other systems. Either may be empty.
     """
     x = alt.X("epoch:Q", title="epoch").axis(tickMinStep=1, format="d")
     y = alt.Y(f"{measure}:Q", title=title).scale(zero=False)
-    lines = _named("others").mark_line(strokeWidth=1.25, color=_MUTED, opacity=0.35, aria=False)
+    lines = _chart_of("others").mark_line(strokeWidth=1.25, color=_MUTED, opacity=0.35, aria=False)
     behind = lines.encode(x=x, y=y, detail="name:N", tooltip=[alt.Tooltip("name:N")])
     tooltip = [
         alt.Tooltip("seed:N"),
         alt.Tooltip("epoch:Q"),
         alt.Tooltip(f"{measure}:Q", title=title, format=".3~f"),
     ]
-    front = _named("chosen").encode(x=x, y=y, tooltip=tooltip)
+    front = _chart_of("chosen").encode(x=x, y=y, tooltip=tooltip)
     seeds = front.mark_line(strokeWidth=2, color=_COLOURS[0], aria=False)
     points = front.mark_point(filled=True, size=30, color=_COLOURS[0], opacity=1, aria=False)
     dash = alt.StrokeDash("seed:N", legend=None)
     chart = alt.layer(behind, seeds.encode(strokeDash=dash), points)
-    return _finished(chart, f"{title} against epochs.", 240)
+    return _make_spec(chart, f"{title} against epochs.", 240)
 
 
-def _named(data: str) -> Any:
-    """Return a chart of rows that the page gives it under a name."""
+def _chart_of(data: str) -> Any:
+    """Return a chart of the data set that the page's script supplies under this name."""
     return alt.Chart(alt.NamedData(name=data))
 
 
-def _series(field: str, names: Sequence[str]) -> tuple[Any, Any]:
+def _series_encoding(field: str, names: Sequence[str]) -> tuple[Any, Any]:
     colours, shapes = zip(*(look(i) for i in range(len(names))), strict=True)
     domain = list(names)
     return (
@@ -207,16 +216,16 @@ def _series(field: str, names: Sequence[str]) -> tuple[Any, Any]:
     )
 
 
-def _rating(field: str) -> Any:
+def _rating_axis(field: str) -> Any:
     scale = alt.Scale(zero=False, nice=False, padding=14)
     return alt.X(field, title="rating", scale=scale).axis(grid=False, tickCount=6, format="~g")
 
 
-def _finished(chart: Any, description: str, height: int) -> dict[str, Any]:
+def _make_spec(chart: Any, description: str, height: int) -> dict[str, Any]:
     spec: dict[str, Any] = chart.properties(
         width="container", height=height, description=description
     ).to_dict()
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
-    # Altair's own defaults would come before the page's, and its link would be read by people as
-    # something that is fetched.
+    # Altair's defaults would override those of the page, and readers might think that the schema's
+    # URL is fetched.
     return {key: value for key, value in spec.items() if key not in ("config", "$schema")}

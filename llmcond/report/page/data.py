@@ -1,4 +1,4 @@
-"""The numbers that a page's script draws and sorts, and the charts of all systems."""
+"""The data that a page's script draws and sorts, and the charts that show all systems."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from llmcond.report.page import charts
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import known, minus
 
-#: The looks of a chart's series: name, colour and mark.
+#: The series of a chart: name, colour and mark.
 Legend = Sequence[tuple[str, str, str]]
 
 
 def embedded(page: Page) -> dict[str, Any]:
-    """Return what the page's script needs, as JSON has it; every text is there once."""
-    curves = _curves(page)
+    """Return the data for the page's script as JSON; each distinct text is stored once."""
+    curves = _learning_curves(page)
     data: dict[str, Any] = {"config": charts.CONFIG, "charts": {}, "curves": curves}
     data |= {"primary": page.results[0].primary.heading, "ranked": page.ranked}
     data |= {"systems": [], "chosen": (None, None), "conditions": None}
@@ -41,83 +41,87 @@ def embedded(page: Page) -> dict[str, Any]:
         texts: dict[str, int] = {}
         rows = page.rows
         if isinstance(rows, QueryRows):
-            drawn = _ranked(page, rows, texts)
+            row_data = _ranked_data(page, rows, texts)
         else:
-            drawn = _rated(page, rows, texts)
-        data["charts"] |= drawn.pop("charts")
-        data |= {**drawn, "chosen": page.chosen(), "texts": list(texts)}
+            row_data = _rated_data(page, rows, texts)
+        data["charts"] |= row_data.pop("charts")
+        data |= {**row_data, "chosen": page.chosen(), "texts": list(texts)}
     epochs = [epoch for curve in curves for seed in curve["seeds"] for epoch in seed]
     metric = metric_of(page.dev_metric)
     data["dev"] = f"{metric.heading} on dev"
     scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
-    for place, name, title in ((1, "loss", "loss"), (2, "dev", f"{data['dev']}{scale}")):
-        if any(epoch[place] is not None for epoch in epochs):
+    for column, name, title in ((1, "loss", "loss"), (2, "dev", f"{data['dev']}{scale}")):
+        if any(epoch[column] is not None for epoch in epochs):
             data["charts"][name] = charts.curves(name, title)
     return data
 
 
-def _rated(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
-    """Return what is drawn of rated rows; texts are added to ``texts``, with their numbers."""
-    errors = {name: _errors(page, rows, name) for name in page.systems}
+def _rated_data(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]:
+    """Return the data of rated rows, and add their texts with new numbers to ``texts``."""
+    errors = {name: _rank_errors(page, rows, name) for name in page.systems}
     columns = {"condition": "condition", "sentence1": "sentence 1", "sentence2": "sentence 2"}
     rated = rows.rated
-    # For each rating the places that its rows take in a perfect order.
-    places = (_rounded(1000 * end, 0) for end in rating_span(rows.rating[rated]))
-    spans = zip(_on_scale(page, rows.rating[rated]), *places, strict=True)
+    # For each rating, the range of ranks that its rows take in a perfect order.
+    ranges = (_round_values(1000 * end, 0) for end in rating_span(rows.rating[rated]))
+    spans = zip(_on_scale(page, rows.rating[rated]), *ranges, strict=True)
     return {
         "scale": list(page.scale),
-        "systems": [_system(page, rows, name, error) for name, error in errors.items()],
+        "systems": [_rated_system(page, rows, name, error) for name, error in errors.items()],
         "columns": list(columns.items()),
         "rows": {
             "number": rows.number.tolist(),
             "rating": _on_scale(page, rows.rating),
-            **{key: _numbered(getattr(rows, key), texts) for key in reversed(columns)},
+            **{key: _number_texts(getattr(rows, key), texts) for key in reversed(columns)},
         },
         "conditions": (
-            _conditions(page, rows, rated, texts, list(errors.values())) if rated.any() else None
+            _condition_errors(page, rows, rated, texts, list(errors.values()))
+            if rated.any()
+            else None
         ),
         "spans": [list(span) for span in dict.fromkeys(spans)],
         "charts": {"scatter": charts.scatter(), "levels": charts.calibration()},
     }
 
 
-def _ranked(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any]:
-    """Return what is drawn of ranks; texts are added to ``texts``, with their numbers."""
-    ranks = {name: np.asarray(page.similarity[name], dtype=np.float64) for name in page.systems}
-    lowest = max(own.max() for own in ranks.values())
+def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any]:
+    """Return the data of ranked queries, and add their texts with new numbers to ``texts``."""
+    ranks_by_name = {
+        name: np.asarray(page.similarity[name], dtype=np.float64) for name in page.systems
+    }
+    lowest = max(ranks.max() for ranks in ranks_by_name.values())
     steps = [k * 10**power for power in range(8) for k in (1, 2, 3, 5) if k * 10**power < lowest]
     systems = [
         {
             "name": name,
-            "score": _score(page, name),
-            "rank": _rounded(own, 2),
-            # From the first to the last rank of all, of which tenfold ones are as far apart.
-            "place": _rounded(1000 * np.log(own) / (np.log(lowest) or 1), 0),
-            "hits": [[k, round(float((own <= k).mean()), 4)] for k in [*steps, float(lowest)]],
+            "score": _format_score(page, name),
+            "rank": _round_values(ranks, 2),
+            # The position on a logarithmic axis from the first to the last of all ranks.
+            "place": _round_values(1000 * np.log(ranks) / (np.log(lowest) or 1), 0),
+            "hits": [[k, round(float((ranks <= k).mean()), 4)] for k in [*steps, float(lowest)]],
         }
-        for name, own in ranks.items()
+        for name, ranks in ranks_by_name.items()
     ]
-    metric, by = page.results[0].primary, by_condition(rows.columns[rows.by])
-    one = rows.by.removesuffix("_text")
+    metric, groups = page.results[0].primary, by_condition(rows.columns[rows.by])
+    noun = rows.by.removesuffix("_text")
     return {
         "systems": systems,
         "columns": [
-            ("heading", "asked"),
+            ("heading", "question"),
             *((key, key.removesuffix("_text").replace("_", " ")) for key in rows.texts),
         ],
         "rows": {
             "number": list(range(1, len(rows) + 1)),
-            "heading": _numbered(rows.headings, texts),
-            **{key: _numbered(rows.columns[key], texts) for key in rows.texts},
+            "heading": _number_texts(rows.headings, texts),
+            **{key: _number_texts(rows.columns[key], texts) for key in rows.texts},
         },
         "conditions": metric.by_row
         and {
-            "what": [one, f"{one.removesuffix('y')}ies" if one.endswith("y") else f"{one}s"],
-            "text": _numbered(by.label, texts),
-            "n": by.count.tolist(),
+            "what": [noun, f"{noun.removesuffix('y')}ies" if noun.endswith("y") else f"{noun}s"],
+            "text": _number_texts(groups.label, texts),
+            "n": groups.count.tolist(),
             "figure": [
-                _rounded(metric.factor * by.mean(metric.by_row(own)), metric.decimals)
-                for own in ranks.values()
+                _round_values(metric.factor * groups.mean(metric.by_row(ranks)), metric.decimals)
+                for ranks in ranks_by_name.values()
             ],
             "decimals": metric.decimals,
             "better": "above" if metric.higher_is_better else "below",
@@ -126,42 +130,46 @@ def _ranked(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str, Any
     }
 
 
-def _numbered(column: Sequence[str], texts: dict[str, int]) -> list[int]:
-    """Return texts as their numbers; new ones get the next."""
+def _number_texts(column: Sequence[str], texts: dict[str, int]) -> list[int]:
+    """Return the number of each text in ``texts``; new texts are added with the next number."""
     return [texts.setdefault(text, len(texts)) for text in column]
 
 
-def _score(page: Page, name: str) -> str:
-    """Return a system's main figure with its interval."""
+def _format_score(page: Page, name: str) -> str:
+    """Format a system's primary metric with its interval."""
     result = next(result for result in page.results if result.name == name)
-    metric, found = result.primary, result.main
-    bounds = minus(range_text(metric, found.low, found.high))
-    score = f"{metric.heading} {minus(metric.show(found.value))}"
+    metric, estimate = result.primary, result.main
+    bounds = minus(range_text(metric, estimate.low, estimate.high))
+    score = f"{metric.heading} {minus(metric.show(estimate.value))}"
     return f"{score} ({bounds})" if bounds else score
 
 
-def _system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str, Any]:
+def _rated_system(page: Page, rows: Rows, name: str, error: Floats) -> dict[str, Any]:
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
-    there, rated = np.isfinite(similarity), ~np.isnan(error)
-    place = np.full(len(similarity), np.nan)
-    place[there] = rank_share(similarity[there])
+    predicted, rated = np.isfinite(similarity), ~np.isnan(error)
+    shares = np.full(len(similarity), np.nan)
+    shares[predicted] = rank_share(similarity[predicted])
     levels = calibration(similarity[rated], rows.rating[rated])
     ratings = _on_scale(page, np.array([level.rating for level in levels]))
     return {
         "name": name,
-        "score": _score(page, name),
-        "similarity": _rounded(similarity, 4),
-        "place": _rounded(1000 * place, 0),
-        "error": _rounded(1000 * error, 0),
+        "score": _format_score(page, name),
+        "similarity": _round_values(similarity, 4),
+        "place": _round_values(1000 * shares, 0),
+        "error": _round_values(1000 * error, 0),
         "levels": [
-            [rating, one.n, *_rounded(np.array([one.mean, one.low, one.median, one.high]), 4)]
-            for rating, one in zip(ratings, levels, strict=True)
+            [
+                rating,
+                level.n,
+                *_round_values(np.array([level.mean, level.low, level.median, level.high]), 4),
+            ]
+            for rating, level in zip(ratings, levels, strict=True)
         ],
     }
 
 
-def _errors(page: Page, rows: Rows, name: str) -> Floats:
-    """Return (n,) the rank errors of a system; NaN where a row is unrated or not predicted."""
+def _rank_errors(page: Page, rows: Rows, name: str) -> Floats:
+    """Return the (n,) rank errors of a system; NaN if a row has no rating or no prediction."""
     similarity = np.asarray(page.similarity[name], dtype=np.float64)
     rated = np.isfinite(similarity) & rows.rated
     error = np.full(len(similarity), np.nan)
@@ -169,72 +177,78 @@ def _errors(page: Page, rows: Rows, name: str) -> Floats:
     return error
 
 
-def _conditions(
+def _condition_errors(
     page: Page,
     rows: Rows,
     rated: NDArray[np.bool_],
     texts: dict[str, int],
     errors: Sequence[Floats],
 ) -> dict[str, Any]:
-    groups = by_condition([text for text, kept in zip(rows.condition, rated, strict=True) if kept])
+    """Return the mean rating and the mean rank errors of the rows of each condition."""
+    groups = by_condition(
+        [text for text, is_rated in zip(rows.condition, rated, strict=True) if is_rated]
+    )
     rating = rows.rating[rated]
     return {
         "what": ["condition", "conditions"],
-        "text": _numbered(groups.label, texts),
+        "text": _number_texts(groups.label, texts),
         "n": groups.count.tolist(),
         "rating": _on_scale(page, groups.mean(rating), 2),
-        "chance": _rounded(1000 * groups.mean(chance_error(rating)), 0),
-        "error": [_rounded(1000 * groups.mean(np.abs(error[rated])), 0) for error in errors],
+        "chance": _round_values(1000 * groups.mean(chance_error(rating)), 0),
+        "error": [_round_values(1000 * groups.mean(np.abs(error[rated])), 0) for error in errors],
     }
 
 
-def _curves(page: Page) -> list[dict[str, Any]]:
-    found = []
+def _learning_curves(page: Page) -> list[dict[str, Any]]:
+    """Return the learning curves of each result's seeds, as far as they have figures."""
+    systems = []
     for result in page.results:
         curves = [
-            [_epoch(epoch, page) for epoch in fit["curve"]]
+            [_epoch_figures(epoch, page) for epoch in fit["curve"]]
             for fit in result.fits
             if fit.get("curve")
         ]
         if any(epoch[1:] != [None, None] for curve in curves for epoch in curve):
-            same = len(result.seeds) == len(curves)
-            labels = list(result.seeds) if same else list(range(len(curves)))
-            found.append({"name": result.name, "labels": labels, "seeds": curves})
-    return found
+            has_all_seeds = len(result.seeds) == len(curves)
+            labels = list(result.seeds) if has_all_seeds else list(range(len(curves)))
+            systems.append({"name": result.name, "labels": labels, "seeds": curves})
+    return systems
 
 
-def _epoch(epoch: Mapping[str, Any], page: Page) -> list[float | None]:
-    # Heads that rank know no metric.
+def _epoch_figures(epoch: Mapping[str, Any], page: Page) -> list[float | None]:
+    """Return an epoch, its loss and its score on dev; None for what the curve lacks."""
+    # Heads that rank record a score without the metric's name.
     key = SCORE if SCORE in epoch else f"dev_{page.dev_metric}"
-    # Of a head that another metric chose the epoch of, dev has no curve here.
+    # A head whose epoch was selected by another metric has no curve of this one on dev.
     loss, dev = (np.array([epoch.get(name)], np.float64) for name in ("loss", key))
     factor = metric_of(page.dev_metric).factor
-    return [epoch["epoch"], *_rounded(loss, 5), *_rounded(factor * dev, 5)]
+    return [epoch["epoch"], *_round_values(loss, 5), *_round_values(factor * dev, 5)]
 
 
 def _on_scale(page: Page, rating: Floats, digits: int = 4) -> list[Any]:
-    """Return ratings on 0 to 1 as the data has them."""
+    """Return ratings from 0 to 1 on the scale of the data."""
     low, high = page.scale
-    return _rounded(low + (high - low) * rating, digits)
+    return _round_values(low + (high - low) * rating, digits)
 
 
-def _rounded(values: NDArray[np.floating], digits: int) -> list[Any]:
-    """Return values as short JSON: None for NaN, whole numbers without a decimal point."""
+def _round_values(values: NDArray[np.floating], digits: int) -> list[Any]:
+    """Return rounded values for short JSON: None for NaN, integers for whole numbers."""
     rounded = (round(float(v), digits) if math.isfinite(v) else None for v in values)
     return [int(v) if v is not None and v.is_integer() else v for v in rounded]
 
 
-# -- charts that are the same whichever systems are chosen ---------------------------------------
+# -- charts that do not depend on the selected systems ---------------------------------------
 
 
-def _legend(names: Sequence[str]) -> Legend:
+def _make_legend(names: Sequence[str]) -> Legend:
     return [(name, *charts.look(i)) for i, name in enumerate(names)]
 
 
 def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
-    """Return the primary metric by head and template as a chart, best template first.
+    """Return a chart of the primary metric by head and template, best template first.
 
-    None where it is defined for fewer than two results.
+    Returns:
+        The chart and its legend; None if the metric is defined for fewer than two results.
     """
     metric = page.results[0].primary
     defined = [result for result in page.results if finite(result.main.value) is not None]
@@ -246,41 +260,48 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
     for i, result in enumerate(page.results):
         if finite(result.main.value) is None:
             continue
-        about = [("c kept", "minus c")[result.subtract]] if page.subtracts else []
-        about += [page.variants[1][i]] if page.variants else []
-        about += ["control"] if result.control else []
-        about += ["baseline"] if result.name in page.baselines else []
-        label = f"{result.prompt or result.name}\n{', '.join(filter(None, about))}"
-        # Several fits of one head and template stand beside each other, too.
+        details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
+        details += [page.variants[1][i]] if page.variants else []
+        details += ["control"] if result.control else []
+        details += ["baseline"] if result.name in page.baselines else []
+        label = f"{result.prompt or result.name}\n{', '.join(filter(None, details))}"
+        # Several results of the same head and template get separate slots.
         slot = heads.index(result.head) + len(heads) * used[label, result.head]
         used[label, result.head] += 1
-        found = result.main
-        low, high = known(found.low, found.high)
+        estimate = result.main
+        low, high = known(estimate.low, estimate.high)
         rows.append(
             {
                 "label": label,
                 "slot": slot,
                 "series": result.head,
-                "value": metric.scaled(found.value),
+                "value": metric.scaled(estimate.value),
                 "low": metric.scaled(low),
                 "high": metric.scaled(high),
                 "system": result.name,
-                metric.heading: minus(metric.show(found.value)),
-                "95 % interval": minus(range_text(metric, found.low, found.high)) or "undefined",
+                metric.heading: minus(metric.show(estimate.value)),
+                "95 % interval": minus(range_text(metric, estimate.low, estimate.high))
+                or "undefined",
             }
         )
-    only = list(page.baselines.values()) if len(page.baselines) == 1 else []
-    reference = metric.scaled(only[0].main.value) if only else None
-    description = f"{metric.heading} of each system with its 95 % interval, by template and head."
+    baselines = list(page.baselines.values()) if len(page.baselines) == 1 else []
+    reference = metric.scaled(baselines[0].main.value) if baselines else None
+    description = (
+        f"{metric.heading} of each system with its 95 % confidence interval, by template and head."
+    )
     title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
-    return charts.intervals(rows, heads, title, description, reference), _legend(heads)
+    return charts.intervals(rows, heads, title, description, reference), _make_legend(heads)
 
 
 def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
-    """Return the mean cosine and the partition ratio of each set of vectors as charts."""
-    kinds: list[str] = ["minus c" if row["subtract"] else "c kept" for row in page.isotropy]
-    series: list[str] = [name for name in ("minus c", "c kept") if name in kinds]
-    found = []
+    """Return charts of the mean cosine and the partition ratio of each set of vectors.
+
+    Returns:
+        The charts and their legend; None if no figure is defined.
+    """
+    kinds: list[str] = ["minus c" if row["subtract"] else "no subtraction" for row in page.isotropy]
+    series: list[str] = [name for name in ("minus c", "no subtraction") if name in kinds]
+    specs = []
     for key, spread, title in (
         ("mean_cosine", "std_cosine", "mean cosine ± sd"),
         ("partition_ratio", None, "partition ratio"),
@@ -304,5 +325,5 @@ def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
                 }
             )
         if rows:
-            found.append(charts.intervals(rows, series, title, f"{title}, by template."))
-    return (found, _legend(series)) if found else None
+            specs.append(charts.intervals(rows, series, title, f"{title}, by template."))
+    return (specs, _make_legend(series)) if specs else None

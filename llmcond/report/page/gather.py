@@ -1,4 +1,4 @@
-"""What a page of results shows, checked, and gathered from a run."""
+"""The content of a page of results, checked, and how it is gathered from a run."""
 
 from __future__ import annotations
 
@@ -28,25 +28,29 @@ from llmcond.system import provenance
 
 @dataclass(frozen=True)
 class Page:
-    """What a page tells, computed elsewhere.
+    """The content of a page of results.
 
     Attributes:
-        title: of the page.
+        title: the page's title.
         summary: sentences in plain words, the most important first.
-        results: one for each system, best first, all of the same metrics; names are unique.
-        rows: what was scored, n of them: rated rows, or queries whose answers were ranked.
-        scale: the lowest and the highest rating as the data has them.
-        similarity: for each result's name (n,) predictions, in the mean over seeds; NaN where
-            there is none. Of queries they are ranks.
-        isotropy: for each set of vectors name, head, prompt, subtract, mean_cosine, std_cosine and
-            partition_ratio.
-        made: what made the page, as nested JSON.
-        baseline: the name of the result that comes first of those that others are compared with;
-            None: nothing is compared.
-        variants: what tells results of one head and prompt from each other: of what kind, and of
-            each result which; None: nothing.
-        parts: figures of some of the rows: by what they are parted, of each result by part.
-        dev_metric: what heads are chosen by on dev.
+        results: one result for each system, best first. All have the same metrics, and unique
+            names.
+        rows: the n scored rows: rated rows, or queries whose answers were ranked.
+        scale: the lowest and the highest rating on the data's scale.
+        similarity: (n,) predictions by the result's name, averaged over seeds; NaN where a row has
+            none. For queries they are ranks.
+        isotropy: name, head, prompt, subtract, mean_cosine, std_cosine and partition_ratio of each
+            set of vectors.
+        made: the provenance of the page, as nested JSON.
+        baseline: the name of the first of the results that others are compared with; None if
+            nothing is compared.
+        variants: a heading, and each result's value under it, which distinguish results of the
+            same head and prompt; None if there is nothing to distinguish.
+        parts: the scores of each result on subsets of the rows, by the kind of subset.
+        dev_metric: the metric by which heads are selected on dev.
+
+    Raises:
+        UserError: two results have the same name.
     """
 
     title: str
@@ -63,30 +67,33 @@ class Page:
     dev_metric: str = "spearman"
 
     def __post_init__(self) -> None:
-        # As of recipes of one name from different folders.
+        # Recipes of the same name may come from different folders.
         names = Counter(result.name for result in self.results)
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise UserError(f"{len(twice)} names occur more than once, such as {twice[0]!r}.")
+        repeated = [name for name, count in names.items() if count > 1]
+        if repeated:
+            raise UserError(
+                f"{len(repeated)} names of results occur more than once, such as {repeated[0]!r}. "
+                "Each result needs its own name."
+            )
 
     @property
     def ranked(self) -> bool:
-        """Return whether answers were ranked, and nothing was rated."""
+        """Whether the rows are queries whose answers were ranked, instead of rated rows."""
         return isinstance(self.rows, QueryRows)
 
     @property
     def subtracts(self) -> bool:
-        """Return whether it says something that the unconditional vector is subtracted, or not."""
+        """Whether the page shows if the unconditional vector is subtracted."""
         return not self.ranked or any(result.subtract for result in self.results)
 
     @cached_property
     def systems(self) -> list[str]:
-        """Return the names of the results whose predictions are there, in their order."""
-        return [one.name for one in self.results if len(self.similarity.get(one.name, ()))]
+        """The names of the results that have predictions, in the order of the results."""
+        return [r.name for r in self.results if len(self.similarity.get(r.name, ()))]
 
     @cached_property
     def baselines(self) -> Mapping[str, ComparedResult]:
-        """Return the results that others are compared with by name, the page's baseline first."""
+        """The results that others are compared with, by name, the page's baseline first."""
         if self.baseline is None:
             return {}
         by_name = {result.name: result for result in self.results}
@@ -94,10 +101,13 @@ class Page:
         return {name: by_name[name] for name in (self.baseline, *against)}
 
     def chosen(self) -> tuple[str, str | None]:
-        """Return the two systems to begin with: the best, and the baseline or the next best."""
+        """Return the two systems selected at first: the best, and the baseline or the next best.
+
+        The second is None if only one system has predictions.
+        """
         known = [result for result in self.results if result.name in self.systems]
-        # They come best first: controls go last.
-        ranked = [one.name for one in sorted(known, key=lambda result: bool(result.control))]
+        # The results are sorted, best first; controls are moved to the end.
+        ranked = [r.name for r in sorted(known, key=lambda result: bool(result.control))]
         others = (self.baseline, *ranked[1:])
         second = (name for name in others if name in self.systems and name != ranked[0])
         return ranked[0], next(second, None)
@@ -113,28 +123,33 @@ def page_of(
     summary: Sequence[str],
     settings: Mapping[str, Any],
 ) -> Page:
-    """Return the page of some results of a run, arguments as the attributes of :class:`Page`.
+    """Gather the page of some results of a run.
 
-    Rated rows are in the run's store; ``settings`` are what was asked for.
+    Args:
+        run: the run; its store has the features of rated rows.
+        rows: the scored rows.
+        results: the results, best first.
+        similarity: the predictions by the result's name, as in ``Page``.
+        title: the page's title.
+        summary: the sentences of the summary.
+        settings: the settings of the evaluation, for the page's provenance.
 
     Raises:
-        UserError: two results have one name.
+        UserError: two results have the same name.
     """
     names = dict.fromkeys(name for result in results for name in result.prompts)
     prompts = [run.prompt(name) for name in names]
     manifest = run.manifest
-    ranked = [one for one in results if isinstance(one, QueryResult)]
+    ranked = [result for result in results if isinstance(result, QueryResult)]
     variants = [result.variant[1] for result in ranked]
     return Page(
         title=title,
         summary=summary,
-        results=[
-            one if isinstance(one, ComparedResult) else ComparedResult.of(one) for one in results
-        ],
+        results=[r if isinstance(r, ComparedResult) else ComparedResult.of(r) for r in results],
         rows=rows,
         scale=run.rating_range,
         similarity=similarity,
-        isotropy=_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
+        isotropy=_measure_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
         made={
             "encoder": manifest["encoder"],
             "store_dtype": manifest["store_dtype"],
@@ -145,24 +160,24 @@ def page_of(
         },
         variants=(ranked[0].variant[0], variants) if any(variants) else None,
         parts={
-            kind: [one.grouped[kind] for one in ranked]
+            kind: [result.grouped[kind] for result in ranked]
             for kind in (ranked[0].grouped if ranked else ())
         },
         dev_metric=run.dev_metric,
     )
 
 
-def _isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
-    """Return the isotropy of every prompt's features, with and without subtraction."""
+def _measure_isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
+    """Measure the isotropy of every prompt's features, with and without subtraction."""
     rated, store = np.flatnonzero(rows.rated)[:MOST_VECTORS], run.store()
-    found = []
+    measurements = []
     for prompt in prompts:
-        # Anew for each prompt: memory holds one prompt's features at a time.
+        # New features for each prompt, so that memory holds one prompt's features at a time.
         features = RowFeatures(rows, store)
         for zeroshot in zeroshots(run, prompt):
             pairs = features.pairs(zeroshot.view).take(rated)
             sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
-            about = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
-            measured = measure_isotropy(zeroshot.name, np.concatenate(sides))
-            found.append({**measured, **about})
-    return found
+            identity = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
+            figures = measure_isotropy(zeroshot.name, np.concatenate(sides))
+            measurements.append({**figures, **identity})
+    return measurements

@@ -1,11 +1,11 @@
 (() => {
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
-  const at = (id) => document.getElementById(id);
+  const byId = (id) => document.getElementById(id);
   const SVG = "http://www.w3.org/2000/svg";
-  const LOOKS = { A: ["var(--series-1)", "circle"], B: ["var(--series-2)", "square"] };
+  const SERIES = { A: ["var(--series-1)", "circle"], B: ["var(--series-2)", "square"] };
 
-  // Texts become text nodes and nothing else, whatever they hold.
+  // Texts become text nodes, so that markup in them is never interpreted.
   function make(tag, attributes = {}, ...children) {
     const element = document.createElement(tag);
     for (const [key, value] of Object.entries(attributes)) {
@@ -22,8 +22,8 @@
     svg.setAttribute("class", "swatch");
     svg.setAttribute("viewBox", "-8 -8 16 16");
     svg.setAttribute("aria-hidden", "true");
-    svg.style.color = LOOKS[letter][0];
-    use.setAttribute("href", `#mark-${LOOKS[letter][1]}`);
+    svg.style.color = SERIES[letter][0];
+    use.setAttribute("href", `#mark-${SERIES[letter][1]}`);
     svg.append(use);
     return svg;
   }
@@ -49,28 +49,28 @@
   }
 
   const trimmed = (value, digits) => (value === null ? "–" : String(Number(value.toFixed(digits))));
-  const counted = (n, [one, several]) => `${n.toLocaleString("en")} ${n === 1 ? one : several}`;
+  const counted = (n, [singular, plural]) => `${n.toLocaleString("en")} ${n === 1 ? singular : plural}`;
   const UNIT = data.ranked ? ["query", "queries"] : ["row", "rows"];
 
   // -- tables that are wider than the screen -----------------------------------------------------
 
-  // Nothing else on a phone shows that there are further columns.
+  // The class makes a hint visible: phones show no scroll bar that would hint at further columns.
   const sizes = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       const box = target.closest(".scroll");
       box.classList.toggle("wide", box.scrollWidth > box.clientWidth);
     }
   });
-  function watched(box) {
+  function watchSize(box) {
     sizes.observe(box);
     sizes.observe(box.firstElementChild);
     return box;
   }
-  document.querySelectorAll(".scroll").forEach(watched);
+  document.querySelectorAll(".scroll").forEach(watchSize);
 
   // -- sorting ----------------------------------------------------------------------------------
 
-  // What is unknown comes last in either direction.
+  // Unknown values come last in either direction.
   function compare(a, b, direction) {
     const unknown = (value) => value === null || value === undefined || value === "";
     if (unknown(a) || unknown(b)) return unknown(a) - unknown(b);
@@ -78,15 +78,15 @@
     return direction === "ascending" ? order : -order;
   }
 
-  // Figures are sorted with the greatest first, texts as in a dictionary; then reversed.
-  function turned(heading) {
-    const now = heading.getAttribute("aria-sort");
+  // At first, figures are sorted in descending and texts in ascending order; then the order toggles.
+  function nextDirection(heading) {
+    const current = heading.getAttribute("aria-sort");
     const first = heading.classList.contains("number") ? "descending" : "ascending";
     const second = first === "ascending" ? "descending" : "ascending";
-    return now === first ? second : first;
+    return current === first ? second : first;
   }
 
-  function mark(heading, direction) {
+  function markSorted(heading, direction) {
     for (const other of heading.parentNode.children) other.setAttribute("aria-sort", "none");
     heading.setAttribute("aria-sort", direction);
   }
@@ -95,19 +95,19 @@
     const headings = [...table.tHead.rows[0].cells];
     headings.forEach((heading, column) => {
       heading.firstElementChild.addEventListener("click", () => {
-        const direction = turned(heading);
+        const direction = nextDirection(heading);
         const value = (row) => {
           const sort = row.cells[column].dataset.sort;
           return sort === undefined ? null : heading.classList.contains("number") ? Number(sort) : sort;
         };
-        mark(heading, direction);
+        markSorted(heading, direction);
         const body = table.tBodies[0];
         body.append(...[...body.rows].sort((a, b) => compare(value(a), value(b), direction)));
       });
     });
   }
 
-  // A table of many rows: sorted as a whole, shown a part at a time.
+  // A table of many rows, which is sorted as a whole and shown in portions.
   function bigTable(label, columns, size = 25) {
     let rows = [];
     let shown = size;
@@ -117,12 +117,12 @@
     const head = make("tr");
     columns.forEach((column, i) => {
       const heading = make("th", { scope: "col", "aria-sort": "none", class: column.text ? null : "number" });
-      heading.append(make("button", { type: "button", title: column.hint, onclick: () => sort(i, turned(heading)) }, column.label));
+      heading.append(make("button", { type: "button", title: column.hint, onclick: () => sort(i, nextDirection(heading)) }, column.label));
       head.append(heading);
     });
     function sort(i, direction) {
       sorted = [i, direction];
-      mark(head.cells[i], direction);
+      markSorted(head.cells[i], direction);
       fill();
     }
     function fill() {
@@ -137,22 +137,22 @@
     const table = make("table", {}, make("thead", {}, head), body);
     const box = make("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, table);
     return {
-      element: make("div", {}, watched(box), more),
+      element: make("div", {}, watchSize(box), more),
       head,
       sort,
-      set(found) { rows = found; shown = size; fill(); },
+      set(newRows) { rows = newRows; shown = size; fill(); },
     };
   }
 
   // -- charts -----------------------------------------------------------------------------------
 
   const views = new Map();
-  const tip = at("tooltip");
+  const tip = byId("tooltip");
 
   function tooltip(_, event, __, value) {
     if (!value || typeof value !== "object") { tip.hidden = true; return; }
     if ("row" in value) tip.replaceChildren(...rowTip(Number(value.row)));
-    else tip.replaceChildren(...Object.entries(value).map(([key, said]) => make("p", {}, make("b", {}, key), ` ${said}`)));
+    else tip.replaceChildren(...Object.entries(value).map(([key, shown]) => make("p", {}, make("b", {}, key), ` ${shown}`)));
     tip.hidden = false;
     const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
     tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, room)) + scrollX}px`;
@@ -173,6 +173,7 @@
     const spec = structuredClone(data.charts[chart]);
     spec.datasets = { ...spec.datasets, ...datasets };
     const options = { mode: "vega-lite", renderer: "svg", actions: false, ast: true, defaultStyle: false, logLevel: 1, tooltip, config: data.config };
+    // The number of the drawing tells whether a later one has replaced it in the meantime.
     const turn = (views.get(key)?.turn ?? 0) + 1;
     views.get(key)?.view?.finalize();
     views.set(key, { turn });
@@ -182,7 +183,7 @@
     });
   }
 
-  // Numbers beneath a chart are made when they are looked at.
+  // The table of numbers below a chart is built when it is opened.
   const numbers = new Map();
   function tabulate(key, label, rows, columns, size) {
     numbers.set(key, () => {
@@ -205,8 +206,8 @@
     tabulate("heads", `${data.primary} by head and template`, () => rows, [
       { label: "system", text: true, value: (row) => row.system },
       { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
-      { label: "from", value: (row) => row.low, show: (row) => number(row.low, 1) },
-      { label: "to", value: (row) => row.high, show: (row) => number(row.high, 1) },
+      { label: "lower bound", value: (row) => row.low, show: (row) => number(row.low, 1) },
+      { label: "upper bound", value: (row) => row.high, show: (row) => number(row.high, 1) },
     ], 100);
   }
   for (const key of Object.keys(data.charts)) if (key.startsWith("isotropy-")) draw(key, key);
@@ -214,7 +215,7 @@
   // -- rows -------------------------------------------------------------------------------------
 
   const text = (key, i) => data.texts[data.rows[key][i]];
-  const entry = (i, place) => passage(text(data.columns[place][0], i));
+  const entry = (i, column) => passage(text(data.columns[column][0], i));
 
   if (data.systems.length) {
     const letters = data.chosen[1] === null ? ["A"] : ["A", "B"];
@@ -226,22 +227,22 @@
     const rating = (i) => (data.ranked ? null : data.rows.rating[i]);
     const distinct = [...new Set((data.rows.rating ?? []).filter((r) => r !== null))].sort((a, b) => a - b);
     const gap = Math.min(...distinct.slice(1).map((r, i) => r - distinct[i]), high - low);
-    // The same for a row in every picture.
+    // A pseudo-random shift that is the same for a row in every chart.
     const spread = (i) => (distinct.length > 21 ? 0 : (((i * 2654435761) >>> 0) / 2 ** 32 - 0.5) * 0.6 * gap);
 
     const textColumns = data.columns.map(
-      ([key, label], place) => ({ label, text: true, value: (i) => text(key, i), show: (i) => entry(i, place) }));
-    const said = (letter, i, digits) => (data.ranked ? trimmed(system(letter).rank[i], 2) : number(system(letter).similarity[i], digits));
+      ([key, label], column) => ({ label, text: true, value: (i) => text(key, i), show: (i) => entry(i, column) }));
+    const shownPrediction = (letter, i, digits) => (data.ranked ? trimmed(system(letter).rank[i], 2) : number(system(letter).similarity[i], digits));
     const predicted = (letter, i) => (data.ranked ? system(letter).rank : system(letter).similarity)[i];
 
     tabulate("scatter", `Predictions of each ${UNIT[0]}`, () => everyRow, [
       { label: UNIT[0], value: (i) => data.rows.number[i] },
       ...(data.ranked ? [] : [{ label: "rating", value: rating, show: (i) => trimmed(rating(i), 3) }]),
-      ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => said(letter, i, 4) })),
+      ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => shownPrediction(letter, i, 4) })),
       ...textColumns,
     ]);
-    const levels = () => letters.flatMap((letter, place) => system(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
-      { series: letter, name: system(letter).name, rating, place: rating + (letters.length > 1 ? (place - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
+    const levels = () => letters.flatMap((letter, series) => system(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
+      { series: letter, name: system(letter).name, rating, place: rating + (letters.length > 1 ? (series - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
     tabulate("levels", "Predictions by rating", levels, [
       { label: "system", text: true, value: (level) => level.name },
       { label: "rating", value: (level) => level.rating },
@@ -268,7 +269,7 @@
     function charts() {
       const all = levels();
       for (const letter of letters) {
-        at(`scatter-name-${letter}`).replaceChildren(...(letters.length > 1 ? [swatch(letter), `${letter}: ${system(letter).name}`] : [system(letter).name]));
+        byId(`scatter-name-${letter}`).replaceChildren(...(letters.length > 1 ? [swatch(letter), `${letter}: ${system(letter).name}`] : [system(letter).name]));
         const points = everyRow.filter((i) => data.rows.rating[i] !== null && system(letter).similarity[i] !== null)
           .map((i) => ({ x: data.rows.rating[i] + spread(i), y: system(letter).similarity[i], row: i }));
         draw(`scatter-${letter}`, "scatter", { points, levels: all.filter((level) => level.series === letter) });
@@ -283,12 +284,12 @@
     if (letters.length > 1) updates.push(disagreements());
 
     function update() {
-      for (const letter of letters) at(`score-${letter}`).textContent = system(letter).score;
-      for (const one of updates) one();
+      for (const letter of letters) byId(`score-${letter}`).textContent = system(letter).score;
+      for (const redraw of updates) redraw();
     }
     for (const letter of letters) {
-      const select = at(`system-${letter}`);
-      select.append(...data.systems.map((one, i) => make("option", { value: i }, one.name)));
+      const select = byId(`system-${letter}`);
+      select.append(...data.systems.map(({ name }, i) => make("option", { value: i }, name)));
       select.value = state[letter];
       select.addEventListener("change", () => { state[letter] = Number(select.value); update(); });
     }
@@ -300,40 +301,40 @@
     }
 
     function conditions() {
-      const found = data.conditions;
+      const groups = data.conditions;
       const share = (value) => (value === null ? null : value / 10);
-      const digits = found.decimals ?? 1;
-      const error = (letter) => (i) => (data.ranked ? found.figure[state[letter]][i] : share(found.error[state[letter]][i]));
+      const digits = groups.decimals ?? 1;
+      const error = (letter) => (i) => (data.ranked ? groups.figure[state[letter]][i] : share(groups.error[state[letter]][i]));
       const difference = (i) => {
         const [a, b] = [error("A")(i), error("B")(i)];
         return a === null || b === null ? null : a - b;
       };
       const columns = [
-        { label: found.what[0], text: true, value: (i) => data.texts[found.text[i]], show: (i) => passage(data.texts[found.text[i]]) },
-        { label: UNIT[1], value: (i) => found.n[i] },
+        { label: groups.what[0], text: true, value: (i) => data.texts[groups.text[i]], show: (i) => passage(data.texts[groups.text[i]]) },
+        { label: UNIT[1], value: (i) => groups.n[i] },
         ...(data.ranked ? [] : [
-          { label: "mean rating", value: (i) => found.rating[i], show: (i) => number(found.rating[i], 2) },
-          { label: "by chance", value: (i) => share(found.chance[i]), show: (i) => number(share(found.chance[i]), 1) },
+          { label: "mean rating", value: (i) => groups.rating[i], show: (i) => number(groups.rating[i], 2) },
+          { label: "by chance", value: (i) => share(groups.chance[i]), show: (i) => number(share(groups.chance[i]), 1) },
         ]),
-        ...letters.map((letter) => ({ label: letters.length > 1 ? letter : data.ranked ? data.primary : "out of place", value: error(letter), show: (i) => number(error(letter)(i), digits) })),
+        ...letters.map((letter) => ({ label: letters.length > 1 ? letter : data.ranked ? data.primary : "rank error", value: error(letter), show: (i) => number(error(letter)(i), digits) })),
       ];
-      const hint = data.ranked ? `${found.better} 0: A ranks answers higher` : "below 0: A is nearer to the ratings";
+      const hint = data.ranked ? `${groups.better} 0: A ranks answers higher` : "below 0: A is closer to the ratings";
       if (letters.length > 1) columns.push({ label: "A minus B", hint, value: difference, show: (i) => number(difference(i), digits, true) });
-      const table = bigTable(data.ranked ? `${data.primary} by ${found.what[0]}` : "Rank errors by condition", columns, 15);
-      const [label, input] = search(`Search ${found.what[1]}`);
-      const least = make("select", {}, ...[1, 2, 3, 5, 10, 20].map((n) => make("option", { value: n }, String(n))));
-      const many = found.n.filter((n) => n >= 3).length;
-      least.value = many >= 5 ? 3 : 1;
+      const table = bigTable(data.ranked ? `${data.primary} by ${groups.what[0]}` : "Rank errors by condition", columns, 15);
+      const [label, input] = search(`Search ${groups.what[1]}`);
+      const minimum = make("select", {}, ...[1, 2, 3, 5, 10, 20].map((n) => make("option", { value: n }, String(n))));
+      const frequent = groups.n.filter((n) => n >= 3).length;
+      minimum.value = frequent >= 5 ? 3 : 1;
       const count = make("p", { role: "status" });
       function fill() {
-        const wanted = input.value.trim().toLowerCase();
-        const kept = found.n.map((_, i) => i).filter((i) => found.n[i] >= Number(least.value) && data.texts[found.text[i]].toLowerCase().includes(wanted));
-        count.textContent = `${kept.length.toLocaleString("en")} of ${counted(found.n.length, found.what)}`;
-        table.set(kept);
+        const query = input.value.trim().toLowerCase();
+        const matching = groups.n.map((_, i) => i).filter((i) => groups.n[i] >= Number(minimum.value) && data.texts[groups.text[i]].toLowerCase().includes(query));
+        count.textContent = `${matching.length.toLocaleString("en")} of ${counted(groups.n.length, groups.what)}`;
+        table.set(matching);
       }
       input.addEventListener("input", fill);
-      least.addEventListener("change", fill);
-      at("conditions").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Queries, at least" : "Rows, at least", least), count), table.element);
+      minimum.addEventListener("change", fill);
+      byId("conditions").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Minimum queries" : "Minimum rows", minimum), count), table.element);
       table.sort(1, "descending");
       return fill;
     }
@@ -341,7 +342,7 @@
     function disagreements() {
       const SIZE = 6;
       const [label, input] = search("Search texts");
-      const nearer = make("select", {}, ...[["", "any"], ["A", "A"], ["B", "B"]].map(([value, said]) => make("option", { value }, said)));
+      const closerFilter = make("select", {}, ...[["", "any"], ["A", "A"], ["B", "B"]].map(([value, label]) => make("option", { value }, label)));
       const count = make("p", { role: "status" });
       const list = make("ul", { class: "cards" });
       let shown = SIZE;
@@ -353,19 +354,19 @@
         if (a === null || b === null || Math.abs(a) === Math.abs(b)) return "";
         return Math.abs(a) < Math.abs(b) ? "A" : "B";
       };
-      function matches(i, wanted) {
-        if (nearer.value && closer(i) !== nearer.value) return false;
-        return !wanted || data.columns.some(([key]) => text(key, i).toLowerCase().includes(wanted));
+      function matches(i, query) {
+        if (closerFilter.value && closer(i) !== closerFilter.value) return false;
+        return !query || data.columns.some(([key]) => text(key, i).toLowerCase().includes(query));
       }
       function strip(i) {
         const box = make("div", { class: "strip", "aria-hidden": "true" });
         const span = band.get(rating(i));
         if (span) {
           const [first, last] = span;
-          const part = make("div", { class: "band" });
-          part.style.left = `${first / 10}%`;
-          part.style.width = `${(last - first) / 10}%`;
-          box.append(part);
+          const belongs = make("div", { class: "band" });
+          belongs.style.left = `${first / 10}%`;
+          belongs.style.width = `${(last - first) / 10}%`;
+          box.append(belongs);
         }
         for (const letter of ["B", "A"]) {
           const sign = swatch(letter);
@@ -375,57 +376,57 @@
         return box;
       }
       function figures(i) {
-        const one = (name, said) => make("div", {}, make("dt", {}, ...name), make("dd", {}, said));
-        const place = (letter) => (data.ranked ? `rank ${said(letter, i)}` : `${said(letter, i, 3)}, at ${Math.round(system(letter).place[i] / 10)} %`);
-        const first = data.ranked ? [] : [one(["rating"], trimmed(rating(i), 3))];
-        return make("dl", { class: "figures" }, ...first, ...letters.map((letter) => one([swatch(letter), letter], place(letter))));
+        const figure = (name, value) => make("div", {}, make("dt", {}, ...name), make("dd", {}, value));
+        const prediction = (letter) => (data.ranked ? `rank ${shownPrediction(letter, i)}` : `${shownPrediction(letter, i, 3)}, at ${Math.round(system(letter).place[i] / 10)} %`);
+        const first = data.ranked ? [] : [figure(["rating"], trimmed(rating(i), 3))];
+        return make("dl", { class: "figures" }, ...first, ...letters.map((letter) => figure([swatch(letter), letter], prediction(letter))));
       }
       function card(i) {
-        const near = closer(i);
+        const better = closer(i);
         const row = make("span", { class: "detail" }, `${UNIT[0]} ${data.rows.number[i]}`);
-        const verdict = data.ranked ? (near ? `${near} ranks the answer higher` : "both rank the answer alike")
-          : near ? `${near} is nearer to the rating` : rating(i) === null ? "unrated" : "both are as near to the rating";
+        const verdict = data.ranked ? (better ? `${better} ranks the answer higher` : "both give the answer the same rank")
+          : better ? `${better} is closer to the rating` : rating(i) === null ? "unrated" : "both are equally close to the rating";
         const condition = make("div", { class: "condition" }, entry(i, 0));
-        // What a text is would else have to be guessed.
-        const texts = data.columns.slice(1).map(([key, label], place) => ({ label, place: place + 1, there: text(key, i) })).filter((one) => one.there)
-          .map((one) => make("div", {}, ...(data.ranked ? [make("span", { class: "detail" }, one.label)] : []), entry(i, one.place)));
+        // The texts of a query differ in kind, so each has its label.
+        const texts = data.columns.slice(1).map(([key, label], j) => ({ label, column: j + 1, content: text(key, i) })).filter(({ content }) => content)
+          .map(({ label, column }) => make("div", {}, ...(data.ranked ? [make("span", { class: "detail" }, label)] : []), entry(i, column)));
         return make("li", { class: "card" },
           make("header", {}, condition, row),
           make("div", { class: "texts" }, ...texts),
           strip(i), figures(i), make("span", { class: "detail" }, verdict));
       }
       function fill() {
-        const wanted = input.value.trim().toLowerCase();
-        const apart = (i) => Math.abs(system("A").place[i] - system("B").place[i]);
-        const there = everyRow.filter((i) => system("A").place[i] !== null && system("B").place[i] !== null && matches(i, wanted));
-        there.sort((a, b) => apart(b) - apart(a) || a - b);
-        count.textContent = counted(there.length, UNIT);
-        list.replaceChildren(...there.slice(0, shown).map(card));
-        more.hidden = there.length <= shown;
+        const query = input.value.trim().toLowerCase();
+        const distance = (i) => Math.abs(system("A").place[i] - system("B").place[i]);
+        const matching = everyRow.filter((i) => system("A").place[i] !== null && system("B").place[i] !== null && matches(i, query));
+        matching.sort((a, b) => distance(b) - distance(a) || a - b);
+        count.textContent = counted(matching.length, UNIT);
+        list.replaceChildren(...matching.slice(0, shown).map(card));
+        more.hidden = matching.length <= shown;
       }
-      const again = () => { shown = SIZE; fill(); };
-      input.addEventListener("input", again);
-      nearer.addEventListener("change", again);
-      at("disagreements").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Ranks the answer higher" : "Nearer to the rating", nearer), count), list, more);
-      return again;
+      const reset = () => { shown = SIZE; fill(); };
+      input.addEventListener("input", reset);
+      closerFilter.addEventListener("change", reset);
+      byId("disagreements").append(make("div", { class: "tools" }, label, make("label", {}, data.ranked ? "Ranks the answer higher" : "Closer to the rating", closerFilter), count), list, more);
+      return reset;
     }
   }
 
   // -- learning curves --------------------------------------------------------------------------
 
   if (data.curves.length) {
-    const select = at("system-curves");
-    select.append(...data.curves.map((one, i) => make("option", { value: i }, one.name)));
-    const best = data.curves.findIndex((one) => one.name === data.chosen[0]);
+    const select = byId("system-curves");
+    select.append(...data.curves.map(({ name }, i) => make("option", { value: i }, name)));
+    const best = data.curves.findIndex(({ name }) => name === data.chosen[0]);
     select.value = Math.max(best, 0);
     const mean = (values) => (values.includes(null) ? null : values.reduce((a, b) => a + b, 0) / values.length);
-    // As far as every seed went.
-    const means = data.curves.map((one) => {
-      const length = Math.min(...one.seeds.map((seed) => seed.length));
+    // A mean over seeds ends where the shortest seed ends.
+    const means = data.curves.map(({ name, seeds }) => {
+      const length = Math.min(...seeds.map((seed) => seed.length));
       return Array.from({ length }, (_, epoch) => ({
-        name: one.name,
-        epoch: one.seeds[0][epoch][0],
-        dev: mean(one.seeds.map((seed) => seed[epoch][2])),
+        name,
+        epoch: seeds[0][epoch][0],
+        dev: mean(seeds.map((seed) => seed[epoch][2])),
       })).filter((point) => point.dev !== null);
     });
     const points = (i) => data.curves[i].seeds.flatMap((seed, s) => seed.map(([epoch, loss, dev]) => ({ name: data.curves[i].name, seed: data.curves[i].labels[s], epoch, loss, dev })));
@@ -439,7 +440,7 @@
     function update() {
       const i = Number(select.value);
       draw("dev", "dev", { chosen: points(i).filter((row) => row.dev !== null), others: means.filter((_, j) => j !== i).flat() });
-      // Losses of other systems are of other kinds, and not to be compared.
+      // Other systems may have other loss functions, so their losses are not comparable.
       draw("loss", "loss", { chosen: points(i).filter((row) => row.loss !== null), others: [] });
       refresh("curves");
     }

@@ -1,4 +1,4 @@
-"""A page as HTML: its template, style, scripts and data in one file."""
+"""Rendering of a page as one HTML file that contains its style, scripts and data."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ _FOLDER = Path(__file__).parent
 
 
 def check_page(path: Path) -> None:
-    """Check, before hours of work, that a page can be made.
+    """Check, before hours of work, that a page can be written.
 
     Raises:
-        UserError: another kind of file, no place to write to, or a library is not installed.
+        UserError: the path cannot be written or is no HTML file, or a library is not installed.
     """
     check_output(path, (".html", ".htm"))
     if any(find_spec(name) is None for name in ("altair", "jinja2", "vl_convert")):
-        raise UserError(f"pages need Altair, Jinja and vl-convert: {install_command('report')}.")
+        raise UserError(
+            "HTML reports need Altair, Jinja and vl-convert, which are not all installed. Install "
+            f"them: {install_command('report')}."
+        )
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write a page of results, complete in itself, to a path that :func:`check_page` lets pass."""
+    """Write a self-contained page of results to a path that ``check_page`` accepts."""
     from llmcond.report.page.charts import libraries
     from llmcond.report.page.data import by_head, embedded, isotropy_charts
 
@@ -44,7 +47,7 @@ def write_page(page: Page, path: Path) -> None:
         data["charts"]["heads"] = heads[0]
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
-    counted = (f"{one.split}: {one.counts.text}. {sentences_text(one)}" for one in page.results)
+    counts = (f"{r.split}: {r.counts.text}. {sentences_text(r)}" for r in page.results)
     write_html(
         path,
         _FOLDER / "page.html.j2",
@@ -52,12 +55,12 @@ def write_page(page: Page, path: Path) -> None:
         "",
         data,
         page=page,
-        counts=dict.fromkeys(counted),
+        counts=dict.fromkeys(counts),
         primary=page.results[0].primary,
         factors=factors_text([metric_of(name) for name in page.results[0].metrics]),
         results=main_table(page),
         differences=difference_table(page.results if page.baselines else ()),
-        parts={kind: parts_table(kind, page.results, own) for kind, own in page.parts.items()},
+        parts={kind: parts_table(kind, page.results, parts) for kind, parts in page.parts.items()},
         heads=heads and heads[1],
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
     )
@@ -66,32 +69,35 @@ def write_page(page: Page, path: Path) -> None:
 def write_html(
     path: Path, template: Path, scripts: Sequence[str], style: str, data: object, **values: Any
 ) -> None:
-    """Write a page that asks for nothing: its scripts and styles, and no others, are in it.
+    """Write a self-contained page, whose policy allows only the scripts in it and no requests.
 
     Args:
-        path: of the page.
-        template: of Jinja; what it sets in is escaped.
-        scripts: beside the one of the button ``theme``.
-        style: CSS beside that of all pages.
-        data: what scripts read, as JSON.
-        values: what the template takes beside ``data``, ``policy``, ``style`` and ``scripts``.
+        path: the HTML file to write.
+        template: the Jinja template; the values in it are escaped.
+        scripts: the page's scripts, in addition to that of the ``theme`` button.
+        style: the page's CSS, in addition to that of all pages.
+        data: the data for the scripts, written as JSON.
+        values: the template's variables, in addition to ``data``, ``policy``, ``style`` and
+            ``scripts``.
     """
     from markupsafe import Markup
 
     environment = page_templates(template.parent)
     json = {"allow_nan": False, "separators": (",", ":")}
     environment.policies["json.dumps_kwargs"] = json
-    environment.tests["nested"] = _nested
-    environment.filters["plain"] = _plain
-    own = [_script(text) for text in (*scripts, (_FOLDER / "theme.js").read_text("utf-8"))]
+    environment.tests["nested"] = _is_nested
+    environment.filters["plain"] = _format_value
+    page_scripts = [
+        _escape_script(text) for text in (*scripts, (_FOLDER / "theme.js").read_text("utf-8"))
+    ]
     text = environment.get_template(template.name).render(
         **values,
         data=data,
-        policy=_policy(own),
+        policy=_make_policy(page_scripts),
         style=Markup((_FOLDER / "page.css").read_text("utf-8") + style),  # noqa: S704
-        scripts=[Markup(script) for script in own],  # noqa: S704
+        scripts=[Markup(script) for script in page_scripts],  # noqa: S704
     )
-    # Half of a surrogate pair is no character; it is written out instead of ending the run.
+    # A lone surrogate cannot be encoded; it is written as an escape, so that the run does not fail.
     content = f"{text.lstrip()}\n".encode("utf-8", "backslashreplace")
     with replacing(path) as temporary:
         temporary.write_bytes(content)
@@ -99,7 +105,7 @@ def write_html(
 
 
 def page_templates(folder: Path) -> jinja2.Environment:
-    """Return the templates of a folder, which escape what is set into them."""
+    """Return a Jinja environment of a folder's templates, which escape their values."""
     import jinja2
 
     return jinja2.Environment(
@@ -112,36 +118,36 @@ def page_templates(folder: Path) -> jinja2.Environment:
 
 
 def csp_source(text: str) -> str:
-    """Return the hash source of a script or style for a Content-Security-Policy."""
+    """Return the hash source of a script or style for a Content Security Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """Return a policy that allows no request, and no script but these."""
+def _make_policy(scripts: Sequence[str]) -> str:
+    """Return a Content Security Policy that allows only these scripts and no requests."""
     return (
         f"default-src 'none'; script-src {' '.join(map(csp_source, scripts))}; "
         "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 
-def _script(text: str) -> str:
-    """Return a script that neither ends early nor changes on its way through a parser."""
+def _escape_script(text: str) -> str:
+    """Escape a script so that the HTML parser neither ends it early nor changes it."""
     return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
 
 
-def _nested(value: object) -> bool:
-    """Return whether a value of what made the page takes a table of its own."""
+def _is_nested(value: object) -> bool:
+    """Return whether a value of the page's provenance is shown as a nested table."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list | tuple) and any(isinstance(v, Mapping | list) for v in value)
 
 
-def _plain(value: object) -> str:
-    """Return a value of what made the page as text."""
+def _format_value(value: object) -> str:
+    """Format a value of the page's provenance as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value in ({}, [], ()):
         return "–"
     if isinstance(value, list | tuple):
-        return ", ".join(_plain(item) for item in value)
+        return ", ".join(_format_value(item) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""The tables of a page: cells with what they show and what they are sorted by."""
+"""The tables of a page, whose cells have a text, a sort key and possibly an interval bar."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from llmcond.report.page.gather import Page
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An interval as drawn: places from 0 to 100 on the axis that a column's rows share.
+    """The bar of an interval, in positions from 0 to 100 on the axis that a column's rows share.
 
     Attributes:
-        value: the figure.
-        low, high: the ends of its interval; None where there is none.
-        reference: the baseline's figure, or 0 for differences; None to draw none.
+        value: the position of the figure.
+        low, high: the positions of the ends of its interval; None if there is none.
+        reference: the position of the baseline's figure, or of 0 for differences; None if there is
+            none.
     """
 
     value: float | None
@@ -35,12 +36,12 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: what it says.
-        sort: what its column is sorted by; None comes last either way.
-        detail: said smaller, below.
-        verdict: one of the verdicts, or empty.
-        tags: said in small boxes beside the text.
-        bar: an interval, drawn.
+        text: the text.
+        sort: the sort key; None comes last in either direction.
+        detail: a smaller text below.
+        verdict: the verdict on a difference; empty if there is none.
+        tags: texts in small boxes next to the text.
+        bar: the bar of the figure's interval.
     """
 
     text: str
@@ -53,7 +54,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its heading, what the heading means, and whether it holds figures."""
+    """A column of a table.
+
+    Attributes:
+        label: the heading.
+        hint: an explanation of the heading.
+        numeric: whether the column contains figures.
+    """
 
     label: str
     hint: str = ""
@@ -61,8 +68,14 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Columns and rows of cells; the positions of the rows that others are compared with."""
+class PageTable:
+    """A table.
+
+    Attributes:
+        columns: the columns.
+        rows: the cells of each row.
+        baselines: the indices of the rows that others are compared with.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -70,209 +83,224 @@ class Table:
 
 
 def minus(text: str) -> str:
-    """Return text with real minus signs."""
+    """Replace hyphens by minus signs."""
     return text.replace("-", MINUS)
 
 
 def known(low: float, high: float) -> tuple[float | None, float | None]:
-    """Return both ends of an interval, or None twice unless both are defined."""
+    """Return both ends of an interval, or None twice unless both are finite."""
     ends = finite(low), finite(high)
     return (None, None) if None in ends else ends
 
 
-def main_table(page: Page) -> Table:
-    """Return the results, a row each, with the columns that say something about any of them."""
+def main_table(page: Page) -> PageTable:
+    """Return the results, one row each, with the columns that apply to any of them."""
     results, baselines = page.results, page.baselines
-    subtracted = "whether the unconditional vector is subtracted"
+    subtraction_hint = "whether the unconditional vector is subtracted"
     tags = [(f"control: {r.control}",) if r.control else () for r in results]
     recipes = ["" if r.head == r.title else r.head for r in results]
-    named = zip(results, recipes, tags, strict=True)
-    heads = [Cell(r.title, r.title, recipe, tags=own) for r, recipe, own in named]
+    labelled = zip(results, recipes, tags, strict=True)
+    heads = [Cell(r.title, r.title, recipe, tags=tag) for r, recipe, tag in labelled]
     columns: list[tuple[Column, Sequence[Cell]]] = [
-        (Column("head", "none compares features as they are", numeric=False), heads),
-        (Column("template", numeric=False), [_text(r.prompt) for r in results]),
+        (Column("head", "none: zero-shot, compares features without a head", numeric=False), heads),
+        (Column("template", numeric=False), [_text_cell(r.prompt) for r in results]),
     ]
     if page.subtracts:
-        cells = [_text("yes" if r.subtract else "no") for r in results]
-        columns.append((Column("minus c", subtracted, numeric=False), cells))
+        cells = [_text_cell("yes" if r.subtract else "no") for r in results]
+        columns.append((Column("minus c", subtraction_hint, numeric=False), cells))
     if page.variants:
         kind, texts = page.variants
-        columns.append((Column(kind, numeric=False), [_text(text or "–") for text in texts]))
+        columns.append((Column(kind, numeric=False), [_text_cell(text or "–") for text in texts]))
     metrics = [metric_of(name) for name in results[0].metrics]
     compared_with = [baselines.get(r.against or "") for r in results]
-    # Secondary ones come last.
+    # Secondary metrics come last.
     for metric in sorted(metrics, key=lambda metric: metric.secondary):
         column, name = Column(metric.heading, metric.description), metric.name
         estimates = [r.metrics[name] for r in results]
         if metric.secondary:
-            columns.append((column, [_figure(metric, e.value) for e in estimates]))
+            columns.append((column, [_figure_cell(metric, e.value) for e in estimates]))
             continue
-        lines = [one.metrics[name].value if one else None for one in compared_with]
-        columns.append((column, _intervals(metric, estimates, lines)))
+        references = [r.metrics[name].value if r else None for r in compared_with]
+        columns.append((column, _interval_cells(metric, estimates, references)))
         if baselines:
-            found = [(r.difference or {}).get(name) for r in results]
+            differences = [(r.difference or {}).get(name) for r in results]
             column = Column(f"{metric.heading} against the baseline")
             zeros = [0.0] * len(results)
-            columns.append((column, _intervals(metric, found, zeros, signed=True)))
+            columns.append((column, _interval_cells(metric, differences, zeros, signed=True)))
     primary = results[0].primary
-    columns += _columns_of_parts(results, compared_with)
+    columns += _subset_columns(results, compared_with)
     deviations = [r.seed_sd.get(primary.name) for r in results]
-    if any(one is not None for one in deviations):
+    if any(sd is not None for sd in deviations):
         column = Column("sd over seeds", f"standard deviation of {primary.heading} over seeds")
-        columns.append((column, [_figure(primary, one) for one in deviations]))
-    # What is not fitted has no seed.
+        columns.append((column, [_figure_cell(primary, sd) for sd in deviations]))
+    # Zero-shot results have no seeds.
     seeds = [len(r.seeds) or None for r in results]
     if any(seeds):
-        columns.append((Column("seeds", "how many fits are averaged"), [_count(n) for n in seeds]))
+        columns.append(
+            (Column("seeds", "number of fits averaged"), [_count_cell(n) for n in seeds])
+        )
     if any(r.dim is not None for r in results):
-        columns.append((Column("dim", "size of a vector"), [_count(r.dim) for r in results]))
+        columns.append(
+            (Column("dim", "embedding dimension"), [_count_cell(r.dim) for r in results])
+        )
     if len({(r.split, r.counts.n) for r in results}) > 1:
-        columns.append((Column("rows"), [_count(r.counts.n, r.split) for r in results]))
+        columns.append((Column("rows"), [_count_cell(r.counts.n, r.split) for r in results]))
     headings, cells_by_column = zip(*columns, strict=True)
-    places = frozenset(i for i, r in enumerate(results) if r.name in baselines)
-    return Table(headings, list(zip(*cells_by_column, strict=True)), places)
+    baseline_rows = frozenset(i for i, r in enumerate(results) if r.name in baselines)
+    return PageTable(headings, list(zip(*cells_by_column, strict=True)), baseline_rows)
 
 
-def _columns_of_parts(
+def _subset_columns(
     results: Sequence[ComparedResult], compared_with: Sequence[ComparedResult | None]
 ) -> list[tuple[Column, Sequence[Cell]]]:
-    """Return the primary metric of rows of new sentences, and of known and new conditions."""
+    """Return columns of the primary metric on unseen sentences, and on (un)seen conditions."""
     first, primary = results[0], results[0].primary
     columns: list[tuple[Column, Sequence[Cell]]] = []
     if first.new_sentences is not None:
         scores, others = (
-            [r.new_sentences.main if r and r.new_sentences else None for r in own]
-            for own in (results, compared_with)
+            [r.new_sentences.main if r and r.new_sentences else None for r in group]
+            for group in (results, compared_with)
         )
         column = Column(
-            new_sentences_heading(first), "of rows that share no sentence with training"
+            new_sentences_heading(first), "on rows that share no sentence with the training data"
         )
-        lines = [one.value if one else None for one in others]
-        columns.append((column, _intervals(primary, scores, lines)))
-    for kind, hint in (("seen", "has"), ("unseen", "lacks")):
+        references = [estimate.value if estimate else None for estimate in others]
+        columns.append((column, _interval_cells(primary, scores, references)))
+    for kind, hint in (("seen", "occurs"), ("unseen", "does not occur")):
         subsets = [r.by_condition.get(kind) for r in results]
         if any(subsets):
             column = Column(
-                f"{primary.heading}, {kind} conditions", f"of rows whose condition training {hint}"
+                f"{primary.heading}, {kind} conditions",
+                f"on rows whose condition {hint} in the training data",
             )
-            values = [one.score.value if one else None for one in subsets]
-            columns.append((column, [_figure(primary, value) for value in values]))
+            values = [subset.score.value if subset else None for subset in subsets]
+            columns.append((column, [_figure_cell(primary, value) for value in values]))
     return columns
 
 
-def _text(text: str) -> Cell:
+def _text_cell(text: str) -> Cell:
     return Cell(text, text)
 
 
-def _figure(metric: Metric, value: float | None, signed: bool = False) -> Cell:
+def _figure_cell(metric: Metric, value: float | None, signed: bool = False) -> Cell:
     return Cell(minus(metric.show(value, signed)), finite(value))
 
 
-def _count(n: int | None, detail: str = "") -> Cell:
+def _count_cell(n: int | None, detail: str = "") -> Cell:
     return Cell("–" if n is None else f"{n:,}", n, detail)
 
 
-def _intervals(
+def _interval_cells(
     metric: Metric,
-    found: Sequence[Estimate | Difference | None],
+    estimates: Sequence[Estimate | Difference | None],
     references: Sequence[float | None],
     signed: bool = False,
 ) -> list[Cell]:
-    """Return figures with their intervals drawn on one axis; on that of signed ones is 0."""
-    drawn = [v for one in found if one for v in (one.value, *known(one.low, one.high))]
-    place = _axis([*drawn, 0.0] if signed else drawn)
+    """Return cells with figures and interval bars on a common axis, which includes 0 if signed."""
+    values = [v for e in estimates if e for v in (e.value, *known(e.low, e.high))]
+    position_of = _make_axis([*values, 0.0] if signed else values)
     cells = []
-    for one, reference in zip(found, references, strict=True):
-        if one is None or finite(one.value) is None:
-            cells.append(Cell("undefined" if one else "–", None))
+    for estimate, reference in zip(estimates, references, strict=True):
+        if estimate is None or finite(estimate.value) is None:
+            cells.append(Cell("undefined" if estimate else "–", None))
             continue
-        low, high = known(one.low, one.high)
-        bar = Bar(place(one.value), place(low), place(high), place(reference))
-        text = minus(metric.show(one.value, signed))
-        detail = minus(range_text(metric, one.low, one.high, signed))
-        verdict = one.verdict if isinstance(one, Difference) else ""
-        cells.append(Cell(text, one.value, detail, verdict, bar=bar))
+        low, high = known(estimate.low, estimate.high)
+        bar = Bar(
+            position_of(estimate.value), position_of(low), position_of(high), position_of(reference)
+        )
+        text = minus(metric.show(estimate.value, signed))
+        detail = minus(range_text(metric, estimate.low, estimate.high, signed))
+        verdict = estimate.verdict if isinstance(estimate, Difference) else ""
+        cells.append(Cell(text, estimate.value, detail, verdict, bar=bar))
     return cells
 
 
-def _axis(values: Iterable[float | None]) -> Callable[[float | None], float | None]:
-    """Return what places values on an axis that holds all, with a little room at both ends."""
+def _make_axis(values: Iterable[float | None]) -> Callable[[float | None], float | None]:
+    """Return a function that maps values to 0 to 100 on an axis of all values, with a margin."""
     defined = [v for value in values if (v := finite(value)) is not None] or [0.0, 1.0]
     room = 0.04 * (max(defined) - min(defined))
     low, high = min(defined) - room, max(defined) + room
 
-    def place(value: float | None) -> float | None:
+    def position_of(value: float | None) -> float | None:
         if value is None or finite(value) is None:
             return None
         return round(100 * (value - low) / (high - low), 2) if high > low else 50.0
 
-    return place
+    return position_of
 
 
-def difference_table(results: Sequence[ComparedResult]) -> Table:
-    """Return every difference from the baseline in full: interval, p and what could be shown."""
+def difference_table(results: Sequence[ComparedResult]) -> PageTable:
+    """Return all differences from the baseline: interval, p-values and detectable difference."""
     columns = (
         Column("system", numeric=False),
         Column("metric", numeric=False),
         Column("difference"),
         Column("95 % interval", numeric=False),
         Column("p"),
-        Column("p, corrected", "Holm's correction for the number of systems compared"),
-        Column("least that shows", "the least true difference that such rows show 4 times in 5"),
+        Column("p, corrected", "after Holm's correction for the number of systems compared"),
+        Column(
+            "detectable difference",
+            "the smallest true difference that these rows detect with a power of 80 %",
+        ),
         Column("verdict", numeric=False),
     )
     rows = []
     for result in results:
-        for name, found in (result.difference or {}).items():
+        for name, difference in (result.difference or {}).items():
             metric = metric_of(name)
-            interval = minus(range_text(metric, found.low, found.high, signed=True)) or "–"
+            interval = (
+                minus(range_text(metric, difference.low, difference.high, signed=True)) or "–"
+            )
             row = (
-                _text(result.name),
-                _text(metric.heading),
-                _figure(metric, found.value, signed=True),
-                Cell(interval, finite(found.low)),
-                Cell(probability(found.p), finite(found.p)),
-                Cell(probability(found.p_holm), finite(found.p_holm)),
-                _figure(metric, found.minimum),
-                Cell(found.verdict or "–", found.verdict),
+                _text_cell(result.name),
+                _text_cell(metric.heading),
+                _figure_cell(metric, difference.value, signed=True),
+                Cell(interval, finite(difference.low)),
+                Cell(probability(difference.p), finite(difference.p)),
+                Cell(probability(difference.p_holm), finite(difference.p_holm)),
+                _figure_cell(metric, difference.minimum),
+                Cell(difference.verdict or "–", difference.verdict),
             )
             rows.append(row)
-    return Table(columns, rows)
+    return PageTable(columns, rows)
 
 
-#: More parts than that are rows, and systems columns.
-_MOST_PARTS = 12
+#: With more subsets than this, the subsets become rows and the systems become columns.
+_MAX_SUBSET_COLUMNS = 12
 
 
 def parts_table(
     kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, Part]]
-) -> Table:
-    """Return the main figure of each result on some of the rows, all drawn on one axis.
+) -> PageTable:
+    """Return the primary metric of each result on subsets of the queries, on a common axis.
 
     Args:
-        kind: what the parts are.
-        results: a row each, or where there are many parts a column.
-        parts: of each result its figures by the name of the part.
+        kind: the kind of the subsets, such as ``relation``.
+        results: the results, each a row, or a column if there are many subsets.
+        parts: the scores of each result by the name of the subset.
     """
     metric, first = results[0].primary, parts[0]
-    flat = [own[name].metrics[metric.name] for own in parts for name in first]
-    cells = _intervals(metric, flat, [None] * len(flat))
+    flat = [subsets[name].metrics[metric.name] for subsets in parts for name in first]
+    cells = _interval_cells(metric, flat, [None] * len(flat))
     rows = [cells[i : i + len(first)] for i in range(0, len(cells), len(first))]
-    if len(first) <= _MOST_PARTS:
+    if len(first) <= _MAX_SUBSET_COLUMNS:
         headings = (Column(name, f"{part.n:,} queries") for name, part in first.items())
-        named = [(_text(one.name), *own) for one, own in zip(results, rows, strict=True)]
-        return Table((Column("system", numeric=False), *headings), named)
+        labelled = [(_text_cell(r.name), *row) for r, row in zip(results, rows, strict=True)]
+        return PageTable((Column("system", numeric=False), *headings), labelled)
     columns = (Column(kind, numeric=False), Column("queries"), *(Column(r.name) for r in results))
     transposed = zip(first.items(), zip(*rows, strict=True), strict=True)
-    return Table(columns, [(_text(name), _count(one.n), *own) for (name, one), own in transposed])
+    return PageTable(
+        columns,
+        [(_text_cell(name), _count_cell(part.n), *row) for (name, part), row in transposed],
+    )
 
 
-def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the isotropy of each system's vectors."""
+def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
+    """Return the table of the isotropy of each system's vectors."""
     keys = ("mean_cosine", "std_cosine", "partition_ratio")
     headings = ("mean cosine", "standard deviation", "partition ratio")
     cells = [
-        (_text(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in keys))
+        (_text_cell(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in keys))
         for row in rows
     ]
-    return Table((Column("system", numeric=False), *map(Column, headings)), cells)
+    return PageTable((Column("system", numeric=False), *map(Column, headings)), cells)

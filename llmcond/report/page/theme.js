@@ -1,4 +1,4 @@
-// A button that turns the page dark or light; the system decides until it is pressed.
+// The button that switches between dark and light; until it is pressed, the system's theme applies.
 (() => {
   "use strict";
   const theme = document.getElementById("theme");

@@ -102,7 +102,7 @@ def test_heads_are_chosen_by_the_lowest_average_rank(capsys, own):
     assert scores[taken] == min(scores.values())
     ok(capsys, "heads", "--run", own, "--default", taken)
     card = heads_card(open_any_run(own))  # as it is pushed where the encoder is the hub's
-    assert f"`load_dialogue` takes `{taken}`" in card
+    assert f"`load_dialogue` uses `{taken}`" in card
     assert f"| no | 32 | {scores[taken]:.1f} |" in card
     again = ok(capsys, "fit-head", "--run", own, "--head", "rank", *FEW, "--name", "again")
     assert (again["n_train"], again["n_dev"]) == (40, 16)

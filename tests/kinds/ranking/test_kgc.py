@@ -296,7 +296,7 @@ def test_prompts_are_compared_over_queries(capsys, own, model, tmp_path):
     assert {one["name"] for one in data["systems"]} == set(rows)
     said = page.read_text()
     assert "Each system is compared with the baseline" in said
-    assert "Figures by part" not in said  # figures of parts are evaluate's
+    assert "Scores by subset" not in said  # figures of parts are evaluate's
 
 
 def test_a_triple_is_completed_by_name_or_id(capsys, fitted):
