@@ -34,15 +34,15 @@ from llmcond.evaluation.results import ComparedResult as ComparedResult
 from llmcond.evaluation.results import Result as Result
 from llmcond.evaluation.results import Results as Results
 from llmcond.evaluation.results import SweptResult as SweptResult
-from llmcond.exporting.exported import ExportResult as ExportResult
+from llmcond.exporting.result import ExportResult as ExportResult
 from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (
     load_sentence_transformer as load_sentence_transformer,
 )
 from llmcond.kinds.dialogue.replies import Candidates as Candidates
 from llmcond.kinds.dialogue.replies import DialogueModel as DialogueModel
+from llmcond.kinds.dialogue.replies import DialogueState as DialogueState
 from llmcond.kinds.dialogue.replies import Reply as Reply
-from llmcond.kinds.dialogue.replies import Talk as Talk
 from llmcond.kinds.dialogue.replies import load_dialogue as load_dialogue
 from llmcond.kinds.dialogue.reply import Replies as Replies
 from llmcond.kinds.ranking.complete import Completions as Completions
@@ -62,7 +62,6 @@ from llmcond.search.index import Index as Index
 from llmcond.serving.server import ServeResult as ServeResult
 from llmcond.tasks import Task as Task
 from llmcond.version import __version__ as __version__
-from llmcond.workflows.account import TrainingResult as TrainingResult
 from llmcond.workflows.analyse import AnalysisResult as AnalysisResult
 from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
 from llmcond.workflows.bench import Benchmark as Benchmark
@@ -74,3 +73,4 @@ from llmcond.workflows.fit import FittedResult as FittedResult
 from llmcond.workflows.plan import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.push import PushResult as PushResult
 from llmcond.workflows.sweep import SweepResult as SweepResult
+from llmcond.workflows.training_record import TrainingResult as TrainingResult

@@ -6,14 +6,14 @@ import sys
 import warnings
 
 from llmcond.cli import run
-from llmcond.errors import printable
+from llmcond.errors import escape_control_characters
 
 
 def main() -> None:
     """Run the command line and exit with its code."""
     # Users of the command line need a warning's message, but not its file and line in our code.
     warnings.formatwarning = lambda message, *_, **__: (
-        f"llmcond: warning: {printable(str(message))}\n"
+        f"llmcond: warning: {escape_control_characters(str(message))}\n"
     )
     sys.exit(run(sys.argv[1:]))
 

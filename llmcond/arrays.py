@@ -63,7 +63,7 @@ class Matrix(ABC):
 
     def take(self, rows: NDArray[Any]) -> Matrix:
         """Return a matrix of some rows, by positions or a mask (n,), without reading it."""
-        return Gathered(self, np.arange(len(self))[rows], unique_table=False)
+        return SharedRows(self, np.arange(len(self))[rows], unique_table=False)
 
     def unique(self) -> tuple[Positions, Positions]:
         """Find the distinct vectors, whatever their dtype and however they are stored.
@@ -95,10 +95,10 @@ MatrixLike = Matrix | NDArray[Any]
 
 def as_matrix(vectors: MatrixLike) -> Matrix:
     """Return a NumPy array or a memory map as a matrix, and a matrix unchanged."""
-    return vectors if isinstance(vectors, Matrix) else Dense(vectors)
+    return vectors if isinstance(vectors, Matrix) else DenseMatrix(vectors)
 
 
-class Dense(Matrix):
+class DenseMatrix(Matrix):
     """A NumPy array or a memory map."""
 
     def __init__(self, array: NDArray[Any]) -> None:
@@ -122,7 +122,7 @@ class Dense(Matrix):
             mapped._mmap.madvise(mmap.MADV_DONTNEED)
 
 
-class Gathered(Matrix):
+class SharedRows(Matrix):
     """A matrix whose rows share the vectors of a table.
 
     Attributes:
@@ -140,15 +140,15 @@ class Gathered(Matrix):
         return self.table[self.index[rows]]
 
     @override
-    def take(self, rows: NDArray[Any]) -> Gathered:
-        return Gathered(self.table, self.index[rows], self.unique_table)
+    def take(self, rows: NDArray[Any]) -> SharedRows:
+        return SharedRows(self.table, self.index[rows], self.unique_table)
 
     @override
     def unique(self) -> tuple[Positions, Positions]:
         first, numbers = _number_by_appearance(self.index)
         if self.unique_table:
             return first, numbers
-        _, equal = Dense(self[first]).unique()
+        _, equal = DenseMatrix(self[first]).unique()
         return _number_by_appearance(equal[numbers])
 
 
@@ -167,7 +167,7 @@ class Difference(Matrix):
         return Difference(self.first.take(rows), self.second.take(rows))
 
 
-class Concatenated(Matrix):
+class ConcatenatedMatrix(Matrix):
     """Several matrices concatenated along the columns."""
 
     def __init__(self, parts: Sequence[MatrixLike]) -> None:
@@ -178,8 +178,8 @@ class Concatenated(Matrix):
         return np.concatenate([part.read(rows) for part in self.parts], axis=1)
 
     @override
-    def take(self, rows: NDArray[Any]) -> Concatenated:
-        return Concatenated([part.take(rows) for part in self.parts])
+    def take(self, rows: NDArray[Any]) -> ConcatenatedMatrix:
+        return ConcatenatedMatrix([part.take(rows) for part in self.parts])
 
 
 def _number_by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:

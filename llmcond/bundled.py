@@ -8,10 +8,10 @@ from pathlib import Path
 #: Default run of commands.
 DEFAULT_RUN = Path("runs/default")
 #: Default bundled model, which commands use if there is no run.
-PRETRAINED = "minilm-conditions"
+DEFAULT_MODEL = "minilm-conditions"
 
 
-def bundled(kind: str, task: str | None = None) -> Path:
+def bundled_folder(kind: str, task: str | None = None) -> Path:
     """Return the folder of the bundled ``prompts``, ``heads`` or ``models``.
 
     The folders are at the repository's top level. Building a wheel copies them into the package.
@@ -27,20 +27,20 @@ def bundled(kind: str, task: str | None = None) -> Path:
     return folder / str(task) if has_task else folder
 
 
-def pretrained(name: object) -> Path | None:
+def pretrained_folder(name: object) -> Path | None:
     """Return the folder of a bundled model, or None if there is no model of this name.
 
     The folder is laid out like a pushed run: an encoder and a head without data and features.
     """
-    return bundled("models") / str(name) if name in pretrained_names() else None
+    return bundled_folder("models") / str(name) if name in pretrained_names() else None
 
 
 def pretrained_names() -> list[str]:
     """Return the names of the bundled models, the default one first."""
-    names = {path.parent.name for path in bundled("models").glob("*/run.json")}
-    return sorted(names, key=lambda name: (name != PRETRAINED, name))
+    names = {path.parent.name for path in bundled_folder("models").glob("*/run.json")}
+    return sorted(names, key=lambda name: (name != DEFAULT_MODEL, name))
 
 
 def bundled_names(kind: str, task: str | None = None) -> list[str]:
     """Return the sorted names of the bundled ``prompts`` or ``heads``, or of those of a task."""
-    return sorted(path.stem for path in bundled(kind, task).glob("*.toml"))
+    return sorted(path.stem for path in bundled_folder(kind, task).glob("*.toml"))

@@ -21,9 +21,9 @@ from llmcond.errors import (
     DiskFullError,
     LlmcondError,
     UserError,
+    escape_control_characters,
     first_line,
     is_disk_full,
-    printable,
 )
 from llmcond.log import log_to_terminal
 from llmcond.version import __version__
@@ -126,7 +126,7 @@ def _describe_system_error(error: MemoryError | OSError) -> tuple[str, int]:
 
 
 def _print_error(text: str, code: int) -> int:
-    sys.stderr.write(f"llmcond: error: {printable(' '.join(text.split()))}\n")
+    sys.stderr.write(f"llmcond: error: {escape_control_characters(' '.join(text.split()))}\n")
     return code
 
 

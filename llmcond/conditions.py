@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn, Self
 
-from llmcond.errors import UserError, brief
+from llmcond.errors import UserError, shortened_repr
 
 #: Largest number of example values per condition; the encoder would cut longer lists.
 MAX_VALUES = 64
@@ -55,7 +55,8 @@ class Condition(str):
         if not isinstance(text, str) or isinstance(text, Condition):
             expected = "its text and all values" if isinstance(text, str) else "a string"
             raise UserError(
-                f"the condition is the {type(text).__name__} {brief(text)}; expected {expected}."
+                f"the condition is the {type(text).__name__} {shortened_repr(text)}; expected "
+                f"{expected}."
             )
         cleaned = example_values(values)
         if cleaned:
@@ -88,7 +89,9 @@ def example_values(values: str | Iterable[object]) -> tuple[str, ...]:
     unique: dict[str, None] = {}
     for value in read_values(values) if isinstance(values, str) else values:
         if not isinstance(value, str):
-            raise UserError(f"the example value {brief(value)} is not a string; expected strings.")
+            raise UserError(
+                f"the example value {shortened_repr(value)} is not a string; expected strings."
+            )
         unique[value.strip()] = None
     unique.pop("", None)
     if len(unique) > MAX_VALUES:
@@ -111,7 +114,8 @@ def read_values(text: str) -> list[str]:
         return list(chain.from_iterable(rows))
     except csv.Error as error:
         raise UserError(
-            f"the values {brief(text)} cannot be read: {error}. Separate values by commas, and put "
+            f"the values {shortened_repr(text)} cannot be read: {error}. Separate values by "
+            "commas, and put "
             'double quotes around a value that contains a comma: Rome, "Paris, Texas".'
         ) from error
 
@@ -119,13 +123,13 @@ def read_values(text: str) -> list[str]:
 def condition_flags(condition: str) -> str:
     """Return the command-line options that stand for a condition."""
     if not isinstance(condition, Condition):
-        return f"--condition {brief(condition)}"
+        return f"--condition {shortened_repr(condition)}"
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow(condition.values)
-    return f"--condition {brief(condition.text)} --values {line.getvalue()!r}"
+    return f"--condition {shortened_repr(condition.text)} --values {line.getvalue()!r}"
 
 
-def with_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
+def combine_values(conditions: Sequence[str], values: Sequence[str]) -> list[str]:
     """Combine the arguments of ``--condition`` and ``--values``, in their order.
 
     Without ``--values``, the conditions are returned unchanged. An empty text gives its condition
@@ -166,7 +170,7 @@ def condition_json(condition: str | None) -> dict[str, Any]:
     return {"condition": condition.text, **values}
 
 
-def with_same_values(conditions: Sequence[str], values: str | Sequence[str] | None) -> list[str]:
+def add_values(conditions: Sequence[str], values: str | Sequence[str] | None) -> list[str]:
     """Return conditions, each with the same values; None: return the conditions unchanged."""
     if values is None:
         return list(conditions)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from llmcond.bundled import bundled, bundled_names
-from llmcond.errors import UserError, brief, did_you_mean, nearest
+from llmcond.bundled import bundled_folder, bundled_names
+from llmcond.errors import UserError, did_you_mean, nearest, shortened_repr
 from llmcond.options import LIMITS
 
 T = TypeVar("T")
@@ -57,7 +57,8 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
         return TypeAdapter(cls).validate_json(text)
     except ValidationError as error:
         problems = [
-            explain(problem, _legal_keys(cls, problem["loc"][:-1])) for problem in error.errors()
+            describe_validation_error(problem, _legal_keys(cls, problem["loc"][:-1]))
+            for problem in error.errors()
         ]
         raise UserError(f"{source}: {'; '.join(problems)}") from error
 
@@ -66,16 +67,16 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
 _LIMITS = {**LIMITS, "expected": "one of"}
 
 
-def explain(problem: Mapping[str, Any], legal: Sequence[str]) -> str:
+def describe_validation_error(problem: Mapping[str, Any], legal_keys: Sequence[str]) -> str:
     """Return one of pydantic's ``errors()`` as a sentence.
 
     Args:
         problem: the error.
-        legal: legal keys at the place of the error; for an unknown key, the sentence suggests the
-            nearest ones.
+        legal_keys: legal keys at the place of the error; for an unknown key, the sentence suggests
+            the nearest ones.
     """
     location = [str(part) for part in problem["loc"]]
-    key = brief(".".join(location))
+    key = shortened_repr(".".join(location))
     message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
     for name, limit in problem.get("ctx", {}).items():
         if name in _LIMITS:
@@ -84,13 +85,13 @@ def explain(problem: Mapping[str, Any], legal: Sequence[str]) -> str:
     message = message[:1].lower() + message[1:]
     if not location:  # A check of several settings, which names them in its message.
         return f"{message}."
-    known = f"Legal keys: {', '.join(legal)}." if legal else ""
+    known = f"Legal keys: {', '.join(legal_keys)}." if legal_keys else ""
     if problem["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        hint = did_you_mean(location[-1], legal)
+        hint = did_you_mean(location[-1], legal_keys)
         return " ".join(filter(None, (f"unknown key {key}.", hint, known)))
     if problem["type"] in {"missing", "missing_argument"}:
         return f"the key {key} is missing. {known}".rstrip()
-    return f"{key} is {brief(problem['input'])}: {message}."
+    return f"{key} is {shortened_repr(problem['input'])}: {message}."
 
 
 def _legal_keys(cls: Any, location: Sequence[int | str]) -> list[str]:
@@ -99,7 +100,7 @@ def _legal_keys(cls: Any, location: Sequence[int | str]) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
-def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
+def resolve_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
     """Return the path of a TOML file that is given by a bundled name or a path.
 
     Args:
@@ -121,7 +122,7 @@ def find_toml(name_or_file: str, kind: str, task: str | None = None) -> Path:
             f"unknown {kind[:-1]} {name_or_file!r}. {nearest(name_or_file, known)} `llmcond "
             f"{kind}` lists the bundled ones; the path of any other file must end in .toml."
         )
-    return bundled(kind, task) / f"{name_or_file}.toml"
+    return bundled_folder(kind, task) / f"{name_or_file}.toml"
 
 
 def check_name(name: str, what: str, joiners: str = "") -> str:

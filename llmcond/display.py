@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import brief, plural
+from llmcond.errors import format_count, shortened_repr
 
 #: Largest numbers of characters of a value (in a line or a cell), and of a line in a terminal.
 _VALUE, _LINE = 60, 240
@@ -37,8 +37,8 @@ class Displayed:
     def __repr__(self) -> str:
         """Return the values, and the sizes of the tables, in one line."""
         facts, tables = _split(self._displayed())
-        parts = [f"{name}={brief(value, _VALUE)}" for name, value in facts.items()]
-        parts += [f"{name}=<{plural(len(rows), 'row')}>" for name, rows in tables.items()]
+        parts = [f"{name}={shortened_repr(value, _VALUE)}" for name, value in facts.items()]
+        parts += [f"{name}=<{format_count(len(rows), 'row')}>" for name, rows in tables.items()]
         while parts[1:] and len(", ".join(parts)) > _LINE:
             parts = [*parts[: -2 if parts[-1] == "…" else -1], "…"]
         return f"{type(self).__name__}({', '.join(parts)})"
@@ -101,7 +101,7 @@ def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows[:_ROWS] for key in row))
     cells = [[_cell(row.get(key)) for key in columns] for row in rows[:_ROWS]]
     table = tabulate(cells, columns, "html", disable_numparse=True)
-    more = f" (the first {_ROWS} of {plural(len(rows), 'row')})" if len(rows) > _ROWS else ""
+    more = f" (the first {_ROWS} of {format_count(len(rows), 'row')})" if len(rows) > _ROWS else ""
     return f"<p>{escape(name)}{more}</p>{table}"
 
 

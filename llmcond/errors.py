@@ -111,21 +111,21 @@ def raise_disk_error(error: BaseException, path: object, remaining: str) -> None
         raise UserError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Escape the control characters of a text, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def brief(value: object, most: int = 80) -> str:
-    """Return the ``repr`` of a value, cut to ``most`` characters."""
+def shortened_repr(value: object, max_length: int = 80) -> str:
+    """Return the ``repr`` of a value, cut to ``max_length`` characters."""
     # A long string is cut before its repr is computed.
-    text = repr(value[: most + 1] if isinstance(value, str) else value)
-    return text if len(text) <= most else f"{text[:most]}…"
+    text = repr(value[: max_length + 1] if isinstance(value, str) else value)
+    return text if len(text) <= max_length else f"{text[:max_length]}…"
 
 
-def listed(values: Sequence[object], most: int = 20) -> str:
-    """Return a list of values for a message, of at most ``most`` values, each cut."""
-    shown = ", ".join(map(brief, values[:most])) or "none"
+def format_list(values: Sequence[object], most: int = 20) -> str:
+    """Return a list of values for a message, of at most ``max_length`` values, each cut."""
+    shown = ", ".join(map(shortened_repr, values[:most])) or "none"
     return shown if len(values) <= most else f"{shown} and {len(values) - most:,} more"
 
 
@@ -135,7 +135,7 @@ def escaped_json(value: object) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def plural(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, such as ``1 text`` and ``2,000 texts``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

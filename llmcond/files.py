@@ -25,7 +25,7 @@ _SPARE_BYTES = 2**20
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which replaces ``path`` if the block succeeds.
 
     A reader sees the old file or the new one, never a part of it. On any error the temporary file
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def making(folder: Path) -> Iterator[Path]:
+def create_folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to ``folder``, which becomes ``folder`` if the block succeeds.
 
     ``folder`` must not exist, or be empty. On any error it is unchanged.
@@ -89,7 +89,7 @@ def making(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_room(folder: Path, n_bytes: int) -> None:
+def check_free_space(folder: Path, n_bytes: int) -> None:
     """Raise the OSError of a full disk if ``n_bytes`` and a reserve do not fit on it.
 
     Checking first is necessary because Lance commits a file even if its end could not be written.
@@ -122,13 +122,16 @@ def remove_stale(temporary: Path, path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, atomically."""
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]) -> None:
     """Write a table as CSV in UTF-8, atomically. Lines end in a line feed."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+    with (
+        replace_atomically(path) as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as stream,
+    ):
         # csv quotes carriage returns within texts only with its default line ends, \r\n, so these
         # are kept in the writer and removed from each line.
         lines = SimpleNamespace(write=lambda row: stream.write(f"{row[:-2]}\n"))
@@ -270,6 +273,6 @@ def digest_files(root: Path, paths: Iterable[Path]) -> str:
     return total.hexdigest()
 
 
-def gib(n_bytes: int) -> str:
+def format_bytes(n_bytes: int) -> str:
     """Format a number of bytes in GiB or MiB."""
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

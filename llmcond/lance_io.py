@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lance.fragment import FragmentMetadata
 
 #: Errors that Lance and Arrow raise for missing or damaged files.
-UNREADABLE = (OSError, ValueError, KeyError)
+READ_ERRORS = (OSError, ValueError, KeyError)
 #: Number of versions that are kept for concurrent readers. A store makes more commits between two
 #: merges, so that the next merge removes what the last one replaced.
 _KEPT_VERSIONS = 16
@@ -32,7 +32,7 @@ _STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
 _MERGE_BATCH = 1_024
 
 
-def newest(uri: str, options: dict[str, str] | None = None) -> Any:
+def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:
     """Return the newest version of a dataset; None if nothing has been committed yet."""
     import lance
 
@@ -50,7 +50,7 @@ def newest(uri: str, options: dict[str, str] | None = None) -> Any:
 
 
 @contextmanager
-def without_panic() -> Iterator[None]:
+def convert_panics() -> Iterator[None]:
     """Raise a ValueError if Lance's Rust code panics because of a damaged file."""
     try:
         yield
@@ -64,7 +64,7 @@ class PreemptedError(Exception):
     """Another process has committed since the version that a commit was based on."""
 
 
-class Target(NamedTuple):
+class DatasetTarget(NamedTuple):
     """A dataset to write to.
 
     Attributes:
@@ -167,7 +167,7 @@ class Target(NamedTuple):
         return self.commit(merged, [fragment.fragment_id for fragment in last])
 
 
-def clean(uri: str, dataset: Any, *, alone: bool) -> None:
+def clean_up(uri: str, dataset: Any, *, alone: bool) -> None:
     """Remove old versions of a dataset.
 
     Args:

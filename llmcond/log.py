@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from llmcond.errors import printable
+from llmcond.errors import escape_control_characters
 from llmcond.system import local_rank
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ class _TerminalHandler(logging.Handler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         level = "warning: " if record.levelno >= logging.WARNING else ""
-        console().print(f"{level}{printable(record.getMessage())}", markup=False, emoji=False)
+        console().print(
+            f"{level}{escape_control_characters(record.getMessage())}", markup=False, emoji=False
+        )
 
 
 def log_to_terminal() -> None:

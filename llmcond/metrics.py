@@ -70,7 +70,7 @@ class Estimate:
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """Return a value for JSON, with None instead of NaN and infinity."""
     return float(value) if value is not None and math.isfinite(value) else None
 
@@ -79,12 +79,12 @@ def estimates_json(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     """Return estimates as a JSON object with the keys ``NAME`` and ``NAME_ci`` for each."""
     values: dict[str, Any] = {}
     for name, estimate in estimates.items():
-        interval = [finite(estimate.low), finite(estimate.high)]
-        values |= {name: finite(estimate.value), f"{name}_ci": interval}
+        interval = [finite_or_none(estimate.low), finite_or_none(estimate.high)]
+        values |= {name: finite_or_none(estimate.value), f"{name}_ci": interval}
     return values
 
 
-def number(value: float | None, decimals: int, signed: bool = False) -> str:
+def format_number(value: float | None, decimals: int, signed: bool = False) -> str:
     """Format a value: a dash if it is undefined, and no sign if it is shown as 0."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -136,14 +136,14 @@ class Metric:
         """Function that selects the best of several values: ``max`` or ``min``."""
         return max if self.higher_is_better else min
 
-    def scaled(self, value: float | None) -> float | None:
+    def in_display_unit(self, value: float | None) -> float | None:
         """Return a value in the unit that it is shown in; None if it is undefined."""
-        defined = finite(value)
+        defined = finite_or_none(value)
         return None if defined is None else self.factor * defined
 
-    def show(self, value: float | None, signed: bool = False) -> str:
+    def format(self, value: float | None, signed: bool = False) -> str:
         """Format a value for tables."""
-        return number(self.scaled(value), self.decimals, signed)
+        return format_number(self.in_display_unit(value), self.decimals, signed)
 
     def __call__(self, prediction: Floats, rating: Floats, group: Indices) -> float:
         """Compute the metric on some rows.
@@ -215,7 +215,7 @@ def _mean_of(name: str, by_row: Callable[[Floats], Floats], **settings: Any) -> 
     return Metric(name, function, by_row=by_row, **settings)
 
 
-def over_strata(metric: Metric, **changes: Any) -> Metric:
+def mean_over_strata(metric: Metric, **changes: Any) -> Metric:
     """Return a metric that is the mean over strata of a mean over rows.
 
     Each stratum has the same weight, however many rows it has.
@@ -261,7 +261,7 @@ _MEAN_RANK = _mean_of(
     least=1,
 )
 
-RANKING: tuple[Metric, ...] = (
+RANKING_METRICS: tuple[Metric, ...] = (
     _mean_of(
         "mrr",
         lambda rank: 1 / rank,
@@ -272,7 +272,7 @@ RANKING: tuple[Metric, ...] = (
     ),
     *map(_hits, (1, 3, 5, 10, 25, 50)),
     _MEAN_RANK,
-    over_strata(
+    mean_over_strata(
         _MEAN_RANK,
         name="average_rank",
         label="average rank",
@@ -319,16 +319,18 @@ METRICS: dict[str, Metric] = {
             least=0,
             most=1,
         ),
-        *RANKING,
+        *RANKING_METRICS,
     )
 }
 
 #: The default metrics of rated pairs; the first decides which result is best.
-DEFAULT: tuple[Metric, ...] = tuple(METRICS[name] for name in ("spearman", "pearson", "accuracy"))
+DEFAULT_METRICS: tuple[Metric, ...] = tuple(
+    METRICS[name] for name in ("spearman", "pearson", "accuracy")
+)
 _BUNDLED = frozenset(METRICS)
 
 
-def metric_of(name: str) -> Metric:
+def get_metric(name: str) -> Metric:
     """Return a metric by the name that results have."""
     return METRICS[name]
 
@@ -354,7 +356,9 @@ def choose_metrics(task: Sequence[str], further: Sequence[str] = ()) -> tuple[Me
             metrics[METRICS[name]] = None
         else:
             names = dict.fromkeys(METRICS, "")
-            metrics[_register_metric(name, plugins.find(name, names, "metrics", "metric"))] = None
+            metrics[
+                _register_metric(name, plugins.find_plugin(name, names, "metrics", "metric"))
+            ] = None
     return tuple(metrics)
 
 

@@ -76,7 +76,7 @@ def open_filesystem(name: str, *, patient: bool = False) -> tuple[Any, str]:
     try:
         filesystem = STORES[parts.scheme].filesystem(parts.netloc, patient)
     except (OSError, ValueError, TypeError, ImportError) as error:  # Arrow's errors are among them.
-        raise UserError(f"{name} cannot be opened: {failure(name, error)}") from error
+        raise UserError(f"{name} cannot be opened: {describe_failure(name, error)}") from error
     return filesystem, (parts.netloc + parts.path).rstrip("/")
 
 
@@ -91,13 +91,13 @@ def lance_options(name: str, *, patient: bool = False) -> dict[str, str] | None:
     return {**({"allow_http": "true"} if http else {}), **(_PATIENCE if patient else {})}
 
 
-def failure(name: str, error: BaseException) -> str:
+def describe_failure(name: str, error: BaseException) -> str:
     """Return the message for an error about a path or URI, without secrets, and with advice."""
     advice = (
         " Check that the bucket exists, and that the environment has its credentials and endpoint "
         "(docs/scale.md)."
     )
-    return f"{without_secrets(error)}.{advice if is_remote(name) else ''}"
+    return f"{redact(error)}.{advice if is_remote(name) else ''}"
 
 
 #: Parts of messages that are hidden: URLs, which may be signed, answers of servers, request ids,
@@ -107,12 +107,12 @@ _HIDDEN = re.compile(
 )
 
 
-def without_secrets(error: BaseException) -> str:
+def redact(error: BaseException) -> str:
     """Return the first line of an error, without keys and signatures that a server may repeat."""
     return _HIDDEN.sub("", first_line(error)).strip(" .:")
 
 
-def refusal(uri: str, error: BaseException) -> LlmcondError | None:
+def user_error_of(uri: str, error: BaseException) -> LlmcondError | None:
     """Return an error for users if Lance could not reach a store, or the store denied a request.
 
     Returns None for any other error. The message repeats only the code of the server's answer.

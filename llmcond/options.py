@@ -25,7 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from llmcond.errors import UserError, brief, did_you_mean, nearest
+from llmcond.errors import UserError, did_you_mean, nearest, shortened_repr
 
 try:
     from annotated_types import Ge, Lt
@@ -92,7 +92,7 @@ def option(default: Any = dataclasses.MISSING, kind: type[Option] = Option, **sp
     return dataclasses.field(default=default, metadata={_KEY: kind(**spec)})
 
 
-def option_of(field: dataclasses.Field[Any]) -> Option | None:
+def declaration_of(field: dataclasses.Field[Any]) -> Option | None:
     """Return the declaration of a field; None if the field is not an option."""
     declaration: Option | None = field.metadata.get(_KEY)
     return declaration
@@ -130,7 +130,7 @@ class Options:
                 flag = spec.flag or flag_of(name)
                 raise UserError(f"{flag} needs {spec.needs}. Add it, or leave out {flag}.")
 
-    def part(self, cls: type[T]) -> T:
+    def select(self, cls: type[T]) -> T:
         """Return an instance of another dataclass with the options that both have."""
         return cls(**{f.name: getattr(self, f.name) for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
 
@@ -142,7 +142,7 @@ def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
     """
     hints = get_type_hints(cls)
     order = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())]
-    described = ((field, option_of(field)) for field in dataclasses.fields(cls))
+    described = ((field, declaration_of(field)) for field in dataclasses.fields(cls))
     options = [(field, spec) for field, spec in described if spec is not None]
     options.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
     return [(field.name, hints[field.name], spec) for field, spec in options]
@@ -231,7 +231,7 @@ def limits_of(cls: type[Any]) -> Mapping[str, Sequence[tuple[str, float]]]:
 
 def _check_limits(flag: str, value: Any, limits: Sequence[tuple[str, float]], whole: bool) -> None:
     if not isinstance(value, Integral if whole else Real):
-        raise UserError(f"{flag} is {brief(value)}; expected a {'whole ' * whole}number.")
+        raise UserError(f"{flag} is {shortened_repr(value)}; expected a {'whole ' * whole}number.")
     if not all(getattr(operator, key)(value, bound) for key, bound in limits):
         words = " and ".join(
             "finite" if bound == math.inf else f"{LIMITS[key]} {bound:,}" for key, bound in limits
@@ -262,7 +262,7 @@ def check_source(source: Any, expected: str) -> None:
         raise UserError(f"{source} does not exist. Expected {expected}.")
 
 
-def optional(cls: type[T]) -> type[T]:
+def all_optional(cls: type[T]) -> type[T]:
     """Return a dataclass with the options of another, where the default of each option is None.
 
     This is for settings whose defaults depend on other sources; help texts name the defaults of

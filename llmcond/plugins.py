@@ -4,8 +4,8 @@ A name is ``my_heads.py:GatedHead`` or ``package.module:GatedHead``. Code is onl
 user names it: on the command line, in a TOML file that is named there, or from Python. If a record
 in a folder of a run or head names code, the code must have been registered before.
 
-An installed package adds names without a colon by entry points. ``find`` imports them, even for a
-record that names one, because the user has installed the package.
+An installed package adds names without a colon by entry points. ``find_plugin`` imports them, even
+for a record that names one, because the user has installed the package.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def load(name: str, folder: Path | None = None) -> Any:
     return register(name, getattr(module, attribute))
 
 
-def recorded(name: str, source: str) -> Any:
+def get_registered(name: str, source: str) -> Any:
     """Return the object that a record names.
 
     Args:
@@ -116,17 +116,17 @@ def recorded(name: str, source: str) -> Any:
     return _REGISTERED[key]
 
 
-def loaded() -> tuple[str, ...]:
+def loaded_names() -> tuple[str, ...]:
     """Return the names of all loaded objects, for ``load`` in another process."""
     return tuple(_LOADED)
 
 
-def installed(group: str) -> dict[str, str]:
+def installed_plugins(group: str) -> dict[str, str]:
     """Return the entry points ``llmcond.GROUP`` of installed packages: name -> MODULE:NAME."""
     return {point.name: point.value for point in entry_points(group=f"llmcond.{group}")}
 
 
-def find(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
+def find_plugin(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
     """Import an object by its name, from llmcond or an installed package.
 
     Installed packages are searched only for names that are not bundled, because it takes a while.
@@ -143,7 +143,7 @@ def find(name: str, bundled: Mapping[str, str], group: str, what: str) -> Any:
     home = bundled.get(name)
     if home is not None:
         return _import(home)
-    added = installed(group)
+    added = installed_plugins(group)
     if name not in added:
         raise UserError(
             f"there is no {what} {name!r}. {nearest(name, [*bundled, *added])} Installed packages "

@@ -23,7 +23,7 @@ _WITHIN_EPOCH_SECONDS = 0.5
 _SHOWN_ROWS = 20_000
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in one or two units."""
     if seconds < 60:
         return f"{max(1, round(seconds))} s"
@@ -72,7 +72,7 @@ class _Bar:
         self._progress.update(self._task, **changes)
         seconds_left = self._seconds_left()
         if seconds_left:
-            detail += f", about {duration(seconds_left)} left"
+            detail += f", about {format_duration(seconds_left)} left"
         self._progress.update(self._task, detail=detail)
         now = self._clock()
         is_due = now - self._last_line >= EVERY_SECONDS
@@ -222,9 +222,9 @@ class FitBar(_Bar):
 class CountBar(_Bar):
     """A progress bar for a number of items."""
 
-    def on_item(self, done: int, of: int) -> None:
-        """Show that ``done`` of ``of`` items are completed."""
-        self._show(f"{done:,} of {of:,}", completed=done, total=of)
+    def on_item(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` items are completed."""
+        self._show(f"{done:,} of {total:,}", completed=done, total=total)
 
 
 class _Training(Protocol):

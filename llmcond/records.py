@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmcond.config import explain
+from llmcond.config import describe_validation_error
 from llmcond.errors import LlmcondError
 from llmcond.files import read_json
 
@@ -47,7 +47,7 @@ def check_record(
     try:
         _adapter(schema).validate_json(json.dumps(values))
     except ValidationError as error:
-        problem = explain(error.errors()[0], ())
+        problem = describe_validation_error(error.errors()[0], ())
         raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
 
 

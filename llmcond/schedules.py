@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 
-def scheduled(step: int, steps: int, warmup: float, schedule: str) -> float:
+def learning_rate_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     """Return the factor of the learning rate at a step.
 
     Args:

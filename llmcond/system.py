@@ -105,7 +105,7 @@ def _may_have_gpu() -> bool:
     return any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
-def to_device(values: Tensor, device: torch.device) -> Tensor:
+def move_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; copies to a GPU are asynchronous, from pinned memory.
 
     A plain copy would wait for all queued work of the GPU, including the previous batch.
@@ -152,7 +152,7 @@ def _log_unused_mps() -> None:
     _log.info("the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs.")
 
 
-def processes(*modules: str) -> ForkServerContext | SpawnContext:
+def process_context(*modules: str) -> ForkServerContext | SpawnContext:
     """Return a multiprocessing context whose processes are forked from a server.
 
     The server imports modules once for all processes. These modules must not start threads when

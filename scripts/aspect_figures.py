@@ -20,8 +20,8 @@ from scipy.special import xlogy
 from scipy.stats import t as student
 
 from llmcond.data.aspects import AspectSample
-from llmcond.evaluation.paired import LEAST_PAIRS, LEVEL, ROUNDING, resample
-from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite
+from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
+from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
 
 #: Conditions that are clustered have values of so many texts each, and so many such values.
 LEAST_TEXTS, LEAST_VALUES, MOST_VALUES = 8, 3, 10
@@ -147,7 +147,7 @@ class AspectFigures:
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON has them; null where one is undefined."""
         figures = estimates_json({name: getattr(self, name) for name in FIGURES})
-        return {**figures, "chance": finite(self.chance), **self.counts}
+        return {**figures, "chance": finite_or_none(self.chance), **self.counts}
 
 
 #: The names of the figures that have intervals.
@@ -210,7 +210,7 @@ def _share(values: Floats, groups: Indices, seed: int) -> Estimate:
     """Return the mean of values between 0 and 1, with an interval by resampling their groups."""
     if not len(values):
         return Estimate(math.nan)
-    found = resample([values[None]], np.zeros(len(values)), groups, [_SHARE], seed=seed)
+    found = bootstrap_metrics([values[None]], np.zeros(len(values)), groups, [_SHARE], seed=seed)
     return found.estimates(0)["share"]
 
 
@@ -349,7 +349,7 @@ def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> 
         return Estimate(math.nan)
     value = float(np.mean([own.v_measure() for own in clusters]))
     n = len({position for own in clusters for position in own.positions.tolist()})
-    if n < LEAST_PAIRS:
+    if n < MIN_PAIRS:
         return Estimate(value)
     drawn = np.random.default_rng(seed).multinomial(n_texts, np.full(n_texts, 1 / n_texts), _DRAWS)
     weights = drawn.astype(np.float64)

@@ -14,7 +14,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal, get_args
 
-from llmcond.data.aspects import AspectSample, ConditionWordings, Triple, parse_sample, set_files
+from llmcond.data.aspects import (
+    AspectSample,
+    ConditionWordings,
+    Triple,
+    dataset_files,
+    parse_sample,
+)
 from llmcond.errors import UserError, nearest
 from llmcond.files import read_json
 
@@ -59,7 +65,7 @@ def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list
     Raises:
         UserError: no such folder or set, or a file that is not in the format.
     """
-    known = set_files(folder)
+    known = dataset_files(folder)
     for name in names:
         if name not in known:
             raise UserError(f"{folder} has no set {name!r}. {nearest(name, known)}")

@@ -37,15 +37,15 @@ from aspect_figures import (
 from aspect_samples import WORDINGS, Wording, limited, read_samples, say
 
 from llmcond import Condition, Embedder, load_embedder, load_encoder
-from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
 from llmcond.clustering.methods import kmeans
 from llmcond.data.aspects import AspectSample
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import LlmcondError, UserError
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads.guide import fit_guide
 from llmcond.log import log, log_to_terminal
-from llmcond.metrics import Estimate, finite, number
+from llmcond.metrics import Estimate, finite_or_none, format_number
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import base_encoder
 
@@ -79,7 +79,7 @@ def systems(options: argparse.Namespace) -> Iterator[System]:
     """Yield every system, one model after the other; plain vectors of an encoder only once."""
     plain = set()
     for name in options.model:
-        is_run = pretrained(name) is not None or Path(name, "run.json").is_file()
+        is_run = pretrained_folder(name) is not None or Path(name, "run.json").is_file()
         model = load_embedder(name, device=options.device) if is_run else None
         encoder = _encoder(name, model, options)
         for variant in options.variant or (["plain", "model"] if is_run else VARIANTS[:3]):
@@ -116,9 +116,9 @@ def _plain(encoder: Encoder) -> Encode:
 
 def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder) -> Embedder:
     if variant == "joint":
-        return Embedder(encoder, View((load_prompt("concat-cond-sent"),), subtract=False))
+        return Embedder(encoder, FeatureView((load_prompt("concat-cond-sent"),), subtract=False))
     if variant == "routed":
-        return Embedder(encoder, View((load_prompt("routed"),)))
+        return Embedder(encoder, FeatureView((load_prompt("routed"),)))
     if model is None:
         raise UserError(
             f"{name} is an encoder, which has no prompt of its own. Name other variants than "
@@ -239,9 +239,11 @@ class Benchmark:
 
 def shown(estimate: Estimate) -> str:
     """Return a figure in percent with its interval."""
-    text = number(100 * estimate.value, 1)
+    text = format_number(100 * estimate.value, 1)
     if np.isfinite([estimate.low, estimate.high]).all():
-        text += f" [{number(100 * estimate.low, 1)}, {number(100 * estimate.high, 1)}]"
+        text += (
+            f" [{format_number(100 * estimate.low, 1)}, {format_number(100 * estimate.high, 1)}]"
+        )
     return text
 
 
@@ -252,7 +254,7 @@ HEADINGS = "vectors", "set", "accuracy", "right under both", "nearest", "chance"
 def line(label: str, name: str, figures: Mapping[str, Estimate], chance: float) -> str:
     """Return a line of the table of figures."""
     cells = [shown(figures[key]) for key in FIGURES]
-    cells.insert(3, number(100 * chance, 1))
+    cells.insert(3, format_number(100 * chance, 1))
     return f"| {' | '.join([label, name, *cells])} |"
 
 
@@ -265,11 +267,11 @@ def summary(benchmark: Benchmark) -> Iterator[str]:
     yield "\n| vectors | set | labels | accuracy | V-measure | nearest |\n|---|---|---|---|---|---|"
     for label, name, own in benchmark.labels:
         if own.n_conditions:
-            accuracy = f"{100 * own.accuracy:.1f} ± {number(100 * own.deviation, 1)}"
-            others = f"{100 * own.v_measure:.1f} | {number(100 * own.nearest, 1)}"
+            accuracy = f"{100 * own.accuracy:.1f} ± {format_number(100 * own.deviation, 1)}"
+            others = f"{100 * own.v_measure:.1f} | {format_number(100 * own.nearest, 1)}"
             yield f"| {label} | {name} | {own.n_labels} | {accuracy} | {others} |"
     for label, size, n, *values in benchmark.label_means():
-        cells = " | ".join(number(100 * value, 1) for value in values)
+        cells = " | ".join(format_number(100 * value, 1) for value in values)
         yield f"| {label} | mean of {n} | {size} | {cells} |"
 
 
@@ -286,9 +288,12 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
 
     means = []
     for system, figures, chance, n in benchmark.means():
-        row = {**named(system), "n_sets": n, "chance": finite(chance)}
+        row = {**named(system), "n_sets": n, "chance": finite_or_none(chance)}
         for key, own in figures.items():
-            row |= {key: finite(own.value), f"{key}_ci": [finite(own.low), finite(own.high)]}
+            row |= {
+                key: finite_or_none(own.value),
+                f"{key}_ci": [finite_or_none(own.low), finite_or_none(own.high)],
+            }
         means.append(row)
     return {
         "data": str(options.data),
@@ -305,10 +310,10 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
                 "set": name,
                 "labels": own.n_labels,
                 "n_conditions": own.n_conditions,
-                "accuracy": finite(own.accuracy),
-                "deviation": finite(own.deviation),
-                "v_measure": finite(own.v_measure),
-                "nearest": finite(own.nearest),
+                "accuracy": finite_or_none(own.accuracy),
+                "deviation": finite_or_none(own.deviation),
+                "v_measure": finite_or_none(own.v_measure),
+                "nearest": finite_or_none(own.nearest),
             }
             for label, name, own in benchmark.labels
         ],
@@ -317,9 +322,9 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
                 "vectors": label,
                 "labels": size,
                 "n_sets": n,
-                "accuracy": finite(accuracy),
-                "v_measure": finite(agreement),
-                "nearest": finite(nearest),
+                "accuracy": finite_or_none(accuracy),
+                "v_measure": finite_or_none(agreement),
+                "nearest": finite_or_none(nearest),
             }
             for label, size, n, accuracy, agreement, nearest in benchmark.label_means()
         ],
@@ -333,7 +338,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="FOLDER", help="folder with the data sets")
-    add("--model", nargs="+", default=[PRETRAINED], help="bundled models, runs or encoders")
+    add("--model", nargs="+", default=[DEFAULT_MODEL], help="bundled models, runs or encoders")
     add(
         "--variant",
         nargs="+",

@@ -25,13 +25,13 @@ from sklearn.metrics import v_measure_score
 
 from llmcond import Embedder, load_embedder, load_encoder
 from llmcond.bundled import pretrained_names
-from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample
+from llmcond.clustering.methods import NOISE, choose_k, hdbscan, kmeans, sample_indices
 from llmcond.clustering.result import without_condition
 from llmcond.encoders import EncoderInput
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads.guide import fit_guide
 from llmcond.prompts import load_prompt
-from llmcond.runs.embedder import base_encoder, unit_length
+from llmcond.runs.embedder import base_encoder, normalise_vectors
 
 #: What is known of each text -> the condition that asks for it.
 CONDITIONS = {"topic": "the topic", "style": "the writing style", "language": "the language"}
@@ -49,10 +49,10 @@ def read(folder: Path) -> tuple[list[str], dict[str, Any]]:
 def systems(model: str, texts: list[str]) -> dict[str, Callable[[str], Vectors]]:
     """Return what makes vectors of the texts under a condition, by name."""
     encoder = load_encoder(model)
-    routed = Embedder(encoder, View((load_prompt("routed"),)))
+    routed = Embedder(encoder, FeatureView((load_prompt("routed"),)))
 
     def alone(encoder: Any) -> Callable[[str], Vectors]:
-        vectors = unit_length(encoder.encode([EncoderInput("", text) for text in texts]))
+        vectors = normalise_vectors(encoder.encode([EncoderInput("", text) for text in texts]))
         return lambda _: vectors
 
     makers: dict[str, Callable[[str], Vectors]] = {
@@ -78,7 +78,7 @@ def measure(vectors: Vectors, truth: Any, sizes: Sequence[int], seeds: int) -> d
     for seed in range(seeds):
         found = {"0": v_measure_score(truth, kmeans(vectors, k, seed))}
         for size in sizes:
-            told = sample(len(truth), size, seed)
+            told = sample_indices(len(truth), size, seed)
             rest = np.setdiff1d(every, told)
             guide = fit_guide(vectors[told], truth[told].astype(str).tolist())
             space = guide.transform(vectors)

@@ -36,18 +36,18 @@ from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.errors import LlmcondError
-from llmcond.finetune.build import load_trainable, prepare_accelerator
 from llmcond.finetune.cross import CrossInputs, CrossModel
+from llmcond.finetune.loading import load_trainable, prepare_accelerator
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import StateFolder
+from llmcond.finetune.state import TrainingState
 from llmcond.heads import cosine
 from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import METRICS, spearman
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import row_inputs
-from llmcond.runs import where_model
+from llmcond.prompts.inputs import render_rows
+from llmcond.runs import portable_model_name
 from llmcond.runs.cross import CrossEncoder
 from llmcond.system import choose_device
 
@@ -131,17 +131,19 @@ def ours(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
     )
     accelerator = prepare_accelerator(resolved)
     trainable = load_trainable(resolved, settings, task["seed"])
-    rows = CrossInputs.of(train, "both", trainable.tokenizer)
+    rows = CrossInputs.from_rows(train, "both", trainable.tokenizer)
     # As the rest, as the peer's classifier.
     head = RegressionSettings(learning_rate=task["learning_rate"])
     start, metric = float(rows.rating.mean()), METRICS["spearman"]
     model = CrossModel(trainable.engine, head, task["seed"], start, metric)
-    state = StateFolder(scratch / "state", {})
+    state = TrainingState(scratch / "state", {})
     trainer = Trainer(model, rows, None, settings, accelerator, state)
     trainer.run(lambda *_: None)
-    save_encoder(trainable, where_model(task["model"], resolved), scratch, merge=False, cross=True)
+    save_encoder(
+        trainable, portable_model_name(task["model"], resolved), scratch, merge=False, cross=True
+    )
     options = EncoderOptions(dtype="float32", device=task["device"])
-    encoder, fitted = Encoder(resolve(str(scratch), options, cross=True)), model.fitted()
+    encoder, fitted = Encoder(resolve(str(scratch), options, cross=True)), model.fitted_head()
 
     def scores(orders: Any) -> Callable[[Rows], Any]:
         cross = CrossEncoder(encoder, fitted, orders)
@@ -156,7 +158,7 @@ def joint(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scor
     encoder, prompt = load_encoder(task["model"], dtype="float32", device=task["device"]), PROMPT
 
     def score(rows: Rows) -> Any:
-        inputs = row_inputs(rows, load_prompt(prompt))
+        inputs = render_rows(rows, load_prompt(prompt))
         sides = list(dict.fromkeys([*inputs.first, *inputs.second]))
         place = {item: at for at, item in enumerate(sides)}
         vectors = encoder.encode(sides)

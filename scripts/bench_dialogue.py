@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.kinds.dialogue.turns import Score, State, turn_scores
+from llmcond.kinds.dialogue.turns import ContextScore, ContextState, turn_scores
 
 Vectors = NDArray[np.float32]
 #: Queries by history length of DailyDialog's test; each length ranks the answers of its own.
@@ -73,11 +73,11 @@ def a_turn(
     candidates = around_centres(rng, n_candidates, dim)
     b1, b2 = (unit(rng.standard_normal((turns, dim), dtype=np.float32)) for _ in range(2))
     roles = iter([(b1[i : i + 1], b2[i : i + 1]) for i in range(turns)])
-    state = State(lambda _: next(roles), Score.parse("average"))
+    state = ContextState(lambda _: next(roles), ContextScore.parse("average"))
     for _ in range(turns - 1):
         state = state.add(b1[0])
     last = next(roles)
-    state = State(lambda _: last, state.score, None, state.b1, state.b2, state.inverse)
+    state = ContextState(lambda _: last, state.score, None, state.b1, state.b2, state.inverse)
 
     def turn() -> Vectors:
         found: Vectors = state.add(b1[0]).scores(candidates)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from bench_process import alone
 
-from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
 
@@ -139,7 +139,7 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
         data.first,
         data.second,
         data.rating,
-        Gathered(table, rng.integers(CONDITIONS, size=options.rows)),
+        SharedRows(table, rng.integers(CONDITIONS, size=options.rows)),
     )
     rows: list[dict[str, Any]] = []
     base = {"dim": DIM, "rank": 64, "dropout": 0.0, "epochs": 1, "precision": "float32"}
@@ -195,7 +195,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
         few.first,
         few.second,
         few.rating,
-        Gathered(conditions, rng.integers(len(conditions), size=512)),
+        SharedRows(conditions, rng.integers(len(conditions), size=512)),
     )
     changes: dict[str, dict[str, Any]] = {
         "linear": {"dim": DIM},

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import KnownModel
-from llmcond.encoders.loading.architecture import build_on_meta, load_config, quiet
+from llmcond.encoders.loading.architecture import build_on_meta, load_config, silence_transformers
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
 
@@ -189,7 +189,7 @@ class _States(torch.nn.Module):
         return states
 
 
-@quiet()
+@silence_transformers()
 def export_onnx(folder: str, path: Path) -> None:
     """Write the network of a checkpoint as an ONNX file in float32, for other libraries.
 

@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Dense, MatrixLike
+from llmcond.arrays import Array, DenseMatrix, MatrixLike
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.spec import EncoderInput
-from llmcond.evaluation.ranking import CandidatePool, rank, top
+from llmcond.evaluation.ranking import CandidatePool, rank, top_entities
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.heads import FittedHead, load_recipe
@@ -40,7 +40,7 @@ from llmcond.heads.base import ConditionCache
 from llmcond.heads.module import HeadModule
 from llmcond.kinds.ranking.arrays import QueryArrays
 from llmcond.kinds.ranking.fit import fit_queries
-from llmcond.kinds.ranking.graph import Graph, Known, Triples, both_directions, read_graph
+from llmcond.kinds.ranking.graph import Graph, KnownTriples, Triples, both_directions, read_graph
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryHead
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.kgc import Kgc
@@ -105,7 +105,7 @@ class Bench:
         self.candidates = [self.encoded[i % len(self.encoded)] for i in range(n)]
         self.known = task.known(graph)
         train = both_directions(graph.splits["train"], graph.n_relations)
-        self.of_train = Known(train, graph.n_entities)
+        self.of_train = KnownTriples(train, graph.n_entities)
         self.store = FeatureStore(folder, encoder.identity, "float16")
 
     def ways(self, heads: Sequence[str]) -> list[Way]:
@@ -136,10 +136,10 @@ class Bench:
         train, n_relations = self.graph.splits["train"], self.graph.n_relations
         arrays = QueryArrays(candidates, train, n_relations, self.of_train)
         if way.name == BI:
-            arrays = replace(arrays, joint=own, joint_of=self.joint_of)
+            arrays = replace(arrays, joint=own, joint_input_keys=self.joint_of)
         else:
             arrays = replace(arrays, relations=own)
-        head = way.head.on(arrays)
+        head = way.head.bind(arrays)
         return head, head.candidates().read()
 
     def stages(self, way: Way) -> tuple[dict[str, float], Bound]:
@@ -162,9 +162,9 @@ class Bench:
             place = np.searchsorted(self.joint_of, h * (2 * self.graph.n_relations) + r)
             return unit(self.encoder.encode([self.joined.joint[place]]))
 
-        ways: dict[str, tuple[Callable[[int, int], Array], Dense]] = {}
+        ways: dict[str, tuple[Callable[[int, int], Array], DenseMatrix]] = {}
         for name, (head, candidates) in bound.items():
-            every = Dense(candidates)
+            every = DenseMatrix(candidates)
             ways[name] = (encoded if name == BI else partial(by_head, head)), every
             keeping = keep_matrices(head)
             if keeping:
@@ -175,7 +175,7 @@ class Bench:
             for name, (ask, every) in ways.items():
                 took, own = self.timed(ask, h, r)
                 of = np.array([h]), np.array([r])
-                more, _ = self.timed(top, own, CandidatePool(every, self.known), *of, 10)
+                more, _ = self.timed(top_entities, own, CandidatePool(every, self.known), *of, 10)
                 seconds[name].append((took, took + more))
         medians = {name: np.median(own, axis=0) * 1_000 for name, own in seconds.items()}
         return [
@@ -205,7 +205,7 @@ def fresh_head(name: str, dim: int, n_relations: int) -> FittedQueryHead:
         entities,
         triples,
         n_relations,
-        Known(both_directions(triples, n_relations), n),
+        KnownTriples(both_directions(triples, n_relations), n),
         relations=relations if recipe.family.conditioned else None,
     )
     recipe = recipe.with_settings(changes, "")

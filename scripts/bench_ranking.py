@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from llmcond.evaluation.ranking import BLOCK, rank
 from llmcond.files import write_json
-from llmcond.kinds.ranking.graph import Known, Triples, both_directions
+from llmcond.kinds.ranking.graph import KnownTriples, Triples, both_directions
 
 Ranks = Mapping[str, NDArray[Any]]
 Scores = Callable[[slice], torch.Tensor]
@@ -70,7 +70,7 @@ def pykeen_ranks(scores: Scores, test: Triples, positives: Triples) -> Ranks:
     }
 
 
-def sorted_ranks(scores: Scores, queries: Triples, known: Known) -> NDArray[Any]:
+def sorted_ranks(scores: Scores, queries: Triples, known: KnownTriples) -> NDArray[Any]:
     """Return (m,) the places of answers in a full sort of the scores, as SimKGC finds them."""
     places = []
     for begin in range(0, len(queries), BLOCK):
@@ -138,7 +138,7 @@ def main() -> None:
     triples = random_graph(options.entities, relations, (options.train, options.triples))
     test = triples[-options.triples :]
     queries = both_directions(test, relations)
-    known = Known(both_directions(triples, relations), options.entities)
+    known = KnownTriples(both_directions(triples, relations), options.entities)
     rng = np.random.default_rng(1)
     vectors, candidates = (
         rng.standard_normal((n, options.dim), dtype=np.float32)

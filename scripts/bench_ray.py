@@ -35,10 +35,10 @@ from bench_scale import csts_inputs, short_inputs
 
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.encoder import Encoded
-from llmcond.features.extract import Committed, Part, extract
+from llmcond.features.extract import CommittedCounts, EncodingPart, extract
 from llmcond.features.store import FeatureStore
-from llmcond.scale.extraction import EncoderOf, Written, ray_execution
-from llmcond.scale.pool import Cluster
+from llmcond.scale.extraction import ActorEncoderSpec, WrittenFragment, make_ray_execution
+from llmcond.scale.pool import RayCluster
 
 
 def settle(model: str, folder: Path) -> tuple[str, ResolvedEncoder]:
@@ -117,7 +117,7 @@ def by_actors(model: str, folder: str, n: int, actors: int, name: str) -> dict[s
             first.append(time.monotonic())
 
     cpu = time.process_time()
-    with ray_execution(Cluster(actors=actors), model, resolved, store) as execution:
+    with make_ray_execution(RayCluster(actors=actors), model, resolved, store) as execution:
         extract(csts_inputs(n), store, lambda: None, Noting(), execute=execution)  # type: ignore[arg-type, return-value]
         found = {"actors": execution.cpu_seconds, "driver": time.process_time() - cpu}
     return found | {"first": first[0] - began, "wall": first[-1] - began}
@@ -167,7 +167,7 @@ def drive(model: str, folder: str, n: int, actors: int) -> None:
     """Extract by actors, in a process that may be killed."""
     name, resolved = settle(model, Path(folder))
     store = FeatureStore(Path(folder) / "killed", resolved.identity, "float16")
-    with ray_execution(Cluster(actors=actors), name, resolved, store) as execution:
+    with make_ray_execution(RayCluster(actors=actors), name, resolved, store) as execution:
         extract(csts_inputs(n), store, lambda: None, execute=execution)  # type: ignore[arg-type, return-value]
 
 
@@ -268,7 +268,7 @@ def many(model: str, folder: str, n: int, actors: int) -> dict[str, Any]:
     name, resolved = settle(model, Path(folder))
     store = FeatureStore(Path(folder) / str(n), resolved.identity, "float16")
     began, cpu = time.monotonic(), time.process_time()
-    with ray_execution(Cluster(actors=actors), name, resolved, store) as execution:
+    with make_ray_execution(RayCluster(actors=actors), name, resolved, store) as execution:
         extract(short_inputs(n), store, lambda: None, execute=execution)  # type: ignore[arg-type, return-value]
     dataset = lance.dataset(str(store.folder / "vectors.lance"))
     manifests = sorted(
@@ -302,11 +302,11 @@ def rows(options: argparse.Namespace) -> dict[str, Any]:
 class Sleeping:
     """In the place of an actor's encoder: as slow, without computing; vectors are drawn by key."""
 
-    def __init__(self, made_of: EncoderOf, seconds: float, dim: int, identity: Any) -> None:
+    def __init__(self, made_of: ActorEncoderSpec, seconds: float, dim: int, identity: Any) -> None:
         self.seconds, self.dim = seconds, dim
-        self.store = FeatureStore(made_of.root, identity, made_of.dtype, only_write=True)
+        self.store = FeatureStore(made_of.store_root, identity, made_of.dtype, only_write=True)
 
-    def work(self, item: Sequence[Part]) -> Written:
+    def work(self, item: Sequence[EncodingPart]) -> WrittenFragment:
         """Sleep for each part, and write vectors that are drawn."""
         began, cpu = time.monotonic(), time.process_time()
         inputs = [one for part in item for one in part.inputs]
@@ -319,7 +319,9 @@ class Sleeping:
         encoded = Encoded(vectors, np.full(n, 9, np.int32), np.zeros(n, dtype=np.bool_))
         fragment = self.store.write_fragment(inputs, encoded)
         spent = time.process_time() - cpu
-        return Written(fragment, Committed(n, 0, 0, 9 * n, time.monotonic() - began), spent, None)
+        return WrittenFragment(
+            fragment, CommittedCounts(n, 0, 0, 9 * n, time.monotonic() - began), spent, None
+        )
 
 
 def nodes(options: argparse.Namespace) -> dict[str, Any]:
@@ -341,8 +343,8 @@ def nodes(options: argparse.Namespace) -> dict[str, Any]:
         per_node = -(-options.count // options.nodes)
         for _ in range(options.nodes):
             local.add_node(num_cpus=per_node, object_store_memory=2**27)
-        execution = ray_execution(
-            Cluster(address=local.address, actors=options.count), name, resolved, store
+        execution = make_ray_execution(
+            RayCluster(address=local.address, actors=options.count), name, resolved, store
         )
         sleeping = (options.part, options.dim, resolved.identity)
         execution.worker = lambda made_of: Sleeping(made_of, *sleeping)

@@ -27,10 +27,10 @@ from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
-from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.base import FittedHead
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import row_inputs
+from llmcond.prompts.inputs import render_rows
 
 #: The first is what others are compared with.
 ALONE = "sentences alone"
@@ -64,7 +64,7 @@ def small_head(dim: int) -> FittedHead:
     """Return a head on e(s) and e(c), fitted on a few random pairs: its speed is that of any."""
     rng = np.random.default_rng(0)
     first, second, conditions = rng.standard_normal((3, 64, dim)).astype(np.float32)
-    of = Gathered(conditions, rng.integers(64, size=64))
+    of = SharedRows(conditions, rng.integers(64, size=64))
     recipe = load_recipe(HEAD).with_settings({"dim": dim, "epochs": 1}, "")
     pairs = PairArrays(first, second, rng.uniform(size=64), of)
     return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None)
@@ -113,7 +113,7 @@ def rated(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]
     def extracted(name: str) -> None:
         prompt, inputs = load_prompt(name), []
         for rows in splits:
-            found = row_inputs(rows, prompt)
+            found = render_rows(rows, prompt)
             sides = found.first, found.second, found.first_unconditional, found.second_unconditional
             inputs += [item for row in zip(*sides, strict=True) for item in row]
         with tempfile.TemporaryDirectory() as folder:

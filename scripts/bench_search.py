@@ -36,9 +36,9 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import read_dataset
 from llmcond.heads import FittedHead
-from llmcond.runs.embedder import unit_length
+from llmcond.runs.embedder import normalise_vectors
 from llmcond.search import Index
-from llmcond.search.table import BLOCK, NUMBER, VECTOR, Table
+from llmcond.search.table import BLOCK, NUMBER, VECTOR, TextTable
 
 K, CANDIDATES = 10, 1_000
 #: More vectors take hnswlib minutes to build.
@@ -65,14 +65,14 @@ def mixed(real: Vectors, n: int) -> Vectors:
         first, second = real[rng.integers(len(real), size=(2, m))]
         share = rng.uniform(0.55, 0.95, (m, 1)).astype(np.float32)
         noise = rng.normal(0, 0.01, first.shape).astype(np.float32)
-        out[start : start + m] = unit_length(share * first + (1 - share) * second + noise)
+        out[start : start + m] = normalise_vectors(share * first + (1 - share) * second + noise)
     out[: len(real)] = real
     return out
 
 
 def write(folder: Path, vectors: Vectors, texts: Sequence[str]) -> None:
     """Put vectors into an empty index, with their texts, or names where they are mixes."""
-    table = Table(folder)
+    table = TextTable(folder)
     flat = pa.float16()
     kinds = {"id": pa.string(), "text": pa.string(), NUMBER: pa.int64()}
     schema = pa.schema({**kinds, VECTOR: pa.list_(flat, vectors.shape[1])})
@@ -87,12 +87,12 @@ def write(folder: Path, vectors: Vectors, texts: Sequence[str]) -> None:
             columns = [pa.array(map(str, places)), pa.array(named), numbers, array]
             yield pa.record_batch(columns, schema)
 
-    table.put(batches(), schema, vectors.nbytes // 2, new=True)
+    table.write(batches(), schema, vectors.nbytes // 2, new=True)
 
 
 def under(head: FittedHead, vectors: Vectors, condition: Vectors) -> Vectors:
     """Return unit vectors under a condition as the head itself computes them."""
-    return unit_length(head.transform(vectors, condition[None]), head)
+    return normalise_vectors(head.transform(vectors, condition[None]), head)
 
 
 def best(scores: Vectors, k: int = K) -> NDArray[np.int64]:

@@ -34,13 +34,13 @@ from fuzz_services import draw_wrong_request, request_bytes
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import Encoded, load_encoder
 from llmcond.encoders.spec import Dtype
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import Embedder
 from llmcond.serving.batching import Row
 from llmcond.serving.model import ServedModel
-from llmcond.serving.running import Running
-from llmcond.serving.server import bound
+from llmcond.serving.model_server import ModelServer
+from llmcond.serving.server import bind_socket
 from llmcond.serving.settings import ServerSettings
 
 #: Memory may grow by so much: of buffers, and of what Python keeps for later.
@@ -63,7 +63,7 @@ class PeerModel(ServedModel):
 
 def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection) -> None:
     """Serve until something comes through the pipe; tell the rate of one call, and the port."""
-    view = View((load_prompt("concat-cond-sent"),), subtract=False)
+    view = FeatureView((load_prompt("concat-cond-sent"),), subtract=False)
     encoder = load_encoder(model, dtype=dtype, device="cpu")
     served = ServedModel(Embedder(encoder, view))
     if kind == PEER:
@@ -77,8 +77,8 @@ def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection
     served.encode(rows)
     rate = len(rows) / (time.perf_counter() - began[0])
     rate_of_cpu = len(rows) / (time.process_time() - began[1])
-    with bound("127.0.0.1", 0) as listening:
-        running = Running(served, ServerSettings())
+    with bind_socket("127.0.0.1", 0) as listening:
+        running = ModelServer(served, ServerSettings())
 
         def stop() -> None:
             pipe.recv()

@@ -33,9 +33,9 @@ from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import known_names
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.features.view import view_of
-from llmcond.finetune.build import load_trainable, prepare_accelerator
-from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
+from llmcond.features.view import recipe_view
+from llmcond.finetune.loading import load_trainable, prepare_accelerator
+from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import Objective
@@ -67,14 +67,14 @@ class Training:
         self.accelerator = prepare_accelerator(resolved)
         self.trainable = load_trainable(resolved, settings, 0)
         recipe = load_recipe("none")
-        view = view_of(recipe, [load_prompt(resolved.joint_prompt)], False)
+        view = recipe_view(recipe, [load_prompt(resolved.joint_prompt)], False)
         rows = read_dataset(None).splits["train"]
-        self.inputs = RatedInputs.of(rows, view, self.trainable.tokenizer)
+        self.inputs = RatedInputs.from_rows(rows, view, self.trainable.tokenizer)
         self.rows, self.batch = rows, task["batch_size"]
         dim = self.trainable.engine.dim
-        plan = HeadPlan(recipe, ObjectiveSettings(), 0)
-        self.model = TunedModel(self.trainable.engine, plan, (dim, 0)).train()
-        weights = list(self.model.trained().values())
+        plan = HeadConfig(recipe, ObjectiveSettings(), 0)
+        self.model = BiEncoderModel(self.trainable.engine, plan, (dim, 0)).train()
+        weights = list(self.model.trained_parameters().values())
         self.optimiser = torch.optim.AdamW(weights, lr=1e-4, fused=True)
         self.weights = weights
 
@@ -96,7 +96,7 @@ class Training:
             self.optimiser.step()
             lengths = self._lengths(rows)
             useful += sum(lengths)
-            used = self.inputs.used(rows)
+            used = self.inputs.distinct_inputs(rows)
             mine = sum(len(self.inputs.tokens[i].ids) for i in used)
             computed += max(lengths) * len(lengths) if self.kind == "loop" else mine
         synchronize(self.device)

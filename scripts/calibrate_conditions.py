@@ -33,8 +33,8 @@ from scipy.stats import spearmanr
 from scipy.stats import t as student
 
 from llmcond import load_embedder
-from llmcond.bundled import PRETRAINED
-from llmcond.data.aspects import AspectSample, read_sets
+from llmcond.bundled import DEFAULT_MODEL
+from llmcond.data.aspects import AspectSample, read_aspect_datasets
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.condition_checks import (
     CALIBRATION,
@@ -45,7 +45,7 @@ from llmcond.evaluation.condition_checks import (
 from llmcond.files import write_json
 from llmcond.log import log, log_to_terminal
 from llmcond.metrics import Estimate
-from llmcond.runs.open import usual_run
+from llmcond.runs.open import resolve_run
 
 #: Texts of a condition, and how many texts, triples and anchors it must have at least.
 TEXTS, LEAST_TEXTS, LEAST_TRIPLES, LEAST_ANCHORS = 50, 30, 50, 10
@@ -180,7 +180,7 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Figures]:
         return embedder.encode([text for text, _ in rows], [condition for _, condition in rows])
 
     found = []
-    for sample in (own for data in options.data for own in read_sets(data)):
+    for sample in (own for data in options.data for own in read_aspect_datasets(data)):
         if options.only and sample.name not in options.only:
             continue
         for drawn in conditions_of(sample, options.most, options.seed):
@@ -314,7 +314,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--data", type=Path, nargs="+", required=True, metavar="FOLDER", help="folders of data sets"
     )
-    add("--model", default=PRETRAINED, help="bundled model, or folder of a run")
+    add("--model", default=DEFAULT_MODEL, help="bundled model, or folder of a run")
     add("--only", nargs="+", default=[], metavar="NAME", help="data sets to take (default: all)")
     add("--most", type=int, default=30, metavar="N", help="conditions of each set (default: 30)")
     add(
@@ -337,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     log_to_terminal()
     try:
-        folder = usual_run(options.model)
+        folder = resolve_run(options.model)
         calibration = calibrate(measure(options, folder), families_of(options), options.seed)
         out = options.out or folder / CALIBRATION
         write_json(out, calibration.to_json())

@@ -20,7 +20,7 @@ import numpy as np
 
 from llmcond.data.datasets import read_dataset
 from llmcond.errors import UserError
-from llmcond.evaluation.folds import Gain
+from llmcond.evaluation.dev_gain import DevGain
 from llmcond.metrics import METRICS
 from llmcond.report.format import estimate_text
 
@@ -91,7 +91,7 @@ def main() -> None:
     metric = METRICS["spearman"]
     for name, chosen in groups.items():
         if chosen.any():
-            gain = Gain.of(first[chosen], second[chosen], rows.take(chosen), metric)
+            gain = DevGain.of(first[chosen], second[chosen], rows.take(chosen), metric)
             told = [estimate_text(metric, own) for own in (gain.without, gain.trained)]
             by = gain.difference
             told.append(f"{100 * by.value:+.1f} [{100 * by.low:.1f}, {100 * by.high:.1f}]")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import llmcond
 from llmcond.log import log_to_terminal
-from llmcond.report.terminal import results_table, show
+from llmcond.report.terminal import print_table, results_table
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     llmcond.fit_head(head="mlp", run=run)
     print(f"3. Score it on sentences it has never seen: llmcond evaluate --split test {own}")
     results = llmcond.evaluate(head=["mlp"], split="test", run=run)
-    show(results_table(results, run))
+    print_table(results_table(results, run))
     print(
         f"Use it, naming the run: llmcond similarity 'A man rides a horse.' 'A girl cycles.' "
         f"--condition 'the activity' {own}"

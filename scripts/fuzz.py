@@ -57,7 +57,7 @@ from fuzz_services import (
     serve,
 )
 
-from llmcond.bundled import bundled
+from llmcond.bundled import bundled_folder
 
 #: An input takes some seconds at most.
 LIMIT_SECONDS: Final = 30
@@ -107,7 +107,7 @@ def make_base(folder: Path) -> None:
     (folder / "model" / "modules.json").write_text(json.dumps(modules))
     write_csv(folder / "rows.csv", [HEADER, *ROWS])
     for name in ("linear", "hypernet", "pca"):
-        text = (bundled("heads") / f"{name}.toml").read_text("utf-8")
+        text = (bundled_folder("heads") / f"{name}.toml").read_text("utf-8")
         lines = ("epochs = 2" if s.startswith("epochs") else s for s in text.splitlines())
         (folder / f"{name}.toml").write_text("\n".join(lines) + "\n", "utf-8")
     own = ["--run", str(folder / "run")]
@@ -192,7 +192,7 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
 def template_input(chance: Random, base: Base, work: Path) -> list[str]:
     """Return a command that reads a changed template."""
     path = work / "mine.toml"
-    shutil.copyfile(chance.choice(sorted(bundled("prompts").glob("*.toml"))), path)
+    shutil.copyfile(chance.choice(sorted(bundled_folder("prompts").glob("*.toml"))), path)
     change_file(chance, path)
     data = ["--data", str(base.folder / "rows.csv")]
     if chance.random() < 0.7:

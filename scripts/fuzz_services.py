@@ -45,7 +45,7 @@ from fuzz_changes import (
     succeed,
 )
 
-from llmcond.system import processes
+from llmcond.system import process_context
 
 #: Seconds in which a server must answer a request.
 ANSWER_SECONDS: Final = 30
@@ -225,7 +225,7 @@ def filter_input(chance: Random, base: Base, work: Path) -> Command:
 def processes_of_inputs() -> ForkServerContext | SpawnContext:
     """Return the context whose processes start with most of what a worker or server imports."""
     bert = "transformers.models.bert.modeling_bert"
-    return processes(
+    return process_context(
         "llmcond.heads", "starlette.requests", "openai", "pyarrow.parquet", "uvicorn", bert
     )
 

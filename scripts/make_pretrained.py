@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from llmcond.bundled import PRETRAINED, bundled
+from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.files import read_json, write_json
 from llmcond.runs import open_any_run
 from llmcond.workflows.push import CARD, stage_run
@@ -46,9 +46,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder that train-lora made")
-    parser.add_argument("--name", default=PRETRAINED)
+    parser.add_argument("--name", default=DEFAULT_MODEL)
     parser.add_argument("--note", type=Path, help="Markdown, such as the licences of the data")
-    parser.add_argument("--out", type=Path, default=bundled("models"), help="default: models/")
+    parser.add_argument(
+        "--out", type=Path, default=bundled_folder("models"), help="default: models/"
+    )
     given = parser.parse_args()
     target = given.out / given.name
     with tempfile.TemporaryDirectory() as temporary:

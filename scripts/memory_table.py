@@ -16,7 +16,7 @@ from tabulate import tabulate
 from llmcond.encoders.inspect import describe_known
 from llmcond.encoders.known import MODELS
 from llmcond.encoders.loading.device import default_token_budget
-from llmcond.files import gib
+from llmcond.files import format_bytes
 
 PAGE = Path(__file__).parents[1] / "docs" / "encoders.md"
 #: Memory of common cards in GiB, and what CUDA and its libraries take of it, about.
@@ -38,10 +38,10 @@ def row(name: str, told: dict[str, Any]) -> dict[str, str]:
         if size["dtype"] == "float32":
             continue
         batch = size["batch"] * tokens // size["batch_tokens"]
-        found.setdefault("batch", gib(batch))
+        found.setdefault("batch", format_bytes(batch))
         bits = {"none": "16 bit", "8bit": "8 bit", "4bit": "4 bit"}[size["quantize"]]
         card = smallest_card(size["loading"], size["weights"], batch)
-        found[bits] = f"{gib(size['weights'])}, {f'{card} GB' if card else 'none'}"
+        found[bits] = f"{format_bytes(size['weights'])}, {f'{card} GB' if card else 'none'}"
     return found
 
 

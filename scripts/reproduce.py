@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmcond.commands.base import Command, add_arguments, command_of
+from llmcond.commands.base import Command, add_arguments, create_command
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
 from llmcond.data.datasets import Dataset
@@ -27,13 +27,13 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.files import check_writable, write_text
 from llmcond.log import log, log_to_terminal
-from llmcond.metrics import METRICS, Estimate, finite
+from llmcond.metrics import METRICS, Estimate, finite_or_none
 from llmcond.options import option
 from llmcond.prompts import load_prompt
 from llmcond.runs import Run, open_run
 from llmcond.runs.rated import RatedExamples
 from llmcond.system import provenance
-from llmcond.workflows.options.common import DATA, Split, WithColumns, WithDevice
+from llmcond.workflows.options.common import DATA, ColumnOptions, DeviceOption, Split
 from llmcond.workflows.options.fitting import SweepOptions
 from llmcond.workflows.sweep import sweep
 
@@ -90,7 +90,7 @@ def not_done(error: LlmcondError | str) -> str:
 
 def value_of(estimate: Estimate, seeds: int = 0) -> Value:
     """Return a figure of a result."""
-    value, low, high = map(finite, astuple(estimate))
+    value, low, high = map(finite_or_none, astuple(estimate))
     return Value(value, low, high, seeds=seeds)
 
 
@@ -329,7 +329,7 @@ class Work:
         run = Path(self.options.folder, f"{slug}-{given}" if given else slug)
         repo = known.repo if known else ("" if Path(name).is_dir() else name)
         # What its name tells, should it not be found.
-        place = Place(name, run, repo, bool(known and known.stated["instruction_format"]))
+        place = Place(name, run, repo, bool(known and known.all_settings["instruction_format"]))
         chosen = EncoderOptions(
             dtype=self.options.dtype,
             device=self.options.device,
@@ -416,7 +416,7 @@ class Work:
         # A sweep's intervals are over rows as well, those of the other rows over seeds alone.
         return {
             name: value_of(estimate, seeds)
-            if (deviation := finite(row.seed_sd[name])) is None
+            if (deviation := finite_or_none(row.seed_sd[name])) is None
             else _of_seeds(estimate.value, deviation, seeds)
             for name, estimate in row.metrics.items()
         }
@@ -557,14 +557,14 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source(WithColumns, WithDevice, Command):
+class _Source(ColumnOptions, DeviceOption, Command):
     """Where rows come from, and where encoders and heads compute."""
 
     data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
 
 
 def _source(options: argparse.Namespace) -> _Source:
-    return command_of(_Source, vars(options))
+    return create_command(_Source, vars(options))
 
 
 def _parser(paper: Paper) -> argparse.ArgumentParser:

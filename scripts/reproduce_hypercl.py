@@ -42,12 +42,12 @@ from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.clusters import impurity
 from llmcond.evaluation.conditions import frobenius_variance
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads import PairArrays, load_recipe
 from llmcond.log import log
-from llmcond.runs import SavedHead, open_run
+from llmcond.runs import RunFittedHead, open_run
 from llmcond.runs.rated import RatedExamples
-from llmcond.runs.trials import sized
+from llmcond.runs.trials import size_recipe
 from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _fit(place: Place, spec: Spec, seed: int) -> str:
         # Whatever is wrong with it, it is fitted again.
         with suppress(LlmcondError):
             saved = run.load_head(name)
-            head, wanted = saved.head, sized(recipe, None, saved.head.dim_in, quiet=True)
+            head, wanted = saved.head, size_recipe(recipe, None, saved.head.dim_in, quiet=True)
             made = (head.kind, head.settings, head.seed, saved.record.get("versions"))
             asked = (recipe.kind, wanted.settings, seed, provenance()["versions"])
             if made == asked:
@@ -448,7 +448,7 @@ class Split:
     def of(cls, work: Work, place: Place) -> Split:
         """Read them."""
         run = open_run(place.run)
-        view = View((run.prompt("separate"),), True, "separate", True)
+        view = FeatureView((run.prompt("separate"),), True, "separate", True)
         rows = run.rows(work.split)
         pairs = RatedExamples(run).rated(view, work.split)
         return cls(pairs, rows.take(rows.rated).condition)
@@ -565,7 +565,7 @@ def _spread(normalised: float, raw: float, mean: float) -> dict[str, Value]:
     return {VARIANCES.key: Value(normalised), RELATIVE.key: Value(raw**0.5 / mean)}
 
 
-def _diagonal(saved: SavedHead, split: Split) -> dict[str, Value]:
+def _diagonal(saved: RunFittedHead, split: Split) -> dict[str, Value]:
     """Return both measures of the norm of diag(c'), c' = W h_c + b, over distinct conditions."""
     condition = split.pairs.condition
     if condition is None:

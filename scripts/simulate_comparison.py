@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from llmcond.evaluation.paired import differences, holm, resample
+from llmcond.evaluation.paired import bootstrap_metrics, holm, paired_differences
 from llmcond.metrics import METRICS
 
 Floats = NDArray[np.float64]
@@ -93,7 +93,7 @@ def true_difference(seed: int, n_pairs: int, spread: float) -> Floats:
     parts = 1_000 if spread else 10
     for _ in range(parts):
         rows = simulate(rng, n_pairs // parts, (EQUAL, BETTER), spread)
-        values = resample(
+        values = bootstrap_metrics(
             list(rows.predictions), rows.rating, rows.pair, METRICS_COMPARED, 0
         ).values
         found.append(values[:, 1] - values[:, 0])
@@ -120,8 +120,8 @@ class Found:
 def by_t(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
     """Return, for each measure, what llmcond says of each candidate."""
     data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
-    found = resample(list(rows.predictions), *data)
-    compared = differences(found, {0: range(1, len(rows.predictions))})
+    found = bootstrap_metrics(list(rows.predictions), *data)
+    compared = paired_differences(found, {0: range(1, len(rows.predictions))})
     by_measure = [[one[measure] for one in compared.values()] for measure in MEASURES]
     return [
         [Found(one.low, one.high, one.p, one.verdict != "no evidence", one.minimum) for one in by]
@@ -132,7 +132,7 @@ def by_t(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found
 def by_percentiles(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
     """Return what percentiles of the same draws say."""
     data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
-    drawn = resample(list(rows.predictions), *data).sampled
+    drawn = bootstrap_metrics(list(rows.predictions), *data).sampled
     drawn = drawn[:, 1:] - drawn[:, :1]
     low, high = np.nanquantile(drawn, [0.025, 0.975], axis=2)
     p = 2 * np.minimum((drawn <= 0).mean(axis=2), (drawn >= 0).mean(axis=2))

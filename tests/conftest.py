@@ -466,7 +466,7 @@ def actors_import_helpers() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray(actors_import_helpers: None) -> Iterator[Any]:
     """One Ray for all tests of a process."""
-    from llmcond.scale.pool import Cluster, connected
+    from llmcond.scale.pool import RayCluster, connect_ray
 
-    with connected(Cluster(actors=3)) as ray:
+    with connect_ray(RayCluster(actors=3)) as ray:
         yield ray

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcond.arrays import as_matrix
-from llmcond.heads import Concatenated, Difference, Gathered, PairArrays
+from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows
 
 TYPES = [np.float16, np.float32, np.float64]
 
@@ -43,7 +43,7 @@ def matrices(draw, n, dim, depth=2):
         size = draw(st.integers(1, 5))
         table, dense = draw(matrices(size, dim, depth - 1))
         index = np.array(draw(st.lists(st.integers(0, size - 1), min_size=n, max_size=n)), int)
-        return Gathered(table, index), dense[index]
+        return SharedRows(table, index), dense[index]
     if kind == "difference":
         (first, dense1), (second, dense2) = (draw(matrices(n, dim, depth - 1)) for _ in range(2))
         return Difference(first, second), dense1 - dense2
@@ -51,7 +51,7 @@ def matrices(draw, n, dim, depth=2):
     (left, dense1), (right, dense2) = (
         draw(matrices(n, size, depth - 1)) for size in (cut, dim - cut)
     )
-    return Concatenated([left, right]), np.concatenate([dense1, dense2], axis=1)
+    return ConcatenatedMatrix([left, right]), np.concatenate([dense1, dense2], axis=1)
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_unique_rows_stand_for_all(given_):
     assert len(number) == len(dense)
     np.testing.assert_array_equal(dense[first][number], dense)
     np.testing.assert_array_equal(number[first], np.arange(len(first)))
-    if not isinstance(matrix, Gathered):
+    if not isinstance(matrix, SharedRows):
         assert len(first) == len({row.tobytes() for row in dense + np.float32(0)})
 
 
@@ -120,17 +120,17 @@ def test_unique_rows_are_found_in_any_layout(dtype, order):
 
 
 def test_gathered_rows_are_compared_without_a_look_at_them():
-    first, number = as_matrix(Gathered(Unread(), np.array([4, 0, 4, 2]))).unique()
+    first, number = as_matrix(SharedRows(Unread(), np.array([4, 0, 4, 2]))).unique()
     assert len(first) == 3
     assert number[0] == number[2]
     np.testing.assert_array_equal(np.array([4, 0, 4, 2])[first][number], [4, 0, 4, 2])
 
 
 def test_rows_are_taken_without_a_look_at_them():
-    matrix = Concatenated(
+    matrix = ConcatenatedMatrix(
         [
-            Difference(Gathered(Unread(), np.arange(5)), Unread()),
-            Gathered(Unread(), np.zeros(5, int)),
+            Difference(SharedRows(Unread(), np.arange(5)), Unread()),
+            SharedRows(Unread(), np.zeros(5, int)),
         ]
     )
     part = as_matrix(matrix).take(np.array([True, False, True, False, False]))
@@ -151,7 +151,7 @@ def test_pairs_are_taken_with_all_that_belongs_to_them():
         first,
         Difference(second, first),
         np.linspace(0, 1, 6),
-        Gathered(table, np.array([0, 0, 1, 1, 2, 2])),
+        SharedRows(table, np.array([0, 0, 1, 1, 2, 2])),
         np.array([7, 7, 8, 8, 9, 9]),
     )
     for rows in (np.array([5, 1]), np.arange(6) % 4 == 1):
@@ -200,11 +200,11 @@ def made_of(matrix):
     """Every making of a matrix."""
     plain = np.zeros(matrix.shape, dtype=np.float32)
     return [
-        Gathered(matrix, np.arange(len(matrix))),
+        SharedRows(matrix, np.arange(len(matrix))),
         Difference(matrix, plain),
         Difference(plain, matrix),
-        Concatenated([plain, matrix]),
-        Concatenated([Gathered(matrix, np.arange(len(matrix))), plain]),
+        ConcatenatedMatrix([plain, matrix]),
+        ConcatenatedMatrix([SharedRows(matrix, np.arange(len(matrix))), plain]),
         as_matrix(matrix).take(np.arange(len(matrix))),
     ]
 
@@ -253,7 +253,7 @@ def test_what_was_written_to_a_private_memory_map_is_not_lost_by_a_release(mappe
 def test_a_release_gives_memory_back(mapped):
     disk = mapped(np.ones((8_192, 1_024), dtype=np.float32))
     process = psutil.Process()
-    matrix = Gathered(
+    matrix = SharedRows(
         Difference(disk, np.broadcast_to(np.float32(0), disk.shape)), np.arange(8_192)
     )
     for start in range(0, 8_192, 512):

@@ -11,22 +11,22 @@ from helpers.commands import ok, refused
 from helpers.paths import ROOT
 
 import llmcond
-from llmcond.bundled import PRETRAINED, bundled, pretrained
+from llmcond.bundled import DEFAULT_MODEL, bundled_folder, pretrained_folder
 from llmcond.cli import run
 from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
-from llmcond.runs.open import usual_run
+from llmcond.runs.open import resolve_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 
 def files():
-    return {str(path): path.stat().st_mtime_ns for path in bundled("models").rglob("*")}
+    return {str(path): path.stat().st_mtime_ns for path in bundled_folder("models").rglob("*")}
 
 
 @pytest.mark.parametrize(("name", "size"), [("minilm-conditions", 12), ("minilm-csts", 5)])
 def test_its_files_are_small_and_belong_together(name, size):
-    folder = pretrained(name)
+    folder = pretrained_folder(name)
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < size * 2**20
     (head,) = (folder / "heads").iterdir()
     record = json.loads((head / "head.json").read_text())
@@ -52,7 +52,7 @@ def test_without_a_run_it_compares_and_embeds(capsys, tmp_path):
     Path("texts.csv").write_text("sentence\n" + "\n".join(texts), encoding="utf-8")
     out = tmp_path / "vectors.npy"
     ok(capsys, "embed", "texts.csv", "--condition-text", "the activity", "--out", out)
-    named = llmcond.load_embedder(PRETRAINED).similarity(*texts, "the activity")
+    named = llmcond.load_embedder(DEFAULT_MODEL).similarity(*texts, "the activity")
     assert named == pytest.approx(found[1], abs=1e-5)
     assert files() == before
 
@@ -65,12 +65,12 @@ def messages(capsys, *more):
     return json.loads(printed.out)["similarities"][0]["similarity"], printed.err.splitlines()
 
 
-BUNDLED = f"model: {PRETRAINED} (bundled), prompt concat-cond-sent"
+BUNDLED = f"model: {DEFAULT_MODEL} (bundled), prompt concat-cond-sent"
 
 
 def test_one_line_says_which_model_is_used(capsys):
     assert messages(capsys)[1] == [BUNDLED]
-    zero_shot = f"model: {PRETRAINED} (bundled), zero-shot, prompt concat-cond-sent"
+    zero_shot = f"model: {DEFAULT_MODEL} (bundled), zero-shot, prompt concat-cond-sent"
     assert messages(capsys, "--head", "none")[1] == [zero_shot]
 
 
@@ -98,7 +98,7 @@ def test_a_default_run_of_the_sample_is_not_used_for_other_texts(
         "runs/default to use that run)",
         BUNDLED,
     ]
-    assert llmcond.load_embedder().encoder.name == PRETRAINED
+    assert llmcond.load_embedder().encoder.name == DEFAULT_MODEL
     # What is about the run's own data still takes it, and so does who names it.
     assert {row["head"] for row in ok(capsys, "evaluate")["results"]} == {"none", "pca"}
     similarity, lines = messages(capsys, "--run", "runs/default")
@@ -121,17 +121,19 @@ def test_a_default_run_of_own_data_is_used(capsys, write_rows, small_rows, data)
 
 
 def test_what_is_named_is_what_is_taken(tmp_path, capsys):
-    assert usual_run(None) == usual_run(PRETRAINED) == usual_run(None, PRETRAINED)
-    (tmp_path / PRETRAINED).mkdir()
-    assert usual_run(PRETRAINED) == Path(PRETRAINED)
+    assert resolve_run(None) == resolve_run(DEFAULT_MODEL) == resolve_run(None, DEFAULT_MODEL)
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert resolve_run(DEFAULT_MODEL) == Path(DEFAULT_MODEL)
     own = Path("runs/default")
     own.mkdir(parents=True)
-    assert usual_run(None) != own  # nothing is in it
+    assert resolve_run(None) != own  # nothing is in it
     (own / "run.json").write_text("{}")
     with pytest.raises(llmcond.LlmcondError):
-        usual_run(None)  # a run that is damaged is not passed over
+        resolve_run(None)  # a run that is damaged is not passed over
     asked = "similarity", "a man", "a dog", "--condition", "size"
-    assert "Give only one of them" in refused(capsys, *asked, "--run", "x", "--model", PRETRAINED)
+    assert "Give only one of them" in refused(
+        capsys, *asked, "--run", "x", "--model", DEFAULT_MODEL
+    )
     assert "llmcond extract --model minilm" in refused(capsys, *asked, "--model", "minilm")
     assert "there is no run at x" in refused(capsys, *asked, "--run", "x")
 
@@ -151,11 +153,11 @@ def test_it_can_be_trained_and_laid_out_again(
         ["make_pretrained", str(made), "--note", str(note), "--out", str(tmp_path / "out")],
     )
     runpy.run_path(str(ROOT / "scripts" / "make_pretrained.py"), run_name="__main__")
-    there = tmp_path / "out" / PRETRAINED
+    there = tmp_path / "out" / DEFAULT_MODEL
     assert {path.name for path in there.iterdir()} == {
         # What check-condition is calibrated by is written by a script of its own.
         path.name
-        for path in pretrained(PRETRAINED).iterdir()
+        for path in pretrained_folder(DEFAULT_MODEL).iterdir()
         if path.name != CALIBRATION
     }
     assert (there / "README.md").read_text().endswith(f"```\n\n{note.read_text()}")
@@ -167,7 +169,7 @@ def test_it_can_be_trained_and_laid_out_again(
 
 
 def test_nobody_is_sent_to_fit_a_head_into_it(capsys):
-    given = ("--model", PRETRAINED, "--head", "mlp", "--condition", "the place")
+    given = ("--model", DEFAULT_MODEL, "--head", "mlp", "--condition", "the place")
     line = refused(capsys, "similarity", "a man", "a dog", *given)
-    assert f"llmcond extract --model {PRETRAINED}" in line
+    assert f"llmcond extract --model {DEFAULT_MODEL}" in line
     assert "fit-head" not in line

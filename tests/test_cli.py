@@ -26,7 +26,7 @@ import llmcond
 import llmcond.config
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
-from llmcond.features.extract import plan
+from llmcond.features.extract import order_inputs
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import open_run
 
@@ -365,9 +365,9 @@ def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows
         inputs = SplitInputs(rows, own.prompt(None))
         # Stored as they were encoded: by what they begin with, or the longest first.
         keys = lance.dataset(str(own.store().folder / "vectors.lance")).to_table()["key"]
-        planned = plan(inputs, by_prefix=option == "--share-prefixes")
+        planned = order_inputs(inputs, by_prefix=option == "--share-prefixes")
         assert keys.to_pylist() == [item.key for item in planned]
-        vectors.append(own.store().lookup(plan(inputs)).read())
+        vectors.append(own.store().lookup(order_inputs(inputs)).read())
     np.testing.assert_allclose(*vectors, rtol=0, atol=1e-3)
 
 

@@ -12,10 +12,10 @@ import pytest
 import llmcond
 from llmcond.conditions import (
     Condition,
+    combine_values,
     condition_flags,
     condition_json,
     condition_text,
-    with_values,
 )
 from llmcond.errors import UserError
 
@@ -101,15 +101,15 @@ def test_what_is_wrong_is_said(text, values, said):
 
 
 def test_values_go_with_conditions_in_their_order():
-    assert with_values(["a", "b"], []) == ["a", "b"]
-    first, second = with_values(["a", "b"], ["", "x, y"])
+    assert combine_values(["a", "b"], []) == ["a", "b"]
+    first, second = combine_values(["a", "b"], ["", "x, y"])
     assert (first, second) == ("a", "b, such as x, y")
-    assert with_values(["a"], ["x", "y"]) == ["a, such as x, y"]
+    assert combine_values(["a"], ["x", "y"]) == ["a, such as x, y"]
     for values in (["x"], ["x", "y", "z"]):
         with pytest.raises(UserError, match=f"{len(values)} --values and 2 --condition. Give"):
-            with_values(["a", "b"], values)
+            combine_values(["a", "b"], values)
     with pytest.raises(UserError, match="1 --values and 0 --condition"):
-        with_values([], ["x"])
+        combine_values([], ["x"])
 
 
 def test_tables_and_json_have_text_and_values_apart():

@@ -9,7 +9,7 @@ import pytest
 from helpers.paths import ROOT
 
 from llmcond.bundled import bundled_names
-from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.config import STRICT, build, read_toml, resolve_toml
 from llmcond.errors import UserError
 from llmcond.heads.recipes import load_recipe
 from llmcond.prompts import load_prompt
@@ -125,13 +125,13 @@ def test_names_are_found_among_the_bundled_files(kind: str):
     files = list((ROOT / kind).glob("*.toml"))
     assert bundled_names(kind) == sorted(path.stem for path in files)
     for path in files:
-        assert find_toml(path.stem, kind).read_bytes() == path.read_bytes()
+        assert resolve_toml(path.stem, kind).read_bytes() == path.read_bytes()
 
 
 def test_a_path_is_taken_as_it_is(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.touch()
-    assert find_toml(str(path), "heads") == path
+    assert resolve_toml(str(path), "heads") == path
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_path_is_taken_as_it_is(tmp_path: Path):
 )
 def test_unknown_names_and_paths_are_user_errors(name: str, kind: str, words: list[str]):
     with pytest.raises(UserError) as caught:
-        find_toml(name, kind)
+        resolve_toml(name, kind)
     assert all(word in str(caught.value) for word in words), caught.value
 
 

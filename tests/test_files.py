@@ -14,7 +14,7 @@ from llmcond.files import (
     digest_files,
     digest_text,
     read_json,
-    replacing,
+    replace_atomically,
     write_json,
     write_text,
 )
@@ -36,7 +36,7 @@ except DiskFullError as error:
 def test_the_new_content_takes_the_old_ones_place(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
@@ -56,7 +56,7 @@ def test_an_error_keeps_the_old_content_and_leaves_nothing_behind(
     path.write_text("old")
 
     def write_half():
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             temporary.write_text("half")
             raise error
 

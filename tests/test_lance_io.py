@@ -7,7 +7,7 @@ import lance
 import pyarrow as pa
 import pytest
 
-from llmcond.lance_io import Target, newest
+from llmcond.lance_io import DatasetTarget, open_newest
 
 ROWS = pa.table({"x": list(range(1000))})
 
@@ -32,7 +32,7 @@ def test_a_file_whose_end_does_not_fit_is_noticed(tmp_path, begun, missing):
     """A limit on the size of files stands in for a full disk."""
     if begun:
         lance.write_dataset(ROWS, tmp_path / "cut.lance")
-    fragment = Target(str(tmp_path / "whole.lance"), None).write(ROWS)
+    fragment = DatasetTarget(str(tmp_path / "whole.lance"), None).write(ROWS)
     limit = fragment.files[0].file_size_bytes - missing
     code = [sys.executable, "-c", LIMITED, str(tmp_path / "cut.lance"), str(limit)]
     done = subprocess.run(code, capture_output=True, text=True, check=True)
@@ -41,9 +41,9 @@ def test_a_file_whose_end_does_not_fit_is_noticed(tmp_path, begun, missing):
 
 def test_a_folder_that_a_kill_left_without_a_version_holds_no_dataset(tmp_path):
     uri = str(tmp_path / "x.lance")
-    assert newest(uri) is None
-    fragment = Target(uri, None).write(ROWS)
+    assert open_newest(uri) is None
+    fragment = DatasetTarget(uri, None).write(ROWS)
     (tmp_path / "x.lance" / "_versions").mkdir()
-    assert newest(uri) is None
-    Target(uri, None).create(ROWS.schema, [fragment])
-    assert newest(uri).count_rows() == 1000
+    assert open_newest(uri) is None
+    DatasetTarget(uri, None).create(ROWS.schema, [fragment])
+    assert open_newest(uri).count_rows() == 1000

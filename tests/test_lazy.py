@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+import llmcond
+import llmcond.heads
+
 LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy", "sklearn")
 #: What searches and clusters may import these, which are smaller.
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
@@ -20,12 +23,12 @@ LIGHT = """
     llmcond.evaluation.condition_checks llmcond.evaluation.conditions llmcond.evaluation.paired
     llmcond.evaluation.results
     llmcond.features.extract llmcond.features.view llmcond.metrics llmcond.prompts
-    llmcond.heads llmcond.heads.guide llmcond.heads.plain llmcond.heads.settings
-    llmcond.serving.app llmcond.serving.batching llmcond.serving.model llmcond.serving.running
+    llmcond.heads llmcond.heads.guide llmcond.heads.numpy_heads llmcond.heads.settings
+    llmcond.serving.app llmcond.serving.batching llmcond.serving.model llmcond.serving.model_server
     llmcond.serving.server
 """.split()
 SEARCHES = """
-    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.searching
+    llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.prepared
     llmcond.workflows.cluster
 """.split()
 
@@ -115,3 +118,11 @@ def test_heads_of_rated_pairs_import_no_other_kind():
     others = {home.partition(":")[0] for home in FAMILIES.values() if "kinds" in home}
     assert others
     assert loaded(code, sorted(others)) == []
+
+
+def test_deprecated_names_warn_and_still_work():
+    with pytest.warns(DeprecationWarning, match=r"llmcond\.Talk is now llmcond\.DialogueState"):
+        assert llmcond.Talk is llmcond.DialogueState
+    with pytest.warns(DeprecationWarning, match="SharedRows"):
+        assert llmcond.heads.Gathered is llmcond.heads.SharedRows
+    assert "Talk" not in dir(llmcond)

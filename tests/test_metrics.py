@@ -12,11 +12,11 @@ from scipy.stats import pearsonr, spearmanr
 from llmcond import metrics
 from llmcond.errors import UserError
 from llmcond.metrics import (
-    DEFAULT,
+    DEFAULT_METRICS,
     Metric,
     accuracy,
     choose_metrics,
-    finite,
+    finite_or_none,
     pearson,
     spearman,
 )
@@ -76,16 +76,16 @@ def test_constants_and_single_rows_have_no_correlation(n):
 
 
 def test_figures_are_shown_by_their_metric():
-    show = DEFAULT[0].show
+    show = DEFAULT_METRICS[0].format
     assert [show(v) for v in (0.5851, -0.0239, 0.0, -0.0001, None, nan)] == [
         *("58.5", "-2.4", "0.0", "0.0", "–", "–")
     ]
     assert [show(v, signed=True) for v in (0.031, -0.031, 0.0001)] == ["+3.1", "-3.1", "0.0"]
-    assert Metric("rank", accuracy, factor=1, decimals=2).show(3.14159) == "3.14"
-    assert [finite(v) for v in (nan, None, 0.5)] == [None, None, 0.5]
+    assert Metric("rank", accuracy, factor=1, decimals=2).format(3.14159) == "3.14"
+    assert [finite_or_none(v) for v in (nan, None, 0.5)] == [None, None, 0.5]
 
 
-NAMES = [metric.name for metric in DEFAULT]
+NAMES = [metric.name for metric in DEFAULT_METRICS]
 
 
 # -- a user's own ------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
     ]
     rows = np.array([0.1, 0.2, 0.3]), np.array([1.0, 3.0, 2.0]), np.arange(3)
     assert found[3](*rows) == pytest.approx(1 / 3)
-    assert metrics.metric_of("mae").factor == 1
+    assert metrics.get_metric("mae").factor == 1
 
 
 @pytest.mark.usefixtures("own")

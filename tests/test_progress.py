@@ -119,7 +119,7 @@ def test_an_extraction_of_nobody_knows_how_much(clock, lines):
 
 def test_an_epoch_that_takes_long_is_shown_while_it_runs(clock, lines):
     """The time left is known from the second step; a step that is quick is not shown."""
-    with FitBar("MRR on 1,000 queries", METRICS["mrr"].show, clock) as bar:
+    with FitBar("MRR on 1,000 queries", METRICS["mrr"].format, clock) as bar:
         for step in range(1, 120):
             clock.now += 1
             bar.on_epoch(step / 120, 2, None)
@@ -137,7 +137,7 @@ def test_an_epoch_that_takes_long_is_shown_while_it_runs(clock, lines):
 
 
 def test_a_fit_and_a_training(clock, lines):
-    with FitBar(SPEARMAN.heading, SPEARMAN.show, clock) as bar:
+    with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 5):
             clock.now += 20
             bar.on_epoch(epoch, 100, 0.5)
@@ -146,7 +146,7 @@ def test_a_fit_and_a_training(clock, lines):
         "fitting: epoch 4 of 100, dev Spearman 50.0, about 32 min left",
     ]
     lines.clear()
-    with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.show, clock) as bar:
+    with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for step in range(1, 8):
             clock.now += 7
             bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, 0.125)
@@ -157,7 +157,7 @@ def test_a_fit_and_a_training(clock, lines):
 
 
 def test_what_is_quick_says_nothing(clock, lines):
-    with FitBar(SPEARMAN.heading, SPEARMAN.show, clock) as bar:
+    with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 29):
             clock.now += 1
             bar.on_epoch(epoch, 28, 0.5)

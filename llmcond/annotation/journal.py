@@ -17,7 +17,7 @@ from llmcond.records import RECORD, check_record
 
 
 @dataclass(frozen=True, slots=True)
-class Line(Answer):
+class JournalLine(Answer):
     """The required keys of each line."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
@@ -72,7 +72,7 @@ class Journal:
                 raise LlmcondError(
                     f"{source} was damaged: it is not a JSON object. Remove the line."
                 )
-            check_record(values, Line, source, "Remove the line.")
+            check_record(values, JournalLine, source, "Remove the line.")
             tokens = values["tokens_in"], values["tokens_out"]
             self._answers[values["key"]] = Answer(values["text"], *tokens, values["seconds"])
         if complete < len(text):  # A process was killed while it wrote the last line.

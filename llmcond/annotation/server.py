@@ -18,11 +18,18 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from llmcond.annotation.template import Template
-from llmcond.errors import LlmcondError, UserError, brief, did_you_mean, install_command, listed
+from llmcond.annotation.template import QuestionTemplate
+from llmcond.errors import (
+    LlmcondError,
+    UserError,
+    did_you_mean,
+    format_list,
+    install_command,
+    shortened_repr,
+)
 from llmcond.log import log
 
-KEY = "OPENAI_API_KEY"
+API_KEY_VARIABLE = "OPENAI_API_KEY"
 #: Keys of hosted servers, some of which repeat a part of the key in their messages.
 _LIKE_A_KEY = re.compile(r"\bsk-[\w*.…-]{4,}")
 _RESUMES = "All answers so far are stored, and the same command resumes."
@@ -48,7 +55,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ChatSettings:
     """Settings of the server, the model and the requests.
 
     Attributes:
@@ -81,11 +88,11 @@ class ServerSettings:
         if secret:
             raise UserError(
                 "--endpoint contains a user name, a password or a query, which messages would "
-                f"show. Leave them out; the key is read from {KEY}."
+                f"show. Leave them out; the key is read from {API_KEY_VARIABLE}."
             )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(
-                f"--endpoint is {brief(self.endpoint)}; expected an address such as "
+                f"--endpoint is {shortened_repr(self.endpoint)}; expected an address such as "
                 "http://localhost:8000/v1."
             )
         reserved = {"model", "messages", "seed", "response_format", "stream", "n"}
@@ -94,18 +101,25 @@ class ServerSettings:
             raise UserError(
                 f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
             )
-        if parts.scheme == "http" and parts.hostname not in _LOCAL and os.environ.get(KEY):
-            log.warning(f"{KEY} is sent to {parts.hostname} unencrypted; use https to protect it.")
+        if (
+            parts.scheme == "http"
+            and parts.hostname not in _LOCAL
+            and os.environ.get(API_KEY_VARIABLE)
+        ):
+            log.warning(
+                f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
+                "protect it."
+            )
 
 
-class Server:
+class ChatClient:
     """A connection to a server, which several threads may use concurrently.
 
     Raises:
         UserError: the ``openai`` client is not installed.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ChatSettings) -> None:
         try:
             import openai
 
@@ -116,7 +130,7 @@ class Server:
                 f"{install_command('annotate')}."
             ) from error
         self._errors, self._settings = openai, settings
-        self._key = os.environ.get(KEY, "").strip()
+        self._key = os.environ.get(API_KEY_VARIABLE, "").strip()
         # The hook is called before every request, so that the limit applies to retries too.
         hooks: dict[str, list[Callable[..., Any]]] = {
             "request": [_RateLimiter(settings.per_minute)]
@@ -134,7 +148,7 @@ class Server:
         self._failure: LlmcondError | None = None
         self._first_question = Lock()
 
-    def reach(self) -> None:
+    def check_connection(self) -> None:
         """Check that there is a server, because retries would not help otherwise.
 
         Raises:
@@ -155,7 +169,7 @@ class Server:
     def _list_models(self) -> Any:
         return self._client.with_options(max_retries=0, timeout=10).models.list()
 
-    def ask(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
+    def ask(self, template: QuestionTemplate, values: Mapping[str, str], seed: int) -> Answer:
         """Ask a question, and return the model's answer.
 
         The first question decides whether requests contain a JSON schema of the answer. If the
@@ -181,7 +195,9 @@ class Server:
             # Only this question is rejected, for example because it is too long.
             return Answer(str(error), None, None, 0.0)
 
-    def _ask_first(self, template: Template, values: Mapping[str, str], seed: int) -> Answer:
+    def _ask_first(
+        self, template: QuestionTemplate, values: Mapping[str, str], seed: int
+    ) -> Answer:
         try:
             try:
                 answer, structured = self._request(template, values, seed, True), True
@@ -189,7 +205,7 @@ class Server:
                 answer, structured = self._request(template, values, seed, False), False
                 log.info(
                     "the server does not support a schema of answers, so they are read from plain "
-                    f"text: {brief(str(schema_error), 200)}"
+                    f"text: {shortened_repr(str(schema_error), 200)}"
                 )
         except LlmcondError as error:
             self._failure = error
@@ -198,7 +214,7 @@ class Server:
         return answer
 
     def _request(
-        self, template: Template, values: Mapping[str, str], seed: int, structured: bool
+        self, template: QuestionTemplate, values: Mapping[str, str], seed: int, structured: bool
     ) -> Answer:
         form = {"name": template.kind, "strict": True, "schema": template.schema}
         body = dict(self._settings.request)
@@ -222,7 +238,7 @@ class Server:
         except (AttributeError, IndexError, TypeError):  # It may be a web page, list or error.
             raise LlmcondError(
                 f"{self._settings.endpoint} does not answer in the chat protocol: "
-                f"{self._redact(brief(str(completion), 200))}. {_RESUMES}"
+                f"{self._redact(shortened_repr(str(completion), 200))}. {_RESUMES}"
             ) from None
         text = text.replace(self._key or "\0", "***")
         text = text.encode("utf-8", "replace").decode("utf-8")  # Replaces lone surrogates.
@@ -233,7 +249,11 @@ class Server:
         endpoint, errors = self._settings.endpoint, self._errors
         message = self._redact(str(getattr(error, "message", None) or error))
         if isinstance(error, errors.AuthenticationError | errors.PermissionDeniedError):
-            cause = f"the key in {KEY}" if self._key else f"questions without a key; set {KEY}"
+            cause = (
+                f"the key in {API_KEY_VARIABLE}"
+                if self._key
+                else f"questions without a key; set {API_KEY_VARIABLE}"
+            )
             return UserError(f"{endpoint} rejects {cause}: {message}")
         if isinstance(error, errors.NotFoundError):
             return UserError(
@@ -244,7 +264,7 @@ class Server:
             return _RefusedError(f"{endpoint} rejects the question: {message}")
         response = getattr(error, "response", None)
         if response is not None and response.is_redirect:
-            target = self._redact(brief(response.headers.get("location", ""), 200))
+            target = self._redact(shortened_repr(response.headers.get("location", ""), 200))
             return UserError(
                 f"{endpoint} redirects to {target}. Redirects are not followed, so that texts are "
                 "not sent to another address. Name it with --endpoint if you trust it."
@@ -266,7 +286,7 @@ class Server:
         except (self._errors.OpenAIError, ValueError, RecursionError, AttributeError):
             return ""
         suggestion = did_you_mean(self._settings.model, names)
-        return f"{suggestion or 'It has ' + listed(names, 5) + '.'} " if names else ""
+        return f"{suggestion or 'It has ' + format_list(names, 5) + '.'} " if names else ""
 
     def _redact(self, text: str) -> str:
         """Replace the key, and everything that looks like one, in a text."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from llmcond.bundled import bundled_names
-from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.config import STRICT, build, read_toml, resolve_toml
 from llmcond.data.datasets import RatingScale
 from llmcond.errors import UserError
 from llmcond.files import digest_text
@@ -50,7 +50,7 @@ _MAX_CHARACTERS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class QuestionTemplate:
     """A checked template file.
 
     Attributes:
@@ -116,18 +116,18 @@ class Template:
         return {**asdict(self), "digest": self.digest}
 
 
-def load_template(name_or_file: str, kind: Kind) -> Template:
+def load_template(name_or_file: str, kind: Kind) -> QuestionTemplate:
     """Read a template by its bundled name or by the path of a ``.toml`` file.
 
     Raises:
         UserError: there is no such template, it is of another kind, or a key or placeholder is
             unknown or missing.
     """
-    path = find_toml(name_or_file, "prompts", FOLDER)
+    path = resolve_toml(name_or_file, "prompts", FOLDER)
     values = read_toml(path)
     if "name" in values:
         raise UserError(f"{path}: unknown key 'name'; the name of a prompt is that of its file.")
-    template = build(Template, {**values, "name": path.stem}, str(path))
+    template = build(QuestionTemplate, {**values, "name": path.stem}, str(path))
     if template.kind != kind:
         others = [other for other in bundled_templates() if other.kind == kind]
         raise UserError(
@@ -138,16 +138,16 @@ def load_template(name_or_file: str, kind: Kind) -> Template:
     return template
 
 
-def bundled_templates() -> list[Template]:
+def bundled_templates() -> list[QuestionTemplate]:
     """Return all bundled templates, sorted by their names."""
     templates = []
     for name in bundled_names("prompts", FOLDER):
-        path = find_toml(name, "prompts", FOLDER)
-        templates.append(build(Template, {**read_toml(path), "name": name}, str(path)))
+        path = resolve_toml(name, "prompts", FOLDER)
+        templates.append(build(QuestionTemplate, {**read_toml(path), "name": name}, str(path)))
     return templates
 
 
-def _check(template: Template, source: str) -> None:
+def _check(template: QuestionTemplate, source: str) -> None:
     required = PLACEHOLDERS[template.kind]
     present = placeholders(template.question, f"{source}: question", required)
     missing = [name for name in required if name not in present]
@@ -183,7 +183,7 @@ def _find_object(text: str, field: str) -> dict[str, Any] | None:
     return last
 
 
-def read_rating(answer: str) -> float | None:
+def parse_rating(answer: str) -> float | None:
     """Parse the rating of an answer from a JSON object, or from words such as "Rating: 4".
 
     Returns:
@@ -218,12 +218,12 @@ class Proposal:
     conditions: tuple[str, str]
 
 
-def read_proposal(answer: str, offered: int) -> Proposal | None:
+def parse_proposal(answer: str, n_candidates: int) -> Proposal | None:
     """Parse the proposal of an answer.
 
     Args:
         answer: the answer.
-        offered: number of candidates for the second sentence.
+        n_candidates: number of candidates for the second sentence.
 
     Returns:
         The proposal; None if the answer cannot be parsed.
@@ -236,7 +236,7 @@ def read_proposal(answer: str, offered: int) -> Proposal | None:
         number = int(str(value["partner"]))
     except ValueError:
         return None
-    if not 0 <= number <= offered:
+    if not 0 <= number <= n_candidates:
         return None
     if number == 0:
         return Proposal(None, ("", ""))

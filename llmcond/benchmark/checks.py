@@ -23,16 +23,16 @@ from llmcond.benchmark.golden import golden_differences
 from llmcond.benchmark.shapes import Shape, csts_inputs, long_inputs, random_encoder
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.encoder import Encoder
-from llmcond.encoders.engine.engine import Engine, torch_engine, try_engine
+from llmcond.encoders.engine.engine import Engine, create_engine, torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.loading.quantization import installed
+from llmcond.encoders.loading.quantization import is_installed
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 from llmcond.errors import first_line
 from llmcond.files import digest_bytes
-from llmcond.system import processes
+from llmcond.system import process_context
 
 Vectors = NDArray[np.float32]
 DtypeOrAuto = Dtype | Literal["auto"]
@@ -67,7 +67,7 @@ class SkippedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class CheckEnvironment:
     """The device and the folder that checks use.
 
     Attributes:
@@ -94,14 +94,14 @@ class Bench:
         """Resolve a small encoder, which has the same weights on every device."""
         settings = EncoderOptions(dtype=dtype, quantize=quantize, **options)
         device = device or self.device
-        return random_encoder(shape, self.folder, settings, device, small=True, drawn_on="cpu")
+        return random_encoder(shape, self.folder, settings, device, small=True, init_device="cpu")
 
 
 #: Returns the difference and a note.
 Measure = Callable[[], tuple[float, str]]
 
 
-def run_checks(bench: Bench) -> Iterator[Check]:
+def run_checks(bench: CheckEnvironment) -> Iterator[Check]:
     """Yield the outcome of each check. The other checks are run even if one fails."""
     return starmap(run_check, _list_checks(bench))
 
@@ -119,7 +119,7 @@ def run_check(name: str, bound: float, measure: Measure) -> Check:
     return Check(name, difference, bound, difference <= bound, note)  # false for NaN
 
 
-def _list_checks(bench: Bench) -> Iterator[tuple[str, float, Measure]]:
+def _list_checks(bench: CheckEnvironment) -> Iterator[tuple[str, float, Measure]]:
     exact = BOUNDS["float32"]
     dtype: DtypeOrAuto = "auto" if bench.cuda else "bfloat16"
     measure_own, compare_with = partial(_measure_encoder, bench), partial(_compare_encoders, bench)
@@ -156,32 +156,34 @@ def distance(first: Vectors, second: Vectors) -> float:
 
 
 @contextmanager
-def ways(engine: Engine, *, packs: bool | None = None, shares: bool = False) -> Iterator[None]:
+def engine_settings(
+    engine: Engine, *, packs: bool | None = None, shares: bool = False
+) -> Iterator[None]:
     """Set whether an engine packs batches and shares prefixes during the block."""
-    before = engine.packs, engine.shares
-    engine.packs, engine.shares = engine.packs if packs is None else packs, shares
+    before = engine.packs, engine.shares_prefixes
+    engine.packs, engine.shares_prefixes = engine.packs if packs is None else packs, shares
     try:
         yield
     finally:
-        engine.packs, engine.shares = before
+        engine.packs, engine.shares_prefixes = before
 
 
 def packing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return the distance of packed and padded vectors, and the attention kernel."""
     if not torch_engine(encoder).packs:
         raise RuntimeError("packed rows had wrong vectors when it was loaded, so rows are padded")
-    with ways(torch_engine(encoder)):
+    with engine_settings(torch_engine(encoder)):
         packed = encoder.encode_counted(inputs).vectors
-    with ways(torch_engine(encoder), packs=False):
+    with engine_settings(torch_engine(encoder), packs=False):
         padded = encoder.encode_counted(inputs).vectors
     return distance(packed, padded), torch_engine(encoder).kernel_name
 
 
 def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return the distance of vectors with and without shared prefixes, and the saved tokens."""
-    with ways(torch_engine(encoder), shares=True):
+    with engine_settings(torch_engine(encoder), shares=True):
         shared = encoder.encode_counted(inputs)
-    with ways(torch_engine(encoder)):
+    with engine_settings(torch_engine(encoder)):
         whole = encoder.encode_counted(inputs)
     if not shared.n_computed < whole.n_computed:
         raise RuntimeError("no prefix was shared")
@@ -201,7 +203,7 @@ def _make_inputs(resolved: ResolvedEncoder, n: int = _INPUTS) -> list[EncoderInp
 
 
 def _measure_encoder(
-    bench: Bench,
+    bench: CheckEnvironment,
     measure: Callable[[Encoder, Sequence[EncoderInput]], tuple[float, str]],
     shape: Shape,
     dtype: DtypeOrAuto = "float32",
@@ -211,7 +213,7 @@ def _measure_encoder(
     return measure(Encoder(resolved), _make_inputs(resolved))
 
 
-def _compare_encoders(bench: Bench, shape: Shape, **options: Any) -> tuple[float, str]:
+def _compare_encoders(bench: CheckEnvironment, shape: Shape, **options: Any) -> tuple[float, str]:
     """Compare a small encoder with one that has other options and the same weights."""
     if "device" in options:
         _require_cuda(bench)
@@ -221,13 +223,13 @@ def _compare_encoders(bench: Bench, shape: Shape, **options: Any) -> tuple[float
     return distance(_encode(resolved, inputs), other), ""
 
 
-def _require_cuda(bench: Bench) -> None:
+def _require_cuda(bench: CheckEnvironment) -> None:
     if not bench.cuda:
         raise SkippedError(f"needs CUDA, but the device is {bench.device}")
 
 
 def _require(*libraries: str) -> None:
-    missing = [name for name in libraries if not installed(name)]
+    missing = [name for name in libraries if not is_installed(name)]
     if missing:
         raise SkippedError(f"needs {' and '.join(missing)}, which is not installed")
 
@@ -235,7 +237,7 @@ def _require(*libraries: str) -> None:
 # -- quantised weights -------------------------------------------------------------------------
 
 
-def _compare_dequantized(bench: Bench, quantize: Quantize) -> tuple[float, str]:
+def _compare_dequantized(bench: CheckEnvironment, quantize: Quantize) -> tuple[float, str]:
     """Compare a quantised network with a float32 network of the dequantised weights."""
     _require("bitsandbytes", "accelerate")
     quantized = bench.resolve("mistral-7b", "float32", quantize)
@@ -257,18 +259,18 @@ def _compare_dequantized(bench: Bench, quantize: Quantize) -> tuple[float, str]:
         raise RuntimeError("no weight was quantised")
     rows = _tokens(quantized, _make_inputs(quantized))
     vectors = [
-        _run_engine(try_engine(model, resolved, 0), rows)
+        _run_engine(create_engine(model, resolved, 0), rows)
         for model, resolved in ((quantized_model, quantized), (reference, whole))
     ]
     return distance(*vectors), f"{count} matrices"
 
 
-def _rounds_in_4bit(bench: Bench) -> bool:
+def _rounds_in_4bit(bench: CheckEnvironment) -> bool:
     """Return whether bitsandbytes multiplies 4-bit weights in bfloat16, whatever the dtype is.
 
     It does so on CPUs with AVX512-BF16.
     """
-    if bench.cuda or not installed("bitsandbytes"):
+    if bench.cuda or not is_installed("bitsandbytes"):
         return False
     from bitsandbytes.functional import has_avx512bf16
 
@@ -305,7 +307,7 @@ def _run_engine(engine: Engine, rows: Sequence[Tokens]) -> Vectors:
 # -- training ----------------------------------------------------------------------------------
 
 
-def _compare_head_fits(bench: Bench) -> tuple[float, str]:
+def _compare_head_fits(bench: CheckEnvironment) -> tuple[float, str]:
     """Fit a linear head on the same features on the CPU and the GPU, and compare its weights."""
     _require_cuda(bench)
     weights = [fit_head("cpu"), fit_head(bench.device)]
@@ -330,10 +332,10 @@ def fit_head(device: str) -> Vectors:
     return np.asarray(module.get_parameter("weight").detach().cpu().numpy())
 
 
-def _check_lora_steps(bench: Bench) -> tuple[float, str]:
+def _check_lora_steps(bench: CheckEnvironment) -> tuple[float, str]:
     """Train adapters on a 4-bit base, whose weights must stay bit-identical."""
     _require("bitsandbytes", "accelerate", "peft")
-    from llmcond.finetune.build import load_trainable
+    from llmcond.finetune.loading import load_trainable
     from llmcond.finetune.settings import TuneSettings
 
     resolved = bench.resolve("mistral-7b", "bfloat16", "4bit")
@@ -374,11 +376,11 @@ _TIMEOUT_SECONDS = 180
 _SPARE_BYTES = 64 * 2**20
 
 
-def _compare_halved(bench: Bench) -> tuple[float, str]:
+def _compare_halved(bench: CheckEnvironment) -> tuple[float, str]:
     _require_cuda(bench)
     encoder = Encoder(bench.resolve("mistral-7b", max_tokens_per_batch=2**16, max_length=512))
     inputs = long_inputs(64, instruct=True)
-    with ways(torch_engine(encoder)):
+    with engine_settings(torch_engine(encoder)):
         whole = encoder.encode_counted(inputs).vectors
         before = torch_engine(encoder).budget
         torch.cuda.empty_cache()
@@ -394,11 +396,11 @@ def _compare_halved(bench: Bench) -> tuple[float, str]:
     return distance(whole, halved), f"{before:,} to {torch_engine(encoder).budget:,} tokens a batch"
 
 
-def _compare_two_processes(bench: Bench) -> tuple[float, str]:
+def _compare_two_processes(bench: CheckEnvironment) -> tuple[float, str]:
     resolved = bench.resolve("mistral-7b")
     inputs = _make_inputs(resolved)
     # Processes are started as in extraction. A process that hangs is ended with the pool.
-    with processes("llmcond.encoders.encoder").Pool(2) as pool:
+    with process_context("llmcond.encoders.encoder").Pool(2) as pool:
         pending = pool.map_async(partial(_encode, resolved), [inputs, inputs], chunksize=1)
         parallel = pending.get(timeout=_TIMEOUT_SECONDS)
     single = _encode(resolved, inputs)

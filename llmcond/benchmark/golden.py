@@ -24,7 +24,7 @@ STORED = Path(__file__).with_name("nv_embed.json")
 def stored_encoder(device: str, folder: Path) -> ResolvedEncoder:
     """Resolve the encoder whose vectors are stored, without loading it."""
     options = EncoderOptions(dtype="float32", max_tokens_per_batch=64)
-    return random_encoder("nv-embed-v2", folder, options, device, small=True, drawn_on="cpu")
+    return random_encoder("nv-embed-v2", folder, options, device, small=True, init_device="cpu")
 
 
 def stored_rows(stored: dict[str, Any]) -> list[Tokens]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llmcond.files import gib
+from llmcond.files import format_bytes
 from llmcond.system import free_memory, versions
 
 
@@ -24,14 +24,14 @@ def describe_machine(device: str) -> dict[str, Any]:
         "device": device,
         "cpu": _read_cpu_name(),
         "threads": torch.get_num_threads(),
-        "free_memory": gib(free_memory()),
+        "free_memory": format_bytes(free_memory()),
         "system": platform.platform(),
     }
     if device != "cpu":
         properties = torch.cuda.get_device_properties(device)
         description |= {
             "gpu": properties.name,
-            "gpu_memory": gib(properties.total_memory),
+            "gpu_memory": format_bytes(properties.total_memory),
             "compute_capability": f"{properties.major}.{properties.minor}",
             "driver": _read_driver_version(),
             "cuda": torch.version.cuda,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.known import MODELS
-from llmcond.encoders.resolve import ResolvedEncoder, settle
+from llmcond.encoders.resolve import ResolvedEncoder, resolve_checkpoint
 from llmcond.encoders.spec import EncoderInput
 
 Shape = Literal["nv-embed-v2", "mistral-7b", "qwen2-7b", "xlm-r-large", "minilm"]
@@ -62,11 +62,11 @@ def random_encoder(
     device: str,
     *,
     small: bool = False,
-    drawn_on: str | None = None,
+    init_device: str | None = None,
 ) -> ResolvedEncoder:
     """Resolve an encoder of a shape without loading it, and write its files into ``folder``.
 
-    Random weights are generated on ``drawn_on``, or else on ``device``. If they are generated on
+    Random weights are generated on ``init_device``, or else on ``device``. If they are generated on
     the CPU, they are the same for every device.
     """
     known = next(model for model in MODELS if model.name == SHAPES[shape])
@@ -76,8 +76,10 @@ def random_encoder(
         (shape_folder / "config.json").write_text(
             json.dumps(_make_config(known.architecture, small))
         )
-    checkpoint = Checkpoint(shape_folder.name, shape_folder, known, drawn_on=drawn_on or device)
-    return settle(checkpoint, replace(options, device=device), device, identify=False)
+    checkpoint = Checkpoint(
+        shape_folder.name, shape_folder, known, random_device=init_device or device
+    )
+    return resolve_checkpoint(checkpoint, replace(options, device=device), device, identify=False)
 
 
 def _make_config(architecture: Mapping[str, Any], small: bool) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def csts_inputs(n: int, instruct: bool) -> list[EncoderInput]:
 
 
 def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return ``n`` inputs of more than 512 tokens; see ``shortened``."""
+    """Return ``n`` inputs of more than 512 tokens; see ``shorten_input``."""
     texts = [row["sentence1"] for row in _read_sample()]
     instruction = "Retrieve semantically similar texts" if instruct else ""
     texts_joined = (
@@ -150,15 +152,17 @@ def long_inputs(n: int, instruct: bool) -> list[EncoderInput]:
     return [EncoderInput(instruction, text) for text in texts_joined]
 
 
-def shortened(item: EncoderInput, most: int, count: Callable[[EncoderInput], int]) -> EncoderInput:
-    """Shorten an input's text by words to nearly ``most`` tokens.
+def shorten_input(
+    item: EncoderInput, max_tokens: int, count: Callable[[EncoderInput], int]
+) -> EncoderInput:
+    """Shorten an input's text by words to nearly ``max_tokens`` tokens.
 
     An encoder would first have to find the sentence in a longer input to cut it, and this should
     not be part of the measured time.
     """
     words = item.text.split()
-    while (tokens := count(item)) > most:
-        words = words[: max(1, len(words) * most // tokens - 1)]
+    while (tokens := count(item)) > max_tokens:
+        words = words[: max(1, len(words) * max_tokens // tokens - 1)]
         item = replace(item, text=" ".join(words))
     return item
 

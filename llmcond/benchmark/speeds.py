@@ -23,18 +23,18 @@ from llmcond.benchmark.checks import (
     Vectors,
     alone_difference,
     distance,
+    engine_settings,
     packing_difference,
     run_check,
     sharing_difference,
-    ways,
 )
 from llmcond.benchmark.peers import Encode, PlainLoop, sentence_transformers
-from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shorten_input
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.memory import POOLS
+from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import first_line
@@ -54,13 +54,13 @@ class Scale:
         seconds: The approximate time of a turn, which determines the number of inputs.
         rounds: The number of turns of each way.
         product: The rows of the square matrices whose product is measured.
-        most: The largest number of inputs.
+        max_inputs: The largest number of inputs.
     """
 
     seconds: float
     rounds: int
     product: int
-    most: int
+    max_inputs: int
 
     @classmethod
     def of(cls, device: str, *, quick: bool) -> Scale:
@@ -265,11 +265,11 @@ def _list_ways(loaded: _Loaded) -> Iterator[_Way]:
     def engine_way(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
         return _Way(name, encoder.encode, computed, within)
 
-    yield engine_way("packed" if engine.packs else "padded", partial(ways, engine))
-    if engine.shares:
-        yield engine_way("packed, shared prefixes", partial(ways, engine, shares=True))
+    yield engine_way("packed" if engine.packs else "padded", partial(engine_settings, engine))
+    if engine.shares_prefixes:
+        yield engine_way("packed, shared prefixes", partial(engine_settings, engine, shares=True))
     if engine.packs:
-        yield engine_way("padded", partial(ways, engine, packs=False))
+        yield engine_way("padded", partial(engine_settings, engine, packs=False))
     if loaded.whole is not None:
         yield engine_way("packed, not folded", loaded.unfolded)
     plain = loaded.unfolded if loaded.whole is not None else nullcontext
@@ -294,17 +294,17 @@ def _list_inputs(
     rate = _PEAK_SHARE * product_peak(encoder.resolved.device, dtype, scale.product) / flops
 
     def count(tokens: int, least: int) -> int:
-        return int(min(max(scale.seconds * rate / tokens, least), scale.most))
+        return int(min(max(scale.seconds * rate / tokens, least), scale.max_inputs))
 
     n = count(_TOKENS_PER_INPUT, 16) // CONDITIONS * CONDITIONS
     yield "C-STS", csts_inputs(n, instruct), None
     long_texts = long_inputs(count(length, 4), instruct)
     shortened_texts = [
-        shortened(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens)
+        shorten_input(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens)
         for one in long_texts
     ]
     yield f"{length} tokens", shortened_texts, ("packed", "padded", PLAIN)
-    if torch_engine(encoder).shares:
+    if torch_engine(encoder).shares_prefixes:
         inputs = branching_inputs(n, CONDITIONS, instruct)
         yield f"{CONDITIONS} conditions a sentence", inputs, ("packed", "packed, shared prefixes")
 
@@ -386,7 +386,10 @@ def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile
     encoder = loaded.encoder
     gpu = encoder.resolved.device != "cpu"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with ways(torch_engine(encoder)), torch.profiler.profile(activities=kinds) as profiler:
+    with (
+        engine_settings(torch_engine(encoder)),
+        torch.profiler.profile(activities=kinds) as profiler,
+    ):
         encoder.encode_counted(inputs)
         synchronize(encoder.resolved.device)
     timed = [
@@ -420,7 +423,7 @@ def linear_flops(resolved: ResolvedEncoder) -> float:
     layers = (
         module
         for name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and not any(part in name for part in POOLS)
+        if isinstance(module, nn.Linear) and not any(part in name for part in POOLING_MODULES)
     )
     return float(sum(2 * layer.in_features * layer.out_features for layer in layers))
 

@@ -15,7 +15,7 @@ _TERMS, _TYPICAL = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class ClusterSummary:
     """A cluster, or the texts that are in no cluster (number -1).
 
     Attributes:
@@ -35,7 +35,9 @@ class Cluster:
         return {**asdict(self), "typical": list(self.typical)}
 
 
-def describe(texts: Sequence[str], vectors: Vectors, labels: Labels) -> list[Cluster]:
+def describe_clusters(
+    texts: Sequence[str], vectors: Vectors, labels: Labels
+) -> list[ClusterSummary]:
     """Describe the clusters of n texts, the largest first, texts in no cluster last.
 
     Args:
@@ -53,7 +55,7 @@ def describe(texts: Sequence[str], vectors: Vectors, labels: Labels) -> list[Clu
             centre = vectors[inside].mean(axis=0)
             nearest = inside[np.argsort(((vectors[inside] - centre) ** 2).sum(axis=1))]
             typical = tuple(dict.fromkeys(texts[i] for i in nearest[: 10 * _TYPICAL].tolist()))
-        clusters.append(Cluster(number, len(inside), names[number], typical[:_TYPICAL]))
+        clusters.append(ClusterSummary(number, len(inside), names[number], typical[:_TYPICAL]))
     return clusters
 
 

@@ -14,9 +14,9 @@ Labels = NDArray[np.int64]
 #: Label of texts that HDBSCAN assigns to no cluster.
 NOISE = -1
 #: Number of texts that K is chosen on; computing the silhouette takes every pair of them.
-SAMPLE = 2_000
+SAMPLE_SIZE = 2_000
 #: Mean silhouette up to which there is no substantial structure (Kaufman and Rousseeuw, 1990).
-CLEAR = 0.25
+CLEAR_SILHOUETTE = 0.25
 #: Number of starts of K-means, of which the tightest clustering is used; fewer when choosing K.
 STARTS, _STARTS_OF_CHOICE = 10, 2
 #: Number of principal components that HDBSCAN works on.
@@ -31,38 +31,38 @@ def kmeans(vectors: Vectors, k: int, seed: int, starts: int = STARTS) -> Labels:
 
     with threadpool_limits(1 if len(vectors) <= _SINGLE_THREAD_ROWS else None):
         labels = KMeans(n_clusters=k, n_init=starts, random_state=seed).fit_predict(vectors)
-    return by_size(labels)
+    return number_by_size(labels)
 
 
 def choose_k(vectors: Vectors, seed: int) -> tuple[int, dict[int, float]]:
     """Return the K with the highest mean silhouette, and the silhouettes of all candidates.
 
     Candidates are 2 to 12, then in steps of a quarter up to 100, as long as there are ten vectors
-    per cluster. They are compared on ``SAMPLE`` vectors that are sampled with the seed. 2 is chosen
-    only if its silhouette is above ``CLEAR``, because for data without clear clusters two halves
-    still have the highest silhouette.
+    per cluster. They are compared on ``SAMPLE_SIZE`` vectors that are sampled with the seed. 2 is
+    chosen only if its silhouette is above ``CLEAR_SILHOUETTE``, because for data without clear
+    clusters two halves still have the highest silhouette.
     """
     from sklearn.metrics import silhouette_score
 
-    points = np.unique(vectors[sample(len(vectors), SAMPLE, seed)], axis=0)
+    points = np.unique(vectors[sample_indices(len(vectors), SAMPLE_SIZE, seed)], axis=0)
     candidates = [k for k in _candidate_ks() if k == 2 or 10 * k <= len(points)]
     scores = {}
     for k in candidates:
         # Two points form two clusters, whose silhouette is undefined.
         labels = kmeans(points, k, seed, _STARTS_OF_CHOICE) if len(points) > k else None
         scores[k] = 0.0 if labels is None else float(silhouette_score(points, labels))
-    eligible = [k for k in candidates if k > 2 or scores[k] > CLEAR] or candidates
+    eligible = [k for k in candidates if k > 2 or scores[k] > CLEAR_SILHOUETTE] or candidates
     return max(eligible, key=lambda k: scores[k]), scores
 
 
 def silhouette(vectors: Vectors, labels: Labels, seed: int) -> float | None:
-    """Return the mean silhouette of clusters, on ``SAMPLE`` vectors that are sampled with the seed.
+    """Return the mean silhouette of clusters, on a sample of ``SAMPLE_SIZE`` vectors.
 
     It is None where it is undefined: for a single cluster, or if each vector is its own cluster.
     """
     from sklearn.metrics import silhouette_score
 
-    sampled = sample(len(vectors), SAMPLE, seed)
+    sampled = sample_indices(len(vectors), SAMPLE_SIZE, seed)
     sampled = sampled[labels[sampled] != NOISE]
     if not 1 < len(np.unique(labels[sampled])) < len(sampled):
         return None
@@ -76,7 +76,7 @@ def _candidate_ks() -> list[int]:
     return candidates
 
 
-def hdbscan(vectors: Vectors, least: int) -> Labels:
+def hdbscan(vectors: Vectors, min_cluster_size: int) -> Labels:
     """Cluster n vectors with HDBSCAN; return (n,) cluster numbers, ``NOISE`` for vectors in none.
 
     It works on ``_COMPONENTS`` principal components: in hundreds of dimensions hardly any region is
@@ -84,7 +84,7 @@ def hdbscan(vectors: Vectors, least: int) -> Labels:
 
     Args:
         vectors: (n, d).
-        least: minimal number of vectors in a cluster.
+        min_cluster_size: minimal number of vectors in a cluster.
     """
     from sklearn.cluster import HDBSCAN
     from sklearn.decomposition import PCA
@@ -92,10 +92,10 @@ def hdbscan(vectors: Vectors, least: int) -> Labels:
     n_components = min(_COMPONENTS, *vectors.shape)
     with np.errstate(invalid="ignore"):  # equal vectors have no variance to explain
         points = PCA(n_components, random_state=0).fit_transform(vectors)
-    return by_size(HDBSCAN(min_cluster_size=least, copy=True).fit_predict(points))
+    return number_by_size(HDBSCAN(min_cluster_size=min_cluster_size, copy=True).fit_predict(points))
 
 
-def by_size(labels: NDArray[Any]) -> Labels:
+def number_by_size(labels: NDArray[Any]) -> Labels:
     """Renumber labels by the size of their clusters, from 0 for the largest; ``NOISE`` remains."""
     values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.argsort(np.where(values == NOISE, 0, -counts), kind="stable")
@@ -105,7 +105,7 @@ def by_size(labels: NDArray[Any]) -> Labels:
     return np.asarray(new_labels[inverse], dtype=np.int64)
 
 
-def sample(n: int, most: int, seed: int) -> NDArray[np.int64]:
+def sample_indices(n: int, most: int, seed: int) -> NDArray[np.int64]:
     """Sample at most ``most`` of n indices without replacement; return them in ascending order."""
     if n <= most:
         return np.arange(n)

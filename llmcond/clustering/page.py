@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.clustering.methods import NOISE, Vectors, sample
-from llmcond.clustering.plane import places
+from llmcond.clustering.maps import compute_maps
+from llmcond.clustering.methods import NOISE, Vectors, sample_indices
 from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS
-from llmcond.clustering.tables import figures, headings, starts_text
+from llmcond.clustering.tables import agreement_headings, agreement_texts, starts_text
 from llmcond.conditions import Condition
 from llmcond.log import log
 from llmcond.report.format import factors_text
@@ -29,28 +29,28 @@ _MAX_CHARACTERS = 1_000
 _STEPS = 2_000
 
 
-class Drawing:
+class ClusterMap:
     """The map of a page: clusterings of the same texts, which are sampled if there are many.
 
     Attributes:
         texts: the texts on the map.
-        shown: the clusterings, in the order in which they are displayed.
+        clusterings: the clusterings, in the order in which they are displayed.
     """
 
     def __init__(self, texts: Sequence[str], seed: int) -> None:
-        self._sampled, self._seed = sample(len(texts), _MAX_TEXTS, seed), seed
+        self._sampled, self._seed = sample_indices(len(texts), _MAX_TEXTS, seed), seed
         self.texts = [texts[i] for i in self._sampled.tolist()]
-        self.shown: list[Clustering] = []
+        self.clusterings: list[Clustering] = []
         self._vectors: list[Vectors] = []
 
     def add(self, clustering: Clustering, vectors: Vectors) -> None:
         """Add a clustering of all texts, and the vectors, (n, d), that were clustered."""
-        self.shown.append(clustering)
+        self.clusterings.append(clustering)
         self._vectors.append(vectors[self._sampled])
 
-    def data(self) -> dict[str, Any]:
+    def page_data(self) -> dict[str, Any]:
         """Return the data that the page's script needs, as JSON values."""
-        maps = places(self._vectors, self._seed)
+        maps = compute_maps(self._vectors, self._seed)
         return {
             "texts": [
                 text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
@@ -63,25 +63,25 @@ class Drawing:
                     "labels": clustering.labels[self._sampled].tolist(),
                     "clusters": [[c.cluster, c.name, c.size] for c in clustering.clusters],
                 }
-                for clustering, points in zip(self.shown, maps, strict=True)
+                for clustering, points in zip(self.clusterings, maps, strict=True)
             ],
             "steps": _STEPS,
         }
 
 
-def write_page(result: ClusterResult, drawing: Drawing, path: Path) -> None:
+def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -> None:
     """Write the page of a result."""
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     log.info(f"drawing a map of {len(drawing.texts):,} texts")
     values: dict[str, Any] = {
         "result": result,
-        "shown": drawing.shown,
+        "shown": drawing.clusterings,
         "drawn": len(drawing.texts),
         "labelled": sum(sum((c.guide or {}).values()) for c in result.clusterings),
         "noise": NOISE,
-        "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.shown, 2)],
-        "scores": [(title, scores, figures(scores)) for title, scores in scored],
-        "headings": headings(scored[0][1].base_name) if scored else [],
+        "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.clusterings, 2)],
+        "scores": [(title, scores, agreement_texts(scores)) for title, scores in scored],
+        "headings": agreement_headings(scored[0][1].base_name) if scored else [],
         "base": scored[0][1].base_name if scored else "",
         "starts": starts_text(result),
         "factors": factors_text(METRICS),
@@ -90,7 +90,7 @@ def write_page(result: ClusterResult, drawing: Drawing, path: Path) -> None:
     script, style = (
         (_FOLDER / f"clusters.{suffix}").read_text("utf-8") for suffix in ("js", "css")
     )
-    write_html(path, _FOLDER / "clusters.html.j2", [script], style, drawing.data(), **values)
+    write_html(path, _FOLDER / "clusters.html.j2", [script], style, drawing.page_data(), **values)
 
 
 def _cross_table(first: Clustering, second: Clustering) -> tuple[Clustering, Clustering, list[Any]]:

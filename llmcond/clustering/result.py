@@ -9,12 +9,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from llmcond.clustering.describe import Cluster
+from llmcond.clustering.describe import ClusterSummary
 from llmcond.clustering.methods import NOISE, Labels
-from llmcond.clustering.scores import Scores
+from llmcond.clustering.scores import LabelAgreement
 from llmcond.conditions import condition_json, condition_text
 from llmcond.display import Displayed
-from llmcond.metrics import finite
+from llmcond.metrics import finite_or_none
 
 
 def without_condition(encoder: str) -> str:
@@ -50,10 +50,10 @@ class Clustering(Displayed):
     encoder: str
     condition: str | None
     labels: Labels
-    clusters: Sequence[Cluster]
+    clusters: Sequence[ClusterSummary]
     silhouette: float | None = None
     silhouettes: Mapping[int, float] = field(default_factory=dict)
-    scores: Scores | None = None
+    scores: LabelAgreement | None = None
     guide: Mapping[str, int] | None = None
 
     @property
@@ -79,7 +79,7 @@ class Clustering(Displayed):
             "k": self.k,
             "noise": int((self.labels == NOISE).sum()),
             "clusters": [cluster.to_json() for cluster in self.clusters],
-            "silhouette": finite(self.silhouette),
+            "silhouette": finite_or_none(self.silhouette),
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
             "scores": None if self.scores is None else self.scores.to_json(),
             "guide": None if self.guide is None else dict(self.guide),

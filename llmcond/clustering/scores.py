@@ -12,7 +12,7 @@ import numpy as np
 
 from llmcond.clustering.methods import Labels
 from llmcond.data.candidates import is_missing
-from llmcond.evaluation.paired import LEAST_PAIRS, LEVEL, ROUNDING
+from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING
 from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json
 
 # Both metrics depend only on sums over the counts of a contingency table. So the jackknife, which
@@ -138,7 +138,7 @@ class _MeasuredMetric:
         n = len(self.influence)
         if not self.astray and not self.influence.any():
             return Estimate(self.value, self.value, self.value)
-        if n < LEAST_PAIRS:
+        if n < MIN_PAIRS:
             return Estimate(self.value)
         from scipy.stats import t as student
 
@@ -149,7 +149,7 @@ class _MeasuredMetric:
 
 
 @dataclass(frozen=True)
-class Scores:
+class LabelAgreement:
     """Agreement of clusters with known labels.
 
     Attributes:
@@ -181,9 +181,9 @@ class Scores:
         return values
 
 
-def score(
+def score_clusters(
     clusters: Labels, base: Labels, labels: Sequence[Any], column: str, base_name: str
-) -> Scores:
+) -> LabelAgreement:
     """Compare two clusterings of n texts with known labels.
 
     Texts in no cluster count as one cluster. Intervals are Student's t intervals with the
@@ -210,6 +210,6 @@ def score(
         base_estimates[metric.name] = second.estimate(metric.least, metric.most)
         width = metric.most - metric.least
         difference[metric.name] = first.minus(second).estimate(-width, width)
-    return Scores(
+    return LabelAgreement(
         column, len(truth), len(classes), estimates, base_name, base_estimates, difference
     )

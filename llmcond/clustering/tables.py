@@ -7,9 +7,9 @@ from rich.table import Table
 
 from llmcond.clustering.methods import NOISE, STARTS
 from llmcond.clustering.result import Clustering, ClusterResult
-from llmcond.clustering.scores import METRICS, Scores
-from llmcond.report.format import INTERVALS, estimate_text, factors_text, range_text
-from llmcond.report.terminal import add_figures, plain, show
+from llmcond.clustering.scores import METRICS, LabelAgreement
+from llmcond.report.format import INTERVAL_NOTE, estimate_text, factors_text, range_text
+from llmcond.report.terminal import add_figure_columns, plain_text, print_table
 
 #: Maximal number of clusters in a table and of characters of a typical text; ``--json`` has all.
 _MAX_CLUSTERS, _MAX_CHARACTERS = 20, 80
@@ -18,43 +18,47 @@ _MAX_CLUSTERS, _MAX_CHARACTERS = 20, 80
 def show_clusters(result: ClusterResult, form: str = "table") -> None:
     """Print the clusters under each condition, and their agreement with known labels."""
     for clustering in result.clusterings:
-        show(_cluster_table(clustering), form)
+        print_table(_cluster_table(clustering), form)
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     if scored:
-        show(_score_table(scored, starts_text(result)), form)
+        print_table(_score_table(scored, starts_text(result)), form)
 
 
 def _cluster_table(clustering: Clustering) -> Table:
     shown = clustering.clusters[:_MAX_CLUSTERS]
     n = len(clustering.clusters)
     note = f", the {len(shown)} largest of {n} shown" if len(shown) < n else ""
-    title = plain(f"{clustering.title}: {clustering.k} clusters{note}")
+    title = plain_text(f"{clustering.title}: {clustering.k} clusters{note}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    add_figures(table, "cluster", "texts")
+    add_figure_columns(table, "cluster", "texts")
     table.add_column("name", overflow="fold")
     table.add_column("a typical text", overflow="fold")
     for cluster in shown:
         number = "none" if cluster.cluster == NOISE else str(cluster.cluster)
         text = " ".join(next(iter(cluster.typical), "").split())
         text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
-        table.add_row(number, f"{cluster.size:,}", plain(cluster.name), plain(text))
+        table.add_row(number, f"{cluster.size:,}", plain_text(cluster.name), plain_text(text))
     return table
 
 
-def _score_table(scored: list[tuple[str, Scores]], starts: str) -> Table:
-    intervals = INTERVALS.format(groups="texts").replace(" and, with several fits, over seeds", "")
+def _score_table(scored: list[tuple[str, LabelAgreement]], starts: str) -> Table:
+    intervals = INTERVAL_NOTE.format(groups="texts").replace(
+        " and, with several fits, over seeds", ""
+    )
     title = f"Agreement with known labels. {factors_text(METRICS)}{intervals}{starts}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("condition", "labels"):
         table.add_column(heading, overflow="fold")
-    add_figures(table, "texts", *headings(scored[0][1].base_name))
+    add_figure_columns(table, "texts", *agreement_headings(scored[0][1].base_name))
     for name, scores in scored:
-        table.add_row(plain(name), plain(scores.column), f"{scores.n:,}", *figures(scores))
+        table.add_row(
+            plain_text(name), plain_text(scores.column), f"{scores.n:,}", *agreement_texts(scores)
+        )
     return table
 
 
-def headings(base_name: str) -> list[str]:
-    """Return the headings of the columns of ``figures``, for base vectors of this name."""
+def agreement_headings(base_name: str) -> list[str]:
+    """Return the headings of the columns of ``agreement_texts``, for base vectors of this name."""
     return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
 
 
@@ -65,7 +69,7 @@ def starts_text(result: ClusterResult) -> str:
     return f" K-means: best of {STARTS} starts, seed {result.seed}; other seeds change the results."
 
 
-def figures(scores: Scores) -> list[str]:
+def agreement_texts(scores: LabelAgreement) -> list[str]:
     """Return each metric of the clusters, of the base's clusters, and the difference."""
     texts = []
     for metric in METRICS:
@@ -74,6 +78,6 @@ def figures(scores: Scores) -> list[str]:
         texts += [
             estimate_text(metric, scores.own[metric.name]),
             estimate_text(metric, scores.base[metric.name]),
-            metric.show(difference.value, signed=True) + (f" ({interval})" if interval else ""),
+            metric.format(difference.value, signed=True) + (f" ({interval})" if interval else ""),
         ]
     return texts

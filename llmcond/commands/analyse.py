@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.workflows.options.scoring import AnalyseOptions
 
 if TYPE_CHECKING:
@@ -53,4 +53,4 @@ class Analyse(AnalyseOptions, Command):
         show_analyses(result, self.run, form)
 
 
-analyse = verb(Analyse)
+analyse = as_function(Analyse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.workflows.options.texts import AnnotateOptions
 
 if TYPE_CHECKING:
@@ -61,4 +61,4 @@ class Annotate(AnnotateOptions, Command):
             show_agreement(result.agreement, result.model, form)
 
 
-annotate = verb(Annotate)
+annotate = as_function(Annotate)

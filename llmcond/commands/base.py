@@ -1,7 +1,7 @@
 """The base class of commands: a frozen dataclass whose fields are the command's flags.
 
-``execute`` does the work, and ``show`` prints the result. ``verb`` turns the same class into the
-Python function of that name.
+``execute`` does the work, and ``show`` prints the result. ``as_function`` turns the same class into
+the Python function of that name.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Command(Options):
     """The base class of all commands.
 
     ``--help`` shows the docstring of a subclass, and ``llmcond --help`` its first line. The
-    function that ``verb`` makes has this docstring too, followed by the sections of the docstring
-    of ``execute``, such as ``Returns:``.
+    function that ``as_function`` makes has this docstring too, followed by the sections of the
+    docstring of ``execute``, such as ``Returns:``.
 
     Attributes:
         position: sort key of the command in ``llmcond --help``.
@@ -96,7 +96,7 @@ class _Executes(Protocol[R_co]):
         ...
 
 
-def verb(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
+def as_function(command: Callable[P, _Executes[R]]) -> Callable[P, R]:
     """Return a function that runs a command; its keyword arguments have the names of the flags.
 
     The function's docstring consists of the docstring of the command's class, the help texts of its
@@ -209,7 +209,7 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
-def command_of(cls: type[C], arguments: Mapping[str, Any]) -> C:
+def create_command(cls: type[C], arguments: Mapping[str, Any]) -> C:
     """Create a command from parsed arguments.
 
     Raises:
@@ -273,7 +273,7 @@ def run_command(cls: type[Command], arguments: Mapping[str, Any]) -> None:
     """
     for name in arguments.get("plugin") or ():
         plugins.load(name)
-    command = command_of(cls, arguments)
+    command = create_command(cls, arguments)
     result = command.execute()
     if arguments.get("json"):
         value = result if isinstance(result, Mapping) else result.to_json()

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.errors import LlmcondError
 from llmcond.workflows.options.encoding import BenchOptions
 
@@ -56,4 +56,4 @@ class Bench(BenchOptions, Command):
         )
 
 
-bench = verb(Bench)
+bench = as_function(Bench)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.texts import CheckConditionOptions
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ class CheckCondition(CheckConditionOptions, Command):
         """Print the expected accuracy of each condition, and the evidence."""
         from llmcond.conditions import condition_titles
         from llmcond.evaluation.condition_checks import INDICATORS
-        from llmcond.report.terminal import listing, say, show
+        from llmcond.report.terminal import print_sentences, print_table, rows_table
 
         titles = condition_titles([check.condition for check in result.checks])
-        say(
+        print_sentences(
             [
                 f"{title}: {check.sentence()}."
                 for title, check in zip(titles, result.checks, strict=True)
@@ -69,7 +69,7 @@ class CheckCondition(CheckConditionOptions, Command):
             if check.indicators
         ]
         if rows:
-            show(listing(rows), form)
+            print_table(rows_table(rows), form)
 
 
-check_condition = verb(CheckCondition)
+check_condition = as_function(CheckCondition)

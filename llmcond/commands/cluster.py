@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.texts import ClusterOptions
 
 if TYPE_CHECKING:
@@ -52,4 +52,4 @@ class Cluster(ClusterOptions, Command):
         show_clusters(result, form)
 
 
-cluster = verb(Cluster)
+cluster = as_function(Cluster)

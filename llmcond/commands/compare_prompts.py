@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.workflows.options.scoring import ComparePromptsOptions
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class ComparePrompts(ComparePromptsOptions, Command):
     def show(self, result: Comparison, form: str) -> None:
         """Print a summary in words, then a table."""
         from llmcond.report.comparisons import comparison_table, summary
-        from llmcond.report.terminal import say, show
+        from llmcond.report.terminal import print_sentences, print_table
 
-        say(summary(result.results, result.baseline), form)
+        print_sentences(summary(result.results, result.baseline), form)
         bars = form == "table"  # In other formats the characters of bars do not line up.
-        show(comparison_table(result.results, result.baseline, self.run, bars=bars), form)
+        print_table(comparison_table(result.results, result.baseline, self.run, bars=bars), form)
 
 
-compare_prompts = verb(ComparePrompts)
+compare_prompts = as_function(ComparePrompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.workflows.options.ranking import CompleteOptions
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class Complete(CompleteOptions, Command):
     def show(self, result: Completions, form: str) -> None:
         """Print a table."""
         from llmcond.log import log
-        from llmcond.report.terminal import listing, show
+        from llmcond.report.terminal import print_table, rows_table
 
         log.info(f"ranked by {result.about['head']}")
         if not result.completions:
             log.info("no entity is left: all of them complete the triple in the data already")
-        show(listing([completion.to_json() for completion in result.completions]), form)
+        print_table(rows_table([completion.to_json() for completion in result.completions]), form)
 
 
-complete = verb(Complete)
+complete = as_function(Complete)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.data.readers import EMBEDDING_SUFFIXES
 from llmcond.errors import UserError
 from llmcond.workflows.options.texts import EmbedOptions
@@ -89,4 +89,4 @@ def is_streamed(out: str | Path) -> bool:
     return suffix in ("", ".lance") or name.endswith("/") or "://" in name or Path(name).is_dir()
 
 
-embed = verb(Embed)
+embed = as_function(Embed)

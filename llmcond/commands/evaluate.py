@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ class Evaluate(EvaluateOptions, Command):
     def show(self, result: Results[Result], form: str) -> None:
         """Print a table."""
         from llmcond.report.rankings import evaluation_table
-        from llmcond.report.terminal import show
+        from llmcond.report.terminal import print_table
 
-        show(evaluation_table(result, self.run), form)
+        print_table(evaluation_table(result, self.run), form)
 
 
-evaluate = verb(Evaluate)
+evaluate = as_function(Evaluate)

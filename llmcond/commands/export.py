@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.options import option
-from llmcond.workflows.options.common import WithConditions, WithEmbedder
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
 
 if TYPE_CHECKING:
-    from llmcond.exporting.exported import ExportResult
+    from llmcond.exporting.result import ExportResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(WithConditions, WithEmbedder, Command):
+class Export(ConditionOptions, EmbedderOptions, Command):
     """Save an embedder as a model of sentence-transformers.
 
     With one --condition, or several to choose from in each call, the model works without llmcond.
@@ -58,7 +58,7 @@ class Export(WithConditions, WithEmbedder, Command):
         from llmcond.exporting.export import export_model
 
         return export_model(
-            self.folder(),
+            self.resolve_folder(),
             Path(self.out),
             self.conditions(),
             head=self.head,
@@ -92,4 +92,4 @@ class Export(WithConditions, WithEmbedder, Command):
             log.info(note)
 
 
-export = verb(Export)
+export = as_function(Export)

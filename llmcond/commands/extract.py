@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.workflows.options.encoding import ExtractOptions
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class Extract(ExtractOptions, Command):
     def show(self, result: ExtractResult | ExtractionPlan, form: str) -> None:
         """Print a plan; progress messages have already reported an extraction."""
         if self.plan:
-            from llmcond.report.terminal import listing, show
+            from llmcond.report.terminal import print_table, rows_table
 
-            show(listing(cast("ExtractionPlan", result).rows()), form)
+            print_table(rows_table(cast("ExtractionPlan", result).rows()), form)
 
 
-extract = verb(Extract)
+extract = as_function(Extract)

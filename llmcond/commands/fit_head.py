@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.workflows.options.fitting import FitHeadOptions
 
 if TYPE_CHECKING:
@@ -46,4 +46,4 @@ class FitHead(FitHeadOptions, Command):
         return fit_head(self)
 
 
-fit_head = verb(FitHead)
+fit_head = as_function(FitHead)

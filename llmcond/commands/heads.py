@@ -75,7 +75,9 @@ class Heads(Command):
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print a table; in a terminal without the recipes' settings, which ``--json`` prints."""
-        from llmcond.report.terminal import listing, show
+        from llmcond.report.terminal import print_table, rows_table
 
         brief = form == "table" and self.run is None
-        show(listing(result["heads"], ("name", "task", "description") if brief else ()), form)
+        print_table(
+            rows_table(result["heads"], ("name", "task", "description") if brief else ()), form
+        )

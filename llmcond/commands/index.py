@@ -13,7 +13,7 @@ from llmcond.options import check_source
 from llmcond.workflows.options.texts import IndexOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.index import Indexed
+    from llmcond.workflows.index import IndexResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class IndexTexts(IndexOptions, Command):
     example = "llmcond index texts.csv --out texts.index --condition 'the place'"
     if_interrupted = RESUMES
 
-    def execute(self) -> Indexed:
+    def execute(self) -> IndexResult:
         """Create or update the index.
 
         Raises:

@@ -13,7 +13,7 @@ from llmcond.encoders.known import MODELS, PADDING_SIDE, default_prompt
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError
 from llmcond.options import option
-from llmcond.workflows.options.common import WithEncoderSettings
+from llmcond.workflows.options.common import EncoderFlags
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListModels(WithEncoderSettings, Command):
+class ListModels(EncoderFlags, Command):
     """List the encoders that are known by name, or check an encoder before downloading it."""
 
     position = 210
@@ -77,9 +77,9 @@ class ListModels(WithEncoderSettings, Command):
             show_checkup(result.report)
         else:
             from llmcond.log import log
-            from llmcond.report.terminal import listing, show
+            from llmcond.report.terminal import print_table, rows_table
 
-            show(listing(models_in_brief()), form)
+            print_table(rows_table(models_in_brief()), form)
             log.info(
                 f"bundled models, minilm with a LoRA adapter: {', '.join(pretrained_names())}. The "
                 "first is the default for embedding texts if you have no run of your data"
@@ -98,11 +98,13 @@ def models() -> list[dict[str, Any]]:
             "repo": model.repo,
             "n_parameters": model.n_parameters,
             "dim": model.dim,
-            **{name: value for name, value in model.stated.items() if name != "pooling"},
+            **{name: value for name, value in model.all_settings.items() if name != "pooling"},
             "pooling": model.poolings[0],
             "poolings": list(model.poolings),
             "padding_side": PADDING_SIDE,
-            "default_prompt": default_prompt(model.stated["instruction_format"], model.poolings[0]),
+            "default_prompt": default_prompt(
+                model.all_settings["instruction_format"], model.poolings[0]
+            ),
             "dtypes": [d for d in get_args(Dtype) if d != "float16" or not model.no_float16],
             "gated": model.gated,
             "licence": model.licence,

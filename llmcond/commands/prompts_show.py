@@ -8,13 +8,13 @@ from typing import Any
 
 from llmcond.commands.base import Command
 from llmcond.encoders import EncoderOptions
-from llmcond.errors import UserError, printable
+from llmcond.errors import UserError, escape_control_characters
 from llmcond.options import option
-from llmcond.workflows.options.common import DATA, Split, WithColumns, WithEncoderSettings
+from llmcond.workflows.options.common import DATA, ColumnOptions, EncoderFlags, Split
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowPrompt(WithColumns, WithEncoderSettings, Command):
+class ShowPrompt(ColumnOptions, EncoderFlags, Command):
     """Show the texts that a prompt renders for a row, and the tokens that an encoder reads."""
 
     position = 230
@@ -53,7 +53,7 @@ class ShowPrompt(WithColumns, WithEncoderSettings, Command):
         from llmcond.encoders import resolve
         from llmcond.log import log
         from llmcond.prompts import load_prompt
-        from llmcond.prompts.preview import prompt_on_row
+        from llmcond.prompts.preview import preview_prompt
 
         prompt = load_prompt(self.prompt)
         options = self.encoder_options()
@@ -65,17 +65,17 @@ class ShowPrompt(WithColumns, WithEncoderSettings, Command):
             resolved = resolve(self.model, options, identify=False)
             for assumption in resolved.assumed:
                 log.info(f"assumed: {assumption}")
-        return prompt_on_row(prompt, dataset, self.split, self.row, resolved)
+        return preview_prompt(prompt, dataset, self.split, self.row, resolved)
 
     def show(self, result: dict[str, Any], form: str) -> None:
         """Print the texts and tokens."""
         from rich.console import Console
         from rich.text import Text
 
-        from llmcond.report.terminal import width
+        from llmcond.report.terminal import line_width
 
         console = Console(highlight=False)
-        for line, style in _lines(result, width()):
+        for line, style in _lines(result, line_width()):
             # No line breaks are added to a text, so that it can be copied exactly as it is encoded.
             console.print(Text(line, style=style), soft_wrap=True)
 
@@ -109,9 +109,9 @@ def _lines(report: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(item: Mapping[str, Any], width: int) -> Iterator[str]:
-    from llmcond.report.checkup import drawn
+    from llmcond.report.checkup import token_lines
 
-    yield from drawn(item, width)
+    yield from token_lines(item, width)
     pooled = sum(item["pooled"])
     yield f"{item['n_tokens']} tokens, {pooled} pooled"
     if item["cut"]:
@@ -120,4 +120,4 @@ def _tokens(item: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n")
+    return escape_control_characters(text).replace("\n", "\\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.workflows.options.training import PushOptions
 
 if TYPE_CHECKING:
@@ -45,4 +45,4 @@ class Push(PushOptions, Command):
         return push_to_hub(self)
 
 
-push = verb(Push)
+push = as_function(Push)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import REUSES_VECTORS, Command, verb
+from llmcond.commands.base import REUSES_VECTORS, Command, as_function
 from llmcond.workflows.options.ranking import ReplyOptions
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ class Reply(ReplyOptions, Command):
     def show(self, result: Replies, form: str) -> None:
         """Print a table."""
         from llmcond.log import log
-        from llmcond.report.terminal import listing, show
+        from llmcond.report.terminal import print_table, rows_table
 
         about = result.about
         log.info(
             f"{about['n_candidates']:,} candidates ranked by {about['head']}, score "
             f"{about['score']}"
         )
-        show(listing([reply.to_json() for reply in result.replies]), form)
+        print_table(rows_table([reply.to_json() for reply in result.replies]), form)
 
 
-reply = verb(Reply)
+reply = as_function(Reply)

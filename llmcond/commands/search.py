@@ -12,14 +12,14 @@ from llmcond.conditions import Condition, condition_text, condition_titles
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.options import Positive, option
-from llmcond.workflows.options.common import CHECK_HELP, WithConditions, WithDevice
+from llmcond.workflows.options.common import CHECK_HELP, ConditionOptions, DeviceOption
 
 if TYPE_CHECKING:
     from llmcond.search import Hits, Index
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(WithConditions, WithDevice, Command):
+class Search(ConditionOptions, DeviceOption, Command):
     """Find the texts of an index that are nearest to a query under a condition."""
 
     position = 150
@@ -111,7 +111,7 @@ class Search(WithConditions, WithDevice, Command):
 
     def show(self, result: Hits, form: str) -> None:
         """Print a table."""
-        from llmcond.report.terminal import listing, show
+        from llmcond.report.terminal import print_table, rows_table
 
         rows = []
         for hit in result.rows:
@@ -131,7 +131,7 @@ class Search(WithConditions, WithDevice, Command):
             # A table that is too wide loses its last columns.
             rows.append(row | columns | text_id)
         if rows:
-            show(listing(rows), form)
+            print_table(rows_table(rows), form)
 
 
 def _report_checks(index: Index, hits: Hits) -> None:

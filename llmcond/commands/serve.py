@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import Command, verb
+from llmcond.commands.base import Command, as_function
 from llmcond.conditions import Condition
 from llmcond.options import option
-from llmcond.serving.settings import Served, ServerSettings
-from llmcond.workflows.options.common import VALUES_HELP, WithEmbedder, WithGuide
+from llmcond.serving.settings import ServedSource, ServerSettings
+from llmcond.workflows.options.common import VALUES_HELP, EmbedderOptions, GuideOption
 
 if TYPE_CHECKING:
     from llmcond.serving.server import ServeResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
+class Serve(GuideOption, EmbedderOptions, ServerSettings, Command):
     """Serve embeddings, similarity and search over HTTP.
 
     The protocol is OpenAI's embeddings API with a condition added. The server does not encrypt: to
@@ -60,7 +60,7 @@ class Serve(WithGuide, WithEmbedder, ServerSettings, Command):
             condition = Condition(condition, self.values)
         from llmcond.serving.server import serve
 
-        return serve(replace(self.part(Served), condition=condition), self)
+        return serve(replace(self.select(ServedSource), condition=condition), self)
 
 
-serve = verb(Serve)
+serve = as_function(Serve)

@@ -9,7 +9,7 @@ from typing import Any
 from llmcond.commands.base import Command
 from llmcond.conditions import condition_json
 from llmcond.options import option
-from llmcond.workflows.options.common import WithConditions, WithEmbedder
+from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Similarities:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Similarity(WithConditions, WithEmbedder, Command):
+class Similarity(ConditionOptions, EmbedderOptions, Command):
     """Compare two sentences under conditions."""
 
     position = 120
@@ -59,16 +59,18 @@ class Similarity(WithConditions, WithEmbedder, Command):
         from llmcond.log import log
         from llmcond.runs import cross, open_run
         from llmcond.runs.embedder import describe
-        from llmcond.runs.familiarity import unfamiliar
+        from llmcond.runs.familiarity import find_unfamiliar_conditions
 
-        conditions, folder = self.conditions(), self.folder()
+        conditions, folder = self.conditions(), self.resolve_folder()
         n = len(conditions)
         texts = [self.sentence1] * n, [self.sentence2] * n, conditions
-        loaded = cross.load_comparing(folder, self.head, self.prompt, self.device)
+        loaded = cross.load_similarity_model(folder, self.head, self.prompt, self.device)
         if isinstance(loaded, cross.CrossEncoder):
             values = loaded.similarity(*texts)
             return Similarities(conditions, values.tolist(), cross.describe(loaded))
-        for text, nearest in unfamiliar(open_run(folder), loaded, conditions).items():
+        for text, nearest in find_unfamiliar_conditions(
+            open_run(folder), loaded, conditions
+        ).items():
             log.warning(
                 f"the condition {text!r} is unlike those that {loaded.name} was fitted on (the "
                 f"nearest is {nearest!r}), so its similarities may be unreliable. Use --head none "
@@ -79,11 +81,11 @@ class Similarity(WithConditions, WithEmbedder, Command):
 
     def show(self, result: Similarities, form: str) -> None:
         """Print a table."""
-        from llmcond.report.terminal import listing, show
+        from llmcond.report.terminal import print_table, rows_table
 
         rows = result.rows()
         columns = ["condition", "values", "similarity"]
         if not any("values" in row for row in rows):
             columns.remove("values")
         rows = [{**row, "values": ", ".join(row.get("values", ()))} for row in rows]
-        show(listing(rows, columns), form)
+        print_table(rows_table(rows, columns), form)

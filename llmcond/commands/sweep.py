@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.errors import UserError
 from llmcond.workflows.options.fitting import SweepOptions
 
@@ -76,9 +76,9 @@ class Sweep(SweepOptions, Command):
     def show(self, result: SweepResult, form: str) -> None:
         """Print a table."""
         from llmcond.report.sweeps import sweep_table
-        from llmcond.report.terminal import show
+        from llmcond.report.terminal import print_table
 
-        show(sweep_table(result.results, self.run), form)
+        print_table(sweep_table(result.results, self.run), form)
 
 
-sweep = verb(Sweep)
+sweep = as_function(Sweep)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.workflows.options.training import TrainCrossOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.account import TrainingResult
+    from llmcond.workflows.training_record import TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,4 +52,4 @@ class TrainCross(TrainCrossOptions, Command):
         return train_cross(self)
 
 
-train_cross = verb(TrainCross)
+train_cross = as_function(TrainCross)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcond.commands.base import RESUMES, Command, verb
+from llmcond.commands.base import RESUMES, Command, as_function
 from llmcond.workflows.options.training import TrainLoraOptions
 
 if TYPE_CHECKING:
-    from llmcond.workflows.account import TrainingResult
+    from llmcond.workflows.training_record import TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,4 +51,4 @@ class TrainLora(TrainLoraOptions, Command):
         return train_lora(self)
 
 
-train_lora = verb(TrainLora)
+train_lora = as_function(TrainLora)

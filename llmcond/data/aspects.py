@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import UserError, brief, listed, nearest
+from llmcond.errors import UserError, format_list, nearest, shortened_repr
 from llmcond.files import read_json
 
 
@@ -85,7 +85,7 @@ class AspectSample:
 # -- reading -----------------------------------------------------------------------------------
 
 
-def set_files(folder: Path) -> dict[str, Path]:
+def dataset_files(folder: Path) -> dict[str, Path]:
     """Return the files of a folder's datasets by name; raises a ``UserError`` if there are none."""
     files = {path.stem: path for path in sorted(folder.glob("*.json"))}
     if not files:
@@ -96,9 +96,13 @@ def set_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def read_sets(folder: Path) -> list[AspectSample]:
-    """Read all datasets of a folder; raises the errors of ``set_files`` and ``parse_sample``."""
-    files = set_files(folder).items()
+def read_aspect_datasets(folder: Path) -> list[AspectSample]:
+    """Read all datasets of a folder.
+
+    Raises:
+        UserError: as for ``dataset_files`` and ``parse_sample``.
+    """
+    files = dataset_files(folder).items()
     return [parse_sample(read_json(path), name, str(path)) for name, path in files]
 
 
@@ -127,7 +131,8 @@ def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSam
     if not attributes & set(conditions):
         raise UserError(
             f"{source}: no attribute of a text matches a condition. Attributes: "
-            f"{listed(sorted(attributes), 5)}; conditions: {listed(sorted(conditions), 5)}."
+            f"{format_list(sorted(attributes), 5)}; conditions: "
+            f"{format_list(sorted(conditions), 5)}."
         )
     triples = [
         _parse_triple(item, texts, conditions, f"{source}: triples[{i}]")
@@ -142,9 +147,9 @@ _KINDS: Mapping[type, str] = {str: "a text", list: "a list", dict: "an object"}
 def _get(values: Any, key: str, kind: type, source: str) -> Any:
     """Return the value of a key; raises a ``UserError`` if it is missing or of another type."""
     if not isinstance(values, dict):
-        raise UserError(f"{source} is {brief(values)}; expected an object.")
+        raise UserError(f"{source} is {shortened_repr(values)}; expected an object.")
     if not isinstance(values.get(key), kind):
-        actual = brief(values[key]) if key in values else "missing"
+        actual = shortened_repr(values[key]) if key in values else "missing"
         raise UserError(f"{source}: {key!r} is {actual}; expected {_KINDS[kind]}.")
     return values[key]
 
@@ -156,7 +161,8 @@ def _parse_text(item: Any, source: str) -> AspectText:
     for key, value in attributes.items():
         if isinstance(value, list | dict):
             raise UserError(
-                f"{source}: attrs[{key!r}] is {brief(value)}; expected one value: a text or number."
+                f"{source}: attrs[{key!r}] is {shortened_repr(value)}; expected one value: a text "
+                "or number."
             )
     values = {key: str(value) for key, value in attributes.items() if value is not None}
     return AspectText(text, values, str(item.get("group") or ""))
@@ -185,18 +191,20 @@ def _parse_triple(
     if isinstance(item, dict) and set(keys) <= set(item):
         item = [item[key] for key in keys]
     if not isinstance(item, list) or len(item) != len(keys):
-        raise UserError(f"{source} is {brief(item)}; expected [a, x, y, c, d].")
+        raise UserError(f"{source} is {shortened_repr(item)}; expected [a, x, y, c, d].")
     positions, condition_ids = item[:3], [str(key) for key in item[3:]]
     for position in positions:
         if type(position) is not int or not 0 <= position < len(texts):
             raise UserError(
-                f"{source} names the text {brief(position)}; expected a position from 0 to "
+                f"{source} names the text {shortened_repr(position)}; expected a position from 0 "
+                "to "
                 f"{len(texts) - 1:,}."
             )
     for key in condition_ids:
         if key not in conditions:
             raise UserError(
-                f"{source} names the unknown condition {brief(key)}. {nearest(key, conditions)}"
+                f"{source} names the unknown condition {shortened_repr(key)}. "
+                f"{nearest(key, conditions)}"
             )
     triple = Triple(*positions, *condition_ids)
     if not is_valid(triple, texts):

@@ -27,12 +27,12 @@ from llmcond.log import log
 
 
 def read_candidates(path: Path) -> list[str]:
-    """Read candidates with ``text_file``; repeated ones are kept, and their number is logged.
+    """Read candidates with ``read_text_file``; repeated ones are kept, and their number is logged.
 
     Raises:
-        UserError: as ``text_file``, or there are fewer than two texts.
+        UserError: as ``read_text_file``, or there are fewer than two texts.
     """
-    texts = text_file(path, "candidates")
+    texts = read_text_file(path, "candidates")
     if len(texts) < 2:
         raise UserError(f"{path} contains {len(texts)} candidates; a choice needs at least 2.")
     repeats = len(texts) - len(set(texts))
@@ -43,7 +43,7 @@ def read_candidates(path: Path) -> list[str]:
     return texts
 
 
-def text_file(path: Path, what: str, column: str = "text") -> list[str]:
+def read_text_file(path: Path, what: str, column: str = "text") -> list[str]:
     """Read the texts of a file: one per line, or those of a table's column.
 
     Blank lines are skipped.
@@ -132,7 +132,7 @@ def text_column(column_exists: Callable[[str], bool], requested: str | None = No
     return first
 
 
-def condition_source(
+def resolve_conditions(
     column_exists: Callable[[str], bool], condition: str | None, condition_text: str | None = None
 ) -> tuple[str | None, str | None]:
     """Decide whether conditions come from a column or are a single text for all rows.
@@ -192,8 +192,8 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
         others: further columns of the table.
 
     Raises:
-        UserError: as ``text_file``, or ``data`` is a folder, or further columns are requested from
-            a text file.
+        UserError: as ``read_text_file``, or ``data`` is a folder, or further columns are requested
+            from a text file.
         MissingColumnError: the table lacks a column.
     """
     if _is_text_list(data):
@@ -206,7 +206,7 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
                     f"{path} is a text file with one text per line, so it has no column "
                     f"{others[0]!r}. Name a table."
                 )
-            return Collection(text_file(path, "texts"), path.name)
+            return Collection(read_text_file(path, "texts"), path.name)
     source = open_source(data)
     if source.splits is not None:
         raise UserError(f"{source.name} is a folder; name a single file.")
@@ -215,7 +215,7 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
         texts, *other_values = read_columns(source, source.files, columns)
     except MissingColumnError as error:
         advice = "Name one of its columns (--text COL for the texts)."
-        raise MissingColumnError(error.found, advice) from error
+        raise MissingColumnError(error.finding, advice) from error
     return Collection(
         texts, Path(source.files[0]).name, dict(zip(others, other_values, strict=True))
     )

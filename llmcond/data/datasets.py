@@ -21,8 +21,8 @@ from llmcond.data.readers import (
     without_shard,
 )
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
-from llmcond.errors import UserError, brief
-from llmcond.files import digest_text, replacing
+from llmcond.errors import UserError, shortened_repr
+from llmcond.files import digest_text, replace_atomically
 from llmcond.progress import ReadBar
 
 SPLITS = ("train", "dev", "test")
@@ -68,7 +68,8 @@ class RatingScale:
             return
         if not (isinstance(self.unrated, int | float) and math.isfinite(self.unrated)):
             raise UserError(
-                f"--unrated is {brief(self.unrated)}; expected a number, or empty for labels that "
+                f"--unrated is {shortened_repr(self.unrated)}; expected a number, or empty for "
+                "labels that "
                 "are empty, null or NaN."
             )
         if self.low <= self.unrated <= self.high:
@@ -87,13 +88,14 @@ class RatingScale:
         try:
             value = float(text or "nan")
         except ValueError:
-            raise ValueError(f"is {brief(text)}, not a number") from None
+            raise ValueError(f"is {shortened_repr(text)}, not a number") from None
         empty = math.isnan(value)
         if value == self.unrated or (empty and self.unrated == "empty"):
             return math.nan
         if empty:
             raise ValueError(
-                f"is {brief(text)}, not a number; to read such rows as unrated: --unrated empty"
+                f"is {shortened_repr(text)}, not a number; to read such rows as unrated: "
+                "--unrated empty"
             )
         if not self.low <= value <= self.high:
             marker = self.unrated if self.unrated == "empty" else f"{self.unrated:g}"
@@ -144,7 +146,7 @@ class Dataset:
 
     def save(self, folder: Path) -> None:
         """Write the rows into a run's folder."""
-        with replacing(folder / "rows.parquet") as path:
+        with replace_atomically(folder / "rows.parquet") as path:
             save_rows(path, self.splits)
 
 
@@ -200,7 +202,7 @@ def read_dataset(
 class DataOptions:
     """The user's options about data.
 
-    Missing options come from the run or the task; see ``like``.
+    Missing options come from the run or the task; see ``with_defaults``.
 
     Attributes:
         source: as in ``read_dataset``. None: the run's data, or the bundled sample for a new run.
@@ -223,7 +225,7 @@ class DataOptions:
         columns, scale = Columns(**self.columns), RatingScale(**self.scale)
         return read_dataset(self.source, columns, scale, self.split_seed or 0, self.extra)
 
-    def like(self, other: DataOptions) -> DataOptions:
+    def with_defaults(self, other: DataOptions) -> DataOptions:
         """Return these options, with missing ones filled in from ``other``."""
         return replace(
             self,
@@ -264,7 +266,10 @@ def read_rows(
 
 
 def read_pairs(
-    source: Any, split: str, columns: Columns = Columns(), scale: RatingScale = RatingScale()
+    source: Any,
+    split: str,
+    columns: Columns = Columns(),
+    scale: RatingScale = RatingScale(),
 ) -> Rows:
     """Read rows with ``read_rows``; without a column of ratings, all rows are unrated."""
     try:
@@ -286,7 +291,11 @@ def _add_dev_split(splits: dict[str, Rows], source: str, seed: int) -> tuple[dic
 
 
 def _read_rows(
-    source: Source, files: Sequence[str], columns: Columns, scale: RatingScale, extra: Sequence[str]
+    source: Source,
+    files: Sequence[str],
+    columns: Columns,
+    scale: RatingScale,
+    extra: Sequence[str],
 ) -> Rows:
     names = [columns.sentence1, columns.sentence2, columns.condition, *extra]
     readers: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
@@ -359,7 +368,7 @@ def cell_text(value: object) -> str:
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("is empty")
     if not isinstance(value, str):
-        raise ValueError(f"is {brief(value)}, not a text")
+        raise ValueError(f"is {shortened_repr(value)}, not a text")
     if _LONE_SURROGATE.search(value):
         raise ValueError("contains half of a surrogate pair, which is not a valid character")
     return str(value)
@@ -397,20 +406,20 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class ConditionedTexts:
     """Sentences with their conditions, for embedding.
 
     Attributes:
         sentences: the sentences.
         conditions: the condition of each sentence.
         file: name of their file.
-        kept: further columns by name.
+        extra: further columns by name.
     """
 
     sentences: list[str]
     conditions: list[str]
     file: str
-    kept: Mapping[str, list[Any]] = field(default_factory=dict)
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
 
 
 def condition_column(condition: str | None, condition_text: str | None) -> str | None:
@@ -436,7 +445,7 @@ def read_texts(
     condition: str | None = None,
     condition_text: str | None = None,
     keep: Sequence[str] = (),
-) -> Texts:
+) -> ConditionedTexts:
     """Read a column of sentences with their conditions from a single file.
 
     Args:
@@ -461,9 +470,9 @@ def read_texts(
     except MissingColumnError as error:
         other = "" if condition_text else ", and the conditions: --condition COL_OR_TEXT"
         advice = f"Name the column of the texts: --text COL{other}."
-        raise UserError(f"{error.found} {advice}") from error
+        raise UserError(f"{error.finding} {advice}") from error
     conditions = other_values.pop(0) if column else [condition_text or ""] * len(sentences)
-    return Texts(
+    return ConditionedTexts(
         sentences,
         conditions,
         Path(opened.files[0]).name,

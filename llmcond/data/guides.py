@@ -12,7 +12,7 @@ from typing import Any
 from llmcond.conditions import condition_text
 from llmcond.data.candidates import has_column, is_missing, read_collection, text_column
 from llmcond.data.readers import MissingColumnError
-from llmcond.errors import UserError, brief, listed, plural
+from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.files import digest_text
 from llmcond.log import log
 
@@ -69,7 +69,8 @@ def check_labelled(
     texts, labels = list(texts), list(labels)
     if len(texts) != len(labels):
         raise UserError(
-            f"there are {plural(len(texts), 'text')} and {plural(len(labels), 'label')}; give one "
+            f"there are {format_count(len(texts), 'text')} and "
+            f"{format_count(len(labels), 'label')}; give one "
             "label for each text."
         )
     label_of: dict[str, str] = {}
@@ -82,14 +83,15 @@ def check_labelled(
         label = str(value).strip()
         if label_of.setdefault(text, label) != label:
             raise UserError(
-                f"{row}: {brief(text)} has the label {brief(label)}, but an earlier row has "
-                f"{brief(label_of[text])}. Keep only one of them."
+                f"{row}: {shortened_repr(text)} has the label {shortened_repr(label)}, but an "
+                "earlier row has "
+                f"{shortened_repr(label_of[text])}. Keep only one of them."
             )
     counts = Counter(label_of.values())
     under_condition = "" if condition is None else f" under {condition_text(condition)!r}"
     if len(counts) < 2:
         content = (
-            f"one label{under_condition}, {brief(next(iter(counts)))}"
+            f"one label{under_condition}, {shortened_repr(next(iter(counts)))}"
             if counts
             else f"no texts{under_condition}"
         )
@@ -98,13 +100,14 @@ def check_labelled(
             "they differ."
         )
     log.info(
-        f"{source}: {plural(len(label_of), 'text')} of {len(counts)} labels guide embeddings"
+        f"{source}: {format_count(len(label_of), 'text')} of {len(counts)} labels guide embeddings"
         f"{under_condition}"
     )
     rare_labels = [label for label, count in counts.items() if count == 1]
     if rare_labels:
         log.info(
-            f"{source}: labels with only one text: {listed(rare_labels, 5)}; add texts for them"
+            f"{source}: labels with only one text: {format_list(rare_labels, 5)}; add texts for "
+            "them"
         )
     return LabelledTexts(condition, list(label_of), list(label_of.values()), source)
 
@@ -133,7 +136,7 @@ def read_guide(
         table = read_collection(data, column, others)
     except MissingColumnError as error:
         advice = f"A guide needs the columns {column} and label."
-        raise UserError(f"{error.found} {advice}") from error
+        raise UserError(f"{error.finding} {advice}") from error
     source = table.file if isinstance(data, str | Path) else PYTHON
     labels = table.columns["label"]
     if not by_condition:
@@ -156,7 +159,7 @@ def read_guide(
         if not name:
             raise UserError(f"row {row + 1} of {source}: condition is empty. Fill it in.")
         if closed and name not in known:
-            expected = listed(
+            expected = format_list(
                 [
                     condition_text(known_condition)
                     for known_condition in conditions
@@ -166,7 +169,7 @@ def read_guide(
             )
             raise UserError(
                 f"row {row + 1} of {source}: no texts are embedded under the condition "
-                f"{brief(name)}. Use one of these conditions: {expected}."
+                f"{shortened_repr(name)}. Use one of these conditions: {expected}."
             )
         rows.setdefault(known.get(name, name), []).append(row)
     guides = []

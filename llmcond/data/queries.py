@@ -35,16 +35,17 @@ class QueryRows:
         columns: all columns that the files have, by name.
         heading: names of the columns that state the question.
         texts: names of the columns with the subject of the question, and with the answer.
-        by: name of the column whose values define the groups that metrics are reported for.
+        group_column: name of the column whose values define the groups that metrics are reported
+            for.
     """
 
     columns: Mapping[str, Sequence[str]]
     heading: Sequence[str]
     texts: Sequence[str]
-    by: str
+    group_column: str
 
     def __len__(self) -> int:
-        return len(self.columns[self.by])
+        return len(self.columns[self.group_column])
 
     @property
     def headings(self) -> list[str]:

@@ -23,39 +23,39 @@ from typing import IO, Any
 from llmcond.errors import (
     LlmcondError,
     UserError,
-    brief,
     did_you_mean,
     first_line,
+    format_list,
     install_command,
-    listed,
+    shortened_repr,
 )
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 
 
-def files_of(suffixes: Sequence[str]) -> str:
+def describe_files(suffixes: Sequence[str]) -> str:
     """Describe the files that can be read, for help texts and messages."""
     return f"a {', '.join(suffixes[:-1])} or {suffixes[-1]} file, text also as .gz"
 
 
-def source_of(suffixes: Sequence[str]) -> str:
+def describe_sources(suffixes: Sequence[str]) -> str:
     """Describe the sources of data that users can name, for help texts and messages."""
     others = "a folder with train, dev and test files, or hf://datasets/OWNER/NAME"
-    return f"{files_of(suffixes)}, {others}"
+    return f"{describe_files(suffixes)}, {others}"
 
 
 #: Default names of the column of texts, in order of precedence.
 TEXT_COLUMNS = ("text", "sentence")
 #: Suffixes of files of embeddings.
 EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
-FILES, SOURCE = files_of(SUFFIXES), source_of(SUFFIXES)
+FILES, SOURCE = describe_files(SUFFIXES), describe_sources(SUFFIXES)
 #: Suffixes of files with one text per line.
 TEXT_SUFFIXES = (".txt", "")
 TEXT_FILES = f"{FILES}, or a .txt file with one text per line"
 #: The most characters of a field or a line: a small compressed file may expand to gigabytes.
-MOST_CHARACTERS = 2**24
+MAX_TEXT_CHARACTERS = 2**24
 #: The most bytes, once decompressed, of a file that is read at once.
-MOST_BYTES = 2**29
+MAX_FILE_BYTES = 2**29
 #: Delimiters of .csv files; the first whose header has the required columns is used.
 _DELIMITERS = (",", ";", "\t", "|")
 _SPLIT_NAMES = {"train": "train", "test": "test"}
@@ -96,7 +96,7 @@ def source_name(data: Any, name: str) -> str:
     return SAMPLE if data is None else f"./{name}" if name == SAMPLE else name
 
 
-def described_source(recorded: str) -> str:
+def describe_source(recorded: str) -> str:
     """Return the name of data in messages, from its name in records."""
     return "the bundled sample" if recorded == SAMPLE else recorded
 
@@ -162,11 +162,11 @@ def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
         info = filesystem.info(path)
         if info["type"] != "directory":
             if suffix_of(path) not in suffixes:
-                raise UserError(f"{name} is not {files_of(suffixes)}.")
+                raise UserError(f"{name} is not {describe_files(suffixes)}.")
             return Source(name, filesystem, [path], None)
         paths = sorted(str(file) for file in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist. Expected {source_of(suffixes)}.") from error
+        raise UserError(f"{name} does not exist. Expected {describe_sources(suffixes)}.") from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
     except OSError as error:
@@ -195,12 +195,12 @@ class MissingColumnError(UserError):
     """A file lacks a column.
 
     Attributes:
-        found: the sentence about the missing column, without advice.
+        finding: the sentence about the missing column, without advice.
     """
 
     def __init__(self, found: str, advice: str) -> None:
         super().__init__(f"{found} {advice}")
-        self.found = found
+        self.finding = found
 
 
 def suffix_of(path: str) -> str:
@@ -302,19 +302,19 @@ def _split_lines(text: IO[str], name: str) -> Iterator[str]:
     """Yield lines with their line breaks.
 
     Raises:
-        UserError: a line is longer than ``MOST_CHARACTERS``.
+        UserError: a line is longer than ``MAX_TEXT_CHARACTERS``.
     """
     number = 0
-    while line := text.readline(MOST_CHARACTERS + 1):
+    while line := text.readline(MAX_TEXT_CHARACTERS + 1):
         number += 1
-        if len(line) > MOST_CHARACTERS:
+        if len(line) > MAX_TEXT_CHARACTERS:
             raise _too_long_error(f"{name} line {number}")
         yield line
 
 
 def _too_long_error(where: str) -> UserError:
     return UserError(
-        f"{where} is longer than {MOST_CHARACTERS:,} characters, the maximum length of a text. "
+        f"{where} is longer than {MAX_TEXT_CHARACTERS:,} characters, the maximum length of a text. "
         "Divide it into several rows."
     )
 
@@ -323,12 +323,12 @@ def _read_bytes(stream: IO[bytes], name: str) -> io.BytesIO:
     """Read a file at once.
 
     Raises:
-        UserError: it is larger than ``MOST_BYTES``.
+        UserError: it is larger than ``MAX_FILE_BYTES``.
     """
     content = io.BytesIO()
     while block := stream.read(2**20):
         content.write(block)
-        if content.tell() > MOST_BYTES:
+        if content.tell() > MAX_FILE_BYTES:
             raise _too_large_error(name)
     content.seek(0)
     return content
@@ -336,7 +336,7 @@ def _read_bytes(stream: IO[bytes], name: str) -> io.BytesIO:
 
 def _too_large_error(name: str) -> UserError:
     return UserError(
-        f"{name} contains more than {MOST_BYTES // 2**20} MiB, the maximum for files of this "
+        f"{name} contains more than {MAX_FILE_BYTES // 2**20} MiB, the maximum for files of this "
         "format, which are read at once. Save it as .csv, .jsonl or .parquet, which are read row "
         "by row."
     )
@@ -378,20 +378,23 @@ def check_columns(
     """
     repeated = [column for column in columns if list(present).count(column) > 1]
     if repeated:
-        raise UserError(f"{name} has the column {brief(repeated[0])} twice; keep only one of them.")
+        raise UserError(
+            f"{name} has the column {shortened_repr(repeated[0])} twice; keep only one of them."
+        )
     missing = [column for column in columns if column not in present]
     if missing:
         # The header may in fact be a row of long texts.
         names = [column for column in present if column is not None and len(column) < 100]
         hint = did_you_mean(missing[0], names)
         raise MissingColumnError(
-            f"{name} has no column {brief(missing[0])}; it has {listed(present)}. {hint}".rstrip(),
+            f"{name} has no column {shortened_repr(missing[0])}; it has {format_list(present)}. "
+            f"{hint}".rstrip(),
             advice,
         )
 
 
 def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(MOST_CHARACTERS)
+    csv.field_size_limit(MAX_TEXT_CHARACTERS)
     text, reader = _decode(stream, newline=""), None
     try:
         delimiter = "\t" if suffix_of(name) == ".tsv" else _detect_delimiter(text, name, columns)
@@ -483,7 +486,8 @@ def _convert_batches(
         kind = schema.field(column).type
         if pa.types.is_temporal(kind):
             raise UserError(
-                f"{name} has the column {brief(column)} of the type {kind}; expected texts, or "
+                f"{name} has the column {shortened_repr(column)} of the type {kind}; expected "
+                "texts, or "
                 "numbers for ratings. Name another column, or save it as text."
             )
     try:
@@ -511,7 +515,7 @@ def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
         raise UserError(f"{name} needs openpyxl: {install_command('excel')}.") from error
     try:
         with zipfile.ZipFile(content) as archive:
-            if sum(part.file_size for part in archive.infolist()) > MOST_BYTES:
+            if sum(part.file_size for part in archive.infolist()) > MAX_FILE_BYTES:
                 raise _too_large_error(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about styles and the like
@@ -527,7 +531,7 @@ def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator
         raise UserError(
             f"{name} is damaged, has a password, or is not an .xlsx file: {first_line(error)}."
         ) from error
-    where, header = f"{name} (sheet {brief(sheet.title)})", None
+    where, header = f"{name} (sheet {shortened_repr(sheet.title)})", None
     for row in rows:
         if all(value in (None, "") for value in row):
             continue

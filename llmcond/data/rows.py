@@ -267,7 +267,7 @@ def load_rows(path: Path, conditioned: tuple[bool, bool] = (True, True)) -> dict
     return rows_by_split
 
 
-def column_of(values: Sequence[Any]) -> Any:
+def to_arrow(values: Sequence[Any]) -> Any:
     """Convert values to an Arrow array; values of several types become texts."""
     import pyarrow as pa
 

@@ -26,10 +26,10 @@ from typing_extensions import override
 
 from llmcond.data.datasets import Problems
 from llmcond.data.readers import check_columns
-from llmcond.errors import LlmcondError, UserError, brief, first_line, listed
+from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
 from llmcond.files import digest_text
-from llmcond.lance_io import UNREADABLE, without_panic
-from llmcond.object_stores import failure, lance_options, open_filesystem
+from llmcond.lance_io import READ_ERRORS, convert_panics
+from llmcond.object_stores import describe_failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
 
 #: Rows per batch when a whole part is read.
@@ -37,13 +37,13 @@ _BATCH_ROWS = 16_384
 #: Parts that are surveyed in parallel: an object store has a high latency, but serves many requests
 #: at once.
 _MAX_THREADS = 8
-_UNREADABLE = (pa.ArrowException, *UNREADABLE)
+_UNREADABLE = (pa.ArrowException, *READ_ERRORS)
 #: Columns that are written in addition to the kept ones.
 RESERVED_COLUMNS = ("sentence", "condition", "embedding")
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
-class Part(NamedTuple):
+class SourcePart(NamedTuple):
     """A file, or a fragment of a Lance dataset.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Columns:
+class StreamColumns:
     """The columns that are read.
 
     Attributes:
@@ -113,20 +113,20 @@ class TextSource(ABC):
         part = next(iter(self.states()), None)
         if part is None:
             return []
-        with _convert_errors(self.where(part), self.name):
+        with _convert_errors(self.part_name(part), self.name):
             return list(self.schema(part).names)
 
-    def where(self, part: str) -> str:
+    def part_name(self, part: str) -> str:
         """Return the name of a part in messages."""
         return f"{part} of {self.name}"
 
-    def read(self, part: str, start: int, stop: int, columns: Columns) -> pa.Table:
+    def read(self, part: str, start: int, stop: int, columns: StreamColumns) -> pa.Table:
         """Return rows of a part, from ``start`` to ``stop``, in the types of ``columns.schema``.
 
         Raises:
             LlmcondError: the rows cannot be read, or no longer exist.
         """
-        schema, where = columns.schema, self.where(part)
+        schema, where = columns.schema, self.part_name(part)
         with _convert_errors(where, self.name):
             table = self.rows(part, start, stop, schema.names).select(schema.names).cast(schema)
         if len(table) != stop - start:
@@ -147,7 +147,7 @@ class TextSource(ABC):
         Raises:
             UserError: a text is null or empty, or a column does not exist or does not have texts.
         """
-        where = self.where(part)
+        where = self.part_name(part)
         with _convert_errors(where, self.name):
             schema = self.schema(part)
         _check_texts(where, schema, texts)
@@ -197,7 +197,7 @@ def survey(
     texts: Sequence[str],
     keep: Sequence[str],
     keep_schema: pa.Schema | None = None,
-) -> tuple[list[Part], pa.Schema]:
+) -> tuple[list[SourcePart], pa.Schema]:
     """Check parts, and determine the schema of the columns to keep.
 
     All texts are read, but no other columns.
@@ -222,8 +222,10 @@ def survey(
         surveyed = threads.map(partial(source.survey, texts=texts), parts)
         with ReadBar(source.name) as bar:
             for part, (rows, schema) in zip(parts, surveyed, strict=True):
-                surveyed_parts.append(Part(part, states[part], rows))
-                keep_schema = _merge_schemas(source.where(part), schema, texts, keep, keep_schema)
+                surveyed_parts.append(SourcePart(part, states[part], rows))
+                keep_schema = _merge_schemas(
+                    source.part_name(part), schema, texts, keep, keep_schema
+                )
                 bar.add(rows)
     finally:
         threads.shutdown(cancel_futures=True)
@@ -273,7 +275,7 @@ class ParquetFiles(TextSource):
         return list(self._filesystem.get_file_info(_files_below(self._root)))
 
     @override
-    def where(self, part: str) -> str:
+    def part_name(self, part: str) -> str:
         return self.name if self._only else part
 
     @contextmanager
@@ -459,7 +461,8 @@ def _check_texts(where: str, schema: pa.Schema, texts: Sequence[str]) -> None:
         is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
         if not any(check(value_type) for check in (*is_text, pa.types.is_null)):
             raise UserError(
-                f"{where} has the column {brief(name)} of the type {column_type}; expected texts. "
+                f"{where} has the column {shortened_repr(name)} of the type {column_type}; "
+                "expected texts. "
                 "Name another column (--sentence, --condition), or save it as text."
             )
 
@@ -477,7 +480,8 @@ def _merge_schemas(
         differing = sorted(set(names) ^ set(previous.names))
         if differing:
             raise UserError(
-                f"{where} and previous parts have different columns: {listed(differing)}. Keep "
+                f"{where} and previous parts have different columns: {format_list(differing)}. "
+                "Keep "
                 "only columns that all parts have: --keep COL"
             )
         names = previous.names
@@ -503,12 +507,14 @@ def _merge_schemas(
 
 @contextmanager
 def _convert_errors(where: str, name: str = "") -> Iterator[None]:
-    """Convert errors of reading ``where``, in the source ``name``, to errors of llmcond."""
+    """Convert errors of reading ``part_name``, in the source ``name``, to errors of llmcond."""
     try:
-        with without_panic():
+        with convert_panics():
             yield
     except FileNotFoundError as error:
         raise UserError(f"{where} does not exist.") from error
     except _UNREADABLE as error:
         # The original error is dropped, because a server's text may contain keys and signatures.
-        raise LlmcondError(f"{where} cannot be read: {failure(name or where, error)}") from None
+        raise LlmcondError(
+            f"{where} cannot be read: {describe_failure(name or where, error)}"
+        ) from None

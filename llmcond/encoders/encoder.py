@@ -18,17 +18,22 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import as_list
 from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
-from llmcond.encoders.engine.routing import grouped, routers_of, routes_of, unrouted
+from llmcond.encoders.engine.routing import (
+    group_routed_inputs,
+    list_routers,
+    make_routes,
+    strip_router,
+)
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
-from llmcond.encoders.spec import CUT, EncoderInput, plan_inputs
+from llmcond.encoders.spec import TRUNCATION_NOTE, EncoderInput, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
 from llmcond.log import log
-from llmcond.options import option_of, public_function
+from llmcond.options import declaration_of, public_function
 from llmcond.progress import ExtractionBar
 
 _P = ParamSpec("_P")
@@ -44,7 +49,7 @@ _MAX_ROUTED = 4_096
 _DIGEST_BYTES = 16
 
 
-class Query(NamedTuple):
+class RouterQuery(NamedTuple):
     """A router in the form in which it weights the tokens of inputs.
 
     Attributes:
@@ -58,7 +63,7 @@ class Query(NamedTuple):
 
 
 #: Routers, keyed by their texts.
-Queries = Mapping[str, Query]
+RouterQueries = Mapping[str, RouterQuery]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def _load_engines(
     resolved: ResolvedEncoder, threads: int
 ) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
     """Load an encoder's tokenizer and engines; an ensemble has one engine per member."""
-    why = resolved.not_openvino
+    why = resolved.openvino_obstacle
     if resolved.runtime == "openvino":
         from llmcond.encoders.openvino.engine import load_engines
         from llmcond.encoders.openvino.weights import CannotRunError
@@ -144,7 +149,7 @@ class Encoder:
         """
         self.resolved, self.identity = resolved, resolved.identity
         self.name = resolved.checkpoint.name
-        self.concurrency = Concurrency.of(resolved)
+        self.concurrency = Concurrency.for_encoder(resolved)
         self._threads = WorkerThreads(self.concurrency)
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
         # A fast tokenizer is a single Rust object, which raises when two threads borrow it.
@@ -191,7 +196,7 @@ class Encoder:
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
-                f"{self.identity.max_length} tokens that {self.name} accepts; {CUT}.",
+                f"{self.identity.max_length} tokens that {self.name} accepts; {TRUNCATION_NOTE}.",
                 stacklevel=2,
             )
         return encoded.vectors
@@ -222,7 +227,7 @@ class Encoder:
 
         def encode(unit: Sequence[int]) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
             with self._tokenizer_lock:
-                tokens = self._tokenizer.joined([rows[index] for index in unit])
+                tokens = self._tokenizer.join_rows([rows[index] for index in unit])
             n_tokens = np.array([row.n_tokens for row in tokens], dtype=np.int32)
             return np.concatenate(self._run(tokens)[0]), n_tokens
 
@@ -248,7 +253,7 @@ class Encoder:
     def encode_counted(
         self,
         inputs: Sequence[EncoderInput],
-        queries: Queries | None = None,
+        queries: RouterQueries | None = None,
         *,
         threads: bool = False,
     ) -> Encoded:
@@ -275,7 +280,7 @@ class Encoder:
         concurrent = threads and self.concurrency.threads > 1
         return self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
 
-    def queries(self, texts: Iterable[str], map_units: _Map = map) -> Queries:
+    def queries(self, texts: Iterable[str], map_units: _Map = map) -> RouterQueries:
         """Compute the queries of routers, each distinct text once.
 
         Args:
@@ -291,7 +296,7 @@ class Encoder:
             LlmcondError: out of memory.
         """
         plain = [EncoderInput("", text) for text in sorted(set(texts))]
-        routable = self.engine.inside or self.identity.pooling in ROUTED_POOLINGS
+        routable = self.engine.routes_inside or self.identity.pooling in ROUTED_POOLINGS
         if plain and not routable:
             raise UserError(
                 f"{self.name} uses the pooling {self.identity.pooling}, but a router weights token "
@@ -307,14 +312,14 @@ class Encoder:
         inputs: Sequence[EncoderInput],
         map_units: _Map,
         bar: ExtractionBar | None = None,
-        queries: Queries | None = None,
+        queries: RouterQueries | None = None,
     ) -> Encoded:
         check_inputs(inputs)
         sizes = [item.size for item in inputs]
         if bar is not None:
             bar.start(len(inputs), sum(sizes))
         if queries is None:
-            queries = self.queries((router.text for router in routers_of(inputs)), map_units)
+            queries = self.queries((router.text for router in list_routers(inputs)), map_units)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
@@ -370,7 +375,7 @@ class Encoder:
                 bar.advance(len(unit), size, int(result[1].sum()), seconds / n_threads)
 
     def _encode_unit(
-        self, every: Sequence[EncoderInput], queries: Queries, unit: Sequence[int]
+        self, every: Sequence[EncoderInput], queries: RouterQueries, unit: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.int32], int, list[bytes]]:
         """Encode the inputs of one work unit, given by their positions in ``every``.
 
@@ -380,17 +385,17 @@ class Encoder:
         """
         inputs = [every[index] for index in unit]
         # Either all inputs of a unit have a router, or none has.
-        groups = grouped(inputs) or [[position] for position in range(len(inputs))]
+        groups = group_routed_inputs(inputs) or [[position] for position in range(len(inputs))]
         windows = self._tokenize([inputs[group[0]] for group in groups])
         rows: list[Tokens] = []
         routes: list[Any] = []
         for group, item_windows in zip(groups, windows, strict=True):
-            routers = routers_of([inputs[position] for position in group])
+            routers = list_routers([inputs[position] for position in group])
             router_states: Any = [queries[router.text].state for router in routers]
-            if routers and not self.engine.inside:
+            if routers and not self.engine.routes_inside:
                 router_states = np.stack(router_states)
             for window in item_windows:
-                new_routes = routes_of(self.engine, router_states, routers[0]) if routers else []
+                new_routes = make_routes(self.engine, router_states, routers[0]) if routers else []
                 routes += new_routes
                 rows += [window] * (len(new_routes) or 1)
         results, computed = self._run(rows, routes)
@@ -408,25 +413,27 @@ class Encoder:
             n_tokens[group] = item_windows[0].n_tokens
         return vectors, n_tokens, computed, digests
 
-    def _compute_queries(self, inputs: Sequence[EncoderInput]) -> list[Query]:
+    def _compute_queries(self, inputs: Sequence[EncoderInput]) -> list[RouterQuery]:
         """Compute the queries of plain inputs, each the mean over the windows of its text."""
         windows = self._tokenize(inputs)
         if self.engine.reads_routers:
-            return [Query(item_windows[0], item_windows[0].n_tokens) for item_windows in windows]
+            return [
+                RouterQuery(item_windows[0], item_windows[0].n_tokens) for item_windows in windows
+            ]
         rows = iter(
             self._run([row for item_windows in windows for row in item_windows], queries=True)[0]
         )
         means = [np.mean([next(rows) for _ in item_windows], axis=0)[0] for item_windows in windows]
         return [
-            Query(mean, item_windows[0].n_tokens)
+            RouterQuery(mean, item_windows[0].n_tokens)
             for mean, item_windows in zip(means, windows, strict=True)
         ]
 
-    def _is_query(self, item: EncoderInput, queries: Queries) -> bool:
+    def _is_query(self, item: EncoderInput, queries: RouterQueries) -> bool:
         """Return whether an untruncated router with this text is known, pooled like the input."""
         if item.router is not None or item.context is not None or item.instruction:
             return False
-        query = None if self.engine.inside else queries.get(item.text)
+        query = None if self.engine.routes_inside else queries.get(item.text)
         return query is not None and query.n_tokens <= self.identity.max_length
 
     def _tokenize(self, inputs: Sequence[EncoderInput]) -> list[list[Tokens]]:
@@ -517,7 +524,7 @@ def _group_units(
     for index in order:
         if inputs[index].router is None:
             continue
-        base = unrouted(inputs[index])
+        base = strip_router(inputs[index])
         if (base not in bases and len(bases) == size) or len(unit) == _MAX_ROUTED:
             yield unit
             unit, bases = [], set()
@@ -538,7 +545,7 @@ def _make_loader(
     descriptions = [
         f"    {field.name}: {declared.help}"
         for field in fields(EncoderOptions)
-        if (declared := option_of(field)) is not None
+        if (declared := declaration_of(field)) is not None
     ]
     signature = inspect.signature(options)
     model = inspect.Parameter(

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from transformers import AutoConfig
 
-from llmcond.encoders.engine.interface import check_ids
+from llmcond.encoders.engine.interface import check_token_ids
 from llmcond.encoders.engine.nv_embed import read_config
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.known import PADDING_SIDE, KnownModel
@@ -19,9 +19,9 @@ from llmcond.encoders.loading.architecture import (
     token_embeddings,
 )
 from llmcond.encoders.loading.device import default_token_budget
-from llmcond.encoders.loading.loading import check_parts
-from llmcond.encoders.loading.memory import available, footprint
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.loading.loading import check_dense_and_adapter
+from llmcond.encoders.loading.memory import available_memory, measure_footprint
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import STATED
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
@@ -32,7 +32,7 @@ _PRECISIONS += [("bfloat16", quantize) for quantize in get_args(Quantize)]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TokenizedInput:
     """An input as the encoder reads it.
 
     Attributes:
@@ -46,7 +46,9 @@ class Sample:
     pooled: list[bool]
 
 
-def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]]) -> list[Sample]:
+def tokenize_inputs(
+    resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]]
+) -> list[TokenizedInput]:
     """Tokenise labelled inputs in the same way as extraction.
 
     Raises:
@@ -56,15 +58,15 @@ def samples(resolved: ResolvedEncoder, inputs: Sequence[tuple[str, EncoderInput]
     config = load_config(checkpoint, identity.attention)
     tokenizer = InputTokenizer(load_tokenizer(checkpoint, config), identity, checkpoint.name)
     rows = tokenizer([item for _, item in inputs])
-    check_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
+    check_token_ids(rows, len(token_embeddings(build_on_meta(config))), checkpoint.name)
     samples_read = []
     for (label, item), row in zip(inputs, rows, strict=True):
         routed = item.router is not None and not identity.routes_inside
-        pooling = pooling_named("mean" if routed else identity.pooling)
+        pooling = get_pooling("mean" if routed else identity.pooling)
         first, last = pooling.tokens(row.first, row.last, len(row.ids))
         first, last = max(first, row.first), min(last, row.last)
         pooled = [first <= position < last for position in range(len(row.ids))]
-        samples_read.append(Sample(label, tokenizer.strings(row), pooled))
+        samples_read.append(TokenizedInput(label, tokenizer.strings(row), pooled))
     return samples_read
 
 
@@ -76,7 +78,7 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     """
     identity, checkpoint = resolved.identity, resolved.checkpoint
     config = load_config(checkpoint, identity.attention)
-    check_parts(resolved, build_on_meta(config))
+    check_dense_and_adapter(resolved, build_on_meta(config))
     budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
     settled = {name: getattr(identity, name) for name in (*STATED, "dtype", "quantize")}
     origin = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
@@ -93,7 +95,7 @@ def describe_known(known: KnownModel, device: str) -> dict[str, Any]:
     architecture = dict(known.architecture)
     nv_embed = architecture["model_type"] == "nvembed"
     config = read_config(architecture) if nv_embed else AutoConfig.for_model(**architecture)
-    settled = {**known.stated, "dtype": None, "quantize": "none"}
+    settled = {**known.all_settings, "dtype": None, "quantize": "none"}
     origin = {"name": known.name, "source": known.repo, "assumed": []}
     return (
         _known_facts(known)
@@ -114,7 +116,7 @@ def _known_facts(known: KnownModel | None) -> dict[str, Any]:
 
 
 def _describe_size(config: Any, device: str, tokens: int) -> dict[str, Any]:
-    size, free = footprint(build_on_meta(config)), available(device)
+    size, free = measure_footprint(build_on_meta(config)), available_memory(device)
     memory: list[dict[str, Any]] = []
     for dtype, quantize in _PRECISIONS:
         loading, weights = size.loading(dtype, quantize), size.weights(dtype, quantize)

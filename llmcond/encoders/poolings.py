@@ -23,21 +23,21 @@ class Pooling:
     """How the states of an input's tokens become one vector.
 
     Attributes:
-        takes: the states that it needs: of the ``first`` token of the input, of the ``last`` pooled
-            token, the ``mean`` of the pooled tokens, or ``all`` for a user-defined function.
+        states: the states that it needs: of the ``first`` token of the input, of the ``last``
+            pooled token, the ``mean`` of the pooled tokens, or ``all`` for a user-defined function.
         module: its name in the pooling module of sentence-transformers; empty if it has none.
-        counts: whether ``pool_over`` applies, that is, whether users choose which tokens are
-            pooled.
-        routed: whether token states lie in the same space as the vectors of texts, so that routers
-            can weight them.
+        supports_pool_over: whether ``pool_over`` applies, that is, whether users choose which
+            tokens are pooled.
+        supports_routers: whether token states lie in the same space as the vectors of texts, so
+            that routers can weight them.
         part: the part of the network that it needs: the ``pooler``, a dense layer after the first
             token, or the ``latent`` attention after every token; empty if neither.
     """
 
-    takes: Literal["first", "last", "mean", "all"]
+    states: Literal["first", "last", "mean", "all"]
     module: str = ""
-    counts: bool = False
-    routed: bool = False
+    supports_pool_over: bool = False
+    supports_routers: bool = False
     part: Literal["", "pooler", "latent"] = ""
 
     def tokens(self, first: int, last: int, length: int) -> tuple[int, int]:
@@ -49,24 +49,24 @@ class Pooling:
             length: number of tokens of the input.
         """
         ranges = {"first": (0, 1), "last": (last - 1, last), "mean": (first, last)}
-        return ranges.get(self.takes, (0, length))
+        return ranges.get(self.states, (0, length))
 
 
 POOLINGS: Mapping[str, Pooling] = {
-    "cls": Pooling("first", "cls_token", routed=True),
-    "mean": Pooling("mean", "mean_tokens", counts=True, routed=True),
-    "last": Pooling("last", "lasttoken", counts=True, routed=True),
+    "cls": Pooling("first", "cls_token", supports_routers=True),
+    "mean": Pooling("mean", "mean_tokens", supports_pool_over=True, supports_routers=True),
+    "last": Pooling("last", "lasttoken", supports_pool_over=True, supports_routers=True),
     # Used by SimCSE.
     "pooler": Pooling("first", "cls_token", part="pooler"),
     # Used by NV-Embed-v2.
     "latent": Pooling("mean", part="latent"),
 }
-ROUTED_POOLINGS = tuple(name for name, pooling in POOLINGS.items() if pooling.routed)
+ROUTED_POOLINGS = tuple(name for name, pooling in POOLINGS.items() if pooling.supports_routers)
 
 
-def pooling_named(name: str) -> Pooling:
+def get_pooling(name: str) -> Pooling:
     """Return the pooling with this name, which may be that of a user-defined function."""
-    return Pooling("all", counts=True) if plugins.is_plugin(name) else POOLINGS[name]
+    return Pooling("all", supports_pool_over=True) if plugins.is_plugin(name) else POOLINGS[name]
 
 
 def identify_pooling(name: str, source: str) -> str:
@@ -82,7 +82,9 @@ def identify_pooling(name: str, source: str) -> str:
     """
     import_path, _, recorded_digest = name.partition("@")
     function = (
-        plugins.recorded(import_path, source) if recorded_digest else plugins.load(import_path)
+        plugins.get_registered(import_path, source)
+        if recorded_digest
+        else plugins.load(import_path)
     )
     try:
         file = Path(inspect.getsourcefile(function) or "")

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
-from llmcond.encoders.checkpoints.settings import read_checked, stated_beside
+from llmcond.encoders.checkpoints.settings import read_adapter_settings, read_supported_settings
 from llmcond.encoders.known import default_prompt, joint_prompt
-from llmcond.encoders.poolings import POOLINGS, pooling_named
-from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, Sources
+from llmcond.encoders.poolings import POOLINGS, get_pooling
+from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, SettingSources
 from llmcond.encoders.spec import Runtime
 from llmcond.errors import UserError
 from llmcond.system import choose_device
 
 
-def no_embeddings(folder: object) -> UserError:
+def cross_encoder_error(folder: object) -> UserError:
     """Return the error for a cross-encoder that is used where embeddings are needed."""
     return UserError(
         f"{folder} is a cross-encoder: it compares two texts and has no embeddings. Compare texts "
@@ -40,7 +40,7 @@ class ResolvedEncoder:
         options: the user's options, filled in with the settings that training recorded.
         assumed: what neither a file nor an option states, as phrases for the user.
         runtime: the library that computes.
-        not_openvino: why OpenVINO does not run it on this CPU; empty if it does, or was not
+        openvino_obstacle: why OpenVINO does not run it on this CPU; empty if it does, or was not
             requested.
     """
 
@@ -50,7 +50,7 @@ class ResolvedEncoder:
     options: EncoderOptions
     assumed: tuple[str, ...]
     runtime: Runtime = "torch"
-    not_openvino: str = ""
+    openvino_obstacle: str = ""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -59,10 +59,10 @@ class ResolvedEncoder:
         Only in a causal encoder does a token's state depend on the preceding tokens alone. The
         pooled token must also lie outside the shared prefix, as the last token does.
         """
-        last = pooling_named(self.identity.pooling).takes == "last"
+        last = get_pooling(self.identity.pooling).states == "last"
         return self.options.share_prefixes and self.identity.attention == "causal" and last
 
-    def each_member(self) -> list[ResolvedEncoder]:
+    def list_members(self) -> list[ResolvedEncoder]:
         """Return the members of an ensemble, each with its adapter, or the encoder itself."""
         return [
             replace(self, checkpoint=replace(self.checkpoint, adapter=member, members=()))
@@ -72,7 +72,7 @@ class ResolvedEncoder:
     @property
     def default_prompt(self) -> str:
         """The bundled prompt that suits the model without further training."""
-        if self.checkpoint.stated or self.identity.routes_inside:
+        if self.checkpoint.recorded_settings or self.identity.routes_inside:
             return self.joint_prompt  # it was trained to read sentence and condition together
         return default_prompt(self.identity.instruction_format, self.identity.pooling)
 
@@ -106,11 +106,11 @@ def resolve(
     device = choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     if checkpoint.cross and not cross:
-        raise no_embeddings(name_or_path)
-    return settle(checkpoint, options, device, identify=identify)
+        raise cross_encoder_error(name_or_path)
+    return resolve_checkpoint(checkpoint, options, device, identify=identify)
 
 
-def settle(
+def resolve_checkpoint(
     checkpoint: Checkpoint, options: EncoderOptions, device: str, *, identify: bool
 ) -> ResolvedEncoder:
     """Settle every setting of a checkpoint; see ``resolve``.
@@ -120,16 +120,16 @@ def settle(
     Raises:
         UserError: the model does not support an option.
     """
-    stated = {**stated_beside(checkpoint), **checkpoint.stated}
+    stated = {**read_adapter_settings(checkpoint), **checkpoint.recorded_settings}
     options = options.filled_from(stated)
-    settings = read_checked(checkpoint)
-    known, assumed = checkpoint.known, settings.left_out
-    sources = Sources(
+    settings = read_supported_settings(checkpoint)
+    known, assumed = checkpoint.known, settings.ignored_steps
+    sources = SettingSources(
         name=checkpoint.name,
         device=device,
         options=options,
         known=known.settings if known else None,
-        files=settings.stated,
+        files=settings.encoder_settings,
         # Only NV-Embed-v2, a known model, has latent attention.
         poolings=known.poolings if known else [name for name in POOLINGS if name != "latent"],
         model_type=str(settings.config.get("model_type")),
@@ -149,7 +149,7 @@ def settle(
             f"8 bit multiplies in float16, which {checkpoint.name} does not support: "
             f"{known.no_float16}; prefer --quantize 4bit"
         )
-    trained_quantize = checkpoint.stated.get("quantize")
+    trained_quantize = checkpoint.recorded_settings.get("quantize")
     if trained_quantize is not None and identity.quantize == "none":
         assumed.append(
             "unquantised weights of the base, although its adapter was trained on "
@@ -173,18 +173,21 @@ def resolve_base(resolved: ResolvedEncoder) -> ResolvedEncoder | None:
     """
     checkpoint = resolved.checkpoint
     if checkpoint.base is None:
-        return None if checkpoint.stated else resolved
+        return None if checkpoint.recorded_settings else resolved
     options = EncoderOptions(
         dtype=resolved.identity.dtype,
         quantize=resolved.identity.quantize,
         device=resolved.device,
         max_tokens_per_batch=resolved.options.max_tokens_per_batch,
     )
-    return settle(checkpoint.base, options, resolved.device, identify=True)
+    return resolve_checkpoint(checkpoint.base, options, resolved.device, identify=True)
 
 
 def _choose_runtime(
-    checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any], sources: Sources
+    checkpoint: Checkpoint,
+    identity: EncoderIdentity,
+    config: Mapping[str, Any],
+    sources: SettingSources,
 ) -> tuple[Runtime, str]:
     """Choose the library that computes, with the reason why it is not OpenVINO, if any.
 
@@ -193,10 +196,10 @@ def _choose_runtime(
     requested, on_cpu = sources.options.runtime, sources.device == "cpu"
     if requested == "torch" or (requested == "auto" and not on_cpu):
         return "torch", ""
-    from llmcond.encoders.openvino.support import reason_against
+    from llmcond.encoders.openvino.support import find_reason_against
 
     on_gpu = "OpenVINO computes on CPUs only (--device cpu)"
-    reason = reason_against(checkpoint, identity, config) if on_cpu else on_gpu
+    reason = find_reason_against(checkpoint, identity, config) if on_cpu else on_gpu
     if reason is None:
         return "openvino", ""
     if requested == "openvino":

@@ -20,18 +20,18 @@ from typing import Any, Generic, Literal, Never, TypeVar, get_args, get_origin, 
 
 from llmcond import plugins
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
-from llmcond.encoders.poolings import POOLINGS, identify_pooling, pooling_named
+from llmcond.encoders.poolings import POOLINGS, get_pooling, identify_pooling
 from llmcond.encoders.routers.settings import (
-    RELEASED,
+    RELEASED_MODES,
+    RouterKind,
     RouterMode,
-    RouterPlace,
     check_layers,
     check_router,
 )
 from llmcond.encoders.spec import Attention, Dtype, Quantize, Runtime
 from llmcond.errors import LlmcondError, UserError, nearest
 from llmcond.files import digest_bytes
-from llmcond.options import Option, option, option_of
+from llmcond.options import Option, declaration_of, option
 from llmcond.system import native_bfloat16
 
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 
 
 @dataclass
-class Sources:
+class SettingSources:
     """Everything that decides the settings of one encoder.
 
     Attributes:
@@ -117,7 +117,7 @@ class Sources:
 # -- how settings are settled ------------------------------------------------------------------
 
 
-def _settle_dtype(sources: Sources) -> Dtype:
+def _settle_dtype(sources: SettingSources) -> Dtype:
     """Return the chosen dtype; for ``auto`` the fastest that the device computes natively."""
     chosen = sources.options.dtype
     if sources.no_float16 and chosen == "float16":
@@ -135,10 +135,10 @@ def _settle_dtype(sources: Sources) -> Dtype:
     return "bfloat16" if native_bfloat16() else "float32"
 
 
-def _settle_pooling(sources: Sources) -> str:
+def _settle_pooling(sources: SettingSources) -> str:
     """Return the chosen pooling, otherwise that of the model, otherwise the mean with a note."""
     given, legal, name = sources.options.pooling, sources.poolings, sources.name
-    if sources.options.router_mode in RELEASED:
+    if sources.options.router_mode in RELEASED_MODES:
         return "cls"
     if given is not None and plugins.is_plugin(given) and "latent" not in legal:
         return identify_pooling(given, name)
@@ -171,7 +171,7 @@ def encoder_types() -> frozenset[str]:
     return frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
-def _settle_attention(sources: Sources) -> Attention:
+def _settle_attention(sources: SettingSources) -> Attention:
     given, stated = sources.options.attention, sources.files.get("attention")
     if sources.known is not None:
         known: Attention = sources.known["attention"]
@@ -195,12 +195,12 @@ def _settle_attention(sources: Sources) -> Attention:
     return given or stated or "causal"
 
 
-def _settle_pool_over(sources: Sources) -> PoolOver:
+def _settle_pool_over(sources: SettingSources) -> PoolOver:
     own: PoolOver = (sources.known or {}).get("pool_over", "all")
     given, pooling = sources.options.pool_over or own, sources.settled["pooling"]
     if given == "after-instruction":
         _check_choice("pool_over", given, tuple(dict.fromkeys(("all", "text", own))))
-    if given == "text" and not pooling_named(pooling).counts:
+    if given == "text" and not get_pooling(pooling).supports_pool_over:
         raise UserError(
             f"pool_over is 'text', but {sources.name} pools by {pooling}, which knows one token "
             "only or has a rule of its own. It goes with --pooling mean or last."
@@ -208,7 +208,7 @@ def _settle_pool_over(sources: Sources) -> PoolOver:
     return given
 
 
-def _settle_normalize(sources: Sources) -> bool:
+def _settle_normalize(sources: SettingSources) -> bool:
     stated: bool | None = sources.find("normalize")
     if stated is None:
         sources.assumed.append(
@@ -217,7 +217,7 @@ def _settle_normalize(sources: Sources) -> bool:
     return stated is None or stated
 
 
-def _settle_max_length(sources: Sources) -> int:
+def _settle_max_length(sources: SettingSources) -> int:
     limit, given = sources.positions, sources.options.max_length
     if given is not None:
         if given < 8 or given > (limit or given):
@@ -252,7 +252,7 @@ class Setting(Option):
     """
 
     settled_default: Any = dataclasses.MISSING
-    settle: Callable[[Sources], Any] | None = None
+    settle: Callable[[SettingSources], Any] | None = None
     absent_with: str = ""
     unplain: str = ""
 
@@ -326,7 +326,7 @@ class EncoderSettings(Generic[Auto, Open]):
         help="handling of inputs longer than --max-length: cut the sentence, or read it in "
         "windows, each with the whole condition, and average their vectors",
     )
-    router: RouterPlace | Open = _setting(
+    router: RouterKind | Open = _setting(
         "none",
         absent_with="router",
         unplain="its encoder has a router inside",
@@ -380,7 +380,7 @@ class EncoderSettings(Generic[Auto, Open]):
 SETTINGS: Mapping[str, Setting] = {
     own.name: declared
     for own in fields(EncoderSettings)
-    if isinstance(declared := option_of(own), Setting)
+    if isinstance(declared := declaration_of(own), Setting)
 }
 ROUTER_SETTINGS = tuple(name for name, s in SETTINGS.items() if s.absent_with == "router")
 
@@ -460,7 +460,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
     def filled_from(self, trained: Mapping[str, Any]) -> EncoderOptions:
         """Return these options with the open ones filled in from a training record."""
         values = {name: value for name, value in trained.items() if getattr(self, name) is None}
-        if self.pooling is not None and not pooling_named(self.pooling).counts:
+        if self.pooling is not None and not get_pooling(self.pooling).supports_pool_over:
             values.pop("pool_over", None)  # it went with another pooling
         return dataclasses.replace(self, **values)
 

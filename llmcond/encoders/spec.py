@@ -19,7 +19,7 @@ Runtime = Literal["torch", "openvino"]
 #: averaged, or only the given one.
 Orders = Literal["both", "given"]
 #: What warnings say about inputs that are longer than ``max_length``, unless windows are read.
-CUT = (
+TRUNCATION_NOTE = (
     "their sentences were cut, their conditions and instructions were not (--long-texts windows "
     "reads the whole sentences)"
 )

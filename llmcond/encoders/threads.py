@@ -51,7 +51,7 @@ class Concurrency:
     cores: int
 
     @classmethod
-    def of(cls, resolved: ResolvedEncoder) -> Concurrency:
+    def for_encoder(cls, resolved: ResolvedEncoder) -> Concurrency:
         """Choose the numbers for an encoder."""
         cores = cpu_threads()
         if resolved.device != "cpu" or resolved.runtime == "openvino":

@@ -11,8 +11,15 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.evaluation.breakdown import by_condition
-from llmcond.evaluation.paired import resample
-from llmcond.metrics import DEFAULT, Estimate, Floats, estimates_json, finite, spearman
+from llmcond.evaluation.paired import bootstrap_metrics
+from llmcond.metrics import (
+    DEFAULT_METRICS,
+    Estimate,
+    Floats,
+    estimates_json,
+    finite_or_none,
+    spearman,
+)
 
 #: The number of steps of the scale that ratings are rounded to, 1 to 5.
 STEPS = 5
@@ -59,7 +66,7 @@ class Agreement:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output, with means on 1 to 5."""
         conditions = [
-            {**asdict(agreement), "spearman": finite(agreement.spearman)}
+            {**asdict(agreement), "spearman": finite_or_none(agreement.spearman)}
             for agreement in self.by_condition
         ]
         return {
@@ -84,7 +91,9 @@ def agreement(rows: Rows, model: Floats) -> Agreement:
     if not is_rated.any():
         return Agreement(0, {}, confusion, ())
     predicted = model[is_rated]
-    estimates = resample([predicted[None]], rated.rating, rated.pair, DEFAULT).estimates(0)
+    estimates = bootstrap_metrics(
+        [predicted[None]], rated.rating, rated.pair, DEFAULT_METRICS
+    ).estimates(0)
     groups = by_condition(rated.condition)
     means = [groups.mean(ratings).tolist() for ratings in (rated.rating, predicted)]
     parts = []

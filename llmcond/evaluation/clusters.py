@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy.special import xlogy
 
 from llmcond.errors import UserError
-from llmcond.evaluation.isotropy import shape_of
+from llmcond.evaluation.isotropy import check_shape
 
 #: The number of K-means starts, of which the tightest clustering is used.
 _N_INIT = 10
@@ -79,10 +79,10 @@ def impurity(vectors: NDArray[Any], labels: Sequence[str], seed: int = 0) -> Imp
     index_of = {condition: i for i, condition in enumerate(conditions)}
     counts = np.zeros((k, k), dtype=np.int64)
     np.add.at(counts, ([index_of[label] for label in labels], clusters), 1)
-    return Impurity(impurity_of(counts), conditions, tuple(map(tuple, counts.tolist())), k)
+    return Impurity(impurity_from_counts(counts), conditions, tuple(map(tuple, counts.tolist())), k)
 
 
-def impurity_of(counts: NDArray[np.int64]) -> float:
+def impurity_from_counts(counts: NDArray[np.int64]) -> float:
     """Return I in nats from counts, (conditions, clusters), of vectors."""
     size = counts.sum(axis=1, keepdims=True)
     # The weight of a condition without vectors is 0.
@@ -111,7 +111,7 @@ def project_2d(vectors: NDArray[Any]) -> NDArray[np.float64]:
 
 def _as_points(vectors: NDArray[Any]) -> NDArray[np.floating]:
     """Check that vectors, (n, d), are finite, and return them in float64 or else float32."""
-    shape_of(vectors)
+    check_shape(vectors)
     points = np.asarray(vectors)
     if points.dtype != np.float64:
         points = points.astype(np.float32)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.bundled import PRETRAINED, bundled
+from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.conditions import condition_json
 from llmcond.errors import LlmcondError
 from llmcond.files import check_format
@@ -97,7 +97,7 @@ class Calibration:
         coefficients: The coefficients of the indicators that are used.
         half_width: Half the width of the 95 % interval for a condition of an unseen set.
         measured: What it was fitted on, and how well it predicted conditions of unseen sets.
-        is_own: Whether it was fitted on the model that it is used for.
+        is_of_model: Whether it was fitted on the model that it is used for.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
@@ -106,7 +106,7 @@ class Calibration:
     coefficients: Mapping[str, float]
     half_width: float
     measured: Mapping[str, Any]
-    is_own: bool = True
+    is_of_model: bool = True
 
     def expect(self, values: Mapping[str, float]) -> Estimate:
         """Return the expected accuracy, with the 95 % interval for a condition of unseen texts."""
@@ -119,7 +119,7 @@ class Calibration:
         return Estimate(value, low, high)
 
     @property
-    def tells_apart(self) -> bool:
+    def ranks_conditions(self) -> bool:
         """Whether it ranks conditions of unseen families better than chance (95 % confidence)."""
         left_out = self.measured.get("spearman_left_out", {})
         return bool(left_out.get("family", {}).get("low", 0) > 0)
@@ -139,7 +139,9 @@ def find_calibration(folder: Path) -> Calibration | None:
         UserError: The file cannot be read.
         LlmcondError: The file is damaged, or has an unknown indicator.
     """
-    paths = (directory / CALIBRATION for directory in (folder, bundled("models") / PRETRAINED))
+    paths = (
+        directory / CALIBRATION for directory in (folder, bundled_folder("models") / DEFAULT_MODEL)
+    )
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         return None
@@ -151,7 +153,9 @@ def find_calibration(folder: Path) -> Calibration | None:
         raise LlmcondError(
             f"{path} has a coefficient of {unknown[0]!r}, which is not an indicator. {remedy}"
         )
-    return Calibration(**{name: record[name] for name in _RECORDED}, is_own=path.parent == folder)
+    return Calibration(
+        **{name: record[name] for name in _RECORDED}, is_of_model=path.parent == folder
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.evaluation.paired import RESAMPLES, resample
+from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
 from llmcond.metrics import Estimate, Floats, Metric
 
 
@@ -68,7 +68,9 @@ def seen_unseen(
         score = Estimate(math.nan)
         if rows.any():
             predicted = similarity[None, rows]
-            resampled = resample([predicted], rating[rows], pair[rows], [metric], resamples)
+            resampled = bootstrap_metrics(
+                [predicted], rating[rows], pair[rows], [metric], resamples
+            )
             score = resampled.estimates(0)[metric.name]
         distinct = {text for text, is_in_part in zip(condition, rows, strict=True) if is_in_part}
         subsets[name] = Subset(int(rows.sum()), len(distinct), score)

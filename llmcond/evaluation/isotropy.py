@@ -14,7 +14,7 @@ from llmcond.errors import UserError
 DIRECTIONS = 1_000
 
 #: The largest number of vectors that are measured; more do not change the digits that are shown.
-MOST_VECTORS = 100_000
+MAX_VECTORS = 100_000
 
 #: The number of vectors that are read together, so that memory does not grow with all vectors.
 _BLOCK = 8_192
@@ -62,7 +62,7 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
     Raises:
         UserError: There are no vectors, values are not finite, or vectors are zero.
     """
-    n, dim = shape_of(vectors)
+    n, dim = check_shape(vectors)
     parts = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
     total, norms = np.zeros(dim), np.empty(n)
     for part in parts:
@@ -99,7 +99,7 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
     )
 
 
-def shape_of(vectors: NDArray[Any]) -> tuple[int, int]:
+def check_shape(vectors: NDArray[Any]) -> tuple[int, int]:
     """Return the shape (n, d) of vectors.
 
     Raises:

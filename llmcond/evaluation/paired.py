@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.metrics import (
-    DEFAULT,
+    DEFAULT_METRICS,
     Estimate,
     Floats,
     Metric,
@@ -30,7 +30,7 @@ from llmcond.metrics import (
 #: The default number of bootstrap samples.
 RESAMPLES = 2_000
 #: Fewer sentence pairs have no interval, because their standard deviation is too uncertain.
-LEAST_PAIRS = 5
+MIN_PAIRS = 5
 #: The significance level of tests; intervals have the confidence 1 - LEVEL.
 LEVEL = 0.05
 #: The power of a test at the smallest detectable difference.
@@ -44,7 +44,7 @@ ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """The difference of a system to its baseline in one metric; figures are NaN if undefined.
 
     Attributes:
@@ -73,7 +73,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Resampled:
+class BootstrapMetrics:
     """Metrics of systems on all rows, and on the same bootstrap samples of sentence pairs.
 
     Attributes:
@@ -93,9 +93,9 @@ class Resampled:
     def estimates(self, i: int) -> dict[str, Estimate]:
         """Return a system's means over seeds with 95 % intervals, limited to the metric's range.
 
-        As in ``differences``, intervals cover the error of sampling rows and, with several seeds,
-        of seeds. There is no interval for fewer than ``LEAST_PAIRS`` sentence pairs, nor for two
-        seeds, whose standard deviation is too uncertain.
+        As in ``paired_differences``, intervals cover the error of sampling rows and, with several
+        seeds, of seeds. There is no interval for fewer than ``MIN_PAIRS`` sentence pairs, nor for
+        two seeds, whose standard deviation is too uncertain.
         """
         from scipy.stats import t as student
 
@@ -107,7 +107,7 @@ class Resampled:
                 self.n_pairs[m],
             )
             low = high = math.nan
-            if n_pairs >= LEAST_PAIRS and len(seed_values) != 2:
+            if n_pairs >= MIN_PAIRS and len(seed_values) != 2:
                 row_variance = np.array(_standard_error(self.sampled[m, i], n_pairs) ** 2)
                 seed_variance = np.array(
                     seed_values.var(ddof=1) / len(seed_values) if len(seed_values) > 1 else 0.0
@@ -129,14 +129,14 @@ class Resampled:
         }
 
 
-def resample(
+def bootstrap_metrics(
     systems: Sequence[NDArray[np.floating]],
     rating: NDArray[np.floating],
     pair: NDArray[np.integer],
-    metrics: Sequence[Metric] = DEFAULT,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Resampled:
+) -> BootstrapMetrics:
     """Compute metrics of systems on the same bootstrap samples of sentence pairs.
 
     Args:
@@ -169,7 +169,7 @@ def resample(
                 for i, sampler in enumerate(by_system):
                     sampled[m, i, begin : begin + len(pairs)] = sampler(weighted)
             begin += len(pairs)
-    return Resampled(
+    return BootstrapMetrics(
         metrics=metrics,
         values=np.array(
             [[seed_predictions.mean() for seed_predictions in by_system] for by_system in by_seed]
@@ -183,11 +183,11 @@ def resample(
     )
 
 
-def differences(
-    resampled: Resampled,
+def paired_differences(
+    resampled: BootstrapMetrics,
     groups: Mapping[int, Sequence[int]],
     metrics: Sequence[Metric] | None = None,
-) -> dict[int, dict[str, Difference]]:
+) -> dict[int, dict[str, PairedDifference]]:
     """Compare systems with baselines on the same rows.
 
     Intervals and p-values are those of Student's t. The standard error of rows is the bootstrap
@@ -213,7 +213,7 @@ def differences(
         than two sentence pairs, all figures except the values are NaN. All figures are NaN for a
         correlation if the predictions of any seed are constant, and if all ratings are equal.
     """
-    compared: dict[int, dict[str, Difference]] = {
+    compared: dict[int, dict[str, PairedDifference]] = {
         i: {} for others in groups.values() for i in others
     }
     for m, metric in enumerate(resampled.metrics):
@@ -231,13 +231,15 @@ def differences(
             verdict = "no evidence"
             if p_holm <= LEVEL:
                 verdict = "better" if (value > 0) == metric.higher_is_better else "worse"
-            by_metric[metric.name] = Difference(
+            by_metric[metric.name] = PairedDifference(
                 value, low, high, seed_error, p, float(p_holm), minimum, verdict
             )
     return compared
 
 
-def _compute_differences(resampled: Resampled, m: int, baseline: int, others: list[int]) -> Floats:
+def _compute_differences(
+    resampled: BootstrapMetrics, m: int, baseline: int, others: list[int]
+) -> Floats:
     """Return the figures, (6, systems), of differences in a metric, before Holm's correction."""
     from scipy.stats import t as student
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array, MatrixLike, Positions, as_matrix
 from llmcond.data.queries import KnownAnswers
 from llmcond.errors import UserError
-from llmcond.evaluation.paired import RESAMPLES, resample
+from llmcond.evaluation.paired import RESAMPLES, bootstrap_metrics
 from llmcond.metrics import RANKING_NAMES, Estimate, Floats, Metric, choose_metrics, estimates_json
 from llmcond.options import Ties
 
@@ -50,7 +50,7 @@ class Ranks:
     optimistic: Floats
     pessimistic: Floats
 
-    def of(self, ties: Ties = "realistic") -> Floats:
+    def resolve_ties(self, ties: Ties = "realistic") -> Floats:
         """Return the ranks, (m,). Realistic ranks are the mean of the other two, as in PyKEEN."""
         if ties == "realistic":
             return (self.optimistic + self.pessimistic) / 2
@@ -216,7 +216,7 @@ def ranks_among(
     return Ranks(1 + above, above + equal)
 
 
-def top(
+def top_entities(
     queries: MatrixLike, pool: CandidatePool, head: Numbers, relation: Numbers, k: int
 ) -> tuple[Positions, Array]:
     """Return the k entities with the best scores for each query, and their scores, (m, k) each.
@@ -355,7 +355,7 @@ def _check_finite(vectors: Array, rows: Positions, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class QuerySubset:
     """The figures of a subset of queries.
 
     Attributes:
@@ -371,14 +371,14 @@ class Part:
         return {"n": self.n, **estimates_json(self.metrics)}
 
 
-def measure_each(
+def score_rankings(
     systems: Sequence[Floats],
     group: Numbers,
     metrics: Sequence[Metric] | None = None,
     resamples: int = RESAMPLES,
-    chosen: NDArray[np.bool_] | None = None,
+    mask: NDArray[np.bool_] | None = None,
     stratum: NDArray[Any] | None = None,
-) -> list[Part]:
+) -> list[QuerySubset]:
     """Compute the figures of each system, on the same bootstrap samples of groups of queries.
 
     Args:
@@ -386,18 +386,20 @@ def measure_each(
         group: (m,) the group of each query: its dialogue, or its triple, which has two queries.
         metrics: The metrics; None: ``llmcond.metrics.RANKING_NAMES``.
         resamples: The number of bootstrap samples.
-        chosen: (m,) mask of the queries to use; None: all.
+        mask: (m,) mask of the queries to use; None: all.
         stratum: (m,) the stratum of each query, for metrics that are means over strata; None: all
             queries are in one stratum.
     """
-    chosen = np.ones(len(group), dtype=bool) if chosen is None else chosen
+    mask = np.ones(len(group), dtype=bool) if mask is None else mask
     stratum = np.zeros(len(group)) if stratum is None else stratum
     metrics = choose_metrics(RANKING_NAMES) if metrics is None else metrics
-    if not chosen.any():
-        return [Part(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems]
+    if not mask.any():
+        return [
+            QuerySubset(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems
+        ]
     chosen_ranks, strata = (
-        [system[:, chosen] for system in systems],
-        np.asarray(stratum[chosen], float),
+        [system[:, mask] for system in systems],
+        np.asarray(stratum[mask], float),
     )
-    resampled = resample(chosen_ranks, strata, group[chosen], metrics, resamples)
-    return [Part(int(chosen.sum()), resampled.estimates(i)) for i in range(len(systems))]
+    resampled = bootstrap_metrics(chosen_ranks, strata, group[mask], metrics, resamples)
+    return [QuerySubset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]

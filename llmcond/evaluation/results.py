@@ -14,21 +14,26 @@ from llmcond.data.rows import Rows
 from llmcond.display import Displayed
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.conditions import Subset
-from llmcond.evaluation.paired import RESAMPLES, Difference, Resampled, resample
+from llmcond.evaluation.paired import (
+    RESAMPLES,
+    BootstrapMetrics,
+    PairedDifference,
+    bootstrap_metrics,
+)
 from llmcond.metrics import (
-    DEFAULT,
+    DEFAULT_METRICS,
     Estimate,
     Metric,
     comparisons,
     estimates_json,
-    finite,
-    metric_of,
+    finite_or_none,
+    get_metric,
 )
 from llmcond.tasks import DEFAULT_TASK
 
 
 @dataclass(frozen=True)
-class Queries:
+class RankedQueries:
     """Queries whose right answers were ranked, so that they are scored by ranks alone.
 
     Attributes:
@@ -55,11 +60,11 @@ class Queries:
 
 
 #: Examples that predictions are scored on. The bootstrap resamples the examples of a pair together.
-Scored = Rows | Queries
+Scored = Rows | RankedQueries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class RowCounts:
     """The numbers of rows that figures are computed on.
 
     Attributes:
@@ -80,9 +85,9 @@ class Counts:
     unit: str = ""
 
     @classmethod
-    def of(cls, rows: Scored) -> Counts:
+    def of(cls, rows: Scored) -> RowCounts:
         """Count rows, or queries."""
-        if isinstance(rows, Queries):
+        if isinstance(rows, RankedQueries):
             n_pairs = len(np.unique(rows.pair))
             return cls(n=len(rows.pair), n_pairs=n_pairs, unit=rows.unit)
         rated = rows.rated
@@ -162,7 +167,7 @@ class Result(Displayed):
     prompts: tuple[str, ...]
     subtract: bool
     split: str
-    counts: Counts = Counts()
+    counts: RowCounts = RowCounts()
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     by_condition: Mapping[str, Subset] = field(default_factory=dict)
     new_sentences: Result | None = None
@@ -188,7 +193,7 @@ class Result(Displayed):
     @property
     def primary(self) -> Metric:
         """The metric that determines the best result."""
-        return metric_of(next(iter(self.metrics)))
+        return get_metric(next(iter(self.metrics)))
 
     @property
     def main(self) -> Estimate:
@@ -216,7 +221,7 @@ class Result(Displayed):
         figures: dict[str, Any] = {}
         for name, estimate in self.metrics.items():
             figures |= estimates_json({name: estimate})
-            figures[f"{name}_sd"] = finite(self.seed_sd.get(name))
+            figures[f"{name}_sd"] = finite_or_none(self.seed_sd.get(name))
         return figures
 
     def scored_json(self, **about: Any) -> dict[str, Any]:
@@ -246,7 +251,7 @@ class Result(Displayed):
         return {
             **self.scored_json(),
             **{
-                name: {"n": part.n, self.primary.name: finite(part.score.value)}
+                name: {"n": part.n, self.primary.name: finite_or_none(part.score.value)}
                 for name, part in self.by_condition.items()
             },
             **self._new_sentences_json(),
@@ -283,7 +288,7 @@ class ComparedResult(Result):
     """
 
     control: str = ""
-    difference: Mapping[str, Difference] | None = None
+    difference: Mapping[str, PairedDifference] | None = None
     against: str | None = None
 
     @classmethod
@@ -311,7 +316,7 @@ class ComparedResult(Result):
         """
         differences = {
             name: {
-                key: finite(value) if isinstance(value, float) else value
+                key: finite_or_none(value) if isinstance(value, float) else value
                 for key, value in asdict(difference).items()
             }
             for name, difference in (self.difference or {}).items()
@@ -451,9 +456,9 @@ def _table_row(result: Result) -> dict[str, str]:
     """Return the row of a result in a table: head, prompt, subtraction and figures."""
     figures = {}
     for name, estimate in result.metrics.items():
-        metric = metric_of(name)
-        interval = f"[{metric.show(estimate.low)}, {metric.show(estimate.high)}]"
-        figures[metric.heading] = f"{metric.show(estimate.value)} {interval}"
+        metric = get_metric(name)
+        interval = f"[{metric.format(estimate.low)}, {metric.format(estimate.high)}]"
+        figures[metric.heading] = f"{metric.format(estimate.value)} {interval}"
     subtracted = "yes" if result.subtract else "no"
     return {"head": result.title, "prompt": result.prompt, "minus c": subtracted, **figures}
 
@@ -497,11 +502,11 @@ def best_first(results: Iterable[R]) -> Results[R]:
 _RESERVED = {field.name for kind in (ComparedResult, SweptResult) for field in fields(kind)}
 
 
-def score(
+def score_results(
     results: Sequence[R],
     similarity: Sequence[NDArray[np.floating]],
     rows: Scored,
-    metrics: Sequence[Metric] = DEFAULT,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
 ) -> list[R]:
     """Add the figures on rows to results that have none.
@@ -514,20 +519,22 @@ def score(
     """
     if not rows.rated.any():
         nothing = {metric.name: Estimate(math.nan) for metric in metrics}
-        return [replace(result, counts=Counts.of(rows), metrics=nothing) for result in results]
-    return with_figures(results, resampled(results, similarity, rows, metrics, resamples), rows)
+        return [replace(result, counts=RowCounts.of(rows), metrics=nothing) for result in results]
+    return add_metrics(
+        results, bootstrap_results(results, similarity, rows, metrics, resamples), rows
+    )
 
 
-def resampled(
+def bootstrap_results(
     results: Sequence[Result],
     similarity: Sequence[NDArray[np.floating]],
     rows: Scored,
-    metrics: Sequence[Metric] = DEFAULT,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
-) -> Resampled:
+) -> BootstrapMetrics:
     """Compute metrics on bootstrap samples of the rated rows.
 
-    Arguments and errors are those of ``score``.
+    Arguments and errors are those of ``score_results``.
     """
     for metric in metrics:
         if metric.name in _RESERVED | {"n", "seed", "prompt"}:
@@ -541,12 +548,12 @@ def resampled(
         bad = int((~np.isfinite(system)).any(axis=0).sum())
         if bad:
             raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
-    return resample(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
+    return bootstrap_metrics(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
 
 
-def with_figures(results: Sequence[R], draws: Resampled, rows: Scored) -> list[R]:
-    """Add the figures that ``resampled`` computed on rows to results."""
-    counts = Counts.of(rows)
+def add_metrics(results: Sequence[R], draws: BootstrapMetrics, rows: Scored) -> list[R]:
+    """Add the figures that ``bootstrap_results`` computed on rows to results."""
+    counts = RowCounts.of(rows)
     return [
         replace(result, counts=counts, metrics=draws.estimates(i), seed_sd=draws.deviations(i))
         for i, result in enumerate(results)

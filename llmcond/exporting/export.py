@@ -14,24 +14,24 @@ from pathlib import Path
 import numpy as np
 
 from llmcond.encoders.checkpoints.checkpoint import read_settings
-from llmcond.encoders.loading.architecture import quiet
+from llmcond.encoders.loading.architecture import silence_transformers
 from llmcond.encoders.spec import Dtype
-from llmcond.errors import LlmcondError, UserError, brief
-from llmcond.exporting.exported import Chooses, ExportResult
+from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.exporting.modules import (
-    NotPlainError,
-    Plain,
-    obstacles,
-    plain,
-    reads_both_ways,
+    ModularEmbedder,
+    NotExportableError,
+    export_obstacles,
+    is_bidirectional_decoder,
+    to_modules,
     write_modules,
 )
-from llmcond.exporting.run import copy_run, without_path
+from llmcond.exporting.result import ConditionSelector, ExportResult
+from llmcond.exporting.run import copy_run, strip_path
 from llmcond.exporting.tokenizers import TEXTS
-from llmcond.files import making, write_json, write_text
+from llmcond.files import create_folder_atomically, write_json, write_text
 from llmcond.report.card import render_card
-from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, describe, load_embedder
+from llmcond.runs.similarity import Vectors
 from llmcond.system import versions
 
 #: Maximum distance of unit vectors from llmcond's, by the type they are computed in. In 16 bit,
@@ -68,10 +68,10 @@ def export_model(
     try:
         if not conditions:
             return _write_any_condition(run_folder, out, embedder)
-        for reason in obstacles(embedder):
-            raise NotPlainError(reason)
+        for reason in export_obstacles(embedder):
+            raise NotExportableError(reason)
         return _write_conditions(run_folder, out, embedder, conditions)
-    except NotPlainError as error:
+    except NotExportableError as error:
         each = "Export each condition separately, or leave" if len(conditions) > 1 else "Leave"
         raise UserError(
             f"{embedder.encoder.name} with the head {embedder.name} cannot be exported as modules "
@@ -90,7 +90,7 @@ def _write_conditions(
     about = {**describe(embedder), "dtype": run_dtype}
     run_vectors = _encode_texts(embedder, conditions[0]) if run_dtype != dtype else None
     embedder = _change_dtype(embedder, dtype)
-    modular, tokenizer = plain(embedder, conditions)
+    modular, tokenizer = to_modules(embedder, conditions)
     selector = _find_selector(modular)
     expected = {text: _encode_texts(embedder, text) for text in conditions}
     notes = _collect_notes(embedder, modular, selector)
@@ -100,7 +100,7 @@ def _write_conditions(
             f"The weights are {dtype}, but llmcond computes this run in {run_dtype}. Components of "
             f"vectors therefore differ by up to {difference:.0e}."
         )
-    with making(out) as folder:
+    with create_folder_atomically(out) as folder:
         resolved, route = embedder.encoder.resolved, selector == "task"
         modules = write_modules(folder, resolved, tokenizer, modular, route=route)
         _write_settings(folder, *_name_prompts(modular, selector))
@@ -132,28 +132,30 @@ def _change_dtype(embedder: Embedder, dtype: Dtype) -> Embedder:
     return replace(embedder, encoder=Encoder(replace(resolved, identity=identity)))
 
 
-def _find_selector(modular: Plain) -> Chooses:
+def _find_selector(modular: ModularEmbedder) -> ConditionSelector:
     """Return how the condition is selected.
 
     Raises:
-        NotPlainError: each condition would need a separate encoder.
+        NotExportableError: each condition would need a separate encoder.
     """
-    if len(modular.around) == 1:
+    if len(modular.affixes) == 1:
         return "fixed"
     token_affixes = {
-        (tuple(affixes.before), tuple(affixes.after)) for affixes in modular.around.values()
+        (tuple(affixes.before), tuple(affixes.after)) for affixes in modular.affixes.values()
     }
-    leads = set(modular.leads.values())
+    leads = set(modular.text_prefixes.values())
     if len(token_affixes) == 1 and leads == {""}:
         return "task"
     if len(token_affixes) == 1 and modular.same_layers:
         return "prompt_name"
-    raise NotPlainError(
+    raise NotExportableError(
         "each condition would need a separate encoder, as it is read together with the texts"
     )
 
 
-def _collect_notes(embedder: Embedder, modular: Plain, selector: Chooses) -> list[str]:
+def _collect_notes(
+    embedder: Embedder, modular: ModularEmbedder, selector: ConditionSelector
+) -> list[str]:
     notes = []
     layers = [
         layer for layers_of_condition in modular.layers.values() for layer in layers_of_condition
@@ -171,7 +173,7 @@ def _collect_notes(embedder: Embedder, modular: Plain, selector: Chooses) -> lis
             "out, so its vectors would be wrong. Serve the model with sentence-transformers or "
             "llmcond serve."
         )
-    if any(modular.leads.values()):
+    if any(modular.text_prefixes.values()):
         notes.append(
             "A prompt of sentence-transformers puts the condition in front of texts. A server that "
             "does not read config_sentence_transformers.json must be given that prompt."
@@ -179,9 +181,9 @@ def _collect_notes(embedder: Embedder, modular: Plain, selector: Chooses) -> lis
     if selector == "prompt_name":
         notes.append(
             "Without a prompt name, encode, encode_query and encode_document use the first "
-            f"condition, {next(iter(modular.leads))!r}."
+            f"condition, {next(iter(modular.text_prefixes))!r}."
         )
-    if reads_both_ways(embedder.encoder.resolved):
+    if is_bidirectional_decoder(embedder.encoder.resolved):
         notes.append(
             "Tokens attend in both directions because of is_causal in config.json. transformers "
             "reads it from version 5 on; other servers may not."
@@ -189,16 +191,20 @@ def _collect_notes(embedder: Embedder, modular: Plain, selector: Chooses) -> lis
     return notes
 
 
-def _name_prompts(modular: Plain, selector: Chooses) -> tuple[dict[str, str], str | None]:
+def _name_prompts(
+    modular: ModularEmbedder, selector: ConditionSelector
+) -> tuple[dict[str, str], str | None]:
     """Return the prompts of an export by name, and the name of the default one, if there is any.
 
     Callers of ``encode``, ``encode_query`` or ``encode_document`` that give no name get the first
     condition; without these prompts they would get no condition at all.
     """
-    if not any(modular.leads.values()):
+    if not any(modular.text_prefixes.values()):
         return {}, None
     prompts = (
-        {"default": next(iter(modular.leads.values()))} if selector == "fixed" else modular.leads
+        {"default": next(iter(modular.text_prefixes.values()))}
+        if selector == "fixed"
+        else modular.text_prefixes
     )
     name, prefix = next(iter(prompts.items()))
     return {"query": prefix, "document": prefix, **prompts}, name
@@ -224,7 +230,7 @@ def _write_any_condition(run: Path, out: Path, embedder: Embedder) -> ExportResu
     modules, dtype = [_MODULE.rpartition(".")[2]], embedder.encoder.identity.dtype
     about = describe(embedder)
     result = ExportResult(out, [], "any", modules, dtype, embedder.dim, None, [note], about)
-    with making(out) as folder:
+    with create_folder_atomically(out) as folder:
         copy_run(run, embedder, folder)
         write_json(folder / "modules.json", [{"idx": 0, "name": "0", "path": "", "type": _MODULE}])
         _write_settings(folder, {}, None)
@@ -259,7 +265,7 @@ def _finish_export(
         },
         embedder.view.prompts,
         result=result,
-        about={key: without_path(value) for key, value in result.about.items()},
+        about={key: strip_path(value) for key, value in result.about.items()},
         licence=licence,
         command=shlex.join(words),
         repr=repr,
@@ -286,7 +292,7 @@ def _encode_texts(embedder: Embedder, condition: str) -> Vectors:
 
 
 def _load_and_encode(
-    folder: Path, selector: Chooses, conditions: Sequence[str]
+    folder: Path, selector: ConditionSelector, conditions: Sequence[str]
 ) -> dict[str, Vectors]:
     """Load the export in sentence-transformers; encode the test texts under each condition."""
     calls: list[dict[str, str]] = (
@@ -298,7 +304,7 @@ def _load_and_encode(
     )
     # peft, if installed, imports bitsandbytes, which warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with quiet(), _ignore_cut_warnings():
+    with silence_transformers(), _ignore_cut_warnings():
         if selector == "any":
             from llmcond.integrations.sentence_transformers import load_sentence_transformer
 
@@ -326,7 +332,8 @@ def _compare(actual: Mapping[str, Vectors], expected: Mapping[str, Vectors], dty
         if not distance.max() <= _TOLERANCE[dtype]:
             raise LlmcondError(
                 f"the export computes other vectors than llmcond under {condition!r}: that of "
-                f"{brief(TEXTS[int(distance.argmax())])} is {distance.max():.1e} away, which is "
+                f"{shortened_repr(TEXTS[int(distance.argmax())])} is {distance.max():.1e} away, "
+                "which is "
                 "more than rounding. Nothing was written. Leave out --condition instead."
             )
         largest = max(largest, float(np.abs(difference).max()))

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from llmcond.arrays import Array
 from llmcond.encoders.checkpoints.checkpoint import read_settings
-from llmcond.encoders.checkpoints.weights import all_weights
+from llmcond.encoders.checkpoints.weights import read_all_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.settings import SETTINGS, encoder_types
 from llmcond.errors import UserError
-from llmcond.exporting.tokenizers import Around, around, write_tokenizer
+from llmcond.exporting.tokenizers import Affixes, find_affixes, write_tokenizer
 from llmcond.files import write_json
 from llmcond.finetune.state import write_tensors
-from llmcond.heads.plain import DenseLayer
+from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.settings import Activation
 from llmcond.prompts import Prompt
 from llmcond.runs.embedder import Embedder
@@ -40,20 +40,20 @@ _ACTIVATIONS: Mapping[Activation, type[nn.Module]] = {
 _HOMOGENEOUS = ("none", "relu")
 
 
-class NotPlainError(UserError):
+class NotExportableError(UserError):
     """An embedder cannot be expressed as modules of sentence-transformers; the message says why."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class ModularEmbedder:
     """An embedder under some conditions, as layers and tokens.
 
     Attributes:
-        around: text and tokens around every text, by condition.
+        affixes: text and tokens around every text, by condition.
         layers: layers after the encoder's vectors, by condition.
     """
 
-    around: Mapping[str, Around]
+    affixes: Mapping[str, Affixes]
     layers: Mapping[str, Sequence[TensorLayer]]
 
     @property
@@ -70,9 +70,9 @@ class Plain:
         )
 
     @property
-    def leads(self) -> Mapping[str, str]:
+    def text_prefixes(self) -> Mapping[str, str]:
         """Text that sentence-transformers puts in front of texts, by condition."""
-        return {condition: affixes.lead for condition, affixes in self.around.items()}
+        return {condition: affixes.text_prefix for condition, affixes in self.affixes.items()}
 
 
 def _both_equal(first: Tensor | None, second: Tensor | None) -> bool:
@@ -81,7 +81,7 @@ def _both_equal(first: Tensor | None, second: Tensor | None) -> bool:
     return torch.equal(first, second)
 
 
-def obstacles(embedder: Embedder) -> Iterator[str]:
+def export_obstacles(embedder: Embedder) -> Iterator[str]:
     """Yield reasons why sentence-transformers has no modules for an embedder."""
     identity, view = embedder.encoder.identity, embedder.view
     if len(view.prompts) > 1:
@@ -91,7 +91,7 @@ def obstacles(embedder: Embedder) -> Iterator[str]:
         yield f"the prompt {prompt.name} pools by the condition"
     if part.context is not None:
         yield f"the prompt {prompt.name} reads a pair of texts and pools one of them"
-    if view.subtracts and not prompt.of_condition:
+    if view.subtracts and not prompt.subtracts_condition:
         yield f"the prompt {prompt.name} subtracts a vector that depends on the sentence"
     if embedder.encoder.resolved.checkpoint.members:
         yield "its encoder is an ensemble"
@@ -99,45 +99,49 @@ def obstacles(embedder: Embedder) -> Iterator[str]:
         value = getattr(identity, name)
         if setting.unplain and value != setting.settled_default:
             yield setting.unplain.format(value)
-    if not pooling_named(identity.pooling).module:
+    if not get_pooling(identity.pooling).module:
         yield f"{embedder.encoder.name} pools by {identity.pooling}"
     if not embedder.head.compares_by_cosine:
         yield f"the head {embedder.name} does not compare embeddings by their cosine"
 
 
-def plain(embedder: Embedder, conditions: Sequence[str]) -> tuple[Plain, Any]:
-    """Express an embedder without ``obstacles`` as layers and tokens; return also its tokenizer.
+def to_modules(embedder: Embedder, conditions: Sequence[str]) -> tuple[ModularEmbedder, Any]:
+    """Express an embedder as layers and tokens; return them with its tokenizer.
+
+    The embedder must have no ``export_obstacles``.
 
     Raises:
-        NotPlainError: its tokens or its head cannot be expressed as modules of
+        NotExportableError: its tokens or its head cannot be expressed as modules of
             sentence-transformers.
     """
     resolved, prompt = embedder.encoder.resolved, embedder.view.prompts[0]
     checkpoint, identity = resolved.checkpoint, resolved.identity
     tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, identity.attention))
     if not tokenizer.is_fast:
-        raise NotPlainError(f"{checkpoint.name} has no fast tokenizer")
+        raise NotExportableError(f"{checkpoint.name} has no fast tokenizer")
     reader = InputTokenizer(tokenizer, identity, checkpoint.name)
     # Callers can select a text prefix with each call, but not tokens.
     several = len(conditions) > 1 and not prompt.separate
-    affixes = {condition: around(reader, tokenizer, prompt.conditional, condition, lead=several)
-               for condition in conditions}  # fmt: skip
+    affixes = {
+        condition: find_affixes(reader, tokenizer, prompt.conditional, condition, lead=several)
+        for condition in conditions
+    }
     constant_affixes = {
         condition: value for condition, value in affixes.items() if value is not None
     }
     if len(constant_affixes) < len(affixes):
-        raise NotPlainError(
+        raise NotExportableError(
             f"the tokens that the prompt {prompt.name} puts around a sentence depend on the "
             "sentence"
         )
-    return Plain(constant_affixes, _layers_by_condition(embedder, conditions)), tokenizer
+    return ModularEmbedder(constant_affixes, _layers_by_condition(embedder, conditions)), tokenizer
 
 
 def _layers_by_condition(
     embedder: Embedder, conditions: Sequence[str]
 ) -> dict[str, list[TensorLayer]]:
     view, head, layers_by_condition = embedder.view, embedder.head, {}
-    of_condition, subtracts = view.of_condition(), view.subtracts
+    of_condition, subtracts = view.condition_prompt(), view.subtracts
     for condition in conditions:
         condition_vector = None
         if of_condition is not None:
@@ -146,7 +150,7 @@ def _layers_by_condition(
         if not head.is_identity:
             head_layers = head.dense_layers(condition_vector)
         if head_layers is None:
-            raise NotPlainError(
+            raise NotExportableError(
                 f"the head {embedder.name} ({head.kind}) does not consist of dense layers"
             )
         layers = [_fold_mean(layer) for layer in head_layers]
@@ -179,7 +183,12 @@ def _encode_condition(embedder: Embedder, prompt: Prompt, condition: str) -> Arr
 
 
 def write_modules(
-    folder: Path, resolved: ResolvedEncoder, tokenizer: Any, modular: Plain, *, route: bool
+    folder: Path,
+    resolved: ResolvedEncoder,
+    tokenizer: Any,
+    modular: ModularEmbedder,
+    *,
+    route: bool,
 ) -> list[str]:
     """Write the files of all modules; return their names.
 
@@ -188,10 +197,10 @@ def write_modules(
     condition.
     """
     identity = resolved.identity
-    first = next(iter(modular.around.values()))
+    first = next(iter(modular.affixes.values()))
     write_tokenizer(tokenizer, first.before, first.after, identity.max_length, folder)
     dense = _write_network(folder, resolved)
-    pooled = pooling_named(identity.pooling).module
+    pooled = get_pooling(identity.pooling).module
     pooling = {
         "word_embedding_dimension": load_config(
             resolved.checkpoint, identity.attention
@@ -242,14 +251,14 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     checkpoint, identity = resolved.checkpoint, resolved.identity
     config = read_settings(checkpoint.folder / "config.json", {})
     loaded = load_model(resolved, load_config(checkpoint, identity.attention))
-    weights = all_weights(loaded.network, checkpoint)
+    weights = read_all_weights(loaded.network, checkpoint)
     kinds = {kind: name for name, kind in _ACTIVATIONS.items()}
     modules: list[Any] = list(loaded.dense)
     dense = [
         DenseLayer(linear.weight, linear.bias, kinds[type(activation)])
         for linear, activation in zip(modules[::2], modules[1::2], strict=True)
     ]
-    if pooling_named(identity.pooling).part == "pooler":
+    if get_pooling(identity.pooling).part == "pooler":
         pooler = loaded.network.pooler.dense
         dense = [DenseLayer(pooler.weight, pooler.bias, "tanh"), *dense]
     dtype = identity.dtype
@@ -260,7 +269,7 @@ def _write_network(folder: Path, resolved: ResolvedEncoder) -> list[TensorLayer]
     )
     for key in ("auto_map", "_name_or_path", "torch_dtype"):
         config.pop(key, None)
-    if reads_both_ways(resolved):
+    if is_bidirectional_decoder(resolved):
         config["is_causal"] = False
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     return dense
@@ -270,7 +279,7 @@ def _cast(value: Tensor, dtype: str) -> Tensor:
     return value.to(getattr(torch, dtype)) if value.is_floating_point() else value
 
 
-def reads_both_ways(resolved: ResolvedEncoder) -> bool:
+def is_bidirectional_decoder(resolved: ResolvedEncoder) -> bool:
     """Return whether the encoder is a decoder whose tokens also attend to later tokens."""
     config = read_settings(resolved.checkpoint.folder / "config.json", {})
     known_to_transformers = (

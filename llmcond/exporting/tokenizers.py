@@ -9,7 +9,7 @@ from typing import Any
 
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.files import write_json, write_text
-from llmcond.prompts.template import Part
+from llmcond.prompts.template import InputTemplate
 
 #: Texts on which exports are tested: with various beginnings and ends, and one that is cut.
 TEXTS = (
@@ -26,28 +26,34 @@ _PROBES = ("Zebras quickly juggled 17 oranges", "Three dogs walk in the park")
 
 
 @dataclass(frozen=True)
-class Around:
+class Affixes:
     """Text and tokens around every text under one condition.
 
     Attributes:
-        lead: text prefix, for templates whose beginning a tokenizer must join to the text.
+        text_prefix: text prefix, for templates whose beginning a tokenizer must join to the text.
         before: token ids before the text, including special ones.
         after: token ids after the text, including special ones.
     """
 
-    lead: str
+    text_prefix: str
     before: list[int]
     after: list[int]
 
 
-def around(
-    reader: InputTokenizer, tokenizer: Any, part: Part, condition: str, *, lead: bool = False
-) -> Around | None:
+def find_affixes(
+    reader: InputTokenizer,
+    tokenizer: Any,
+    part: InputTemplate,
+    condition: str,
+    *,
+    lead: bool = False,
+) -> Affixes | None:
     """Return what a template puts around every sentence under a condition.
 
-    The result is tokens if these reproduce what the encoder reads; otherwise, or with ``lead``, the
-    text in front of the sentence is kept as text. None means that neither works, for example
-    because the sentence occurs twice, or its last token merges with what follows.
+    The result is tokens if these reproduce what the encoder reads; otherwise, or with
+    ``text_prefix``, the text in front of the sentence is kept as text. None means that neither
+    works, for example because the sentence occurs twice, or its last token merges with what
+    follows.
     """
     for probe in _PROBES:
         text = reader.format(part.render(probe, condition))
@@ -56,7 +62,7 @@ def around(
             ids = _encode_part(reader, part, probe, condition)
             text_ids = _encode_text(tokenizer, f"{prefix}{probe}")
             for start in range(len(ids) - len(text_ids) + 1):
-                affixes = Around(prefix, ids[:start], ids[start + len(text_ids) :])
+                affixes = Affixes(prefix, ids[:start], ids[start + len(text_ids) :])
                 if ids[start : start + len(text_ids)] == text_ids and all(
                     _encode_part(reader, part, other_text, condition)
                     == [
@@ -70,7 +76,9 @@ def around(
     return None
 
 
-def _encode_part(reader: InputTokenizer, part: Part, text: str, condition: str) -> list[int]:
+def _encode_part(
+    reader: InputTokenizer, part: InputTemplate, text: str, condition: str
+) -> list[int]:
     return reader([part.render(text, condition)])[0].ids
 
 

@@ -1,8 +1,8 @@
 """Extraction: encoding the inputs that a store does not hold yet, chunk by chunk.
 
-A plan (``Plan``) determines which inputs are encoded, in which order and in which parts. Threads
-encode several parts at a time. ``commit`` stores each part under a claim, so that other processes
-can work on the same plan.
+A plan (``EncodingPlan``) determines which inputs are encoded, in which order and in which parts.
+Threads encode several parts at a time. ``encode_and_commit`` stores each part under a claim, so
+that other processes can work on the same plan.
 
 Inputs can be any iterable of any length, which is read a window at a time. Windows depend only on
 the inputs; parts and batches depend on the inputs and on the number of encoding threads. So an
@@ -26,11 +26,17 @@ import numpy as np
 
 from llmcond.encoders.spec import EncoderInput, InputError, plan_inputs
 from llmcond.features.keys import KeyIndex
-from llmcond.features.missing import Missing, count_missing, counting, fresh, windows
+from llmcond.features.missing import (
+    MissingCount,
+    count_in_background,
+    count_missing,
+    iterate_windows,
+    select_unseen,
+)
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded, Encoder, Queries, Query
+    from llmcond.encoders.encoder import Encoded, Encoder, RouterQueries, RouterQuery
     from llmcond.encoders.threads import WorkerThreads
     from llmcond.features.store import FeatureStore
 
@@ -49,7 +55,7 @@ _MAX_CLAIMED = 32
 _UNIT_SIZE, _MAX_ROUTERS = 256, 16_384
 
 
-class Progress(Protocol):
+class ExtractionProgress(Protocol):
     """Shows the progress of an extraction."""
 
     def start(self, inputs: int | None, characters: int | None) -> None:
@@ -101,11 +107,11 @@ def extract(
     inputs: Iterable[EncoderInput],
     store: FeatureStore,
     load: Callable[[], Encoder],
-    progress: Progress | None = None,
+    progress: ExtractionProgress | None = None,
     chunking: Chunking = Chunking(),
     *,
-    missing: Missing | None = None,
-    execute: Execute | None = None,
+    missing: MissingCount | None = None,
+    execute: PlanExecutor | None = None,
 ) -> Extraction:
     """Encode the inputs that ``store`` lacks and commit them chunk by chunk.
 
@@ -132,7 +138,7 @@ def extract(
     if missing is None and 0 < size <= COUNTED_FIRST:
         missing = count_missing(store, inputs, chunking.window)
 
-    def show(missing: Missing) -> None:
+    def show(missing: MissingCount) -> None:
         if progress and missing.n_missing:
             progress.start(missing.n_missing, missing.n_characters)
 
@@ -144,12 +150,12 @@ def extract(
         show_start()
         return load()
 
-    work_plan = Plan(inputs, store, chunking)
+    work_plan = EncodingPlan(inputs, store, chunking)
     with ExitStack() as stack:
         if missing is not None:
             show(missing)
         elif size and progress:
-            stack.enter_context(counting(store, inputs, chunking.window, show))
+            stack.enter_context(count_in_background(store, inputs, chunking.window, show))
         if execute is None:
             threads = stack.enter_context(closing(_EncodingThreads(load_and_show, store)))
             tally = _run_plan(work_plan, threads, progress)
@@ -160,7 +166,7 @@ def extract(
     return Extraction(n_inputs, tally.n_added, n_truncated, tally.n_tokens, seconds)
 
 
-def plan(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
+def order_inputs(inputs: Iterable[EncoderInput], *, by_prefix: bool = False) -> list[EncoderInput]:
     """Return the distinct inputs in the order in which they are encoded."""
     distinct = list(dict.fromkeys(inputs))
     return [distinct[index] for index in plan_inputs(distinct, by_prefix=by_prefix)]
@@ -194,17 +200,19 @@ class _RoutingUnits:
         return {text: self._units[text] for text in texts}
 
 
-class Part(NamedTuple):
+class EncodingPart(NamedTuple):
     """Inputs that are encoded and committed together, and the routers of their window."""
 
     inputs: list[EncoderInput]
     units: _UnitsByRouter
 
-    def lacking(self, store: FeatureStore) -> Part:
+    def missing_from(self, store: FeatureStore) -> EncodingPart:
         """Return the inputs that a store lacks, with the routers that they need."""
         inputs = [self.inputs[i] for i in store.missing(self.inputs)]
         texts = (item.router.text if item.router else item.text for item in inputs)
-        return Part(inputs, {text: self.units[text] for text in texts if text in self.units})
+        return EncodingPart(
+            inputs, {text: self.units[text] for text in texts if text in self.units}
+        )
 
 
 class PartEncoder:
@@ -213,7 +221,7 @@ class PartEncoder:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder, self._routing_units = encoder, dict[tuple[str, ...], _RoutingUnit]()
 
-    def encode(self, part: Part) -> Encoded:
+    def encode(self, part: EncodingPart) -> Encoded:
         """Return the vectors of a part."""
         if not part.units:
             return self._encoder.encode_counted(part.inputs)
@@ -221,7 +229,7 @@ class PartEncoder:
         # routers.
         if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
             self._routing_units = {}
-        queries: dict[str, Query] = {}
+        queries: dict[str, RouterQuery] = {}
         for texts in dict.fromkeys(part.units.values()):
             queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
                 self._encoder, texts
@@ -234,9 +242,9 @@ class _RoutingUnit:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queries: Queries | None = None
+        self._queries: RouterQueries | None = None
 
-    def queries(self, encoder: Encoder, texts: Sequence[str]) -> Queries:
+    def queries(self, encoder: Encoder, texts: Sequence[str]) -> RouterQueries:
         with self._lock:
             if self._queries is None:
                 self._queries = encoder.queries(texts)
@@ -244,7 +252,7 @@ class _RoutingUnit:
 
 
 @dataclass(eq=False)
-class Plan:
+class EncodingPlan:
     """The distinct inputs that a store lacks, in the order and the parts in which to encode them.
 
     The fields are arguments of ``extract``. Creating a plan reads no inputs.
@@ -260,14 +268,16 @@ class Plan:
         self._is_requested = np.zeros(0, dtype=np.bool_)
         self._pending: list[EncoderInput] = []
 
-    def parts(self, concurrency: Callable[[], int]) -> Iterator[Part]:
+    def parts(self, concurrency: Callable[[], int]) -> Iterator[EncodingPart]:
         """Yield the parts that the store does not hold completely. This can be called only once.
 
         A chunk has ``concurrency()`` parts. The function is called only if an input is missing.
         """
         units = _RoutingUnits()
-        for window in windows(self.inputs, self.chunking.window):
-            ordered = plan(fresh(window, self._seen), by_prefix=self.chunking.by_prefix)
+        for window in iterate_windows(self.inputs, self.chunking.window):
+            ordered = order_inputs(
+                select_unseen(window, self._seen), by_prefix=self.chunking.by_prefix
+            )
             routers = units.of(ordered)
             self._record_requests(ordered)
             absent = np.zeros(len(ordered), dtype=np.bool_)
@@ -277,7 +287,7 @@ class Plan:
             size = max(1, self.chunking.chunk // concurrency())
             for start in range(0, len(ordered), size):
                 if absent[start : start + size].any():
-                    yield Part(ordered[start : start + size], routers)
+                    yield EncodingPart(ordered[start : start + size], routers)
 
     def counts(self) -> tuple[int, int]:
         """Return the number of distinct inputs, and how many of them were truncated."""
@@ -286,14 +296,14 @@ class Plan:
 
     def _record_requests(self, inputs: Sequence[EncoderInput]) -> None:
         requested = [*self._pending, *inputs]
-        positions = self.store.places(requested)
+        positions = self.store.positions(requested)
         self._is_requested.resize(len(self.store), refcheck=False)
         self._is_requested[positions[positions >= 0]] = True
         self._pending = [requested[i] for i in np.flatnonzero(positions < 0)]
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedCounts:
     """The counts of a committed part.
 
     Attributes:
@@ -311,7 +321,7 @@ class Committed:
     seconds: float = 0.0
 
 
-class Tally:
+class ExtractionTally:
     """Sums the counts of committed parts, and shows them. Time starts with the first batch.
 
     Attributes:
@@ -319,11 +329,11 @@ class Tally:
         n_tokens: Tokens of the encoded inputs, before truncation.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: ExtractionProgress | None) -> None:
         self._progress, self._began = progress, 0.0
         self.n_added = self.n_tokens = 0
 
-    def add(self, done: Committed, at_once: int) -> None:
+    def add(self, done: CommittedCounts, at_once: int) -> None:
         """Add the counts of a part that one of ``at_once`` threads or actors committed."""
         self._began = self._began or time.monotonic() - done.seconds
         self.n_added += done.n_added
@@ -340,10 +350,14 @@ class Tally:
 
 #: Runs a plan and shows its progress. It calls its third argument before it encodes the first
 #: input.
-Execute = Callable[[Plan, Progress | None, Callable[[], None]], Tally]
+PlanExecutor = Callable[
+    [EncodingPlan, ExtractionProgress | None, Callable[[], None]], ExtractionTally
+]
 
 
-def commit(store: FeatureStore, part: Part, encode: Callable[[Part], Encoded]) -> Committed | None:
+def encode_and_commit(
+    store: FeatureStore, part: EncodingPart, encode: Callable[[EncodingPart], Encoded]
+) -> CommittedCounts | None:
     """Encode and store the missing inputs of a part; return None if another process claimed it.
 
     Raises:
@@ -351,29 +365,29 @@ def commit(store: FeatureStore, part: Part, encode: Callable[[Part], Encoded]) -
         DiskFullError: The disk is full.
     """
     if not store.missing(part.inputs):
-        return Committed()
+        return CommittedCounts()
     name = digest_bytes(b"".join(item.key for item in part.inputs), size=8).hex()
     with store.claim(name) as is_claimed:
         if not is_claimed:
             return None
         store.refresh()
-        lacking = part.lacking(store)
+        lacking = part.missing_from(store)
         missing_inputs = lacking.inputs
         if not missing_inputs:
-            return Committed()
+            return CommittedCounts()
         began = time.monotonic()
         encoded = encode(lacking)
         finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
         good = np.flatnonzero(finite)
         added = store.append([missing_inputs[i] for i in good], encoded.take(good))
         if not finite.all():
-            raise not_finite(missing_inputs[int(np.argmin(finite))], store.dtype)
+            raise not_finite_error(missing_inputs[int(np.argmin(finite))], store.dtype)
         characters = sum(item.size for item in missing_inputs)
         n_tokens, seconds = int(encoded.n_tokens.sum()), time.monotonic() - began
-        return Committed(len(missing_inputs), added, characters, n_tokens, seconds)
+        return CommittedCounts(len(missing_inputs), added, characters, n_tokens, seconds)
 
 
-def not_finite(item: EncoderInput, dtype: str) -> InputError:
+def not_finite_error(item: EncoderInput, dtype: str) -> InputError:
     """Return the error for an input whose vector is not finite in the stored type."""
     return InputError(
         item,
@@ -399,19 +413,21 @@ class _EncodingThreads:
         return WorkerThreads(self.encoder.concurrency)
 
     @cached_property
-    def _encode(self) -> Callable[[Part], Encoded]:
+    def _encode(self) -> Callable[[EncodingPart], Encoded]:
         return PartEncoder(self.encoder).encode
 
-    def commit(self, parts: Iterable[Part]) -> Generator[tuple[Part, Committed | None]]:
-        """Yield each part with the result of ``commit``, in the order of the parts."""
+    def commit(
+        self, parts: Iterable[EncodingPart]
+    ) -> Generator[tuple[EncodingPart, CommittedCounts | None]]:
+        """Yield each part with the result of ``encode_and_commit``, in the order of the parts."""
         waiting = iter(parts)
         first = next(waiting, None)
         if first is None:
             return
         encode = self._encode
 
-        def work(part: Part) -> tuple[Part, Committed | None]:
-            return part, commit(self._store, part, encode)
+        def work(part: EncodingPart) -> tuple[EncodingPart, CommittedCounts | None]:
+            return part, encode_and_commit(self._store, part, encode)
 
         yield from self.threads.map(work, chain([first], waiting))
 
@@ -420,23 +436,25 @@ class _EncodingThreads:
             self.threads.close()
 
 
-def _run_plan(plan: Plan, threads: _EncodingThreads, progress: Progress | None) -> Tally:
+def _run_plan(
+    plan: EncodingPlan, threads: _EncodingThreads, progress: ExtractionProgress | None
+) -> ExtractionTally:
     """Encode and store all missing inputs of a plan.
 
     Parts that other processes have claimed come last. This function waits for them, or takes them
     over if the other process ends without storing them.
     """
-    claimed: deque[Part] = deque()
-    tally = Tally(progress)
+    claimed: deque[EncodingPart] = deque()
+    tally = ExtractionTally(progress)
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[EncodingPart]:
         for part in plan.parts(lambda: threads.threads.concurrency.threads):
             yield part
             while len(claimed) > _MAX_CLAIMED:
                 time.sleep(_WAIT_SECONDS / 10)
                 yield claimed.popleft()
 
-    remaining: Iterable[Part] = parts()
+    remaining: Iterable[EncodingPart] = parts()
     while True:
         with closing(threads.commit(remaining)) as results:
             for part, done in results:

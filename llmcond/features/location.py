@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from llmcond.errors import DiskFullError, LlmcondError, UserError, first_line, raise_disk_error
 from llmcond.files import check_writable, digest_text, read_json, write_json
-from llmcond.lance_io import newest
-from llmcond.object_stores import lance_options, refusal, split_uri, without_secrets
+from llmcond.lance_io import open_newest
+from llmcond.object_stores import lance_options, redact, split_uri, user_error_of
 
 #: Free space to leave on the disk in addition to the bytes that are written.
 SPARE_BYTES = 2**18
@@ -37,7 +37,7 @@ _DESCRIPTION = b"llmcond"
 _POLL_SECONDS = 0.005
 
 
-class Folder:
+class LocalLocation:
     """A local folder, or a folder on a file system that several machines share.
 
     Attributes:
@@ -65,14 +65,14 @@ class Folder:
 
     def newest(self) -> Any:
         """Return the newest version of the dataset; None if nothing was committed yet."""
-        return newest(self.uri)
+        return open_newest(self.uri)
 
     def description(self, dataset: Any) -> dict[str, Any] | None:
         """Return the store's description from store.json; None if nothing was committed yet."""
         path = self.folder / "store.json"
         return read_json(path) if path.exists() else None
 
-    def described(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
+    def write_description(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
         """Write the description of a new store, and return the schema of its dataset."""
         write_json(self.folder / "store.json", description)
         return schema
@@ -81,7 +81,7 @@ class Folder:
         """Return whether the disk has ``n_bytes`` of free space."""
         return shutil.disk_usage(self.folder).free >= n_bytes
 
-    def holds(self, path: str) -> bool:
+    def has_file(self, path: str) -> bool:
         """Return whether a file of the dataset, such as data/NAME.lance, exists."""
         return Path(self.uri, path).exists()
 
@@ -96,7 +96,7 @@ class Folder:
         """Raise a clear error if the disk is full or the folder is not writable."""
         raise_disk_error(error, self.folder, f"the {stored:,} features already stored are kept")
 
-    def damaged(self, error: BaseException) -> str:
+    def damage_message(self, error: BaseException) -> str:
         """Return the message for files that cannot be read."""
         return (
             f"{self.uri} cannot be read: {first_line(error)}. If it is damaged, delete "
@@ -104,8 +104,8 @@ class Folder:
         )
 
 
-class Bucket:
-    """A prefix of an object store, with the attributes and methods of ``Folder``.
+class BucketLocation:
+    """A prefix of an object store, with the attributes and methods of ``LocalLocation``.
 
     An object store has no file locks. A commit names the version that it is based on, and the
     storage rejects it if that is no longer the newest version.
@@ -154,11 +154,11 @@ class Bucket:
 
     def newest(self) -> Any:
         """Return the newest version of the dataset; None if nothing was committed yet."""
-        dataset = newest(self.uri, self.options)
+        dataset = open_newest(self.uri, self.options)
         if self._is_reached:
             return dataset
         self._is_reached = True
-        return None if dataset is None else newest(self.uri, self.options)
+        return None if dataset is None else open_newest(self.uri, self.options)
 
     def description(self, dataset: Any) -> dict[str, Any] | None:
         """Return the store's description from the schema of the dataset."""
@@ -169,7 +169,7 @@ class Bucket:
         except (KeyError, ValueError, TypeError):
             return {}
 
-    def described(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
+    def write_description(self, schema: pa.Schema, description: Mapping[str, Any]) -> pa.Schema:
         """Return the schema with the description of a new store."""
         return schema.with_metadata({_DESCRIPTION: json.dumps(description)})
 
@@ -177,7 +177,7 @@ class Bucket:
         """Return True, because a bucket has no limit."""
         return True
 
-    def holds(self, path: str) -> bool:
+    def has_file(self, path: str) -> bool:
         """Return whether a file of the dataset exists."""
         return bool(LanceFileSession(self.uri, self.options).contains(path))
 
@@ -196,37 +196,41 @@ class Bucket:
         """Raise a clear error for a storage or file error while writing; else return."""
         self.raise_unreachable(error)
         if isinstance(error, OSError):
-            raise LlmcondError(self.damaged(error)) from None
+            raise LlmcondError(self.damage_message(error)) from None
 
     def raise_unreachable(self, error: BaseException) -> None:
         """Raise a clear error if the storage rejected a request; else return."""
-        refusal_error = None if isinstance(error, LlmcondError) else refusal(self.name, error)
+        refusal_error = None if isinstance(error, LlmcondError) else user_error_of(self.name, error)
         if refusal_error is not None:
             # The cause is left out, since a server's message may contain the access key and the
             # signed request.
             raise refusal_error from None
 
-    def damaged(self, error: BaseException) -> str:
+    def damage_message(self, error: BaseException) -> str:
         """Return the message for files that cannot be read."""
         return (
-            f"{self.uri} cannot be read: {without_secrets(error)}. If it is damaged, delete what "
+            f"{self.uri} cannot be read: {redact(error)}. If it is damaged, delete what "
             f"is below {self.name} and run the same `llmcond extract` again."
         )
 
 
-def locate(root: str | Path, name: str) -> Folder | Bucket:
+def locate_store(root: str | Path, name: str) -> LocalLocation | BucketLocation:
     """Return the location of the store ``name`` below ``root``, a folder or a URI.
 
     Raises:
-        UserError: As ``recorded``.
+        UserError: As ``resolve_store_uri``.
     """
     if "://" not in str(root):
-        return Folder(Path(root) / name)
-    store_uri = recorded(str(root))
-    return Bucket(f"{store_uri}/{name}") if "://" in store_uri else Folder(Path(store_uri) / name)
+        return LocalLocation(Path(root) / name)
+    store_uri = resolve_store_uri(str(root))
+    return (
+        BucketLocation(f"{store_uri}/{name}")
+        if "://" in store_uri
+        else LocalLocation(Path(store_uri) / name)
+    )
 
 
-def recorded(root: str) -> str:
+def resolve_store_uri(root: str) -> str:
     """Return ``root``, a folder or a URI, in a form that is valid in any working folder.
 
     Raises:
@@ -295,7 +299,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def array_on_disk(folder: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
+def memory_mapped_array(folder: Path, shape: tuple[int, int], dtype: str) -> NDArray[Any]:
     """Return an array in a temporary file in a folder. The file is removed with the array.
 
     Raises:

@@ -22,7 +22,7 @@ _SAMPLE_SIZE = 2_048
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingCount:
     """Counts of the inputs of an extraction that a store lacks.
 
     The sample is chosen by keys, so it is random. Taking every n-th input would be biased, since
@@ -43,10 +43,10 @@ class Missing:
     every: int = 1
 
 
-def together(parts: Sequence[Missing]) -> Missing:
+def merge_counts(parts: Sequence[MissingCount]) -> MissingCount:
     """Add several counts, which were made with the same ``seen`` index."""
     every = max((part.every for part in parts), default=1)
-    return Missing(
+    return MissingCount(
         sum(part.n_inputs for part in parts),
         sum(part.n_missing for part in parts),
         sum(part.n_characters for part in parts),
@@ -65,7 +65,7 @@ def _sample_by_key(every: int, items: Sequence[EncoderInput]) -> list[EncoderInp
 
 def count_missing(
     store: FeatureStore, inputs: Iterable[EncoderInput], window: int, seen: KeyIndex | None = None
-) -> Missing:
+) -> MissingCount:
     """Count the inputs that a store lacks. Memory hardly grows with the number of inputs.
 
     Repeated inputs are counted once. Inputs in ``seen`` are not counted, and counted inputs are
@@ -76,9 +76,9 @@ def count_missing(
     n_missing = n_characters = 0
     sample: list[EncoderInput] = []
     every = 1
-    for chunk in windows(inputs, window):
-        distinct = fresh(chunk, seen)
-        positions = store.places(distinct)
+    for chunk in iterate_windows(inputs, window):
+        distinct = select_unseen(chunk, seen)
+        positions = store.positions(distinct)
         # Inputs that other processes add during the count were missing when it began.
         absent = [distinct[i] for i in np.flatnonzero((positions < 0) | (positions >= stored))]
         n_missing += len(absent)
@@ -87,15 +87,15 @@ def count_missing(
         while len(sample) > _SAMPLE_SIZE:
             every *= 2
             sample = _sample_by_key(every, sample)
-    return Missing(len(seen) - before, n_missing, n_characters, sample, every)
+    return MissingCount(len(seen) - before, n_missing, n_characters, sample, every)
 
 
 @contextmanager
-def counting(
+def count_in_background(
     store: FeatureStore,
     inputs: Iterable[EncoderInput],
     window: int,
-    on_counted: Callable[[Missing], None],
+    on_counted: Callable[[MissingCount], None],
 ) -> Iterator[None]:
     """Count missing inputs in a separate thread, and pass the result to ``on_counted``.
 
@@ -117,14 +117,14 @@ def counting(
         thread.join()
 
 
-def windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
+def iterate_windows(inputs: Iterable[EncoderInput], size: int) -> Iterator[list[EncoderInput]]:
     """Yield inputs in lists of ``size``; the last list may be shorter."""
     stream = iter(inputs)
     while window := list(islice(stream, size)):
         yield window
 
 
-def fresh(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
+def select_unseen(window: Iterable[EncoderInput], seen: KeyIndex) -> list[EncoderInput]:
     """Return the distinct inputs of a window that are not in ``seen``, and add them to it."""
     distinct = list(dict.fromkeys(window))
     known = seen.find(b"".join(item.key for item in distinct)) >= 0

@@ -27,7 +27,7 @@ from lance.file import LanceFileReader
 from lance.fragment import FragmentMetadata
 from numpy.typing import NDArray
 
-from llmcond.arrays import Gathered
+from llmcond.arrays import SharedRows
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import LlmcondError, UserError, disk_full_error, is_disk_full
@@ -35,14 +35,14 @@ from llmcond.features.fragments import Fragment, mergeable, row_bytes, rows_sche
 from llmcond.features.keys import KEY_BYTES, KeyIndex, StoreDtype
 from llmcond.features.location import (
     SPARE_BYTES,
-    array_on_disk,
     claim,
-    locate,
+    locate_store,
     locked,
+    memory_mapped_array,
     remove_abandoned_claims,
 )
 from llmcond.files import check_format
-from llmcond.lance_io import UNREADABLE, PreemptedError, Target, clean, without_panic
+from llmcond.lance_io import READ_ERRORS, DatasetTarget, PreemptedError, clean_up, convert_panics
 from llmcond.log import log
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class FeatureStore:
                 accessed.
             LlmcondError: The storage cannot be reached, or the store is damaged.
         """
-        self._location = locate(root, f"{identity.fingerprint}-{dtype}")
+        self._location = locate_store(root, f"{identity.fingerprint}-{dtype}")
         #: The parent of the stores of all encoders: a URI, or the absolute path of a folder.
         self.root = self._location.root
         #: The folder of locks and temporary files. For a local store it is the store's folder.
@@ -150,18 +150,18 @@ class FeatureStore:
         # has the same rows in the same positions. Under the commit lock no files are removed.
         for read in (attempt, lambda: self._retry_on_newest(attempt)):
             try:
-                with without_panic():
+                with convert_panics():
                     return read()
-            except UNREADABLE as error:
+            except READ_ERRORS as error:
                 self._location.raise_unreachable(error)
         try:
-            with self._committing(), without_panic():
+            with self._committing(), convert_panics():
                 return self._retry_on_newest(attempt)
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             self._location.raise_unreachable(error)
             if is_disk_full(error) or isinstance(error, PermissionError):
                 raise
-            raise LlmcondError(self._location.damaged(error)) from error
+            raise LlmcondError(self._location.damage_message(error)) from error
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
@@ -172,9 +172,9 @@ class FeatureStore:
 
     def missing(self, inputs: Sequence[EncoderInput]) -> list[int]:
         """Return the indices of the inputs that the store does not hold."""
-        return list(np.flatnonzero(self.places(inputs) < 0).tolist())
+        return list(np.flatnonzero(self.positions(inputs) < 0).tolist())
 
-    def places(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
+    def positions(self, inputs: Sequence[EncoderInput]) -> NDArray[np.int64]:
         """Return the row position of each input; -1 if the store does not hold it.
 
         Positions count from 0 in the order of adding, and never change.
@@ -213,8 +213,8 @@ class FeatureStore:
     def write_fragment(self, inputs: Sequence[EncoderInput], encoded: Encoded) -> Fragment:
         """Write n distinct inputs, at least one, into a file for ``add_fragments``.
 
-        Call this only while this or another process is inside ``writing``. Arguments and errors are
-        those of ``append``.
+        Call this only while this or another process is inside ``fragment_writer_claim``. Arguments
+        and errors are those of ``append``.
         """
         with self._raising_storage_errors():
             return self._write(inputs, encoded)
@@ -226,8 +226,8 @@ class FeatureStore:
         keys = b"".join(rows["key"].to_pylist())
         return Fragment(json.dumps(metadata.to_json()), keys, encoded.vectors.shape[1])
 
-    def _target(self) -> Target:
-        return Target(self._location.uri, self._location.options, self._dataset)
+    def _target(self) -> DatasetTarget:
+        return DatasetTarget(self._location.uri, self._location.options, self._dataset)
 
     def add_fragments(self, fragments: Sequence[Fragment]) -> int:
         """Add the rows of fragments in one commit, and return how many were new.
@@ -249,7 +249,7 @@ class FeatureStore:
                     continue
                 metadata = FragmentMetadata.from_json(fragment.metadata)
                 path = f"data/{metadata.files[0].path}"
-                if by_others and not self._location.holds(path):
+                if by_others and not self._location.has_file(path):
                     raise UserError(
                         f"another machine wrote {self._location.uri}/{path}, which does not exist "
                         "on this machine. All machines must mount the same folder, or use the same "
@@ -303,7 +303,7 @@ class FeatureStore:
         return False
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def fragment_writer_claim(self) -> Iterator[None]:
         """Allow this and other processes to write fragments until the block ends.
 
         Until then, no process removes files that no version refers to. Such files of killed
@@ -327,7 +327,7 @@ class FeatureStore:
         ):
             with self.claim(path.stem) as is_abandoned:  # true if the claim's process was killed
                 is_only_writer = is_only_writer and is_abandoned
-        clean(self._location.uri, dataset, alone=is_only_writer)
+        clean_up(self._location.uri, dataset, alone=is_only_writer)
 
     @contextmanager
     def _raising_storage_errors(self) -> Iterator[None]:
@@ -348,7 +348,7 @@ class FeatureStore:
         if self._dataset is None:
             identity = self.identity.to_json()
             description = {"format": FORMAT, "dtype": self.dtype, "encoder": identity}
-            schema = self._location.described(rows_schema(dim, self.dtype), description)
+            schema = self._location.write_description(rows_schema(dim, self.dtype), description)
             self._switch_to(self._target().create(schema, fragments))
         else:
             self._switch_to(self._target().commit(fragments))
@@ -378,7 +378,7 @@ class FeatureStore:
         with np.errstate(over="ignore"):
             return vectors.astype(self.dtype)
 
-    def lookup(self, inputs: Sequence[EncoderInput]) -> Gathered:
+    def lookup(self, inputs: Sequence[EncoderInput]) -> SharedRows:
         """Return the vectors of inputs in the stored type, each distinct vector once.
 
         Tables above ``_MAX_TABLE_BYTES`` bytes are memory maps of a temporary file.
@@ -387,7 +387,7 @@ class FeatureStore:
             UserError: Some inputs are not stored.
             DiskFullError: The disk has no space for a memory map.
         """
-        positions = self.places(inputs)
+        positions = self.positions(inputs)
         absent = int((positions < 0).sum())
         if absent:
             raise UserError(
@@ -405,13 +405,13 @@ class FeatureStore:
             table: NDArray[Any] = np.empty(shape, dtype=self.dtype)
         else:
             self._location.prepare()
-            table = array_on_disk(self.folder, shape, self.dtype)
+            table = memory_mapped_array(self.folder, shape, self.dtype)
         table[: len(first)] = first
         for start in range(_READ_ROWS, len(distinct_positions), _READ_ROWS):
             table[start : start + _READ_ROWS] = self._read_vectors(
                 distinct_positions[start : start + _READ_ROWS]
             )
-        return Gathered(table, index.reshape(-1))
+        return SharedRows(table, index.reshape(-1))
 
     def _read_vectors(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         """Return the vectors at ascending positions, in the store's type."""
@@ -419,9 +419,9 @@ class FeatureStore:
         flat = table["vector"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         return np.asarray(flat.reshape(len(positions), -1))
 
-    def count_truncated_at(self, places: NDArray[np.int64]) -> int:
-        """Count the truncated inputs among the rows at ``places``."""
-        return int(self._truncated[places].sum())
+    def count_truncated_at(self, positions: NDArray[np.int64]) -> int:
+        """Count the truncated inputs among the rows at ``positions``."""
+        return int(self._truncated[positions].sum())
 
     @contextmanager
     def claim(self, name: str) -> Iterator[bool]:

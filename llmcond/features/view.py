@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from llmcond.arrays import Concatenated, Difference, Matrix
+from llmcond.arrays import ConcatenatedMatrix, Difference, Matrix
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Prompt
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from llmcond.heads import Recipe
 
 T = TypeVar("T")
-Part = Literal["conditional", "unconditional"]
+FeaturePart = Literal["conditional", "unconditional"]
 #: (prompt, part) -> (n, dim) features of n rows.
-Read = Callable[[Prompt, Part], Matrix]
+ReadFeatures = Callable[[Prompt, FeaturePart], Matrix]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class FeatureView:
     """The features of prompts that are the input of a head.
 
     Attributes:
         prompts: The prompts, whose features are concatenated.
         subtract: Whether the unconditional features are subtracted from joint features.
         features: The features of a sentence: ``joint``, ``separate``, ``both`` (concatenated), or
-            ``alone``: e(s), for data without conditions.
+            ``sentence_part``: e(s), for data without conditions.
         conditioned: Whether the head also takes e(c), the features of the condition alone.
     """
 
@@ -64,7 +64,7 @@ class View:
             )
         if len(separate) == len(self.prompts):
             self._check_separate()
-        self.of_condition()
+        self.condition_prompt()
 
     def _check_alone(self) -> None:
         if self.subtract:
@@ -73,7 +73,7 @@ class View:
                 "nothing to subtract. Leave out --subtract."
             )
         for prompt in self.prompts:
-            if prompt.alone is None:
+            if prompt.sentence_part is None:
                 raise UserError(
                     "the head takes e(s), the features of sentences without a condition, but the "
                     f"prompt {prompt.name} encodes every sentence with its condition. Name another "
@@ -112,11 +112,11 @@ class View:
         """Whether anything is subtracted. Nothing is subtracted from separate features."""
         return any(subtracted for _, subtracted in self.terms())
 
-    def sentence(
+    def sentence_features(
         self,
-        read: Callable[[Prompt, Part], T],
+        read: Callable[[Prompt, FeaturePart], T],
         subtract: Callable[[T, T], T] = Difference,  # type: ignore[assignment]
-        concatenate: Callable[[list[T]], T] = Concatenated,  # type: ignore[assignment]
+        concatenate: Callable[[list[T]], T] = ConcatenatedMatrix,  # type: ignore[assignment]
         conditioned: bool = True,
     ) -> T:
         """Return the features of sentences, (n, dim), from the features of prompts.
@@ -133,9 +133,9 @@ class View:
             parts.append(features)
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
-    def condition(self, read: Read) -> Matrix | None:
+    def condition_features(self, read: ReadFeatures) -> Matrix | None:
         """Return the features of the conditions, (n, dim_c); None if the head takes none."""
-        prompt = self.of_condition()
+        prompt = self.condition_prompt()
         return None if prompt is None else read(prompt, "unconditional")
 
     def terms(self) -> list[tuple[Prompt, bool]]:
@@ -148,7 +148,7 @@ class View:
             terms.append((prompt, self.subtract and not is_separate and prompt.subtractable))
         return terms
 
-    def of_condition(self) -> Prompt | None:
+    def condition_prompt(self) -> Prompt | None:
         """Return the prompt whose unconditional features are e(c); None if the head takes none.
 
         A prompt with separate features comes first, because others may put the condition into an
@@ -157,19 +157,19 @@ class View:
         if not self.conditioned:
             return None
         for prompt in sorted(self.prompts, key=lambda prompt: not prompt.separate):
-            if prompt.of_condition:
+            if prompt.subtracts_condition:
                 return prompt
         raise UserError(
             f"the head takes e(c), but the prompt {self.name} encodes no condition without its "
             "sentence ([unconditional] names {sentence}). Choose another prompt."
         )
 
-    def needed(self) -> list[tuple[Prompt, Part]]:
+    def required_parts(self) -> list[tuple[Prompt, FeaturePart]]:
         """Return every required (prompt, part) once."""
-        parts: list[tuple[Prompt, Part]] = []
+        parts: list[tuple[Prompt, FeaturePart]] = []
         for prompt, subtracts in self.terms():
             parts.append((prompt, "conditional"))
-            if subtracts or prompt is self.of_condition():
+            if subtracts or prompt is self.condition_prompt():
                 parts.append((prompt, "unconditional"))
         return parts
 
@@ -202,13 +202,15 @@ class View:
             UserError: A prompt is a control, whose inputs depend on the whole split.
         """
         self.check_texts()
-        return ViewInputs(rows, [getattr(prompt, part) for prompt, part in self.needed()])
+        return ViewInputs(rows, [getattr(prompt, part) for prompt, part in self.required_parts()])
 
 
 class ViewInputs:
     """The inputs of rows under parts of templates, with repeats. They are rendered lazily."""
 
-    def __init__(self, rows: Sequence[tuple[str, str]], parts: Sequence[templates.Part]) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[str, str]], parts: Sequence[templates.InputTemplate]
+    ) -> None:
         self._rows, self._parts = rows, parts
 
     def __iter__(self) -> Iterator[EncoderInput]:
@@ -220,10 +222,10 @@ class ViewInputs:
         return len(self._rows) * len(self._parts)
 
 
-def view_of(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> View:
+def recipe_view(recipe: Recipe, prompts: Sequence[Prompt], subtract: bool) -> FeatureView:
     """Return the view of a recipe's head.
 
     Raises:
         UserError: The prompts do not have its features.
     """
-    return View(tuple(prompts), subtract, recipe.features, recipe.family.conditioned)
+    return FeatureView(tuple(prompts), subtract, recipe.features, recipe.family.conditioned)

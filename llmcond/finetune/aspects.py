@@ -21,7 +21,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.errors import UserError
-from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
+from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import AspectSettings
 
 #: Maximum length of texts in characters; longer ones are left out, as they would make steps slow.
@@ -65,7 +65,7 @@ class _AspectCondition:
         return sum(other_attributes.get(key) == value for key, value in attributes.items())
 
 
-class AspectGroups:
+class AspectSampler:
     """Samples groups of texts under one condition, in one of its wordings.
 
     A group is a table: texts of a row have the same value of the condition, and texts of a column
@@ -89,7 +89,7 @@ class AspectGroups:
             )
         self._weights = [len(set_conditions) ** 0.5 for set_conditions in self._sets]
 
-    def draw(self, seed: Sequence[int]) -> AspectBatch:
+    def sample(self, seed: Sequence[int]) -> AspectBatch:
         """Sample the groups of a step; the same seed gives the same groups."""
         state = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         rng = random.Random(int(state[0]))  # noqa: S311  # not used for cryptography
@@ -185,28 +185,28 @@ def supervised_contrast(
     return -(summed[has_positive] / count[has_positive]).mean()
 
 
-class AspectModel(TunedModel):
+class AspectModel(BiEncoderModel):
     """A model that is trained on rated rows and, in each step, also on groups of texts."""
 
     def __init__(
         self,
         engine: Engine,
-        plan: HeadPlan,
+        plan: HeadConfig,
         dims: tuple[int, int],
-        groups: AspectGroups,
+        groups: AspectSampler,
         tokenizer: InputTokenizer,
     ) -> None:
-        """Add a head to an engine, as ``TunedModel`` does."""
+        """Add a head to an engine, as ``BiEncoderModel`` does."""
         super().__init__(engine, plan, dims)
         self._groups, self._tokenizer = groups, tokenizer
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the loss of some rows plus the weighted loss of sampled groups, a scalar."""
         loss = super().forward(inputs, rows, seed)
-        sampled = self._groups.draw(seed)
-        texts = RatedInputs.of(sampled.rows, inputs.view, self._tokenizer)
+        sampled = self._groups.sample(seed)
+        texts = RatedInputs.from_rows(sampled.rows, inputs.view, self._tokenizer)
         positions = np.arange(len(sampled.rows))
-        used = texts.used(positions)
+        used = texts.distinct_inputs(positions)
         vectors = texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)

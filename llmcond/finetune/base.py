@@ -17,13 +17,15 @@ from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.heads import FittedHead
-from llmcond.heads.base import Fitted, fitted_class
+from llmcond.heads.base import FittedModule, fitted_class
 from llmcond.heads.module import HeadModule
-from llmcond.heads.pairs import Fit
+from llmcond.heads.pairs import FitReport
 from llmcond.metrics import Metric
 
 #: Computes (n, k) values of n items with a function of positions; each process computes a share.
-Shared = Callable[[int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]]
+DistributedCompute = Callable[
+    [int, Callable[[Positions], NDArray[np.float32]]], NDArray[np.float32]
+]
 
 
 class _RatedData(Protocol):
@@ -39,7 +41,7 @@ R = TypeVar("R", bound=Sized)
 #: Rated rows in a model's input format.
 P = TypeVar("P", bound=_RatedData)
 #: The class of a fitted head.
-F = TypeVar("F", bound=Fitted)
+F = TypeVar("F", bound=FittedModule)
 
 
 class TrainedModel(nn.Module, Generic[R, F]):
@@ -62,11 +64,11 @@ class TrainedModel(nn.Module, Generic[R, F]):
         super().__init__()
         self.metric = metric
         self.encoder: nn.Module = engine.model.network
-        self.head: HeadModule = head.to(engine.out)
+        self.head: HeadModule = head.to(engine.output_device)
         self.engine, self.kind, self.seed = engine, kind, seed
 
     @property
-    def on_dev(self) -> str:
+    def dev_score_name(self) -> str:
         """Name of the dev score in records."""
         return f"dev_{self.metric.name}"
 
@@ -74,7 +76,7 @@ class TrainedModel(nn.Module, Generic[R, F]):
         """Return the mean loss of some rows, a scalar; ``seed`` seeds everything random in it."""
         raise NotImplementedError
 
-    def score(self, inputs: R, shared: Shared) -> float | None:
+    def score(self, inputs: R, shared: DistributedCompute) -> float | None:
         """Return the dev score that selects the weights; None if it is undefined."""
         raise NotImplementedError
 
@@ -82,17 +84,17 @@ class TrainedModel(nn.Module, Generic[R, F]):
         """Return (n,) group numbers; rows of the same group stay together in a step."""
         return np.arange(len(inputs))
 
-    def trained(self) -> dict[str, Tensor]:
+    def trained_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters of the encoder and the head, by name."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
 
-    def fitted(self, record: Mapping[str, Any] | None = None) -> F:
+    def fitted_head(self, record: Mapping[str, Any] | None = None) -> F:
         """Return a copy of the current head as a fitted head."""
         # Dropout is seeded again before each use, and some generators cannot be copied.
         self.head.seed_dropout(None)
         module, family = copy.deepcopy(self.head).finished(), type(self.head)
         fitted: Any = fitted_class(family)
-        head: F = fitted(self.kind, family, module, self.seed, Fit(record or {}))
+        head: F = fitted(self.kind, family, module, self.seed, FitReport(record or {}))
         return head
 
     def seed_dropout(self, seed: list[int]) -> None:
@@ -115,12 +117,12 @@ class TrainedModel(nn.Module, Generic[R, F]):
 class RatedModel(TrainedModel[P, FittedHead]):
     """A model that is trained on rated rows, and scored on dev by its predicted similarities."""
 
-    def predict(self, inputs: P, shared: Shared) -> NDArray[np.float32]:
+    def predict(self, inputs: P, shared: DistributedCompute) -> NDArray[np.float32]:
         """Predict the similarity of all rows, (n,), without dropout and gradients."""
         raise NotImplementedError
 
     @override
-    def score(self, inputs: P, shared: Shared) -> float | None:
+    def score(self, inputs: P, shared: DistributedCompute) -> float | None:
         similarity = self.predict(inputs, shared)
         if not np.isfinite(similarity).all():
             return None

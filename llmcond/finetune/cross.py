@@ -14,7 +14,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import Orders
-from llmcond.finetune.base import RatedModel, Shared
+from llmcond.finetune.base import DistributedCompute, RatedModel
 from llmcond.heads.dense import Regression, RegressionSettings
 from llmcond.heads.module import seeded
 from llmcond.metrics import Metric
@@ -37,7 +37,7 @@ class CrossInputs:
     pair: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
+    def from_rows(cls, rows: Rows, orders: Orders, tokenizer: InputTokenizer) -> CrossInputs:
         """Tokenise the rated rows of a split.
 
         Raises:
@@ -47,7 +47,7 @@ class CrossInputs:
         first, second = rated.sentence1, rated.sentence2
         sides = [(first, second), (second, first)][: 2 if orders == "both" else 1]
         tokens = [
-            tokenizer.joined(list(zip(*side, rated.condition, strict=True))) for side in sides
+            tokenizer.join_rows(list(zip(*side, rated.condition, strict=True))) for side in sides
         ]
         return cls(tuple(tokens), rated.rating, rated.pair)
 
@@ -84,9 +84,9 @@ class CrossModel(RatedModel[CrossInputs]):
             rating = torch.from_numpy(inputs.rating[rows]).to(predicted)
             return (predicted - rating).square().mean()
 
-    def predict(self, inputs: CrossInputs, shared: Shared) -> NDArray[np.float32]:
+    def predict(self, inputs: CrossInputs, shared: DistributedCompute) -> NDArray[np.float32]:
         """Predict the similarity of all rows, (n,): the mean over the orders of their sentences."""
-        head = self.fitted()
+        head = self.fitted_head()
 
         def compute(which: Positions) -> NDArray[np.float32]:
             mean = np.zeros((len(which), 1), dtype=np.float32)

@@ -19,14 +19,14 @@ from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.base import R, Shared, TrainedModel
-from llmcond.finetune.settings import TuneSettings, usual_rate
-from llmcond.finetune.state import STATE, Progress, StateFolder
+from llmcond.finetune.base import DistributedCompute, R, TrainedModel
+from llmcond.finetune.settings import TuneSettings, default_learning_rate
+from llmcond.finetune.state import STATE, TrainingProgress, TrainingState
 from llmcond.heads.batches import GroupSampler
-from llmcond.heads.fit import since_best
+from llmcond.heads.fit import entries_since_best
 
 #: Called after each step and each evaluation.
-OnStep = Callable[[Progress, int, float], None]
+OnStep = Callable[[TrainingProgress, int, float], None]
 #: State of AdamW for each weight.
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -87,7 +87,7 @@ class Trainer(Generic[R]):
         dev: R | None,
         settings: TuneSettings,
         accelerator: Accelerator,
-        state: StateFolder,
+        state: TrainingState,
         learning_rate_scale: float = 1.0,
     ) -> None:
         """Prepare training, and resume an earlier one if it was stopped.
@@ -105,10 +105,10 @@ class Trainer(Generic[R]):
             model.groups(train), settings, self._seed, accelerator.num_processes
         )
         self.steps = self._schedule.steps * settings.epochs
-        self._weights, self._learning_rate_scale = model.trained(), learning_rate_scale
+        self._weights, self._learning_rate_scale = model.trained_parameters(), learning_rate_scale
         averaged_weights = self._weights if settings.ema_decay else {}
         self._average = {name: value.detach().clone() for name, value in averaged_weights.items()}
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self._optimiser = accelerator.prepare_optimizer(
             torch.optim.AdamW(self._parameter_groups(), fused=True), device_placement=False
         )
@@ -227,7 +227,7 @@ class Trainer(Generic[R]):
         local_parts = parts[process * n_parts : (process + 1) * n_parts]
         total = sum(len(rows) for rows in parts)
         self._optimiser.zero_grad()
-        loss = torch.zeros((), device=self.model.engine.out)
+        loss = torch.zeros((), device=self.model.engine.output_device)
         for number, rows in enumerate(local_parts):
             last = number == len(local_parts) - 1
             # Gradients of several processes are synchronised only once, with the last part.
@@ -245,7 +245,7 @@ class Trainer(Generic[R]):
         )
         if accelerator.scaler is None:  # float16 skips steps with infinite gradients
             self._check_finite(float(norm), step, "the norm of the gradients")
-        rate = settings.rate(step, self.steps)
+        rate = settings.learning_rate_factor(step, self.steps)
         for group in self._optimiser.param_groups:
             group["lr"] = group["base"] * rate
         self._optimiser.step()
@@ -268,18 +268,24 @@ class Trainer(Generic[R]):
         raise UserError(
             f"{what} became {value} in step {step + 1:,} of {self.steps:,} (epoch "
             f"{step // self._schedule.steps + 1}); {saved}. Lower --learning-rate, to about "
-            f"{min(settings.learning_rate / 4, usual_rate(settings.rank)):g}, in another --run."
+            f"{min(settings.learning_rate / 4, default_learning_rate(settings.rank)):g}, in "
+            "another --run."
         )
 
     def _evaluate(self, epoch: int) -> None:
-        progress, shared = self.progress, over_processes(self._accelerator)
+        progress, shared = self.progress, distribute_over_processes(self._accelerator)
         weights = self._average or self._weights
         with _swap_weights(self._weights, self._average):
             score = None if self._dev is None else self.model.score(self._dev, shared)
         loss = progress.loss / max(1, progress.losses)
-        entry = {"step": progress.step, "epoch": epoch, "loss": loss, self.model.on_dev: score}
+        entry = {
+            "step": progress.step,
+            "epoch": epoch,
+            "loss": loss,
+            self.model.dev_score_name: score,
+        }
         curve = (*progress.curve, entry)
-        since = since_best(curve, self.model.on_dev, self.model.metric)
+        since = entries_since_best(curve, self.model.dev_score_name, self.model.metric)
         if not since:
             progress = replace(progress, best_step=progress.step, best_score=score)
             if self._accelerator.is_main_process:
@@ -287,12 +293,12 @@ class Trainer(Generic[R]):
         done = progress.step >= self.steps or since >= self._settings.early_stopping_patience
         self.progress = replace(progress, curve=curve, loss=0.0, losses=0, done=done)
 
-    def keep_best(self) -> None:
+    def load_best_weights(self) -> None:
         """Load the weights of the best evaluation into the model."""
-        copy_tensors(self._state.best(), "", self._weights)
+        copy_tensors(self._state.load_best(), "", self._weights)
 
 
-def over_processes(accelerator: Accelerator) -> Shared:
+def distribute_over_processes(accelerator: Accelerator) -> DistributedCompute:
     """Return a function that computes (n, k) values of n items, each process a share of them."""
 
     def shared(n: int, compute: Callable[[Positions], NDArray[np.float32]]) -> NDArray[np.float32]:

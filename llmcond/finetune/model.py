@@ -19,16 +19,16 @@ from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
-from llmcond.features.view import Part, View
-from llmcond.finetune.base import RatedModel, Shared
-from llmcond.heads import FittedHead, Gathered, PairArrays, Recipe
+from llmcond.features.view import FeaturePart, FeatureView
+from llmcond.finetune.base import DistributedCompute, RatedModel
+from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
 from llmcond.heads.module import Batch, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, adjacent_pairs, contrast_groups
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.metrics import METRICS, Metric
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import row_inputs
-from llmcond.system import to_device
+from llmcond.prompts.inputs import render_rows
+from llmcond.system import move_to_device
 
 T = TypeVar("T")
 
@@ -51,25 +51,25 @@ class RatedInputs:
         conditioned: whether the first and the second sentence have a condition.
     """
 
-    view: View
+    view: FeatureView
     items: list[EncoderInput]
     tokens: list[Tokens]
     queries: dict[str, Tokens]
-    columns: dict[tuple[str, Part, int], Positions]
+    columns: dict[tuple[str, FeaturePart, int], Positions]
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
     conditioned: tuple[bool, bool] = (True, True)
 
     @classmethod
-    def of(cls, rows: Rows, view: View, tokenizer: InputTokenizer) -> RatedInputs:
+    def from_rows(cls, rows: Rows, view: FeatureView, tokenizer: InputTokenizer) -> RatedInputs:
         """Tokenise the rated rows of a complete split."""
         view.check_sides(rows.conditioned)
         rated = rows.rated
         positions: dict[EncoderInput, int] = {}
-        columns: dict[tuple[str, Part, int], Positions] = {}
-        for prompt, part in view.needed():
+        columns: dict[tuple[str, FeaturePart, int], Positions] = {}
+        for prompt, part in view.required_parts():
             # Render the complete split, as a shuffled control samples from all its conditions.
-            inputs = row_inputs(rows, prompt)
+            inputs = render_rows(rows, prompt)
             sides = (inputs.first_unconditional, inputs.second_unconditional)
             if part == "conditional":
                 sides = (inputs.first, inputs.second)
@@ -98,18 +98,18 @@ class RatedInputs:
 
     def _make_reader(
         self, side: int, take: Callable[[Positions], T]
-    ) -> Callable[[Prompt, Part], T]:
+    ) -> Callable[[Prompt, FeaturePart], T]:
         return lambda prompt, part: take(self.columns[prompt.name, part, side])
 
     def arrays(self, vectors: NDArray[np.float32]) -> PairArrays:
         """Return all rows as arrays for a head, given the vectors of distinct inputs, (u, dim)."""
-        reader = partial(self._make_reader, take=partial(Gathered, vectors))
+        reader = partial(self._make_reader, take=partial(SharedRows, vectors))
         first, second = self.conditioned
         return PairArrays(
-            first=self.view.sentence(reader(0), conditioned=first),
-            second=self.view.sentence(reader(1), conditioned=second),
+            first=self.view.sentence_features(reader(0), conditioned=first),
+            second=self.view.sentence_features(reader(1), conditioned=second),
             rating=self.rating,
-            condition=self.view.condition(reader(0)),
+            condition=self.view.condition_features(reader(0)),
             pair=self.pair,
         )
 
@@ -120,15 +120,15 @@ class RatedInputs:
             return engine.embed(tokens)
         return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
 
-    def used(self, rows: Positions) -> Positions:
+    def distinct_inputs(self, rows: Positions) -> Positions:
         """Return the positions of the distinct inputs, (u,), of some rows (m,)."""
         return np.unique(np.concatenate([column[rows] for column in self.columns.values()]))
 
     def batch(self, rows: Positions, used: Positions, vectors: Tensor) -> Batch:
         """Return rows as a training batch of a head: first sentences, then second ones.
 
-        ``used``, (u,), is the result of the method ``used`` for these rows; ``vectors``, (u, dim),
-        are the vectors of those inputs.
+        ``distinct_inputs``, (u,), is the result of the method ``distinct_inputs`` for these rows;
+        ``vectors``, (u, dim), are the vectors of those inputs.
         """
 
         def vectors_of(column: Positions) -> Tensor:
@@ -140,8 +140,10 @@ class RatedInputs:
             self._make_reader(side, lambda column: vectors_of(column[rows])) for side in (0, 1)
         ]
         sides = zip(readers, self.conditioned, strict=True)
-        x = torch.cat([self.view.sentence(r, torch.sub, torch.hstack, has) for r, has in sides])
-        prompt = self.view.of_condition()
+        x = torch.cat(
+            [self.view.sentence_features(r, torch.sub, torch.hstack, has) for r, has in sides]
+        )
+        prompt = self.view.condition_prompt()
         if prompt is None:
             return Batch(x)
         column = self.columns[prompt.name, "unconditional", 0][rows]
@@ -151,7 +153,7 @@ class RatedInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPlan:
+class HeadConfig:
     """The head to train, and its features.
 
     Attributes:
@@ -173,10 +175,10 @@ class HeadPlan:
     metric: Metric = METRICS["spearman"]
 
 
-class TunedModel(RatedModel[RatedInputs]):
+class BiEncoderModel(RatedModel[RatedInputs]):
     """An encoder and a head on rated pairs: the vectors, the embeddings and the objective."""
 
-    def __init__(self, engine: Engine, plan: HeadPlan, dims: tuple[int, int]) -> None:
+    def __init__(self, engine: Engine, plan: HeadConfig, dims: tuple[int, int]) -> None:
         """Add a head to an engine; ``dims`` are the sizes of sentence and condition features.
 
         Raises:
@@ -197,24 +199,24 @@ class TunedModel(RatedModel[RatedInputs]):
                 )
             head.load_state_dict(start)
         super().__init__(engine, head, recipe.kind, plan.seed, plan.metric)
-        self.objective = objective.to(engine.out)
+        self.objective = objective.to(engine.output_device)
         self.plan = plan
 
     def forward(self, inputs: RatedInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
         self.seed_dropout(seed)
-        used = inputs.used(rows)
+        used = inputs.distinct_inputs(rows)
         vectors = inputs.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
             first, second = self.head(*batch).chunk(2)
             device, contrastive = first.device, None
-            pair = to_device(torch.from_numpy(inputs.pair[rows]), device)
+            pair = move_to_device(torch.from_numpy(inputs.pair[rows]), device)
             if self.plan.objective.contrasts:
                 positions = adjacent_pairs(contrast_groups(inputs.pair)[rows])
-                contrastive = to_device(torch.from_numpy(positions), device)
+                contrastive = move_to_device(torch.from_numpy(positions), device)
             info = RatedBatch(self.head.similarity, pair, contrastive)
-            rating = to_device(torch.from_numpy(inputs.rating[rows]), device).to(first)
+            rating = move_to_device(torch.from_numpy(inputs.rating[rows]), device).to(first)
             loss: Tensor = self.objective(first, second, rating, info)
             return loss
 
@@ -223,11 +225,11 @@ class TunedModel(RatedModel[RatedInputs]):
         contrasts = self.plan.objective.contrasts
         return contrast_groups(inputs.pair) if contrasts else super().groups(inputs)
 
-    def predict(self, inputs: RatedInputs, shared: Shared) -> NDArray[np.float32]:
+    def predict(self, inputs: RatedInputs, shared: DistributedCompute) -> NDArray[np.float32]:
         """Predict the similarity of all rows, (n,); each distinct input is encoded once."""
         vectors = shared(len(inputs.items), lambda which: self.encode(inputs, which))
         pairs = inputs.arrays(vectors)
-        head: FittedHead = self.fitted()
+        head: FittedHead = self.fitted_head()
         return head.similarity(pairs.first, pairs.second, pairs.condition)
 
     def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:

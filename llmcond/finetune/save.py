@@ -7,15 +7,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.checkpoints.adapter import CONFIG, ROUTER, WEIGHTS, Tuned, write_tuned
+from llmcond.encoders.checkpoints.adapter import (
+    CONFIG,
+    ROUTER,
+    WEIGHTS,
+    EncoderRecord,
+    write_encoder_record,
+)
 from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.checkpoints.weights import all_weights
+from llmcond.encoders.checkpoints.weights import read_all_weights
 from llmcond.encoders.known import find_model
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.inside import passes_of
+from llmcond.encoders.routers.passes import passes_class
 from llmcond.encoders.settings import MODEL_SETTINGS
-from llmcond.files import read_json, replacing, write_json
-from llmcond.finetune.build import Trainable
+from llmcond.files import read_json, replace_atomically, write_json
+from llmcond.finetune.loading import TrainableEncoder
 from llmcond.finetune.state import write_tensors
 
 #: Metadata that transformers and peft expect in the header.
@@ -23,7 +29,7 @@ _METADATA = {"format": "pt"}
 
 
 def save_encoder(
-    trainable: Trainable,
+    trainable: TrainableEncoder,
     model: str,
     folder: Path,
     *,
@@ -44,26 +50,26 @@ def save_encoder(
             them.
     """
     resolved = trainable.resolved
-    whole = trainable.adapted is None or merge
+    whole = trainable.peft_model is None or merge
     if whole:
-        if trainable.adapted is not None:
-            trainable.adapted.merge_and_unload()
+        if trainable.peft_model is not None:
+            trainable.peft_model.merge_and_unload()
         origin = resolved.checkpoint.folder
         for path in settings_files(origin):
-            with replacing(folder / path.relative_to(origin)) as target:
+            with replace_atomically(folder / path.relative_to(origin)) as target:
                 shutil.copyfile(path, target)
         write_tensors(
             folder / "model.safetensors",
-            all_weights(trainable.network, resolved.checkpoint),
+            read_all_weights(trainable.network, resolved.checkpoint),
             _METADATA,
         )
     else:
         _save_adapter(trainable, model, folder)
     identity, known = resolved.identity, resolved.checkpoint.known
-    router = passes_of(identity).weights(trainable.network)
+    router = passes_class(identity).weights(trainable.network)
     if router:
         write_tensors(folder / ROUTER, router, _METADATA)
-    tuned = Tuned(
+    tuned = EncoderRecord(
         base=None if whole else model,
         revision=None if whole else _hub_commit(resolved),
         like=known.repo if known else None,
@@ -73,7 +79,7 @@ def save_encoder(
         cross=cross,
         dev_of=dev_of,
     )
-    write_tuned(folder, tuned)
+    write_encoder_record(folder, tuned)
 
 
 def hub_name(model: str, resolved: ResolvedEncoder) -> str | None:
@@ -87,13 +93,13 @@ def _hub_commit(resolved: ResolvedEncoder) -> str | None:
     return weights.partition("@")[2] if weights.startswith("hub:") else None
 
 
-def _save_adapter(trainable: Trainable, model: str, folder: Path) -> None:
+def _save_adapter(trainable: TrainableEncoder, model: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
     # By default, peft asks the hub whether the vocabulary has grown.
-    tensors = get_peft_model_state_dict(trainable.adapted, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(trainable.peft_model, save_embedding_layers=False)
     write_tensors(folder / WEIGHTS, tensors, _METADATA)
-    config: Any = trainable.adapted.peft_config["default"]
+    config: Any = trainable.peft_model.peft_config["default"]
     config.inference_mode = True
     # peft reads this entry itself, so it must be the hub's name instead of an alias.
     config.base_model_name_or_path = hub_name(model, trainable.resolved) or model

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from llmcond.config import STRICT
 from llmcond.errors import UserError
 from llmcond.options import option
-from llmcond.schedules import scheduled
+from llmcond.schedules import learning_rate_factor
 
 #: Upper limit of settings, larger than any useful value.
 _LARGEST = 1_000_000
@@ -30,13 +30,13 @@ _RENAMED = {
 }
 
 
-def usual_rate(rank: int) -> float:
+def default_learning_rate(rank: int) -> float:
     """Return the default learning rate of the encoder, for LoRA or (rank 0) for all weights."""
     # When all weights are trained, each needs to change less.
     return 1e-3 if rank else 5e-5
 
 
-def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+def upgrade_setting_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings under their current names; old recipes and records may have former ones."""
     return {_RENAMED.get(name, name): value for name, value in settings.items()}
 
@@ -144,9 +144,9 @@ class TuneSettings:
         """Whether all weights of the encoder are trained."""
         return self.rank == 0
 
-    def rate(self, step: int, steps: int) -> float:
+    def learning_rate_factor(self, step: int, steps: int) -> float:
         """Return the factor of learning rates at a step; ``steps`` is the total number of steps."""
-        return scheduled(step, steps, self.warmup, self.schedule)
+        return learning_rate_factor(step, steps, self.warmup, self.schedule)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as training records store them."""
@@ -199,7 +199,7 @@ class StageSettings:
         **_STAGE,
     )
 
-    def pace(self, settings: TuneSettings) -> float:
+    def learning_rate_scale(self, settings: TuneSettings) -> float:
         """Return the factor of learning rates, relative to the training before."""
         if self.then_learning_rate is None:
             return 0.5

@@ -17,11 +17,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
-from llmcond.evaluation.folds import Folded
+from llmcond.evaluation.dev_gain import CrossValidatedGain
 from llmcond.finetune.base import P, RatedModel
-from llmcond.finetune.loop import Trainer, copy_tensors, over_processes
+from llmcond.finetune.loop import Trainer, copy_tensors, distribute_over_processes
 from llmcond.finetune.settings import StageSettings, TuneSettings
-from llmcond.finetune.state import Progress, StateFolder
+from llmcond.finetune.state import TrainingProgress, TrainingState
 from llmcond.log import log
 from llmcond.progress import TrainBar
 
@@ -36,7 +36,7 @@ class LastStage(Generic[P]):
 
     Attributes:
         model: the model, after the training before the stage.
-        inputs: converts rated rows to the model's input format.
+        to_inputs: converts rated rows to the model's input format.
         train: rated rows of train.
         dev: rated rows of dev.
         settings: settings of the training before the stage.
@@ -44,11 +44,11 @@ class LastStage(Generic[P]):
         start: weights with the best dev score, by name; each stage begins with them.
         accelerator: computes on one device or in several processes.
         folder: folder of the states of these trainings.
-        made_of: everything that determines the result of training.
+        training_config: everything that determines the result of training.
     """
 
     model: RatedModel[P]
-    inputs: Callable[[Rows], P]
+    to_inputs: Callable[[Rows], P]
     train: Rows
     dev: Rows
     settings: TuneSettings
@@ -56,9 +56,9 @@ class LastStage(Generic[P]):
     start: Mapping[str, Tensor]
     accelerator: Accelerator
     folder: Path
-    made_of: Mapping[str, Any]
+    training_config: Mapping[str, Any]
 
-    def folds(self) -> Folded:
+    def cross_validate(self) -> CrossValidatedGain:
         """Cross-validate the stage over folds of dev, and compare with the weights before it.
 
         The model must have those weights; afterwards it has the weights of the last fold.
@@ -66,17 +66,21 @@ class LastStage(Generic[P]):
         Raises:
             UserError: dev has fewer sentence pairs than folds; or as in ``run``.
         """
-        count, shared = self.stage.folds, over_processes(self.accelerator)
+        count, shared = self.stage.folds, distribute_over_processes(self.accelerator)
         fold = fold_of_pair(self.dev, count, self.model.seed)
-        baseline = self.model.predict(self.inputs(self.dev), shared)
+        baseline = self.model.predict(self.to_inputs(self.dev), shared)
         predictions = np.empty_like(baseline)
         for number in range(count):
             held_out = fold == number
             self._train(f"fold-{number}", self.dev.take(~held_out))
-            predictions[held_out] = self.model.predict(self.inputs(self.dev.take(held_out)), shared)
-        return Folded.of(count, baseline, predictions, self.dev, self.train, self.model.metric)
+            predictions[held_out] = self.model.predict(
+                self.to_inputs(self.dev.take(held_out)), shared
+            )
+        return CrossValidatedGain.of(
+            count, baseline, predictions, self.dev, self.train, self.model.metric
+        )
 
-    def run(self) -> Progress:
+    def run(self) -> TrainingProgress:
         """Train on the share of train and all of dev; leave the last weights in the model.
 
         Raises:
@@ -84,12 +88,12 @@ class LastStage(Generic[P]):
         """
         return self._train("then", self.dev)
 
-    def _train(self, name: str, dev: Rows) -> Progress:
+    def _train(self, name: str, dev: Rows) -> TrainingProgress:
         settings = replace(self.settings, epochs=self.stage.then_epochs, evaluations=1)
-        copy_tensors(self.start, "", self.model.trained())
-        rows = self.inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
-        state = StateFolder(self.folder / name, {**self.made_of, "stage": name})
-        learning_rate_scale = self.stage.pace(settings)
+        copy_tensors(self.start, "", self.model.trained_parameters())
+        rows = self.to_inputs(stage_rows(self.train, dev, self.stage, self.model.seed))
+        state = TrainingState(self.folder / name, {**self.training_config, "stage": name})
+        learning_rate_scale = self.stage.learning_rate_scale(settings)
         trainer = Trainer(
             self.model, rows, None, settings, self.accelerator, state, learning_rate_scale
         )
@@ -100,10 +104,10 @@ class LastStage(Generic[P]):
             + (f", from step {first_step:,}" if first_step else "")
         )
         metric = self.model.metric
-        with TrainBar(key=None, score=metric.heading, show=metric.show, name=name) as bar:
+        with TrainBar(key=None, score=metric.heading, show=metric.format, name=name) as bar:
             trainer.run(bar.on_step)
         self.accelerator.wait_for_everyone()
-        trainer.keep_best()
+        trainer.load_best_weights()
         # The wrapper for several processes must be removed before the model is wrapped again.
         self.accelerator.free_memory()
         return trainer.progress

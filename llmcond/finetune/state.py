@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import replacing
+from llmcond.files import replace_atomically
 from llmcond.records import RECORD, check_record
 
 FORMAT = 1
@@ -28,7 +28,7 @@ STATE, BEST = "state.safetensors", "best.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """The progress of training.
 
     Attributes:
@@ -63,10 +63,10 @@ class _StateHeader:
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
     made_of: Mapping[str, Any]
-    progress: Progress | None = None
+    progress: TrainingProgress | None = None
 
 
-class StateFolder:
+class TrainingState:
     """The folder ``training`` of a run that is being trained; it is created on the first write.
 
     Reading raises a LlmcondError if a file is missing or damaged; writing raises a DiskFullError if
@@ -77,7 +77,7 @@ class StateFolder:
         """Store the folder, and the settings that determine the result of training, as JSON."""
         self.folder, self._training_config = folder, json.loads(json.dumps(training_config))
 
-    def load(self) -> tuple[Progress, dict[str, Tensor]] | None:
+    def load(self) -> tuple[TrainingProgress, dict[str, Tensor]] | None:
         """Return the progress and the tensors; None if training has not begun.
 
         Raises:
@@ -87,7 +87,7 @@ class StateFolder:
         if not path.is_file():
             return None
         record, tensors = _read_state(path)
-        changes = differences(record["made_of"], self._training_config)
+        changes = describe_differences(record["made_of"], self._training_config)
         if changes:
             raise UserError(
                 f"{self.folder} holds a training that was begun with other settings: "
@@ -95,9 +95,9 @@ class StateFolder:
                 "--run, or delete the folder to start again."
             )
         values = record["progress"]
-        return Progress(**{**values, "curve": tuple(values["curve"])}), tensors
+        return TrainingProgress(**{**values, "curve": tuple(values["curve"])}), tensors
 
-    def save(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
+    def save(self, progress: TrainingProgress, tensors: Mapping[str, Tensor]) -> None:
         """Write the progress and the tensors; after a failure the file is unchanged."""
         self._write_state(STATE, {"progress": asdict(progress)}, tensors)
 
@@ -105,7 +105,7 @@ class StateFolder:
         """Write the weights of the best evaluation."""
         self._write_state(BEST, {"step": step}, tensors)
 
-    def best(self) -> dict[str, Tensor]:
+    def load_best(self) -> dict[str, Tensor]:
         """Return the weights of the best evaluation."""
         return _read_state(self.folder / BEST)[1]
 
@@ -119,7 +119,7 @@ class StateFolder:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write tensors as safetensors; after a failure the file is unchanged."""
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         mode = temporary.stat().st_mode
         try:
             save_file(plain, temporary, metadata=metadata)
@@ -147,13 +147,13 @@ def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return record, tensors
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return ``name: now, not before`` for each difference, including nested values."""
     texts = []
     for key in dict.fromkeys([*before, *now]):
         old_value, new_value = before.get(key), now.get(key)
         if isinstance(old_value, dict) and isinstance(new_value, dict):
-            texts += [f"{key}.{text}" for text in differences(old_value, new_value)]
+            texts += [f"{key}.{text}" for text in describe_differences(old_value, new_value)]
         elif old_value != new_value:
             texts.append(f"{key}: {new_value!r}, not {old_value!r}")
     return texts

@@ -1,8 +1,8 @@
-from llmcond.arrays import Concatenated as Concatenated
+from llmcond.arrays import ConcatenatedMatrix as ConcatenatedMatrix
 from llmcond.arrays import Difference as Difference
-from llmcond.arrays import Gathered as Gathered
 from llmcond.arrays import Matrix as Matrix
 from llmcond.arrays import MatrixLike as MatrixLike
+from llmcond.arrays import SharedRows as SharedRows
 from llmcond.arrays import cosine as cosine
 from llmcond.heads.base import FittedHead as FittedHead
 from llmcond.heads.fit import fit_recipe as fit_recipe

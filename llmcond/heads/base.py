@@ -14,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Array, Gathered, MatrixLike, as_matrix, cosine
+from llmcond.arrays import Array, MatrixLike, SharedRows, as_matrix, cosine
 from llmcond.errors import UserError
 from llmcond.heads.batches import SharedConditions
-from llmcond.heads.module import AT_ONCE, HeadModule
-from llmcond.heads.pairs import Fit
-from llmcond.heads.plain import ACTIVATIONS, DenseLayer, check_features, transform_blocks
+from llmcond.heads.module import CONDITIONS_PER_BLOCK, HeadModule
+from llmcond.heads.numpy_heads import ACTIVATIONS, DenseLayer, check_features, transform_blocks
+from llmcond.heads.pairs import FitReport
 from llmcond.heads.settings import Sizes
 from llmcond.system import choose_device
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FittedModule:
     """A fitted module with its settings, as it is saved.
 
     Attributes:
@@ -36,17 +36,17 @@ class Fitted:
         fit: record of the fit.
         Sizes: dataclass of the sizes that the module's constructor takes besides its settings; they
             are recorded in head.json.
-        refusal: predicate with which errors reject a head of another class ("it ...").
+        mismatch_reason: predicate with which errors reject a head of another class ("it ...").
     """
 
     Sizes: ClassVar[type[Sizes]] = Sizes
-    refusal: ClassVar[str]
+    mismatch_reason: ClassVar[str]
 
     kind: str
     family: type[HeadModule]
     module: HeadModule
     seed: int
-    fit: Fit = field(default_factory=Fit)
+    fit: FitReport = field(default_factory=FitReport)
 
     @property
     def settings(self) -> Any:
@@ -90,7 +90,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, eq=False)
-class FittedHead(Fitted):
+class FittedHead(FittedModule):
     """A fitted head, which maps features to embeddings and never changes.
 
     Create one with ``fit_recipe`` or ``load_head``.
@@ -115,7 +115,7 @@ class FittedHead(Fitted):
         (20,)
     """
 
-    refusal = "ranks candidates and compares no pairs"
+    mismatch_reason = "ranks candidates and compares no pairs"
 
     @property
     def generates_matrices(self) -> bool:
@@ -165,7 +165,7 @@ class FittedHead(Fitted):
         check_features(self, features, condition)
         n = len(features)
         if condition is not None and len(condition) == 1:
-            condition = Gathered(condition, np.zeros(n, dtype=np.int64))
+            condition = SharedRows(condition, np.zeros(n, dtype=np.int64))
         shared, sides = SharedConditions(condition), [as_matrix(features)]
         device = next(iter(self.module.state_dict().values()), torch.empty(0)).device
 
@@ -242,8 +242,8 @@ class FittedHead(Fitted):
         if not self.generates_matrices:
             raise UserError(f"a {self.kind} head generates no matrices.")
         norms = [np.zeros(0)]
-        for start in range(0, len(condition), AT_ONCE):
-            part = as_matrix(condition).read(slice(start, start + AT_ONCE))
+        for start in range(0, len(condition), CONDITIONS_PER_BLOCK):
+            part = as_matrix(condition).read(slice(start, start + CONDITIONS_PER_BLOCK))
             factors = [f.astype(np.float64) for f in self.module.generated_matrices(part)]
             if len(factors) == 1:
                 norms.append(np.sqrt(np.square(factors[0]).sum(axis=(1, 2))))
@@ -288,8 +288,8 @@ class ConditionCache:
         order = np.argsort(condition_index, kind="stable")
         ends = np.cumsum(np.bincount(condition_index, minlength=len(first)))
         output = np.empty((n, self.head.settings.dim), dtype=np.float32)
-        for start in range(0, len(first), AT_ONCE):
-            part = first[start : start + AT_ONCE]
+        for start in range(0, len(first), CONDITIONS_PER_BLOCK):
+            part = first[start : start + CONDITIONS_PER_BLOCK]
             for i, factors in enumerate(self._generate_factors(shared.read(part)), start):
                 rows = order[ends[i - 1] if i else 0 : ends[i]]
                 values = features.read(rows)
@@ -322,6 +322,6 @@ class ConditionCache:
         return [factors[key] for key in keys]
 
 
-def fitted_class(family: type[HeadModule]) -> type[Fitted]:
+def fitted_class(family: type[HeadModule]) -> type[FittedModule]:
     """Return the class of fitted heads of a family."""
     return family.Fitted or FittedHead

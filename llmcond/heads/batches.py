@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from llmcond.arrays import Dense, Gathered, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.arrays import DenseMatrix, Matrix, MatrixLike, Positions, SharedRows, as_matrix
 from llmcond.heads.module import Batch
 from llmcond.heads.objectives import adjacent_pairs, contrast_groups
 from llmcond.heads.pairs import PairArrays
 from llmcond.heads.settings import TrainingSettings
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 #: Features that are computed, gathered or scaled to length 1 are kept in memory as plain float32
 #: arrays if these need at most this many bytes.
@@ -129,7 +129,7 @@ class Loader:
         if not self._on_disk:
             small = 4 * math.prod(self._sides[0].shape) <= _DENSE_BYTES
             self._sides = [
-                Dense(side.read()) if side.parts and small else side for side in self._sides
+                DenseMatrix(side.read()) if side.parts and small else side for side in self._sides
             ]
         self._conditions = SharedConditions(pairs.condition)
         self.rating = pairs.rating
@@ -150,11 +150,11 @@ class Loader:
                 rating = torch.from_numpy(self.rating[batch_rows].astype(np.float32))
                 pair = contrastive = None
                 if self._pair is not None:
-                    pair = to_device(torch.from_numpy(self._pair[batch_rows]), device)
+                    pair = move_to_device(torch.from_numpy(self._pair[batch_rows]), device)
                 if self._group is not None:
                     adjacent = torch.from_numpy(adjacent_pairs(self._group[batch_rows]))
-                    contrastive = to_device(adjacent, device)
-                yield batch, to_device(rating, device), pair, contrastive
+                    contrastive = move_to_device(adjacent, device)
+                yield batch, move_to_device(rating, device), pair, contrastive
 
     def in_order(self) -> Iterator[Batch]:
         """Yield batches of all rows in their order."""
@@ -184,7 +184,7 @@ class Loader:
             stored = np.sort(rows)
             position = np.zeros(n, dtype=np.int64)
             position[stored] = np.arange(len(stored))
-            sides: list[Matrix] = [Gathered(side[stored], position) for side in self._sides]
+            sides: list[Matrix] = [SharedRows(side[stored], position) for side in self._sides]
             self._release()
             yield sides, rows
 

@@ -23,9 +23,9 @@ from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.module import ACTIVATIONS, AT_ONCE, HeadModule
+from llmcond.heads.module import ACTIVATIONS, CONDITIONS_PER_BLOCK, HeadModule
 from llmcond.heads.settings import Activation, Size, SizeOrNone, TrainingSettings
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 #: With at least this many rows per condition on average, one product per condition is faster than a
 #: batched product that pads conditions to an equal number of rows.
@@ -258,18 +258,20 @@ class Hypernet(ConditionedHead):
     def _multiply_matrices(self, x: Tensor, condition: Tensor, which: Tensor) -> Tensor:
         """Multiply each row by the matrix of its condition."""
         c, which = self.transformed(condition, which)
-        if torch.is_grad_enabled() or len(c) <= AT_ONCE:
-            return by_condition(x, which, self.factors(c), self.batched_product)
+        if torch.is_grad_enabled() or len(c) <= CONDITIONS_PER_BLOCK:
+            return multiply_by_condition(x, which, self.factors(c), self.batched_product)
         # Without gradients, intermediate values need not be kept. Computing in blocks then keeps
         # memory from growing with the number of conditions.
         order = torch.argsort(which, stable=True)
         ends = torch.bincount(which, minlength=len(c)).cumsum(0).tolist()
         blocks = []
-        for start in range(0, len(c), AT_ONCE):
-            stop = min(start + AT_ONCE, len(c))
+        for start in range(0, len(c), CONDITIONS_PER_BLOCK):
+            stop = min(start + CONDITIONS_PER_BLOCK, len(c))
             rows = order[ends[start - 1] if start else 0 : ends[stop - 1]]
             factors = self.factors(c[start:stop])
-            blocks.append(by_condition(x[rows], which[rows] - start, factors, self.batched_product))
+            blocks.append(
+                multiply_by_condition(x[rows], which[rows] - start, factors, self.batched_product)
+            )
         return torch.cat(blocks)[torch.argsort(order)]
 
     def factors(self, transformed: Tensor) -> list[Tensor]:
@@ -345,7 +347,7 @@ class Towers(Hypernet):
         return torch.cat([normalize(first), normalize(second)], dim=1)
 
 
-def by_condition(
+def multiply_by_condition(
     x: Tensor,
     which: Tensor,
     factors: list[Tensor],
@@ -370,7 +372,7 @@ def by_condition(
     count = len(factors[0])
     if not len(x):
         return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
-    move = partial(to_device, device=x.device)
+    move = partial(move_to_device, device=x.device)
     which = which.cpu()  # the only wait for a GPU; the layout is computed on the CPU
     rows = torch.bincount(which, minlength=count)
     order = torch.argsort(which, stable=True)

@@ -22,8 +22,8 @@ from llmcond.arrays import Array, as_matrix
 from llmcond.config import STRICT
 from llmcond.errors import UserError
 from llmcond.heads.module import ACTIVATIONS, HeadModule
-from llmcond.heads.pairs import Fit, PairArrays
-from llmcond.heads.plain import PLAIN_KINDS, DenseLayer
+from llmcond.heads.numpy_heads import DENSE_KINDS, DenseLayer
+from llmcond.heads.pairs import FitReport, PairArrays
 from llmcond.heads.settings import (
     IcaSettings,
     MlpSettings,
@@ -45,8 +45,8 @@ class Identity(HeadModule):
     is_identity = True
 
     @override
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
-        return Fit({"selected_on": None})
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
+        return FitReport({"selected_on": None})
 
     def forward(self, x: Tensor, condition: Tensor | None = None, which: Any = None) -> Tensor:
         """Return the features."""
@@ -54,14 +54,14 @@ class Identity(HeadModule):
 
 
 class _Dense(HeadModule):
-    """Dense layers as ``PLAIN_KINDS`` describes them."""
+    """Dense layers as ``DENSE_KINDS`` describes them."""
 
     kind: ClassVar[str]
     multiplies_in_bfloat16 = True
 
     def __init__(self, settings: Any, dim_in: int, dim_condition: int = 0) -> None:
         super().__init__(settings, dim_in, dim_condition)
-        self.specs = PLAIN_KINDS[self.kind][1](settings, dim_in)
+        self.specs = DENSE_KINDS[self.kind][1](settings, dim_in)
         for spec in self.specs:
             self.add_layer(spec.name, spec.size_out, spec.size_in, bias=False)
 
@@ -153,7 +153,7 @@ class Pca(Projection):
     """The directions of largest variance."""
 
     @override
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         from sklearn.decomposition import PCA
 
         features = self._read_training_vectors(pairs)
@@ -161,7 +161,7 @@ class Pca(Projection):
         model = PCA(n_components=dim, svd_solver="full", random_state=seed).fit(features)
         self._set_parameters(model.mean_, model.components_)
         explained = float(model.explained_variance_ratio_.sum())
-        return Fit({"selected_on": None, "explained_variance": explained})
+        return FitReport({"selected_on": None, "explained_variance": explained})
 
 
 class Ica(Projection):
@@ -170,7 +170,7 @@ class Ica(Projection):
     Settings = IcaSettings
 
     @override
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         from sklearn.decomposition import FastICA
         from sklearn.exceptions import ConvergenceWarning
 
@@ -204,14 +204,14 @@ class Ica(Projection):
             )
         self._set_parameters(model.mean_, model.components_)
         record = {"selected_on": None, "iterations": int(model.n_iter_), "converged": converged}
-        return Fit(record, tuple(notes))
+        return FitReport(record, tuple(notes))
 
 
 class Whitening(Projection):
     """The directions of largest variance, each scaled to variance 1."""
 
     @override
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         from sklearn.decomposition import PCA
 
         # Whitening divides by the spread of each direction. In float32 the smallest spreads cannot
@@ -227,20 +227,20 @@ class Whitening(Projection):
         explained = float(model.explained_variance_ratio_[:dim].sum())
         note = f"whitening: {dim} directions instead of {requested}, as the vectors span no more"
         record = {"selected_on": None, "explained_variance": explained}
-        return Fit(record, (note,) if dim < requested else ())
+        return FitReport(record, (note,) if dim < requested else ())
 
 
 class Random(Projection):
     """A Gaussian random projection, the baseline without training."""
 
     @override
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         from sklearn.random_projection import GaussianRandomProjection
 
         model = GaussianRandomProjection(n_components=self.settings.dim, random_state=seed)
         model.fit(np.zeros((1, self.dim_in), dtype=np.float32))
         self._set_parameters(np.zeros(self.dim_in), model.components_)
-        return Fit({"selected_on": None})
+        return FitReport({"selected_on": None})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

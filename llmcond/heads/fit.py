@@ -19,7 +19,7 @@ from llmcond.heads.base import FittedHead, fitted_class
 from llmcond.heads.batches import Loader, RatedRows
 from llmcond.heads.module import Ensemble, HeadModule, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import SCORE, DevScore, Fit, H, OnEpoch, PairArrays
+from llmcond.heads.pairs import DEV_SCORE_KEY, DevScore, FitReport, H, OnEpoch, PairArrays
 from llmcond.heads.recipes import Recipe
 from llmcond.metrics import METRICS, Metric
 from llmcond.system import choose_device, free_memory, native_bfloat16
@@ -37,7 +37,7 @@ _BLOCK = 1_024
 _SEED_STEP = 2**20
 
 
-class Fitting(ABC, Generic[M, H]):
+class HeadTrainer(ABC, Generic[M, H]):
     """One head while it is fitted with AdamW, dropout and selection of the epoch on dev.
 
     A subclass for a kind of head defines how the module is created, what a batch is and the loss of
@@ -65,14 +65,14 @@ class Fitting(ABC, Generic[M, H]):
         dev: DevScore[H] | None,
         device: torch.device,
         seed: int,
-        score_name: str = SCORE,
+        score_name: str = DEV_SCORE_KEY,
     ) -> None:
         self.recipe, self.settings, self.dims, self.data = recipe, recipe.settings, dims, data
         self.dev, self.device, self.seed, self.score_name = dev, device, seed, score_name
         self.n_parameters = _check_memory(recipe, dims, device)
-        self.module, self.generator = seeded(self.make, seed)
+        self.module, self.generator = seeded(self.create_module, seed)
 
-    def make(self) -> M:
+    def create_module(self) -> M:
         """Create the module; random numbers come from PyTorch's global generator."""
         family: Any = self.recipe.family
         module: M = family(self.settings, *self.dims)
@@ -97,14 +97,14 @@ class Fitting(ABC, Generic[M, H]):
         """Return the mean loss of a batch, a scalar."""
 
     @abstractmethod
-    def current(self) -> H:
+    def current_head(self) -> H:
         """Return the current state of the head, to be scored on dev."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the optimiser's parameter groups: first the head's, then the objective's."""
         return [{"params": list(self.module.parameters())}]
 
-    def rate(self, step: int, steps: int) -> float:
+    def learning_rate_factor(self, step: int, steps: int) -> float:
         """Return the factor of the learning rate at a step; ``steps`` is the total number."""
         return 1.0
 
@@ -125,11 +125,11 @@ class Fitting(ABC, Generic[M, H]):
         """Return a copy of the module for a fitted head; the state of dropout is unchanged."""
         state = {name: value.clone() for name, value in self.module.state_dict().items()}
         with torch.device("meta"):
-            copied = Fitting.make(self)
+            copied = HeadTrainer.create_module(self)
         copied.load_state_dict(state, assign=True)
         return copied.finished()
 
-    def run(self, on_epoch: OnEpoch) -> tuple[M, Fit]:
+    def run(self, on_epoch: OnEpoch) -> tuple[M, FitReport]:
         """Fit the module; return it on the CPU, as it was after the best epoch, and the record.
 
         Raises:
@@ -138,7 +138,7 @@ class Fitting(ABC, Generic[M, H]):
         module, groups, settings = self.module, self.parameter_groups(), self.settings
         if not any(value.numel() for value in groups[0]["params"]):
             note = "the head has no parameters, so nothing is fitted"
-            return module.finished(), Fit({"selected_on": None}, (note,))
+            return module.finished(), FitReport({"selected_on": None}, (note,))
         module.seed_dropout(self.seed)
         module.multiply_in_bfloat16(self.in_bfloat16())
         module.to(self.device)
@@ -158,7 +158,7 @@ class Fitting(ABC, Generic[M, H]):
             **self.record(),
             "curve": curve,
         }
-        return module.finished(), Fit(record)
+        return module.finished(), FitReport(record)
 
     def _run_epochs(
         self, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch
@@ -176,10 +176,10 @@ class Fitting(ABC, Generic[M, H]):
                     f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
                     f"about {settings.learning_rate / 10:g}."
                 )
-            score = math.nan if dev is None else dev.of(self.current())
+            score = math.nan if dev is None else dev.compute(self.current_head())
             curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(score) else score})
             on_epoch(epoch, settings.epochs, score)
-            since = 0 if dev is None else since_best(curve, key, dev.metric)
+            since = 0 if dev is None else entries_since_best(curve, key, dev.metric)
             if not since:
                 number = epoch
                 best = {name: value.clone() for name, value in self.module.state_dict().items()}
@@ -194,7 +194,7 @@ class Fitting(ABC, Generic[M, H]):
         total: Tensor | float = 0.0
         self.module.train()
         for step, (size, batch) in enumerate(self.batches()):
-            rate = self.rate((epoch - 1) * steps + step, settings.epochs * steps)
+            rate = self.learning_rate_factor((epoch - 1) * steps + step, settings.epochs * steps)
             for group in optimiser.param_groups:
                 group["lr"] = settings.learning_rate * rate
             loss = self.loss(batch)
@@ -208,11 +208,11 @@ class Fitting(ABC, Generic[M, H]):
 
 
 def fit_members(
-    fitting: Callable[[int], Fitting[M, H]], members: int, seed: int, on_epoch: OnEpoch
-) -> tuple[Any, Fit]:
+    fitting: Callable[[int], HeadTrainer[M, H]], members: int, seed: int, on_epoch: OnEpoch
+) -> tuple[Any, FitReport]:
     """Fit one head, or the heads of an ensemble with different seeds; return the module and record.
 
-    ``fitting`` returns the ``Fitting`` of one member, given its seed.
+    ``fitting`` returns the ``HeadTrainer`` of one member, given its seed.
     """
     seeds = ((seed + number * _SEED_STEP) % 2**32 for number in range(members))
     fitted = [fitting(member_seed).run(on_epoch) for member_seed in seeds]
@@ -221,10 +221,10 @@ def fit_members(
         return module, fit
     curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
     ensemble = Ensemble([module for module, _ in fitted]).finished()
-    return ensemble, Fit({**fit.record, "members": curves}, fit.notes)
+    return ensemble, FitReport({**fit.record, "members": curves}, fit.notes)
 
 
-def since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
+def entries_since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
     """Return how many entries of a learning curve follow the entry with the best dev score.
 
     Of equal scores, the first is the best. A score of None is undefined, for example if all
@@ -265,7 +265,7 @@ def fit_by_gradient(
     on_epoch: OnEpoch,
     device: str = "cpu",
     metric: Metric = METRICS["spearman"],
-) -> tuple[HeadModule, Fit]:
+) -> tuple[HeadModule, FitReport]:
     """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
 
     The result has the weights of the epoch with the best ``metric`` on dev; without dev, those of
@@ -400,11 +400,11 @@ def _vectors_differ(pairs: PairArrays) -> bool:
     return any(bool((block != first).any()) for block in blocks)
 
 
-class _PairFitting(Fitting[HeadModule, HeadModule]):
+class _PairFitting(HeadTrainer[HeadModule, HeadModule]):
     """The fit of a head on rated pairs, ``PairArrays``."""
 
-    def make(self) -> HeadModule:
-        module = super().make()
+    def create_module(self) -> HeadModule:
+        module = super().create_module()
         self._objective = Objective(self.settings)
         return module
 
@@ -433,7 +433,7 @@ class _PairFitting(Fitting[HeadModule, HeadModule]):
         loss: Tensor = self._objective(first, second, rating, rows)
         return loss
 
-    def current(self) -> HeadModule:
+    def current_head(self) -> HeadModule:
         return self.module
 
     def parameter_groups(self) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from llmcond.arrays import Array
 from llmcond.errors import LlmcondError, first_line
-from llmcond.files import check_format, digest_text, replacing
+from llmcond.files import check_format, digest_text, replace_atomically
 from llmcond.records import RECORD, check_record
 
 FORMAT = 1
@@ -60,7 +60,7 @@ class Guide:
         mapped[~vectors.any(axis=1)] = 0
         return _normalise(mapped)
 
-    def lifted(self, basis: NDArray[Any]) -> Guide:
+    def change_basis(self, basis: NDArray[Any]) -> Guide:
         """Return the guide for vectors zQ^T, (n, k), given this guide for z, (n, d).
 
         Args:
@@ -158,7 +158,7 @@ def save_guide(guide: Guide, condition: str, folder: Path) -> None:
     tensors = {name: getattr(guide, name) for name in ("mean", "directions", "gains")}
     tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     record = {**guide.to_json(), "condition": str(condition), "digest": guide.digest}
-    with replacing(guide_file(folder, condition)) as path:
+    with replace_atomically(guide_file(folder, condition)) as path:
         save_file(tensors, path, {"guide": json.dumps({"format": FORMAT, **record})})
 
 

@@ -11,18 +11,18 @@ from safetensors.numpy import load
 
 from llmcond.config import build
 from llmcond.errors import UserError
-from llmcond.heads.pairs import Fit
-from llmcond.heads.plain import PLAIN_KINDS, PlainHead
-from llmcond.heads.storage import AGAIN, HeadFiles, damaged_weights, read_head
+from llmcond.heads.numpy_heads import DENSE_KINDS, NumpyHead
+from llmcond.heads.pairs import FitReport
+from llmcond.heads.storage import FIT_AGAIN, HeadFiles, damaged_weights_error, read_head
 from llmcond.records import check_record
 
 if TYPE_CHECKING:
-    from llmcond.heads.base import Fitted, FittedHead
+    from llmcond.heads.base import FittedHead, FittedModule
     from llmcond.heads.module import HeadModule
 
-F = TypeVar("F", bound="Fitted")
+F = TypeVar("F", bound="FittedModule")
 #: A head that maps features to embeddings.
-EmbeddingHead: TypeAlias = "FittedHead | PlainHead"
+EmbeddingHead: TypeAlias = "FittedHead | NumpyHead"
 
 
 def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
@@ -59,7 +59,7 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
     return restore_head(files, FittedHead), files.description
 
 
-def restore_head(files: HeadFiles, of: type[F]) -> F:
+def restore_head(files: HeadFiles, expected_class: type[F]) -> F:
     """Restore the head that files hold, if it belongs to a class of fitted heads.
 
     Raises:
@@ -75,9 +75,11 @@ def restore_head(files: HeadFiles, of: type[F]) -> F:
     source, description, path, weights = files
     kind, family = find_family(description["kind"], str(source))
     restored = fitted_class(family)
-    if not issubclass(restored, of):
-        raise UserError(f"{source.parent} holds a {kind} head; it {of.refusal}.")
-    check_record(description, restored.Sizes, str(source), AGAIN)
+    if not issubclass(restored, expected_class):
+        raise UserError(
+            f"{source.parent} holds a {kind} head; it {expected_class.mismatch_reason}."
+        )
+    check_record(description, restored.Sizes, str(source), FIT_AGAIN)
     settings = build(family.Settings, description["settings"], str(source))
     dims = [description.get(size.name, 0) for size in fields(restored.Sizes)]
 
@@ -93,14 +95,16 @@ def restore_head(files: HeadFiles, of: type[F]) -> F:
         module = make()
         module.load_state_dict(tensors)
     except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
-        raise damaged_weights(path, kind, error) from error
-    return restored(kind, family, module.finished(), description["seed"], Fit(description["fit"]))
+        raise damaged_weights_error(path, kind, error) from error
+    return restored(
+        kind, family, module.finished(), description["seed"], FitReport(description["fit"])
+    )
 
 
 def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
     """Load a head that embeds texts; return it with the contents of its head.json.
 
-    A head of dense layers is always a ``PlainHead``, so that embeddings do not depend on which
+    A head of dense layers is always a ``NumpyHead``, so that embeddings do not depend on which
     other packages are installed. All other heads are loaded by torch.
 
     Raises:
@@ -109,14 +113,14 @@ def load_embedding_head(folder: Path) -> tuple[EmbeddingHead, dict[str, Any]]:
     files = read_head(folder)
     source, description, path, weights = files
     kind = description["kind"]
-    if kind not in PLAIN_KINDS:
+    if kind not in DENSE_KINDS:
         from llmcond.heads.base import FittedHead
 
         return restore_head(files, FittedHead), description
-    settings = build(PLAIN_KINDS[kind][0], description["settings"], str(source))
+    settings = build(DENSE_KINDS[kind][0], description["settings"], str(source))
     try:
-        head = PlainHead(kind, settings, description["dim_in"], load(weights))
+        head = NumpyHead(kind, settings, description["dim_in"], load(weights))
         _ = head.members  # checks the tensors
     except (KeyError, SafetensorError, ValueError) as error:
-        raise damaged_weights(path, kind, error) from error
+        raise damaged_weights_error(path, kind, error) from error
     return head, description

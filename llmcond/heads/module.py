@@ -19,15 +19,15 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike
-from llmcond.heads.pairs import Fit, PairArrays
-from llmcond.heads.plain import DenseLayer
+from llmcond.heads.numpy_heads import DenseLayer
+from llmcond.heads.pairs import FitReport, PairArrays
 from llmcond.heads.settings import Activation
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 T = TypeVar("T")
 
 #: Number of conditions whose matrices are generated at a time outside training.
-AT_ONCE = 64
+CONDITIONS_PER_BLOCK = 64
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda values: values,
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         """Move the batch to a device."""
-        moved = [None if part is None else to_device(part, device) for part in self]
+        moved = [None if part is None else move_to_device(part, device) for part in self]
         return Batch(*moved)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ class HeadModule(nn.Module):
         self._masks: np.random.Generator | None = None
         self._device_masks: torch.Generator | None = None
 
-    def solve(self, pairs: PairArrays, seed: int) -> Fit:
+    def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         """Fit an unsupervised head in closed form.
 
         Args:
@@ -327,8 +327,8 @@ class HeadModule(nn.Module):
         return self.cpu().eval()
 
 
-def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
-    """Call ``make`` with a seeded random state.
+def seeded(create: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
+    """Call ``create`` with a seeded random state.
 
     Return its result, and a generator that continues from that state. The global generator of
     PyTorch is unchanged afterwards.
@@ -336,7 +336,7 @@ def seeded(make: Callable[[], T], seed: int) -> tuple[T, torch.Generator]:
     generator = torch.Generator()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        result = make()
+        result = create()
         generator.set_state(torch.default_generator.get_state())
     return result, generator
 

@@ -15,7 +15,7 @@ from llmcond.metrics import Metric
 H = TypeVar("H")
 
 #: Key of the dev score in learning curves of query heads and dialogue heads, for any metric.
-SCORE = "dev_score"
+DEV_SCORE_KEY = "dev_score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class PairArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitReport:
     """The record of a fit for head.json, and notes for the user as sentences."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class DevScore(Generic[H]):
     """
 
     metric: Metric
-    of: Callable[[H], float]
+    compute: Callable[[H], float]
 
 
 #: Called after each epoch, and after each step within an epoch except the last. The arguments are

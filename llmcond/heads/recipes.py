@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_origin, get_type_hints
 
 from llmcond import plugins
-from llmcond.config import STRICT, build, find_toml, read_toml
+from llmcond.config import STRICT, build, read_toml, resolve_toml
 from llmcond.errors import UserError, nearest
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import ObjectiveSettings, TrainingSettings
@@ -28,13 +28,13 @@ FAMILIES = {
     "hypernet-ablation": "llmcond.heads.conditioned:HypernetAblation",
     "towers": "llmcond.heads.conditioned:Towers",
     "regression": "llmcond.heads.dense:Regression",
-    "roles": "llmcond.kinds.dialogue.roles:Roles",
-    "no-roles": "llmcond.kinds.dialogue.roles:NoRoles",
+    "roles": "llmcond.kinds.dialogue.roles:RoleHead",
+    "no-roles": "llmcond.kinds.dialogue.roles:IdentityRoleHead",
 }
 
 #: Prefix of kinds that wrap another kind, such as ``query-mlp`` -> the function that creates the
 #: wrapping class from the wrapped one.
-PREFIXES = {"query-": "llmcond.kinds.ranking.heads:query_family"}
+PREFIXES = {"query-": "llmcond.kinds.ranking.heads:create_query_family"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
         >>> load_recipe("mlp").settings.depth
         2
     """
-    path = find_toml(name_or_file, "heads", task)
+    path = resolve_toml(name_or_file, "heads", task)
     settings = read_toml(path)
     header = {
         item.name: settings.pop(item.name)
@@ -227,14 +227,18 @@ def find_family(kind: str, source: str, folder: Path | None = None) -> tuple[str
     for prefix in PREFIXES:
         if kind.startswith(prefix):
             name, inner = find_family(kind.removeprefix(prefix), source, folder)
-            return f"{prefix}{name}", plugins.find(prefix, PREFIXES, "heads", "kind of head")(inner)
+            return f"{prefix}{name}", plugins.find_plugin(
+                prefix, PREFIXES, "heads", "kind of head"
+            )(inner)
     if plugins.is_plugin(kind):
         family = (
-            plugins.recorded(kind, source) if folder is None else _load_named(kind, folder, source)
+            plugins.get_registered(kind, source)
+            if folder is None
+            else _load_named(kind, folder, source)
         )
     else:
         try:
-            family = plugins.find(kind, FAMILIES, "heads", "kind of head")
+            family = plugins.find_plugin(kind, FAMILIES, "heads", "kind of head")
         except UserError as error:
             raise UserError(f"{source}: {error}") from error
     if not (isinstance(family, type) and issubclass(family, HeadModule)):
@@ -257,7 +261,7 @@ def _load_named(name: str, folder: Path, source: str) -> Any:
     if home.endswith(".py") and (folder / home).is_file():
         return plugins.load(name, folder)
     try:
-        return plugins.recorded(name, source)
+        return plugins.get_registered(name, source)
     except UserError:
         return plugins.load(name, folder)
 

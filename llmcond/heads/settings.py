@@ -100,7 +100,7 @@ class ObjectiveSettings:
         Raises:
             UserError: the objective has not been loaded or registered.
         """
-        return plugins.recorded(self.objective, "the setting objective")
+        return plugins.get_registered(self.objective, "the setting objective")
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: two bases of a class cannot both have them

@@ -18,16 +18,16 @@ from filelock import FileLock
 from safetensors.numpy import save as save_tensors
 
 from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import check_format, read_json, replacing, write_json
+from llmcond.files import check_format, read_json, replace_atomically, write_json
 from llmcond.heads.settings import Sizes
 from llmcond.records import RECORD, check_record
 
 if TYPE_CHECKING:
-    from llmcond.heads.base import Fitted
+    from llmcond.heads.base import FittedModule
 
 #: In format 1 the weights always had the same name, so a head could not be replaced atomically.
 FORMAT = 2
-AGAIN = "Fit the head again."
+FIT_AGAIN = "Fit the head again."
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Description(Sizes):
     fit: FitRecord
 
 
-def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
+def save_head(head: FittedModule, folder: Path, record: dict[str, Any]) -> None:
     """Write a head into its folder.
 
     The head is replaced atomically: a concurrent reader gets the previous head or the new one.
@@ -105,7 +105,7 @@ def save_head(head: Fitted, folder: Path, record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         try:
-            with replacing(folder / _weights_name(description)) as path:
+            with replace_atomically(folder / _weights_name(description)) as path:
                 path.write_bytes(weights)
             # This file names the weights, so from now on readers get the new head.
             write_json(folder / "head.json", description)
@@ -117,7 +117,7 @@ def _weights_name(description: Mapping[str, Any]) -> str:
     return f"head-{str(description.get('weights_sha256'))[:16]}.safetensors"
 
 
-def weights_of(folder: Path, description: Mapping[str, Any]) -> Path:
+def weights_path(folder: Path, description: Mapping[str, Any]) -> Path:
     """Return the path of the weights that head.json describes."""
     path = folder / _weights_name(description)
     return path if path.is_file() else folder / "head.safetensors"  # in format 1, or pushed
@@ -126,7 +126,7 @@ def weights_of(folder: Path, description: Mapping[str, Any]) -> Path:
 def _remove_obsolete_files(folder: Path) -> None:
     """Remove obsolete weights and leftovers of killed processes; the caller holds the lock."""
     with suppress(UserError, OSError):
-        current = weights_of(folder, read_json(folder / "head.json"))
+        current = weights_path(folder, read_json(folder / "head.json"))
         for path in (*folder.glob("head*.safetensors"), *folder.glob(".head*")):
             if path != current:
                 path.unlink()
@@ -158,22 +158,22 @@ def read_head(folder: Path) -> HeadFiles:
     source = folder / "head.json"
     description = read_json(source)
     check_format(description, FORMAT, str(folder))
-    check_record(description, _Description, str(source), AGAIN)
-    path = weights_of(folder, description)
+    check_record(description, _Description, str(source), FIT_AGAIN)
+    path = weights_path(folder, description)
     try:
         weights = path.read_bytes()
     except OSError as error:
         if read_json(source) != description:  # another process has just replaced the head
             return read_head(folder)
-        raise LlmcondError(f"{path} cannot be read: {error.strerror}. {AGAIN}") from error
+        raise LlmcondError(f"{path} cannot be read: {error.strerror}. {FIT_AGAIN}") from error
     if hashlib.sha256(weights).hexdigest() != description["weights_sha256"]:
-        raise LlmcondError(f"{path} is damaged: head.json has another checksum. {AGAIN}")
+        raise LlmcondError(f"{path} is damaged: head.json has another checksum. {FIT_AGAIN}")
     return HeadFiles(source, description, path, weights)
 
 
-def damaged_weights(path: Path, kind: str, error: Exception) -> LlmcondError:
+def damaged_weights_error(path: Path, kind: str, error: Exception) -> LlmcondError:
     """Return an error which says that weights do not belong to a head of this kind, and why."""
     return LlmcondError(
         f"{path} does not hold the parameters of a {kind} head with these settings "
-        f"({first_line(error)}). {AGAIN}"
+        f"({first_line(error)}). {FIT_AGAIN}"
     )

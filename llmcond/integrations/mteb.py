@@ -27,8 +27,8 @@ from llmcond.data.datasets import read_rows, sample_folder
 from llmcond.data.rows import rows_digest
 from llmcond.errors import UserError
 from llmcond.files import digest_bytes, digest_text
-from llmcond.runs.comparing import Vectors
 from llmcond.runs.embedder import Embedder, load_embedder
+from llmcond.runs.similarity import Vectors
 
 
 class MtebEncoder(AbsEncoder):  # type: ignore[misc]  # mteb has no types

@@ -11,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import InputModule
 
 from llmcond.errors import UserError
-from llmcond.exporting.run import SETTINGS, copy_run, read_export
+from llmcond.exporting.run import EXPORT_SETTINGS, copy_run, read_export
 from llmcond.runs.embedder import Embedder, load_embedder
 
 
@@ -80,9 +80,11 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
         """Load an export of any condition, from a local folder or from the hub."""
         names = ("token", "cache_folder", "revision", "local_files_only")
         hub_options = {name: kwargs[name] for name in names if name in kwargs}
-        path = cls.load_file_path(model_name_or_path, SETTINGS, subfolder=subfolder, **hub_options)
+        path = cls.load_file_path(
+            model_name_or_path, EXPORT_SETTINGS, subfolder=subfolder, **hub_options
+        )
         if path is None:
-            raise UserError(f"{model_name_or_path} has no {SETTINGS}. Export it again.")
+            raise UserError(f"{model_name_or_path} has no {EXPORT_SETTINGS}. Export it again.")
         run = cls.load_dir_path(model_name_or_path, subfolder="run", **hub_options)
         return cls.of_export(Path(path).parent, Path(str(run)))
 
@@ -118,13 +120,13 @@ def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> Sent
         (2, 384)
     """
     folder = Path(path)
-    if (folder / SETTINGS).is_file():
+    if (folder / EXPORT_SETTINGS).is_file():
         module = ConditionalEmbedder.of_export(folder, folder / "run", device)
     elif (folder / "modules.json").is_file():
         return SentenceTransformer(str(folder), device=None if device == "auto" else device)
     else:
-        from llmcond.runs.open import usual_run
+        from llmcond.runs.open import resolve_run
 
-        run = usual_run(path)
+        run = resolve_run(path)
         module = ConditionalEmbedder(load_embedder(run, device=device), run)
     return SentenceTransformer(modules=[module], similarity_fn_name="cosine")

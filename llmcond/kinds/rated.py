@@ -16,9 +16,9 @@ from llmcond.tasks import Task
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.runs.rated import RatedExamples
-    from llmcond.workflows.account import TrainingResult
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
+    from llmcond.workflows.training_record import TrainingResult
 
 
 class Rated(Kind):
@@ -46,16 +46,16 @@ class Rated(Kind):
         return RatedExamples(run)
 
     @override
-    def evaluate(self, run: Run, asked: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: Run, options: EvaluateOptions) -> Results[Any]:
         from llmcond.workflows.evaluate import evaluate_pairs
 
-        return evaluate_pairs(run, asked)
+        return evaluate_pairs(run, options)
 
     @override
-    def train(self, asked: TrainLoraOptions, task: Task) -> TrainingResult:
+    def train(self, options: TrainLoraOptions, task: Task) -> TrainingResult:
         from llmcond.workflows.finetune import train_pairs
 
-        return train_pairs(asked, task)
+        return train_pairs(options, task)
 
     @override
     def log_data(self, data: Dataset) -> None:

@@ -13,7 +13,7 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.files import digest_text
-from llmcond.prompts.template import Part, Prompt
+from llmcond.prompts.template import InputTemplate, Prompt
 
 #: Seed with which each row gets another row's condition. It is fixed because prompts with the same
 #: digest must give the same inputs.
@@ -29,10 +29,10 @@ class PromptInputs(Protocol):
 
     def __len__(self) -> int: ...
 
-    def where(self, item: EncoderInput) -> str | None:
+    def describe_user(self, item: EncoderInput) -> str | None:
         """Describe the first row or text that needs an input, for messages; None if none does."""
 
-    def check_differ(self) -> None:
+    def check_distinct(self) -> None:
         """Raise a ``UserError`` if the prompt gives the same input for different conditions."""
 
 
@@ -53,7 +53,7 @@ class SplitInputs:
         """Prepare rows, each split separately.
 
         Raises:
-            UserError: as ``given_conditions``, or a column that the template names is missing.
+            UserError: as ``input_conditions``, or a column that the template names is missing.
         """
         self._prompt = prompt
         self._splits = [(rows, _renderers(rows, prompt)) for rows in splits]
@@ -69,7 +69,7 @@ class SplitInputs:
     def __len__(self) -> int:
         return 4 * sum(len(rows) for rows, _ in self._splits)
 
-    def where(self, item: EncoderInput) -> str | None:
+    def describe_user(self, item: EncoderInput) -> str | None:
         """Describe the first row that needs an input: ``row 17 of train.csv``."""
         for rows, renderers in self._splits:
             renders = [render for pair in renderers for render in pair]
@@ -78,10 +78,10 @@ class SplitInputs:
                     return rows.describe(position)
         return None
 
-    def check_differ(self) -> None:
+    def check_distinct(self) -> None:
         """Raise a ``UserError`` if two rows with different conditions get the same inputs."""
         for rows, _ in self._splits:
-            clash = same_inputs(rows, self._prompt)
+            clash = find_same_inputs(rows, self._prompt)
             if clash is None:
                 continue
             first, second = clash
@@ -107,10 +107,10 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
             f"the prompt {prompt.name} names the column {missing[0]!r}, but the rows of "
             f"{rows.file} were read without it. Extract into a new --run with this prompt."
         )
-    conditions = given_conditions(rows, prompt)
-    plain = prompt.plain or Part("{sentence}")
+    conditions = input_conditions(rows, prompt)
+    plain = prompt.plain or InputTemplate("{sentence}")
 
-    def renderer(part: Part, texts: Sequence[str]) -> _Render:
+    def renderer(part: InputTemplate, texts: Sequence[str]) -> _Render:
         if not prompt.fields and "sentence" not in part.placeholders:
             # There are few conditions, and every row needs one.
             render_condition = lru_cache(_CONDITIONS)(lambda condition: part.render("", condition))
@@ -130,7 +130,7 @@ def _renderers(rows: Rows, prompt: Prompt) -> list[tuple[_Render, _Render]]:
     return renderers
 
 
-def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
+def input_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     """Return the condition that each row's inputs contain.
 
     This is the row's own condition or, for a shuffled control, that of a random other row whose
@@ -144,10 +144,10 @@ def given_conditions(rows: Rows, prompt: Prompt) -> Sequence[str]:
     if prompt.control != "shuffled":
         return rows.condition
     texts = list(zip(rows.sentence1, rows.sentence2, rows.condition, strict=True))
-    return shuffled(rows.condition, texts, prompt, f"rows of a split of {rows.file}")
+    return shuffle_conditions(rows.condition, texts, prompt, f"rows of a split of {rows.file}")
 
 
-def shuffled(
+def shuffle_conditions(
     conditions: Sequence[str], texts: Sequence[tuple[str, ...]], prompt: Prompt, what: str
 ) -> list[str]:
     """Return, for each row, the condition of a random other row whose condition differs.
@@ -182,14 +182,14 @@ def shuffled(
     return shuffled_conditions
 
 
-def row_inputs(rows: Rows, prompt: Prompt) -> RowInputs:
+def render_rows(rows: Rows, prompt: Prompt) -> RowInputs:
     """Render all rows with a prompt; raises the errors of ``SplitInputs``."""
     first, second = _renderers(rows, prompt)
     renderers = (first[0], second[0], first[1], second[1])
     return RowInputs(*([render(i) for i in range(len(rows))] for render in renderers))
 
 
-def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
+def find_same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
     """Find two rows with different conditions for which a prompt gives the same inputs.
 
     No head can distinguish the conditions of such rows. Unconditional inputs are compared only if
@@ -202,7 +202,7 @@ def same_inputs(rows: Rows, prompt: Prompt) -> tuple[int, int] | None:
     """
     if prompt.control is not None:
         return None
-    inputs = row_inputs(rows, prompt)
+    inputs = render_rows(rows, prompt)
     columns = [inputs.first, inputs.second]
     if prompt.separate:
         columns.append(inputs.first_unconditional)

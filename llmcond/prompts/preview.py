@@ -13,7 +13,7 @@ from llmcond.encoders.settings import READ
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import given_conditions, row_inputs
+from llmcond.prompts.inputs import input_conditions, render_rows
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import Dataset
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmcond.encoders import ResolvedEncoder
 
 
-def prompt_on_row(
+def preview_prompt(
     prompt: Prompt,
     dataset: Dataset,
     split: str | None = None,
@@ -49,7 +49,7 @@ def prompt_on_row(
         )
     split, position = _find_row(dataset, split, number)
     rows = dataset.splits[split]
-    condition = given_conditions(rows, prompt)[position]
+    condition = input_conditions(rows, prompt)[position]
     items = _list_row_inputs(prompt, rows, position)
     encoder: dict[str, Any] | None = None
     token_facts: list[dict[str, Any]] = [{}] * len(items)
@@ -118,7 +118,7 @@ def _list_row_inputs(
 
     The number is None for the condition alone.
     """
-    inputs = row_inputs(rows, prompt)
+    inputs = render_rows(rows, prompt)
     conditional = [inputs.first[position], inputs.second[position]]
     items: list[tuple[str, int | None, EncoderInput]] = [
         ("conditional" if rows.conditioned[number - 1] else "plain", number, item)
@@ -127,7 +127,7 @@ def _list_row_inputs(
     if not prompt.subtractable:
         return items
     unconditional = [inputs.first_unconditional[position], inputs.second_unconditional[position]]
-    if prompt.of_condition:
+    if prompt.subtracts_condition:
         return [*items, ("unconditional", None, unconditional[0])]
     conditioned = [n for n in (1, 2) if rows.conditioned[n - 1]]
     return [*items, *(("unconditional", n, unconditional[n - 1]) for n in conditioned)]
@@ -138,14 +138,14 @@ def _tokenize_items(
 ) -> list[dict[str, Any]]:
     """Return the tokens of inputs, which of them are pooled, and which were cut."""
     # Importing tokenizers takes a second, and is not needed to show texts alone.
-    from llmcond.encoders.inspect import samples
+    from llmcond.encoders.inspect import tokenize_inputs
 
     labelled = [("", item) for item in items]
-    samples_read = samples(resolved, labelled)
+    samples_read = tokenize_inputs(resolved, labelled)
     untruncated = samples_read
     if any(len(sample.tokens) >= resolved.identity.max_length for sample in samples_read):
         unlimited = replace(resolved.identity, max_length=sys.maxsize)
-        untruncated = samples(replace(resolved, identity=unlimited), labelled)
+        untruncated = tokenize_inputs(replace(resolved, identity=unlimited), labelled)
     return [
         {
             "tokens": sample.tokens,

@@ -16,8 +16,8 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from llmcond.config import STRICT, build, check_name, find_toml, read_toml
-from llmcond.encoders.poolings import ROUTED_POOLINGS, pooling_named
+from llmcond.config import STRICT, build, check_name, read_toml, resolve_toml
+from llmcond.encoders.poolings import ROUTED_POOLINGS, get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, Router, Span
 from llmcond.errors import UserError, nearest
@@ -31,7 +31,7 @@ Control = Literal["left-out", "shuffled"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InputTemplate:
     """The templates of one encoder input.
 
     Attributes:
@@ -65,7 +65,7 @@ class Part:
         return templates | {key: text for key, text in optional.items() if text is not None}
 
     @property
-    def decisive(self) -> dict[Any, Any]:
+    def digest_content(self) -> dict[Any, Any]:
         """Everything that decides an input: the templates, and the settings of a router."""
         if self.router is None:
             return self.templates
@@ -85,7 +85,7 @@ class Part:
         return self._find_names(self.templates)
 
     @property
-    def read(self) -> set[str]:
+    def read_placeholders(self) -> set[str]:
         """The placeholders that the encoder reads together with the text, not in a router."""
         return self._find_names({key: t for key, t in self.templates.items() if key != "router"})
 
@@ -158,11 +158,11 @@ class Prompt:
 
     description: str
     source: str
-    conditional: Part
-    unconditional: Part
+    conditional: InputTemplate
+    unconditional: InputTemplate
     control: Control | None = None
     fields: tuple[str, ...] = ()
-    plain: Part | None = None
+    plain: InputTemplate | None = None
     name: str = field(default="", kw_only=True)
 
     @property
@@ -176,19 +176,19 @@ class Prompt:
         return self.control != "left-out"
 
     @property
-    def routes(self) -> bool:
+    def has_router(self) -> bool:
         """Whether one of the two inputs has a router."""
         return any(part.router is not None for part in (self.conditional, self.unconditional))
 
     @property
-    def of_condition(self) -> bool:
+    def subtracts_condition(self) -> bool:
         """Whether the unconditional input is the condition alone, e(c)."""
         return "condition" in self.unconditional.placeholders
 
     @property
-    def alone(self) -> Part | None:
+    def sentence_part(self) -> InputTemplate | None:
         """The part that gives the input of a sentence alone, e(s); None if there is none."""
-        if not self.of_condition:
+        if not self.subtracts_condition:
             return self.unconditional
         return self.conditional if self.separate else None
 
@@ -200,7 +200,7 @@ class Prompt:
         if not self.plain and not self.control and not has_later_keys:
             return digest_text(*(text for part in parts for text in part.templates.values()))
         control = [self.control] if self.control and not self.plain else []
-        return digest_text(*control, *(json.dumps(part.decisive) for part in parts))
+        return digest_text(*control, *(json.dumps(part.digest_content) for part in parts))
 
     def obstacle(self, encoder: EncoderIdentity) -> str:
         """Return why an encoder does not support the template's inputs; empty if it does."""
@@ -213,17 +213,17 @@ class Prompt:
         if any(part.context is not None for part in parts):
             if encoder.special_tokens != TOKENIZER_DECIDES:
                 return "it has a context, but the encoder reads single texts only, not pairs"
-            if not pooling_named(encoder.pooling).counts:
+            if not get_pooling(encoder.pooling).supports_pool_over:
                 return (
                     "it pools only the tokens of the text, which the encoder's pooling "
                     f"{encoder.pooling} does not support (--pooling mean)"
                 )
-        if encoder.routes_inside and "condition" in self.conditional.read:
+        if encoder.routes_inside and "condition" in self.conditional.read_placeholders:
             return (
                 "it puts the condition into the text, but the encoder expects it in a router "
                 "(--prompt routed)"
             )
-        if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.routes:
+        if encoder.routes_inside or encoder.pooling in ROUTED_POOLINGS or not self.has_router:
             return ""
         return (
             "its router weights token states, which the encoder's pooling "
@@ -240,7 +240,7 @@ class Prompt:
         return {key: value for key, value in values.items() if value or key not in later_keys}
 
 
-def fields_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
+def list_fields(prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Return the further columns of the data that prompts use, each once."""
     return tuple(dict.fromkeys(name for prompt in prompts for name in prompt.fields))
 
@@ -262,7 +262,7 @@ def load_prompt(name_or_file: str) -> Prompt:
     Raises:
         UserError: there is no such template, or a key or a placeholder is unknown or missing.
     """
-    path = find_toml(name_or_file, "prompts")
+    path = resolve_toml(name_or_file, "prompts")
     values = read_toml(path)
     if "name" in values:
         raise UserError(
@@ -323,7 +323,7 @@ def _check_left_out(prompt: Prompt, placeholders: set[str], source: str) -> None
         )
 
 
-def _check_part(part: Part, source: str, known: Sequence[str]) -> set[str]:
+def _check_part(part: InputTemplate, source: str, known: Sequence[str]) -> set[str]:
     advice = ' To use another column of the data, declare it: fields = ["COLUMN"].'
     names: set[str] = set()
     for key, template in part.templates.items():

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from llmcond.errors import printable
-from llmcond.metrics import Estimate, Metric, metric_of
+from llmcond.errors import escape_control_characters
+from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.report.format import estimate_text, factors_text
-from llmcond.report.terminal import plain, show, titled_table
+from llmcond.report.terminal import plain_text, print_table, titled_table
 
 JsonRows = Sequence[Mapping[str, Any]]
 
@@ -27,19 +27,19 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
     if "isotropy" in result:
         title = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
         columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
-        show(_figures_table(title, result["isotropy"], columns), form)
+        print_table(_figures_table(title, result["isotropy"], columns), form)
     if "clusters" in result:
-        show(_clusters_table(result["clusters"], scope), form)
+        print_table(_clusters_table(result["clusters"], scope), form)
     if "conditions" in result:
-        show(_conditions_table(result["conditions"], scope), form)
+        print_table(_conditions_table(result["conditions"], scope), form)
     if result.get("norms"):
         title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
         columns = ("n", "mean_norm", "raw", "normalised")
-        show(_figures_table(title, result["norms"], columns), form)
+        print_table(_figures_table(title, result["norms"], columns), form)
     for head in result.get("examples", ()):
         for side in ("better", "worse"):
             if head[side]:
-                show(_examples_table(head, side), form)
+                print_table(_examples_table(head, side), form)
 
 
 def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
@@ -49,7 +49,7 @@ def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
         figures = (
             "–" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values
         )
-        table.add_row(plain(row["name"]), *figures)
+        table.add_row(plain_text(row["name"]), *figures)
     return table
 
 
@@ -59,16 +59,18 @@ def _clusters_table(rows: JsonRows, scope: str) -> Table:
         f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
         "every condition has its own cluster; Hyper-CL, section 5.2) and sentences per cluster"
     )
-    table = _make_table(title, ("name",), ("impurity", *(printable(text) for text in conditions)))
+    table = _make_table(
+        title, ("name",), ("impurity", *(escape_control_characters(text) for text in conditions))
+    )
     for row in rows:
         counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
-        table.add_row(plain(row["name"]), f"{row['impurity']:.3f}", *counts)
+        table.add_row(plain_text(row["name"]), f"{row['impurity']:.3f}", *counts)
     return table
 
 
 def _conditions_table(rows: JsonRows, scope: str) -> Table:
     first = rows[0]
-    metric = metric_of(first["metric"])
+    metric = get_metric(first["metric"])
     title = (
         f"Conditions seen and unseen in training, {scope} (Hyper-CL, section 5.3): "
         f"{metric.heading}, 95 % confidence intervals over sentence pairs. "
@@ -79,7 +81,7 @@ def _conditions_table(rows: JsonRows, scope: str) -> Table:
     kinds = ("overall", "seen", "unseen")
     table = _make_table(title, ("name",), kinds)
     for row in rows:
-        table.add_row(plain(row["name"]), *(_format_score(metric, row, key) for key in kinds))
+        table.add_row(plain_text(row["name"]), *(_format_score(metric, row, key) for key in kinds))
     return table
 
 
@@ -99,7 +101,7 @@ def _examples_table(head: Mapping[str, Any], side: str) -> Table:
         title, ("sentence 1", "sentence 2", "condition"), ("rating", "before", "after")
     )
     for row in head[side]:
-        texts = (plain(row[key]) for key in ("sentence1", "sentence2", "condition"))
+        texts = (plain_text(row[key]) for key in ("sentence1", "sentence2", "condition"))
         figures = (f"{row[key]:.2f}" for key in ("rating", "before", "after"))
         table.add_row(*texts, *figures)
     return table
@@ -108,5 +110,5 @@ def _examples_table(head: Mapping[str, Any], side: str) -> Table:
 def _make_table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
     table = titled_table(title, *texts)
     for heading in figures:
-        table.add_column(plain(heading.replace("_", " ")), justify="right")
+        table.add_column(plain_text(heading.replace("_", " ")), justify="right")
     return table

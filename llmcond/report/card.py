@@ -12,12 +12,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
-from llmcond.metrics import METRICS, Estimate, Metric, metric_of
+from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, factors_text, range_text
 from llmcond.runs import AnyRun, dev_score
 from llmcond.runs.kind import find_kind
-from llmcond.runs.saved import chosen_on_dev
+from llmcond.runs.run_heads import is_selected_on_dev
 
 
 def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], recipe: Any) -> str:
@@ -54,7 +54,7 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
         training_config=config,
         n_members=n_members,
         first=first,
-        chosen_on_dev=chosen_on_dev(first),
+        chosen_on_dev=is_selected_on_dev(first),
         folds=_format_folds(first["then"]["folds"]) if "folds" in first.get("then", {}) else None,
         scores=table(headings, [_score_cells(row, metrics) for row in scores]) if scores else "",
         factors=factors_text(metrics),
@@ -78,7 +78,7 @@ def heads_card(run: AnyRun) -> str:
     The run must have heads, and ``default_head`` in its manifest.
     """
     heads, text = run.find_heads(sorted(run.head_names())), find_kind(run.kind).card
-    encoder, metric = run.manifest["encoder"], metric_of(run.dev_metric)
+    encoder, metric = run.manifest["encoder"], get_metric(run.dev_metric)
     known = find_model(encoder["model"])
     repo, revision = known.repo if known else encoder["model"], encoder["revision"]
     return render_card(
@@ -97,7 +97,7 @@ def heads_card(run: AnyRun) -> str:
                     f"`{code(head.view.name)}`",
                     "yes" if head.view.subtracts else "no",
                     f"{head.head.dim_out:,}",
-                    metric.show(dev_score(head.record, metric.name)),
+                    metric.format(dev_score(head.record, metric.name)),
                 ]
                 for head in heads
             ],
@@ -166,7 +166,7 @@ def render_card(
 
 def _format_folds(folds: Mapping[str, Any]) -> dict[str, Any]:
     """Format the scores of a last stage, estimated by folds of dev, for the card."""
-    metric = metric_of(next(iter(folds["trained"])))
+    metric = get_metric(next(iter(folds["trained"])))
 
     def format_score(scores: Mapping[str, Any]) -> str:
         interval = scores[f"{metric.name}_ci"]
@@ -195,7 +195,7 @@ def _select_keys(record: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 def _score_cells(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]:
     cells = [row["split"], f"{row['n']:,}"]
     for metric in metrics:
-        cells.append(metric.show(row[metric.name]))
+        cells.append(metric.format(row[metric.name]))
         if not metric.secondary:
             estimate = Estimate.of_json(row[metric.name], row[f"{metric.name}_ci"])
             cells.append(range_text(metric, estimate.low, estimate.high) or "–")

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from llmcond.encoders.settings import pooled_tokens
-from llmcond.errors import printable
-from llmcond.files import gib
+from llmcond.errors import escape_control_characters
+from llmcond.files import format_bytes
 from llmcond.report.terminal import line_limit, titled_table
 
 
-def checkup(report: Mapping[str, Any], width: int) -> Group:
+def render_checkup(report: Mapping[str, Any], width: int) -> Group:
     """Return the facts, the sample inputs with their pooled tokens, and the memory of a check.
 
     Args:
@@ -27,7 +27,7 @@ def checkup(report: Mapping[str, Any], width: int) -> Group:
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     for key, value in _describe_encoder(report):
-        facts.add_row(key, Text(printable(value)))
+        facts.add_row(key, Text(escape_control_characters(value)))
     parts: list[RenderableType] = [facts]
     for sample in report["samples"]:
         title = (
@@ -36,7 +36,7 @@ def checkup(report: Mapping[str, Any], width: int) -> Group:
         if sample["label"] == "no instruction":
             title = "sample input without an instruction; ^ marks pooled tokens"
         parts.append(Text(f"\n {title}", style="bold"))
-        parts += [Text(f"   {line}") for line in drawn(sample, width - 4)]
+        parts += [Text(f"   {line}") for line in token_lines(sample, width - 4)]
     return Group(*parts, Text(), _memory_table(report))
 
 
@@ -70,13 +70,13 @@ def _describe_encoder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "assumed", sentence
 
 
-def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
+def token_lines(sample: Mapping[str, Any], width: int) -> list[str]:
     """Return lines of a sample's tokens, each followed by a line that marks pooled tokens."""
     lines: list[str] = []
     tokens, marks = "", ""
     for text, pooled in zip(sample["tokens"], sample["pooled"], strict=True):
         # A token may be a line break, which would shift the marks under the wrong tokens.
-        token = printable(text).replace("\n", "\\n")
+        token = escape_control_characters(text).replace("\n", "\\n")
         size = cell_len(token)
         if tokens and cell_len(tokens) + size + 1 > width:
             lines += [tokens, marks]
@@ -88,14 +88,14 @@ def drawn(sample: Mapping[str, Any], width: int) -> list[str]:
 
 def _memory_table(report: Mapping[str, Any]) -> Table:
     rows: Sequence[Mapping[str, Any]] = report["memory"]
-    title = f"memory; {gib(report['free'])} free on {report['device']}"
+    title = f"memory; {format_bytes(report['free'])} free on {report['device']}"
     table = titled_table(title, "precision")
     batch = f"+ batch of {rows[0]['batch_tokens']:,} tokens"
     for heading in ("weights", "while loading", batch, "fits"):
         table.add_column(heading, justify="right")
     for row in rows:
         name = row["dtype"] if row["quantize"] == "none" else f"{row['quantize']} ({row['dtype']})"
-        sizes = [gib(row[key]) for key in ("weights", "loading", "batch")]
+        sizes = [format_bytes(row[key]) for key in ("weights", "loading", "batch")]
         table.add_row(name, *sizes, "yes" if row["fits"] else "no")
     return table
 
@@ -103,4 +103,4 @@ def _memory_table(report: Mapping[str, Any]) -> Table:
 def show_checkup(report: Mapping[str, Any]) -> None:
     """Print the report of a check."""
     console = Console(highlight=False, width=line_limit() or 120)
-    console.print(checkup(report, console.width))
+    console.print(render_checkup(report, console.width))

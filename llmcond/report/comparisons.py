@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from llmcond.errors import plural
-from llmcond.evaluation.paired import Difference
+from llmcond.errors import format_count
+from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import ComparedResult
-from llmcond.metrics import METRICS, Metric, finite, metric_of
+from llmcond.metrics import METRICS, Metric, finite_or_none, get_metric
 from llmcond.report.format import (
-    caveats,
     estimate_text,
-    extreme,
     factors_text,
+    highest_or_lowest,
+    interval_notes,
     interval_text,
     new_sentences_heading,
-    probability,
+    p_value_text,
     sentences_text,
 )
-from llmcond.report.terminal import add_figures, identity_cells, identity_table
+from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table
 
 Compared = Sequence[ComparedResult]
 
@@ -53,18 +53,20 @@ def summary(results: Compared, baseline: str) -> list[str]:
         )
     sentences += _summarise_controls(results)
     sentences.append(
-        f"{plural(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of {split}."
+        f"{format_count(len(prompts), 'prompt')}, zero-shot{with_heads}, on {counts.text} of "
+        f"{split}."
     )
     return sentences
 
 
 def _summarise_best(results: Compared, baseline: str) -> list[str]:
     """Name the best score, and say whether any prompt is significantly better than the baseline."""
-    if not results or finite(results[0].main.value) is None:
+    if not results or finite_or_none(results[0].main.value) is None:
         return []
     first = results[0]
     figure = estimate_text(first.primary, first.main)
-    top = f"{extreme(first.primary)}: {_name_system(first)}, {first.primary.heading} {figure}"
+    direction = highest_or_lowest(first.primary)
+    top = f"{direction}: {_name_system(first)}, {first.primary.heading} {figure}"
     differences = [_main_difference(result) for result in results]
     margin = _main_difference(first)
     if not any(differences):
@@ -78,7 +80,7 @@ def _summarise_best(results: Compared, baseline: str) -> list[str]:
     return [f"{top}, not shown to be better than {baseline}."]
 
 
-def _main_difference(result: ComparedResult) -> Difference | None:
+def _main_difference(result: ComparedResult) -> PairedDifference | None:
     return result.difference.get(result.primary.name) if result.difference else None
 
 
@@ -104,9 +106,9 @@ def _summarise_verdicts(results: Compared, head: str, baseline: str) -> list[str
     uncertain = [pair for pair in compared if pair[1].verdict == "no evidence"]
     if uncertain:
         metric = uncertain[0][0].primary
-        minima = [low for _, diff in uncertain if (low := finite(diff.minimum)) is not None]
+        minima = [low for _, diff in uncertain if (low := finite_or_none(diff.minimum)) is not None]
         detectable = (
-            f" (these rows can detect {metric.show(max(minima))} or more)" if minima else ""
+            f" (these rows can detect {metric.format(max(minima))} or more)" if minima else ""
         )
         few = len(uncertain) <= _MAX_NAMED
         prompt_names = (
@@ -126,7 +128,7 @@ def _summarise_controls(results: Compared) -> list[str]:
         for result in results
         if result.control
         and (estimate := result.metrics.get(metric.name)) is not None
-        and finite(estimate.low) is not None
+        and finite_or_none(estimate.low) is not None
     ]
     if not controls:
         return []
@@ -138,7 +140,7 @@ def _summarise_controls(results: Compared) -> list[str]:
     if not off_chance:
         return [
             "The controls are at chance, as they should be: the interval of each accuracy contains "
-            f"{metric.show(0.5)}."
+            f"{metric.format(0.5)}."
         ]
     names = _join_names(
         [
@@ -147,7 +149,8 @@ def _summarise_controls(results: Compared) -> list[str]:
         ]
     )
     return [
-        f"Of {plural(len(controls), 'control')}, {len(off_chance)} are not at chance: {names}. One "
+        f"Of {format_count(len(controls), 'control')}, {len(off_chance)} are not at chance: "
+        f"{names}. One "
         "in twenty is expected; more mean that something other than the condition predicts which "
         "of two rows is rated higher."
     ]
@@ -161,9 +164,9 @@ def _name_prompt(result: ComparedResult) -> str:
     return result.prompt + ("" if result.subtract else " (no subtraction)")
 
 
-def _format_difference(metric: Metric, difference: Difference) -> str:
+def _format_difference(metric: Metric, difference: PairedDifference) -> str:
     interval = interval_text(metric, difference.low, difference.high)
-    return f"{metric.show(difference.value, signed=True)} {interval}"
+    return f"{metric.format(difference.value, signed=True)} {interval}"
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -183,31 +186,31 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
         bars: whether to add a column that shows the intervals as bars.
     """
     first, primary = results[0], results[0].primary
-    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
+    metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
     title = (
         f"{run}, {first.split}: {first.counts.text}. {sentences_text(first)}{factors_text(metrics)}"
-        f"{caveats(results)} "
+        f"{interval_notes(results)} "
         f"Differences are from {baseline} with the same head; p after Holm's correction."
     )
     table = identity_table(title)
-    add_figures(table, primary.heading, "seeds ±")
+    add_figure_columns(table, primary.heading, "seeds ±")
     ends_of_all = [end for r in results for end in (r.main.value, r.main.low, r.main.high)]
-    known = [end for end in ends_of_all if finite(end) is not None] or [0.0, 1.0]
+    known = [end for end in ends_of_all if finite_or_none(end) is not None] or [0.0, 1.0]
     least, most = min(known), max(known)
     if bars:
         ends = (f"{primary.factor * end:.0f}" for end in (least, most))
         table.add_column(" to ".join(ends), no_wrap=True)
-    add_figures(table, "difference", "p")
+    add_figure_columns(table, "difference", "p")
     table.add_column("verdict", no_wrap=True)
     others = [metric for metric in metrics if metric.name != primary.name]
-    add_figures(table, *(metric.heading for metric in others))
+    add_figure_columns(table, *(metric.heading for metric in others))
     if first.new_sentences is not None:
-        add_figures(table, new_sentences_heading(first))
+        add_figure_columns(table, new_sentences_heading(first))
     for result in results:
         table.add_row(
             *identity_cells(result, result.head, " (control)" if result.control else ""),
             estimate_text(primary, result.main),
-            primary.show(result.seed_sd.get(primary.name)),
+            primary.format(result.seed_sd.get(primary.name)),
             *([_draw_bar(result, least, most)] if bars else []),
             *_difference_cells(result, baseline),
             *(estimate_text(metric, result.metrics[metric.name]) for metric in others),
@@ -223,7 +226,7 @@ def _difference_cells(result: ComparedResult, baseline: str) -> tuple[str, str, 
         return "", "", "baseline" if result.prompt == baseline else "–"
     return (
         _format_difference(metric, difference),
-        probability(difference.p_holm),
+        p_value_text(difference.p_holm),
         difference.verdict,
     )
 
@@ -231,7 +234,7 @@ def _difference_cells(result: ComparedResult, baseline: str) -> tuple[str, str, 
 def _draw_bar(result: ComparedResult, least: float, most: float) -> str:
     """Draw an interval as a line of characters, with the value on it."""
     estimate = result.main
-    if finite(estimate.value) is None:
+    if finite_or_none(estimate.value) is None:
         return ""
 
     def position_of(figure: float) -> int:
@@ -239,7 +242,7 @@ def _draw_bar(result: ComparedResult, least: float, most: float) -> str:
         return min(_BAR_WIDTH - 1, max(0, round(share * (_BAR_WIDTH - 1))))
 
     cells = [" "] * _BAR_WIDTH
-    if finite(estimate.low) is not None and finite(estimate.high) is not None:
+    if finite_or_none(estimate.low) is not None and finite_or_none(estimate.high) is not None:
         for position in range(position_of(estimate.low), position_of(estimate.high) + 1):
             cells[position] = "─"
     cells[position_of(estimate.value)] = "●"

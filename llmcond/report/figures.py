@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import UserError, install_command, printable
-from llmcond.files import replacing
+from llmcond.errors import UserError, escape_control_characters, install_command
+from llmcond.files import replace_atomically
 from llmcond.log import log
 
 #: An x value, a score and both ends of its interval; NaN in the last three leaves a gap.
@@ -161,7 +161,7 @@ def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         yield figure
         # Without a date and a version, the same data give the same file.
         metadata = {"Date": None} if kind == ".svg" else {"Software": None}
-        with replacing(path) as temporary:
+        with replace_atomically(path) as temporary:
             figure.savefig(temporary, format=kind[1:], metadata=metadata)
 
 
@@ -240,5 +240,5 @@ def _wrap_text(text: str, width: int) -> str:
 
     Matplotlib reads text between two dollar signs as mathematics; ``\$`` is a literal dollar sign.
     """
-    lines = textwrap.wrap(printable(text), width, break_on_hyphens=False)
+    lines = textwrap.wrap(escape_control_characters(text), width, break_on_hyphens=False)
     return "\n".join(lines).replace("$", r"\$")

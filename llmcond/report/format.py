@@ -4,66 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmcond.evaluation.folds import Folded
-from llmcond.evaluation.paired import LEAST_PAIRS
+from llmcond.evaluation.dev_gain import CrossValidatedGain
+from llmcond.evaluation.paired import MIN_PAIRS
 from llmcond.evaluation.results import Result
-from llmcond.metrics import Estimate, Metric, finite, number
+from llmcond.metrics import Estimate, Metric, finite_or_none, format_number
 
 MINUS = "\N{MINUS SIGN}"
 #: The sentence of a title that says what the intervals are.
-INTERVALS = "95 % confidence intervals over {groups} and, with several fits, over seeds."
+INTERVAL_NOTE = "95 % confidence intervals over {groups} and, with several fits, over seeds."
 
 
 def estimate_text(metric: Metric, estimate: Estimate) -> str:
     """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
-    if finite(estimate.value) is None:
+    if finite_or_none(estimate.value) is None:
         return "undefined"
-    if finite(estimate.low) is None:
-        return metric.show(estimate.value)
-    return f"{metric.show(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
+    if finite_or_none(estimate.low) is None:
+        return metric.format(estimate.value)
+    return f"{metric.format(estimate.value)} {interval_text(metric, estimate.low, estimate.high)}"
 
 
-def folds_text(cross_validated: Folded) -> str:
+def dev_gain_text(cross_validated: CrossValidatedGain) -> str:
     """Summarise in one line how much training on dev improves the score, estimated by folds."""
     metric, gain = cross_validated.gain.metric, cross_validated.gain
     parts = [
-        f"; {name} conditions ({gain.n:,} rows) {metric.show(gain.trained.value)}, without dev "
-        f"{metric.show(gain.without.value)}"
+        f"; {name} conditions ({gain.n:,} rows) {metric.format(gain.trained.value)}, without dev "
+        f"{metric.format(gain.without.value)}"
         for name, gain in cross_validated.by_condition.items()
     ]
     return (
         f"{cross_validated.folds} folds of dev, each predicted by a fit on the other folds "
         f"({gain.n:,} rows): {metric.heading} {estimate_text(metric, gain.trained)}; without dev "
         f"{estimate_text(metric, gain.without)}; difference "
-        f"{metric.show(gain.difference.value, signed=True)} "
+        f"{metric.format(gain.difference.value, signed=True)} "
         f"({range_text(metric, gain.difference.low, gain.difference.high, signed=True)})"
         f"{''.join(parts)}"
     )
 
 
-def extreme(metric: Metric) -> str:
+def highest_or_lowest(metric: Metric) -> str:
     """Return "Highest" or "Lowest", the word for a best score that may not be significant."""
     return "Highest" if metric.higher_is_better else "Lowest"
 
 
 def interval_text(metric: Metric, low: float, high: float) -> str:
     """Format an interval in brackets: ``[55.5, 61.9]``."""
-    return f"[{metric.show(low)}, {metric.show(high)}]"
+    return f"[{metric.format(low)}, {metric.format(high)}]"
 
 
 def range_text(metric: Metric, low: float, high: float, signed: bool = False) -> str:
     """Format an interval as ``55.5 to 61.9``; empty if it is undefined."""
-    if finite(low) is None or finite(high) is None:
+    if finite_or_none(low) is None or finite_or_none(high) is None:
         return ""
-    return f"{metric.show(low, signed)} to {metric.show(high, signed)}"
+    return f"{metric.format(low, signed)} to {metric.format(high, signed)}"
 
 
-def probability(p: float) -> str:
+def p_value_text(p: float) -> str:
     """Format a p-value with three decimals, or as ``< 0.001``."""
-    return "< 0.001" if p < 0.001 else number(p, 3)
+    return "< 0.001" if p < 0.001 else format_number(p, 3)
 
 
-def caveats(results: Sequence[Result]) -> str:
+def interval_notes(results: Sequence[Result]) -> str:
     """Return the notes for a title: what the intervals are, or why there are none.
 
     The notes also name the role of dev: whether epochs were chosen, or heads trained, on it.
@@ -73,11 +73,11 @@ def caveats(results: Sequence[Result]) -> str:
     selected_on_dev = any(
         fit.get("selected_on") == "dev" for result in results for fit in result.fits
     )
-    text = INTERVALS.format(groups=first.counts.groups)
-    if n_pairs < LEAST_PAIRS:
+    text = INTERVAL_NOTE.format(groups=first.counts.groups)
+    if n_pairs < MIN_PAIRS:
         text = (
             f"No intervals: {n_pairs:,} {first.counts.groups} are too few, they need at least "
-            f"{LEAST_PAIRS}."
+            f"{MIN_PAIRS}."
         )
     if selected_on_dev and first.split == "dev":
         return (

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from llmcond.evaluation.ranked import DialogueResult, PlanResult, QueryResult, RankedResult
-from llmcond.evaluation.ranking import Part
+from llmcond.evaluation.ranking import QuerySubset
+from llmcond.evaluation.ranking_results import DialogueResult, PlanResult, QueryResult, RankedResult
 from llmcond.evaluation.results import Result
-from llmcond.metrics import metric_of
-from llmcond.report.format import caveats, estimate_text, factors_text
+from llmcond.metrics import get_metric
+from llmcond.report.format import estimate_text, factors_text, interval_notes
 from llmcond.report.terminal import (
-    add_figures,
+    add_figure_columns,
     identity_cells,
     identity_table,
-    plain,
+    plain_text,
     results_table,
 )
 
@@ -35,21 +35,21 @@ def evaluation_table(results: Sequence[Result], run: object) -> Table:
         return results_table(results, run)
     description, columns = _describe_ranking(first)
     subtracts = isinstance(first, RankedResult)
-    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
+    metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
     title = f"{run}, {first.split}: {first.counts.text}{description} "
-    table = identity_table(f"{title}{factors_text(metrics)}{caveats(results)}", subtracts)
+    table = identity_table(f"{title}{factors_text(metrics)}{interval_notes(results)}", subtracts)
     table.add_column(first.variant[0], overflow="fold", no_wrap=not subtracts)
-    add_figures(table, *(metric.heading for metric in metrics), *columns)
+    add_figure_columns(table, *(metric.heading for metric in metrics), *columns)
     for result in cast(Sequence[QueryResult], results):
         # The results of one system have a common prefix; the variant column distinguishes them.
         name = result.name if subtracts else result.name.partition(" ")[0]
         table.add_row(
             *identity_cells(result, replace(result, name=name).title)[: 2 + subtracts],
-            plain(result.variant[1]),
+            plain_text(result.variant[1]),
             *(
                 estimate_text(metric, result.metrics[metric.name])
                 if metric is result.primary
-                else metric.show(result.metrics[metric.name].value)
+                else metric.format(result.metrics[metric.name].value)
                 for metric in metrics
             ),
             *(format_cell(result) for format_cell in columns.values()),
@@ -61,8 +61,8 @@ def _describe_ranking(first: QueryResult) -> tuple[str, _Columns]:
     """Return how the queries were ranked, for the title, and the columns after the metrics."""
     primary = first.primary
 
-    def join_scores(parts: Mapping[str, Part], names: Sequence[str]) -> str:
-        return " / ".join(primary.show(parts[name].metrics[primary.name].value) for name in names)
+    def join_scores(parts: Mapping[str, QuerySubset], names: Sequence[str]) -> str:
+        return " / ".join(primary.format(parts[name].metrics[primary.name].value) for name in names)
 
     if isinstance(first, DialogueResult):
         histories = list(first.by_history)

@@ -12,12 +12,12 @@ from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
 from llmcond.files import check_output
-from llmcond.heads.pairs import SCORE
+from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.log import log
-from llmcond.metrics import Metric, metric_of
+from llmcond.metrics import Metric, get_metric
 from llmcond.report.figures import Point, check_matplotlib, plot_curve
-from llmcond.report.format import caveats, factors_text, range_text
-from llmcond.report.terminal import add_figures, identity_cells, identity_table, plain
+from llmcond.report.format import factors_text, interval_notes, range_text
+from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table, plain_text
 
 Swept = Sequence[SweptResult]
 
@@ -25,26 +25,26 @@ Swept = Sequence[SweptResult]
 def sweep_table(results: Swept, run: object) -> Table:
     """Return a table of a sweep's results, with one row per combination of settings."""
     first, primary = results[0], results[0].primary
-    metrics = [metric for name in first.metrics if not (metric := metric_of(name)).secondary]
+    metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
     title = (
         f"{run}, {first.split}: {first.counts.text}. {factors_text(metrics)}Mean over seeds, "
-        f"with the standard deviation over seeds (sd). {caveats(results)}"
+        f"with the standard deviation over seeds (sd). {interval_notes(results)}"
     )
     table = identity_table(title)
     table.add_column("settings", overflow="fold")
     others = [metric for metric in metrics if metric.name != primary.name]
     headings = ("dim", "seeds", primary.heading, "sd", "interval")
-    add_figures(table, *headings, *(metric.heading for metric in others))
+    add_figure_columns(table, *headings, *(metric.heading for metric in others))
     for result in results:
         table.add_row(
             *identity_cells(result, result.head),
-            plain(_format_settings(result.settings)),
+            plain_text(_format_settings(result.settings)),
             str(result.dim),
             str(len(result.seeds)),
-            primary.show(result.main.value),
-            primary.show(result.seed_sd[primary.name]),
+            primary.format(result.main.value),
+            primary.format(result.seed_sd[primary.name]),
             range_text(primary, result.main.low, result.main.high) or "–",
-            *(metric.show(result.metrics[metric.name].value) for metric in others),
+            *(metric.format(result.metrics[metric.name].value) for metric in others),
         )
     return table
 
@@ -80,7 +80,7 @@ def plot_settings(results: Swept, path: Path) -> None:
     metric = results[0].primary
     series: dict[str, list[Point]] = {}
     for result in results:
-        value, low, high = (metric.scaled(figure) for figure in astuple(result.main))
+        value, low, high = (metric.in_display_unit(figure) for figure in astuple(result.main))
         if value is None or key not in result.settings:
             continue
         name = _line_name(result, {k: v for k, v in result.settings.items() if k != key})
@@ -120,7 +120,7 @@ def plot_steps(results: Swept, path: Path) -> None:
         # A curve ends where its shortest seed ends.
         for epoch, epoch_logs in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
             key = f"dev_{result.primary.name}"
-            values = [epoch_log.get(key, epoch_log.get(SCORE)) for epoch_log in epoch_logs]
+            values = [epoch_log.get(key, epoch_log.get(DEV_SCORE_KEY)) for epoch_log in epoch_logs]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from llmcond.errors import printable
+from llmcond.errors import escape_control_characters
 from llmcond.evaluation.results import Result
 from llmcond.log import log
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 from llmcond.report.format import (
-    caveats,
     estimate_text,
     factors_text,
+    interval_notes,
     new_sentences_heading,
     sentences_text,
 )
@@ -45,22 +45,22 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     The title says what all results have in common: the rows scored, dropped and tied.
     """
     first = results[0]
-    metrics = [metric_of(name) for name in first.metrics]
+    metrics = [get_metric(name) for name in first.metrics]
     title = (
         f"{run}, {first.split}: {first.counts.details}. {sentences_text(first)}"
-        f"{factors_text(metrics)}{caveats(results)}"
+        f"{factors_text(metrics)}{interval_notes(results)}"
     )
     table = identity_table(title)
-    add_figures(table, *(metric.heading for metric in metrics))
+    add_figure_columns(table, *(metric.heading for metric in metrics))
     has_conditions = any(result.by_condition for result in results)
     if has_conditions:
-        add_figures(table, f"{first.primary.heading} by condition: seen / unseen")
+        add_figure_columns(table, f"{first.primary.heading} by condition: seen / unseen")
     if first.new_sentences is not None:
-        add_figures(table, new_sentences_heading(first))
+        add_figure_columns(table, new_sentences_heading(first))
     for result in results:
         cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
         if has_conditions:
-            scores = [first.primary.show(p.score.value) for p in result.by_condition.values()]
+            scores = [first.primary.format(p.score.value) for p in result.by_condition.values()]
             cells.append(" / ".join(scores))
         if result.new_sentences is not None:
             cells.append(estimate_text(result.primary, result.new_sentences.main))
@@ -68,14 +68,14 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     return table
 
 
-def plain(text: object) -> Text:
+def plain_text(text: object) -> Text:
     """Return a text for a cell or title, without markup and terminal control characters."""
-    return Text(printable(str(text)))
+    return Text(escape_control_characters(str(text)))
 
 
 def titled_table(title: str, *texts: str) -> Table:
     """Return an empty table with a title and text columns, without markup."""
-    table = Table(title=plain(title), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=plain_text(title), title_justify="left", box=box.SIMPLE_HEAD)
     for heading in texts:
         table.add_column(heading, overflow="fold")
     return table
@@ -92,7 +92,7 @@ def identity_table(title: str, subtracts: bool = True) -> Table:
     return table
 
 
-def add_figures(table: Table, *headings: str) -> None:
+def add_figure_columns(table: Table, *headings: str) -> None:
     """Add right-aligned columns of figures, which are not wrapped."""
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -100,10 +100,10 @@ def add_figures(table: Table, *headings: str) -> None:
 
 def identity_cells(result: Result, head: str, remark: str = "") -> tuple[Text, Text, str]:
     """Return the cells of a result for the columns of ``identity_table``."""
-    return plain(head), plain(result.prompt + remark), "yes" if result.subtract else "no"
+    return plain_text(head), plain_text(result.prompt + remark), "yes" if result.subtract else "no"
 
 
-def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> Table:
+def rows_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> Table:
     """Return rows that share their keys as a table.
 
     Args:
@@ -121,13 +121,13 @@ def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> T
 
 def _format_cell(value: object) -> Text:
     if isinstance(value, bool):
-        return plain("yes" if value else "no")
+        return plain_text("yes" if value else "no")
     if isinstance(value, float):
-        return plain(f"{value:.4g}")
-    return plain("" if value is None else value)
+        return plain_text(f"{value:.4g}")
+    return plain_text("" if value is None else value)
 
 
-def show(table: Table, form: str = "table") -> None:
+def print_table(table: Table, form: str = "table") -> None:
     """Print a table on standard output in one of ``FORMATS``.
 
     In a terminal, or if ``COLUMNS`` gives the line width, the format ``table`` wraps cells between
@@ -162,12 +162,12 @@ def _escape_cell(cell: str, form: str) -> str:
     return line.replace("|", r"\|") if form == "markdown" else line
 
 
-def say(sentences: Sequence[str], form: str = "table") -> None:
+def print_sentences(sentences: Sequence[str], form: str = "table") -> None:
     """Print sentences on standard output, unless ``form`` is a format for documents."""
     if form == "table":
-        console = Console(highlight=False, width=min(width(), _PROSE_WIDTH))
+        console = Console(highlight=False, width=min(line_width(), _PROSE_WIDTH))
         for sentence in sentences:
-            console.print(plain(sentence))
+            console.print(plain_text(sentence))
 
 
 def line_limit() -> int | None:
@@ -180,7 +180,7 @@ def line_limit() -> int | None:
     return console.width if is_limited else None
 
 
-def width() -> int:
+def line_width() -> int:
     """Return the line width to format output for, in characters."""
     return line_limit() or _MIN_PIPED_WIDTH
 

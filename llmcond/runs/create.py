@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from llmcond.encoders import ResolvedEncoder, find_model
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
-from llmcond.files import making, write_json
-from llmcond.runs.manifest import FORMAT, HERE
-from llmcond.runs.open import run_of
+from llmcond.files import create_folder_atomically, write_json
+from llmcond.runs.manifest import FORMAT, IN_RUN_FOLDER
+from llmcond.runs.open import run_from_manifest
 from llmcond.runs.run import AnyRun
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data
@@ -41,11 +41,11 @@ def create_run(
         RunExistsError: Another process created the run first.
         UserError: The folder cannot be written, or the disk is full.
     """
-    manifest = _manifest(where_model(model, resolved), resolved, data, store_dtype, task)
+    manifest = _manifest(portable_model_name(model, resolved), resolved, data, store_dtype, task)
     if store is not None:
         manifest["store"] = store
     try:
-        with making(folder) as temporary:
+        with create_folder_atomically(folder) as temporary:
             data.save(temporary)
             write_json(temporary / "run.json", manifest)
     except UserError as error:
@@ -54,7 +54,7 @@ def create_run(
                 f"{folder} was created by another process in the meantime."
             ) from error
         raise
-    return run_of(folder, manifest)
+    return run_from_manifest(folder, manifest)
 
 
 def complete_run(
@@ -70,13 +70,13 @@ def complete_run(
     ``cross`` is the sentence order of a cross-encoder; None: the encoder is not a cross-encoder.
     ``trained_on`` names the splits whose rows the encoder was trained on.
     """
-    manifest = _manifest(HERE, resolved, data, "float16", task)
+    manifest = _manifest(IN_RUN_FOLDER, resolved, data, "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
     manifest["trained_on"] = list(dict.fromkeys([*trained_on, *manifest.get("trained_on", ())]))
     data.save(folder)
     write_json(folder / "run.json", manifest)
-    return run_of(folder, manifest)
+    return run_from_manifest(folder, manifest)
 
 
 def _manifest(
@@ -101,14 +101,18 @@ def _manifest(
         },
         "store_dtype": store_dtype,
         # The encoder was trained in another folder, on the same data.
-        **({"trained_on": ["train", "dev"]} if resolved.checkpoint.dev_of == data.digest else {}),
+        **(
+            {"trained_on": ["train", "dev"]}
+            if resolved.checkpoint.dev_digest == data.digest
+            else {}
+        ),
         "data": data.to_json(),
         "prompts": {},
         **provenance(),
     }
 
 
-def where_model(model: str, resolved: ResolvedEncoder) -> str:
+def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
     """Return a model's name, or an absolute path, which is valid in any working folder."""
     local = Path(model).expanduser()
     return str(local.resolve()) if find_model(model) is None and local.is_dir() else model

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from llmcond.data.readers import described_source
+from llmcond.data.readers import describe_source
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.records import check_record
-from llmcond.runs.comparing import Comparing, Vectors
 from llmcond.runs.embedder import Embedder, load_embedder
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.manifest import TrainedOn
+from llmcond.runs.manifest import TrainedHeadRecord
 from llmcond.runs.open import open_run
+from llmcond.runs.similarity import SimilarityModel, Vectors
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -37,7 +37,7 @@ _BLOCK = 8_192
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CrossEncoder(Comparing):
+class CrossEncoder(SimilarityModel):
     """A cross-encoder: similarity under a condition as a linear function of f([s1; s2; c]).
 
     Load one with ``load_cross_encoder``, which has an example.
@@ -89,7 +89,7 @@ class CrossEncoder(Comparing):
         """
         return self.similarity(rows.sentence1, rows.sentence2, rows.condition, show_progress=True)
 
-    def _compared(
+    def _compute_similarity(
         self,
         first: Sequence[tuple[str, str]],
         second: Sequence[tuple[str, str]],
@@ -160,7 +160,7 @@ def load_cross_encoder(
         raise UserError(f"orders is {orders!r}; expected 'both' or 'given'.")
     head, record = load_head(opened.head_folder(NAME))
     where = f"the head of {opened.folder}"
-    check_record(record, TrainedOn, where, "Train it again.")
+    check_record(record, TrainedHeadRecord, where, "Train it again.")
     head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)
     differences = head_identity.differences(opened.identity)
     if head.kind != KIND:
@@ -171,11 +171,11 @@ def load_cross_encoder(
             "or copy the whole run folder."
         )
     resolved = opened.resolve_encoder(device, max_tokens_per_batch)
-    fitted_on = described_source(opened.manifest["data"]["source"])
+    fitted_on = describe_source(opened.manifest["data"]["source"])
     return CrossEncoder(LazyEncoder(resolved)(), head, orders, fitted_on)
 
 
-def load_comparing(
+def load_similarity_model(
     folder: Path, head: str | None = None, prompt: str | None = None, device: str = "auto"
 ) -> Embedder | CrossEncoder:
     """Load the embedder or the cross-encoder of a run, and log which one it is.

@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmcond.arrays import Gathered, Matrix, as_list
+from llmcond.arrays import Matrix, SharedRows, as_list
 from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.data.readers import described_source
+from llmcond.data.readers import describe_source
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
-from llmcond.features.view import Part, View
+from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
-from llmcond.heads.plain import ZERO_SHOT, PlainHead
+from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
 from llmcond.prompts import Prompt
-from llmcond.runs import SavedEmbeddingHead
-from llmcond.runs.comparing import Comparing, Vectors, checked_texts, one_text
+from llmcond.runs import RunEmbeddingHead
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import find_run
+from llmcond.runs.open import find_or_download_run
+from llmcond.runs.similarity import (
+    SimilarityModel,
+    Vectors,
+    as_condition_list,
+    pair_with_conditions,
+)
 
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Embedder(Comparing):
+class Embedder(SimilarityModel):
     """A model that embeds texts under conditions.
 
     The embedding is CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1). Load an embedder
@@ -56,7 +61,7 @@ class Embedder(Comparing):
     """
 
     encoder: Encoder
-    view: View
+    view: FeatureView
     head: EmbeddingHead = ZERO_SHOT
     name: str = "none"
     cache: ConditionCache | None = None
@@ -102,10 +107,12 @@ class Embedder(Comparing):
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         if isinstance(sentences, str):
-            vector: Vectors = self.encode([sentences], one_text(conditions), normalize=normalize)[0]
+            vector: Vectors = self.encode(
+                [sentences], as_condition_list(conditions), normalize=normalize
+            )[0]
             return vector
-        vectors = self._encode(checked_texts(sentences, conditions), show_progress)
-        return unit_length(vectors, self.head) if normalize else vectors
+        vectors = self._encode(pair_with_conditions(sentences, conditions), show_progress)
+        return normalise_vectors(vectors, self.head) if normalize else vectors
 
     def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
         """Return an embedder whose embeddings under a condition are guided by labelled texts.
@@ -150,20 +157,20 @@ class Embedder(Comparing):
         """
         condition = labelled.condition or ""
         vectors = replace(self, guides={}).encode(labelled.texts, condition)
-        guide = guide_of(labelled, vectors, self.head)
+        guide = fit_checked_guide(labelled, vectors, self.head)
         return replace(self, guides={**self.guides, condition: guide})
 
     def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
         # All inputs are encoded in one call, so that each distinct input is encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
         vectors = self.encoder.encode(distinct, show_progress=show_progress)
-        return self.embedded(texts, distinct, vectors)
+        return self.embed_vectors(texts, distinct, vectors)
 
     def encode_counted(self, rows: Sequence[tuple[str, str]]) -> Encoded:
         """Embed (sentence, condition) rows and count their tokens, on the calling thread.
 
-        The embeddings are not normalised; see ``unit_length``. A row's token count covers all its
-        inputs, and a row is truncated if any of its inputs is. Truncation is not logged.
+        The embeddings are not normalised; see ``normalise_vectors``. A row's token count covers all
+        its inputs, and a row is truncated if any of its inputs is. Truncation is not logged.
 
         Args:
             rows: n (sentence, condition) rows.
@@ -182,12 +189,12 @@ class Embedder(Comparing):
         positions = np.array([position[item] for item in inputs]).reshape(len(rows), -1)
         return replace(
             encoded,
-            vectors=self.embedded(rows, distinct, encoded.vectors),
+            vectors=self.embed_vectors(rows, distinct, encoded.vectors),
             n_tokens=encoded.n_tokens[positions].sum(axis=1),
             truncated=encoded.truncated[positions].any(axis=1),
         )
 
-    def embedded(
+    def embed_vectors(
         self, texts: Sequence[tuple[str, str]], distinct: Sequence[EncoderInput], vectors: Vectors
     ) -> Vectors:
         """Compute the embeddings of rows from the encoder's vectors of their inputs.
@@ -211,11 +218,13 @@ class Embedder(Comparing):
             )
         position = {item: index for index, item in enumerate(distinct)}
 
-        def read(prompt: Prompt, part: Part) -> Matrix:
+        def read(prompt: Prompt, part: FeaturePart) -> Matrix:
             inputs = [getattr(prompt, part).render(*row) for row in texts]
-            return Gathered(vectors, np.array([position[item] for item in inputs], dtype=np.int64))
+            return SharedRows(
+                vectors, np.array([position[item] for item in inputs], dtype=np.int64)
+            )
 
-        features, condition = self.view.sentence(read), self.view.condition(read)
+        features, condition = self.view.sentence_features(read), self.view.condition_features(read)
         if self.cache is not None and condition is not None:
             embeddings = self.cache.transform(features, condition)
         else:
@@ -224,7 +233,7 @@ class Embedder(Comparing):
             embeddings, [condition_text for _, condition_text in texts], self.guides
         )
 
-    def _compared(
+    def _compute_similarity(
         self,
         first: Sequence[tuple[str, str]],
         second: Sequence[tuple[str, str]],
@@ -247,7 +256,9 @@ class Embedder(Comparing):
         return self.head.compare(first, second)
 
 
-def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Guide:
+def fit_checked_guide(
+    labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZERO_SHOT
+) -> Guide:
     """Fit a guide to the embeddings, (m, k), of labelled texts.
 
     Raises:
@@ -261,7 +272,7 @@ def guide_of(labelled: LabelledTexts, vectors: Vectors, head: EmbeddingHead = ZE
     return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
 
 
-def unit_length(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vectors:
+def normalise_vectors(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vectors:
     """Return embeddings, (n, k), with unit L2 norm, or unchanged if not compared by cosine.
 
     Embeddings of norm 0, which carry no information, stay zero.
@@ -312,16 +323,16 @@ def load_embedder(
         >>> llmcond.load_embedder()
         Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)
     """
-    model = EmbeddingModel.find(find_run(run, revision), head, prompt)
+    model = EmbeddingModel.find(find_or_download_run(run, revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
     return make_embedder(LazyEncoder(resolved)(), model.head)
 
 
-def make_embedder(encoder: Encoder, saved: SavedEmbeddingHead) -> Embedder:
+def make_embedder(encoder: Encoder, saved: RunEmbeddingHead) -> Embedder:
     """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder."""
-    fitted_on = described_source(saved.record["data"]["source"]) if saved.is_fitted else ""
+    fitted_on = describe_source(saved.record["data"]["source"]) if saved.is_fitted else ""
     cache = None
-    if not isinstance(saved.head, PlainHead) and saved.head.generates_matrices:
+    if not isinstance(saved.head, NumpyHead) and saved.head.generates_matrices:
         from llmcond.heads.base import ConditionCache
 
         cache = ConditionCache(saved.head)

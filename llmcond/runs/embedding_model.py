@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from llmcond.data.readers import described_source
+from llmcond.data.readers import describe_source
 from llmcond.errors import UserError
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.log import log
-from llmcond.runs import AnyRun, Run, Saved, SavedEmbeddingHead, open_run
+from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunHead, open_run
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import usual_run
-from llmcond.runs.saved import zero_shot
+from llmcond.runs.open import resolve_run
+from llmcond.runs.run_heads import zero_shot_head
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EmbeddingModel:
     """
 
     run: Run
-    head: SavedEmbeddingHead
+    head: RunEmbeddingHead
     device: str = "auto"
 
     @classmethod
@@ -44,13 +44,13 @@ class EmbeddingModel:
     ) -> Self:
         """Find the model that a user named, and log which one it is unless ``quiet``.
 
-        ``run`` and ``model`` are as for ``llmcond.runs.open.usual_run``, ``head`` and ``prompt`` as
+        ``run`` and ``model`` are as for ``llmcond.runs.open.resolve_run``, ``head`` and ``prompt`` as
         for ``choose_head``.
 
         Raises:
             UserError: The run or head does not exist, or the prompt is a control.
         """
-        opened = open_run(usual_run(run, model))
+        opened = open_run(resolve_run(run, model))
         saved = choose_head(opened, head, prompt)
         saved.view.check_texts()
         if not quiet:
@@ -58,7 +58,7 @@ class EmbeddingModel:
         return cls(opened, saved, device)
 
     @property
-    def view(self) -> View:
+    def view(self) -> FeatureView:
         """The features that the head takes for a text and its condition."""
         return self.head.view
 
@@ -78,7 +78,7 @@ class EmbeddingModel:
         return LazyEncoder(self.run.resolve_encoder(self.device))
 
 
-def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Saved[Any]:
+def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> RunHead[Any]:
     """Load the head that a name refers to.
 
     Args:
@@ -95,7 +95,7 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Sav
         reference = default[0]
     if reference is None or reference == "none":
         views = run.zero_shot_views(run.prompt(prompt))
-        return zero_shot(views[-1] if run.subtracts else views[0])
+        return zero_shot_head(views[-1] if run.subtracts else views[0])
     names = run.full_head_names([reference])
     if len(names) > 1:
         raise UserError(
@@ -110,7 +110,7 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Sav
     return saved
 
 
-def log_model(run: AnyRun, saved: Saved[Any], requested: str | None) -> None:
+def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
     """Log the model, the head and the prompt in one line.
 
     ``requested`` is the head that the user named. If it is None, the reason why this head was
@@ -123,7 +123,7 @@ def log_model(run: AnyRun, saved: Saved[Any], requested: str | None) -> None:
         head = f"head {saved.name}"
         if requested is None and default is not None:
             head += f" ({default[1]})"
-    source = described_source(run.manifest["data"]["source"])
+    source = describe_source(run.manifest["data"]["source"])
     if run.is_bundled:
         is_default = default is not None and saved.name == default[0]
         parts = [f"{run.folder.name} (bundled)", "" if is_default else head]

@@ -17,18 +17,18 @@ from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Scored
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import FittedModule
 from llmcond.heads.pairs import OnEpoch
-from llmcond.metrics import Metric, metric_of
+from llmcond.metrics import Metric, get_metric
 from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import R
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
 
 if TYPE_CHECKING:
-    from llmcond.runs.with_dev import WithDev
+    from llmcond.runs.dev_fit import DevFit
 
 
 class Examples(ABC):
@@ -40,7 +40,7 @@ class Examples(ABC):
     unit: str
 
     @abstractmethod
-    def dim(self, view: View) -> int:
+    def dim(self, view: FeatureView) -> int:
         """Return the size of the features of a text that are a head's input."""
 
     def counts(self) -> Mapping[str, int]:
@@ -56,19 +56,21 @@ class Examples(ABC):
     @property
     def epoch_score(self) -> str:
         """The name of the score that chooses the epoch, such as "MRR on 1,000 queries"."""
-        heading = metric_of(self.run.dev_metric).heading
+        heading = get_metric(self.run.dev_metric).heading
         return f"{heading} on {self.dev_sample}" if self.dev_sample else heading
 
     @abstractmethod
-    def fit(self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str) -> Fitted:
+    def fit(
+        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+    ) -> FittedModule:
         """Fit a head on train. Dev chooses the epoch, if the run has it."""
 
     @abstractmethod
-    def on_dev(self, head: Any, view: View) -> float:
+    def score_on_dev(self, head: Any, view: FeatureView) -> float:
         """Return a head's score on dev by the run's ``dev_metric``; NaN if it is undefined."""
 
     @abstractmethod
-    def scored(self, split: str) -> Scored:
+    def scored_rows(self, split: str) -> Scored:
         """Return the rows or queries of a split that predictions are scored against.
 
         Raises:
@@ -83,7 +85,7 @@ class Examples(ABC):
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """Return the input of metrics for each example, (n,): its similarity or answer's rank."""
 
-    def on_new_sentences(
+    def add_new_sentences(
         self,
         results: Sequence[R],
         similarity: Sequence[NDArray[np.floating]],
@@ -98,12 +100,18 @@ class Examples(ABC):
         return results
 
     def with_dev(
-        self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
-    ) -> WithDev:
-        """Return the fit of a head on train and dev. The arguments are those of ``WithDev``.
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        device: str,
+        weight: int,
+        on_epoch: OnEpoch,
+    ) -> DevFit:
+        """Return the fit of a head on train and dev. The arguments are those of ``DevFit``.
 
         Raises:
-            UserError: The examples have no ratings, or as for ``WithDev``.
+            UserError: The examples have no ratings, or as for ``DevFit``.
         """
         raise UserError(
             f"--with dev is for rated pairs, whose dev rows are rated by people, and "
@@ -111,7 +119,7 @@ class Examples(ABC):
         )
 
 
-def examples_of(run: AnyRun) -> Examples:
+def load_examples(run: AnyRun) -> Examples:
     """Return the examples of a run of any kind of task."""
     examples: Examples = find_kind(run.kind).examples(run)
     return examples

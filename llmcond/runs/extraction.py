@@ -7,15 +7,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmcond.encoders import EncoderInput, ResolvedEncoder
-from llmcond.encoders.spec import CUT, InputError
+from llmcond.encoders.spec import TRUNCATION_NOTE, InputError
 from llmcond.errors import UserError
-from llmcond.features.extract import Chunking, Execute, Extraction, extract
-from llmcond.features.missing import Missing
+from llmcond.features.extract import Chunking, Extraction, PlanExecutor, extract
+from llmcond.features.missing import MissingCount
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import PromptInputs
-from llmcond.runs.kind import inputs_of
+from llmcond.runs.kind import build_inputs
 from llmcond.runs.run import AnyRun
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LazyEncoder:
-    """An encoder that is loaded at the first call. ``before`` is called just before loading.
+    """An encoder that is loaded at the first call. ``before_load`` is called just before loading.
 
     With ``execute``, inputs are encoded elsewhere, by encoders of the same identity. ``processes``
     is the number of processes, including this one, that extract the same inputs.
@@ -33,11 +33,11 @@ class LazyEncoder:
     def __init__(
         self,
         resolved: ResolvedEncoder,
-        before: Callable[[], None] = lambda: None,
-        execute: Execute | None = None,
+        before_load: Callable[[], None] = lambda: None,
+        execute: PlanExecutor | None = None,
         processes: int = 1,
     ) -> None:
-        self.resolved, self.execute, self._before = resolved, execute, before
+        self.resolved, self.execute, self._before = resolved, execute, before_load
         self.processes = processes
 
     @cached_property
@@ -62,7 +62,7 @@ def extract_prompt(
     encoder: LazyEncoder,
     prompt: Prompt,
     inputs: PromptInputs,
-    missing: Missing | None = None,
+    missing: MissingCount | None = None,
 ) -> Extraction:
     """Extract all inputs of a data set under a prompt; see ``extract_inputs``.
 
@@ -73,13 +73,13 @@ def extract_prompt(
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
     except InputError as error:
-        where = inputs.where(error.item)
+        where = inputs.describe_user(error.item)
         if where is None:
             raise
         raise UserError(f"{where}, prompt {prompt.name}: {error}") from error
 
 
-def extract_others(
+def extract_other_data(
     run: AnyRun, prompts: Sequence[Prompt], inputs: Callable[[Prompt], PromptInputs], device: str
 ) -> FeatureStore:
     """Extract ``inputs`` of data other than the run's, and return the store that holds them.
@@ -87,7 +87,7 @@ def extract_others(
     Raises:
         UserError: The run's encoder is missing or has changed, or as ``extract_prompt``.
     """
-    store, encoder = run.store_for_others(), LazyEncoder(run.resolve_encoder(device))
+    store, encoder = run.store_for_other_texts(), LazyEncoder(run.resolve_encoder(device))
     for prompt in prompts:
         extract_prompt(store, encoder, prompt, inputs(prompt))
     return store
@@ -98,7 +98,7 @@ def extract_inputs(
     encoder: LazyEncoder,
     name: str,
     inputs: Iterable[EncoderInput],
-    missing: Missing | None = None,
+    missing: MissingCount | None = None,
 ) -> Extraction:
     """Extract inputs with a progress bar, and log a summary that begins with ``name``."""
     resolved, processes, before = encoder.resolved, encoder.processes, len(store)
@@ -122,7 +122,7 @@ def extract_inputs(
         summary += f", {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
     truncation = (
         f"; {extraction.n_truncated:,} inputs are longer than {resolved.identity.max_length} "
-        f"tokens: {CUT}"
+        f"tokens: {TRUNCATION_NOTE}"
         if extraction.n_truncated
         else ""
     )
@@ -130,11 +130,11 @@ def extract_inputs(
     return extraction
 
 
-def extract_own(
-    run: AnyRun, encoder: LazyEncoder, prompt: Prompt, missing: Missing | None = None
+def extract_run(
+    run: AnyRun, encoder: LazyEncoder, prompt: Prompt, missing: MissingCount | None = None
 ) -> tuple[Extraction, dict[str, Any]]:
     """Extract a run's data under a prompt. Return the extraction and its record in run.json."""
-    resolved, inputs = encoder.resolved, inputs_of(run.task, run.data, prompt)
+    resolved, inputs = encoder.resolved, build_inputs(run.task, run.data, prompt)
     extraction = extract_prompt(run.store(), encoder, prompt, inputs, missing)
     record = {
         "n_inputs": extraction.n_inputs,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmcond.runs.embedder import Embedder, unit_length
+from llmcond.runs.embedder import Embedder, normalise_vectors
 from llmcond.runs.task_runs import Run
 
 #: A condition is unfamiliar if it is further from its nearest training condition than this share
@@ -14,7 +14,9 @@ from llmcond.runs.task_runs import Run
 _SHARE = 0.95
 
 
-def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[str, str]:
+def find_unfamiliar_conditions(
+    run: Run, embedder: Embedder, conditions: Sequence[str]
+) -> dict[str, str]:
     """Return conditions that differ from the training conditions, each with the nearest of these.
 
     Distances are cosines of e(c), the encoder's vectors. The result is empty if the run does not
@@ -22,7 +24,7 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     encodes the condition alone.
     """
     prompt = next(
-        (candidate for candidate in embedder.view.prompts if candidate.of_condition), None
+        (candidate for candidate in embedder.view.prompts if candidate.subtracts_condition), None
     )
     has_rows = (run.folder / "rows.parquet").is_file()
     if not embedder.head.dim_in or prompt is None or not has_rows:
@@ -39,12 +41,12 @@ def unfamiliar(run: Run, embedder: Embedder, conditions: Sequence[str]) -> dict[
     store = run.store()
     if store.missing(inputs):
         return {}
-    known_vectors = unit_length(store.lookup(inputs).read())
+    known_vectors = normalise_vectors(store.lookup(inputs).read())
     cosines = known_vectors @ known_vectors.T
     np.fill_diagonal(cosines, -1)
     threshold = np.quantile(cosines.max(axis=1), 1 - _SHARE)
     vectors = embedder.encoder.encode([prompt.unconditional.render("", text) for text in new_texts])
-    similarities = unit_length(vectors) @ known_vectors.T
+    similarities = normalise_vectors(vectors) @ known_vectors.T
     return {
         text: known[int(row.argmax())]
         for text, row in zip(new_texts, similarities, strict=True)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array, Concatenated, Matrix
+from llmcond.arrays import Array, ConcatenatedMatrix, Matrix
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.data.rows import Rows
-from llmcond.features.view import Part, Read, View, view_of
+from llmcond.features.view import FeaturePart, FeatureView, ReadFeatures, recipe_view
 from llmcond.heads.pairs import PairArrays
 from llmcond.prompts import Prompt
-from llmcond.prompts.inputs import row_inputs
+from llmcond.prompts.inputs import render_rows
 from llmcond.runs import open_run
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class RowFeatures:
 
     def __init__(self, rows: Rows, store: FeatureStore) -> None:
         self.rows = rows
-        inputs = cache(partial(row_inputs, rows))
+        inputs = cache(partial(render_rows, rows))
 
         @cache
         def column(prompt: Prompt, name: str) -> Matrix:
@@ -37,22 +37,26 @@ class RowFeatures:
 
         self._column = column
 
-    def pairs(self, view: View) -> PairArrays:
+    def pairs(self, view: FeatureView) -> PairArrays:
         """Return the features of all rows under a view, including unrated rows (NaN)."""
         view.check_sides(self.rows.conditioned)
         first, second = self.rows.conditioned
         return PairArrays(
-            first=view.sentence(self._reader("first"), conditioned=first),
-            second=view.sentence(self._reader("second"), conditioned=second),
+            first=view.sentence_features(self._reader("first"), conditioned=first),
+            second=view.sentence_features(self._reader("second"), conditioned=second),
             rating=self.rows.rating,
-            condition=view.condition(self._reader("first")),
+            condition=view.condition_features(self._reader("first")),
             pair=self.rows.pair,
         )
 
-    def _reader(self, side: Side) -> Read:
-        def read(prompt: Prompt, part: Part) -> Matrix:
+    def _reader(self, side: Side) -> ReadFeatures:
+        def read(prompt: Prompt, part: FeaturePart) -> Matrix:
             column = side if part == "conditional" else f"{side}_{part}"
-            if prompt.of_condition and part == "unconditional" and all(self.rows.conditioned):
+            if (
+                prompt.subtracts_condition
+                and part == "unconditional"
+                and all(self.rows.conditioned)
+            ):
                 # The input is the same for both sentences.
                 column = "first_unconditional"
             return self._column(prompt, column)
@@ -133,9 +137,9 @@ def load_features(
     from llmcond.heads import load_recipe
 
     opened, recipe = open_run(Path(run)), load_recipe(head)
-    view = view_of(recipe, opened.find_prompts(prompt, recipe.features), subtract)
+    view = recipe_view(recipe, opened.find_prompts(prompt, recipe.features), subtract)
     rows = opened.rows(split)
     pairs = RowFeatures(rows, opened.store()).pairs(view).take(rows.rated)
     parts = [pairs.first, pairs.second, *([] if pairs.condition is None else [pairs.condition])]
     pair = np.arange(len(pairs)) if pairs.pair is None else pairs.pair
-    return PairFeatures(Concatenated(parts).read(), pairs.rating, pair, pairs.dim_condition)
+    return PairFeatures(ConcatenatedMatrix(parts).read(), pairs.rating, pair, pairs.dim_condition)

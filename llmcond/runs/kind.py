@@ -91,27 +91,27 @@ class Kind(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, run: Any, asked: Any) -> Results[Any]:
+    def evaluate(self, run: Any, options: Any) -> Results[Any]:
         """Score a run's heads and zero-shot, and write the requested files.
 
-        ``asked`` is an ``llmcond.workflows.options.scoring.EvaluateOptions``.
+        ``options`` is an ``llmcond.workflows.options.scoring.EvaluateOptions``.
 
         Raises:
             UserError: The head, split or data does not exist, or options contradict each other.
         """
 
     @abstractmethod
-    def train(self, asked: Any, task: Any) -> Any:
+    def train(self, options: Any, task: Any) -> Any:
         """Train an encoder and a head, and return a TrainingResult.
 
-        ``asked`` is a ``llmcond.workflows.options.training.TrainLoraOptions``.
+        ``options`` is a ``llmcond.workflows.options.training.TrainLoraOptions``.
 
         Raises:
             UserError: The input is invalid, or an option is for another kind of task.
             LlmcondError: The encoder cannot be loaded or trained.
         """
 
-    def obstacle(self, prompt: Prompt) -> str:
+    def prompt_error(self, prompt: Prompt) -> str:
         """Return why a prompt cannot be used for tasks of this kind; empty if it can be used."""
         return ""
 
@@ -126,13 +126,13 @@ def find_kind(name: str) -> Kind:
         UserError: The kind does not exist.
     """
     if plugins.is_plugin(name):
-        kind_class = plugins.recorded(name, "a kind of task")
+        kind_class = plugins.get_registered(name, "a kind of task")
     else:
-        kind_class = plugins.find(name, KINDS, "kinds", "kind of task")
+        kind_class = plugins.find_plugin(name, KINDS, "kinds", "kind of task")
     kind: Kind = kind_class()
     return kind
 
 
-def inputs_of(task: AnyTask[Any], data: Any, prompt: Prompt) -> PromptInputs:
+def build_inputs(task: AnyTask[Any], data: Any, prompt: Prompt) -> PromptInputs:
     """Return every input of a task's data under a prompt; see ``Kind.inputs``."""
     return find_kind(task.kind).inputs(task, data, prompt)

@@ -18,7 +18,7 @@ from llmcond.records import RECORD, check_record
 
 FORMAT = 1
 #: The ``model`` in ``run.json`` of an encoder that lies in the run's folder, which may be moved.
-HERE = "."
+IN_RUN_FOLDER = "."
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Manifest(_Manifest):
 
 
 @dataclass(frozen=True)
-class TrainedOn:
+class TrainedHeadRecord:
     """The part of ``head.json`` about the encoder that a head was trained with."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
@@ -106,7 +106,7 @@ class _Recipe:
 
 
 @dataclass(frozen=True)
-class FittedOn:
+class FittedHeadRecord:
     """The part of ``head.json`` about a head's recipe and the features it was fitted on."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD

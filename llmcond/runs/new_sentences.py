@@ -10,15 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows, shares_sentence
-from llmcond.evaluation.results import Result, score
+from llmcond.evaluation.results import Result, score_results
 from llmcond.metrics import Metric
-from llmcond.runs.saved import SavedHead
+from llmcond.runs.run_heads import RunFittedHead
 from llmcond.runs.task_runs import Run
 
 R = TypeVar("R", bound=Result)
 
 
-def trained_sentences(run: Run, heads: Sequence[SavedHead], split: str | None) -> set[str]:
+def collect_training_sentences(
+    run: Run, heads: Sequence[RunFittedHead], split: str | None
+) -> set[str]:
     """Return the folded sentences of the rated rows that the encoder or a head was trained on.
 
     ``split`` is the split of the run that is scored; its sentences are not included.
@@ -31,7 +33,7 @@ def trained_sentences(run: Run, heads: Sequence[SavedHead], split: str | None) -
     return sentences
 
 
-def with_new_sentences(
+def add_new_sentences(
     results: Sequence[R],
     similarity: Sequence[NDArray[np.floating]],
     rows: Rows,
@@ -46,7 +48,7 @@ def with_new_sentences(
     is_new = rows.rated & ~shares_sentence(rows, sentences)
     if is_new.sum() == rows.rated.sum():
         return list(results)
-    parts = score(
+    parts = score_results(
         results, [predictions[:, is_new] for predictions in similarity], rows.take(is_new), metrics
     )
     return [

@@ -6,12 +6,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llmcond.bundled import DEFAULT_RUN, PRETRAINED, bundled, pretrained, pretrained_names
+from llmcond.bundled import (
+    DEFAULT_MODEL,
+    DEFAULT_RUN,
+    bundled_folder,
+    pretrained_folder,
+    pretrained_names,
+)
 from llmcond.data.readers import SAMPLE
-from llmcond.encoders.checkpoints.checkpoint import hub_errors, looks_like_hub_name
+from llmcond.encoders.checkpoints.checkpoint import hub_errors, is_hub_name
 from llmcond.encoders.known import known_names
-from llmcond.encoders.resolve import no_embeddings
-from llmcond.errors import LlmcondError, UserError, did_you_mean, listed, nearest
+from llmcond.encoders.resolve import cross_encoder_error
+from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, nearest
 from llmcond.log import log
 from llmcond.plugins import is_plugin
 from llmcond.runs.kind import find_kind
@@ -20,7 +26,7 @@ from llmcond.runs.run import AnyRun
 from llmcond.runs.task_runs import Run
 
 
-def run_of(folder: Path, manifest: dict[str, Any]) -> AnyRun:
+def run_from_manifest(folder: Path, manifest: dict[str, Any]) -> AnyRun:
     """Return the run of a folder from the contents of its run.json.
 
     Raises:
@@ -48,7 +54,7 @@ def open_run(folder: Path, *, cross: bool = False) -> Run:
     run = open_any_run(folder, cross=cross)
     if not isinstance(run, Run):
         commands = ["extract", "fit-head", "evaluate", "sweep", "compare-prompts", "heads"]
-        commands += [run.own_command] if run.own_command else []
+        commands += [run.task_command] if run.task_command else []
         raise UserError(
             f"this command needs rated pairs of sentences, and {folder} is a run of the task "
             f"{run.manifest['task']}, which has none. Commands for that run: "
@@ -67,7 +73,7 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
     if _is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
         named = (
-            f"Name an existing one with --run ({listed(others)}), or extract"
+            f"Name an existing one with --run ({format_list(others)}), or extract"
             if others
             else "Extract"
         )
@@ -80,9 +86,9 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run. The "
             "folder was not changed."
         )
-    run = run_of(folder, read_manifest(folder))
+    run = run_from_manifest(folder, read_manifest(folder))
     if run.cross is not None and not cross:
-        raise no_embeddings(folder)
+        raise cross_encoder_error(folder)
     return run
 
 
@@ -109,7 +115,7 @@ def _is_vacant(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def usual_run(run: str | Path | None, model: str | None = None) -> Path:
+def resolve_run(run: str | Path | None, model: str | None = None) -> Path:
     """Resolve the folder of a run, or of a bundled model, which has the layout of a run.
 
     Args:
@@ -121,7 +127,7 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
         UserError: Both were given, or the model does not exist.
     """
     if model is not None:
-        path = pretrained(model)
+        path = pretrained_folder(model)
         if run is not None:
             raise UserError(f"--run is {run} and --model is {model}. Give only one of them.")
         if path is None:
@@ -132,7 +138,7 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
             )
         return path
     if run is not None:
-        return (not Path(run).exists() and pretrained(run)) or Path(run)
+        return (not Path(run).exists() and pretrained_folder(run)) or Path(run)
     if run_exists(DEFAULT_RUN, cross=True):
         if open_any_run(DEFAULT_RUN, cross=True).manifest["data"]["source"] != SAMPLE:
             return DEFAULT_RUN
@@ -140,14 +146,14 @@ def usual_run(run: str | Path | None, model: str | None = None) -> Path:
             f"{DEFAULT_RUN} was created from the bundled sample, so the bundled model is used "
             f"(--run {DEFAULT_RUN} to use that run)"
         )
-    return bundled("models") / PRETRAINED
+    return bundled_folder("models") / DEFAULT_MODEL
 
 
-def find_run(run: str | Path | None, revision: str | None = None) -> Path:
+def find_or_download_run(run: str | Path | None, revision: str | None = None) -> Path:
     """Return the folder of a run or of a bundled model, or download a model from the hub.
 
     Args:
-        run: As for ``usual_run``, or the ``OWNER/NAME`` of a model that ``llmcond push`` uploaded
+        run: As for ``resolve_run``, or the ``OWNER/NAME`` of a model that ``llmcond push`` uploaded
             to the hub. The hub is used only if there is no folder of that name.
         revision: A branch, tag or commit on the hub; None: the newest version.
 
@@ -156,8 +162,8 @@ def find_run(run: str | Path | None, revision: str | None = None) -> Path:
             or a revision was given for a folder.
         LlmcondError: The hub cannot be reached.
     """
-    if isinstance(run, str) and pretrained(run) is None and not Path(run).exists():
-        if looks_like_hub_name(run):
+    if isinstance(run, str) and pretrained_folder(run) is None and not Path(run).exists():
+        if is_hub_name(run):
             return _download_run(run, revision)
         raise UserError(_no_such_model(run))
     if revision is not None:
@@ -165,7 +171,7 @@ def find_run(run: str | Path | None, revision: str | None = None) -> Path:
             f"revision is {revision!r}, but {run or 'the default model'} is not on the hub. "
             "Leave out revision."
         )
-    return usual_run(run)
+    return resolve_run(run)
 
 
 def _no_such_model(name: str) -> str:

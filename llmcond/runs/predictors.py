@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 from llmcond.data.rows import Rows, leaked_pairs
 from llmcond.errors import UserError
 from llmcond.evaluation.paired import RESAMPLES
-from llmcond.evaluation.results import R, Result, Results, Scored, score
+from llmcond.evaluation.results import R, Result, Results, Scored, score_results
 from llmcond.heads import PairArrays
-from llmcond.heads.plain import PlainHead
+from llmcond.heads.numpy_heads import NumpyHead
 from llmcond.log import log
-from llmcond.metrics import DEFAULT, Metric
+from llmcond.metrics import DEFAULT_METRICS, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.run import AnyRun
-from llmcond.runs.saved import Saved, SavedEmbeddingHead, StaleHeadError, zero_shot
+from llmcond.runs.run_heads import RunEmbeddingHead, RunHead, StaleHeadError, zero_shot_head
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import DEFAULT_TASK
 
@@ -27,15 +27,17 @@ from llmcond.tasks import DEFAULT_TASK
 _BLOCK = 8_192
 
 #: A head of a run of any kind.
-AnyPredictor: TypeAlias = Saved[Any]
+AnyPredictor: TypeAlias = RunHead[Any]
 
 
-def zeroshots(run: AnyRun, prompt: Prompt) -> list[Saved[PlainHead]]:
+def zero_shot_heads(run: AnyRun, prompt: Prompt) -> list[RunHead[NumpyHead]]:
     """Return the zero-shot heads of a prompt, the one with subtraction last."""
-    return [zero_shot(view) for view in run.zero_shot_views(prompt)]
+    return [zero_shot_head(view) for view in run.zero_shot_views(prompt)]
 
 
-def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) -> list[Saved[Any]]:
+def load_fitted_heads(
+    run: AnyRun, names: Sequence[str], split: str | None = None
+) -> list[RunHead[Any]]:
     """Load the named heads, or all heads that match the run's features. Zero-shot is left out.
 
     ``split`` is the split of the run's data that they are scored on. Heads that were fitted on dev
@@ -66,15 +68,15 @@ def fitted_heads(run: AnyRun, names: Sequence[str], split: str | None = None) ->
     return [head for head in heads if not head.head.is_identity and head.name not in with_dev]
 
 
-def asked_for(
+def resolve_heads_and_prompts(
     run: AnyRun, names: Sequence[str], split: str | None = None
-) -> tuple[list[Saved[Any]], list[Prompt]]:
+) -> tuple[list[RunHead[Any]], list[Prompt]]:
     """Return the fitted heads to score, and the prompts to score zero-shot with.
 
     Raises:
-        UserError: As ``fitted_heads``, or the run has no features.
+        UserError: As ``load_fitted_heads``, or the run has no features.
     """
-    fitted = fitted_heads(run, names, split)
+    fitted = load_fitted_heads(run, names, split)
     prompts = list({p.name: p for head in fitted for p in head.view.prompts}.values())
     if not fitted or not names:
         prompts = list(run.prompts().values())
@@ -84,13 +86,17 @@ def asked_for(
 
 
 def check_scorable(
-    rows: Rows, run: Run, other: bool, predictions: bool = False, heads: Sequence[Saved[Any]] = ()
+    rows: Rows,
+    run: Run,
+    is_other_data: bool,
+    predictions: bool = False,
+    heads: Sequence[RunHead[Any]] = (),
 ) -> None:
     """Check that rows have ratings, and warn of sentence pairs that were trained on.
 
-    The warning is for ``other`` data than the run's. It covers the run's train split, and dev if
-    the run's encoder or one of ``heads`` was trained on it. Unrated rows are accepted if
-    ``predictions`` are written, for example for a hidden test set.
+    The warning is for other data than the run's (``is_other_data``). It covers the run's train
+    split, and dev if the run's encoder or one of ``heads`` was trained on it. Unrated rows are
+    accepted if ``predictions`` are written, for example for a hidden test set.
 
     Raises:
         UserError: No row is rated.
@@ -102,7 +108,7 @@ def check_scorable(
     with_dev = any(
         "dev" in splits for splits in (run.trained_on, *(head.trained_on for head in heads))
     )
-    for split in (("train", "dev") if with_dev else ("train",)) if other else ():
+    for split in (("train", "dev") if with_dev else ("train",)) if is_other_data else ():
         leaked = leaked_pairs(rows, run.rows(split))
         if leaked:
             log.warning(
@@ -111,7 +117,7 @@ def check_scorable(
             )
 
 
-def unscored(
+def result_without_metrics(
     kind: type[R],
     predictor: AnyPredictor | CrossEncoder,
     split: str,
@@ -135,12 +141,12 @@ def unscored(
     )
 
 
-def results_of(
+def score_predictors(
     predictors: Sequence[AnyPredictor | CrossEncoder],
     similarity: Sequence[NDArray[np.float32]],
     rows: Scored,
     split: str,
-    metrics: Sequence[Metric] = DEFAULT,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
     task: str = DEFAULT_TASK,
 ) -> Results[Result]:
@@ -149,12 +155,12 @@ def results_of(
     ``similarity`` holds the finite predictions, (n,), of each predictor for the rows. ``split`` is
     the name of the rows in results. With ``resamples=0`` there are no intervals.
     """
-    described = [unscored(Result, predictor, split, task) for predictor in predictors]
+    described = [result_without_metrics(Result, predictor, split, task) for predictor in predictors]
     seeded = [predictions[None] for predictions in similarity]
-    return Results(tuple(score(described, seeded, rows, metrics, resamples)))
+    return Results(tuple(score_results(described, seeded, rows, metrics, resamples)))
 
 
-def predict(predictor: SavedEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
+def predict(predictor: RunEmbeddingHead, pairs: PairArrays) -> NDArray[np.float32]:
     """Return the predicted similarity of each row, (n,) float32."""
     blocks = []
     for start in range(0, len(pairs), _BLOCK):

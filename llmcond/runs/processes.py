@@ -18,12 +18,12 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import Chunking, extract
 from llmcond.log import log, log_to_terminal
-from llmcond.plugins import load, loaded
+from llmcond.plugins import load, loaded_names
 from llmcond.prompts import Prompt
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.kind import inputs_of
+from llmcond.runs.kind import build_inputs
 from llmcond.runs.open import open_any_run
-from llmcond.system import processes
+from llmcond.system import process_context
 
 _JOIN_SECONDS = 60
 
@@ -59,7 +59,7 @@ def worker_processes(
 
     threads, device = torch.get_num_threads(), resolved.device
     share = max(1, threads // workers)
-    context = processes("llmcond.encoders.encoder")
+    context = process_context("llmcond.encoders.encoder")
     started: list[Any] = []
 
     def start() -> None:
@@ -69,7 +69,7 @@ def worker_processes(
                 first = int(device.partition(":")[2])
                 worker_device = f"cuda:{(first + rank) % torch.cuda.device_count()}"
             worker_options = replace(options, device=worker_device)
-            task = (model, worker_options, run_folder, list(prompts), share, loaded())
+            task = (model, worker_options, run_folder, list(prompts), share, loaded_names())
             process: Any = context.Process(target=_work, args=task, daemon=True)
             process.start()
             started.append(process)
@@ -124,7 +124,7 @@ def _work(
         run.check_encoder(resolved)
         encoder, by_prefix = LazyEncoder(resolved), resolved.shares_prefixes
         for prompt in prompts:
-            inputs = iter(inputs_of(run.task, run.data, prompt))
+            inputs = iter(build_inputs(run.task, run.data, prompt))
             extract(inputs, run.store(), encoder, ParentWatch(), Chunking(by_prefix=by_prefix))
     except KeyboardInterrupt:
         raise SystemExit(1) from None

@@ -12,17 +12,17 @@ from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
-from llmcond.metrics import Metric, metric_of
+from llmcond.metrics import Metric, get_metric
+from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.new_sentences import R, trained_sentences, with_new_sentences
+from llmcond.runs.new_sentences import R, add_new_sentences, collect_training_sentences
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
 from llmcond.runs.task_runs import Run
-from llmcond.runs.with_dev import WithDev
 
 
 class RatedExamples(Examples):
@@ -36,11 +36,11 @@ class RatedExamples(Examples):
         store = cache(run.store)
         self._split = cache(lambda split: RowFeatures(run.rows(split), store()))
 
-    def pairs(self, view: View, split: str) -> PairArrays:
+    def pairs(self, view: FeatureView, split: str) -> PairArrays:
         """Return the features of all rows of a split, including unrated rows (NaN)."""
         return self._split(split).pairs(view)
 
-    def rated(self, view: View, split: str) -> PairArrays:
+    def rated(self, view: FeatureView, split: str) -> PairArrays:
         """Return the features of the rated rows of a split."""
         return self.pairs(view, split).take(self.run.rows(split).rated)
 
@@ -50,7 +50,7 @@ class RatedExamples(Examples):
         return "dev" not in self.run.trained_on
 
     @override
-    def dim(self, view: View) -> int:
+    def dim(self, view: FeatureView) -> int:
         return self.rated(view, "train").dim
 
     @override
@@ -65,26 +65,26 @@ class RatedExamples(Examples):
 
     @override
     def fit(
-        self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
+        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedHead:
         dev = self.rated(view, "dev") if self._dev_scores else None
         train = self.rated(view, "train")
-        metric = metric_of(self.run.dev_metric)
+        metric = get_metric(self.run.dev_metric)
         return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric)
 
     @override
-    def on_dev(self, head: FittedHead, view: View) -> float:
+    def score_on_dev(self, head: FittedHead, view: FeatureView) -> float:
         dev = self.rated(view, "dev") if self._dev_scores else None
         if dev is None or not len(dev):
             return math.nan
         similarity = head.similarity(dev.first, dev.second, dev.condition)
-        metric = metric_of(self.run.dev_metric)
+        metric = get_metric(self.run.dev_metric)
         return metric(similarity.astype(np.float64), dev.rating, dev.groups)
 
     @override
-    def scored(self, split: str) -> Rows:
+    def scored_rows(self, split: str) -> Rows:
         rows = self.run.rows(split)
-        check_scorable(rows, self.run, other=False)
+        check_scorable(rows, self.run, is_other_data=False)
         return rows
 
     @override
@@ -97,21 +97,27 @@ class RatedExamples(Examples):
         return predict(predictor, self.pairs(predictor.view, split))
 
     @override
-    def on_new_sentences(
+    def add_new_sentences(
         self,
         results: Sequence[R],
         similarity: Sequence[NDArray[np.floating]],
         split: str,
         metrics: Sequence[Metric],
     ) -> Sequence[R]:
-        known = trained_sentences(self.run, (), split)
-        return with_new_sentences(results, similarity, self.run.rows(split), known, metrics)
+        known = collect_training_sentences(self.run, (), split)
+        return add_new_sentences(results, similarity, self.run.rows(split), known, metrics)
 
     @override
     def with_dev(
-        self, recipe: Recipe, view: View, seed: int, device: str, weight: int, on_epoch: OnEpoch
-    ) -> WithDev:
-        return WithDev(self.run, recipe, view, seed, device, weight, on_epoch)
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        device: str,
+        weight: int,
+        on_epoch: OnEpoch,
+    ) -> DevFit:
+        return DevFit(self.run, recipe, view, seed, device, weight, on_epoch)
 
 
 def log_rows(dataset: Dataset) -> None:

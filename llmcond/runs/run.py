@@ -21,19 +21,26 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from filelock import FileLock
 
-from llmcond.bundled import bundled_names, pretrained
+from llmcond.bundled import bundled_names, pretrained_folder
 from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.spec import Orders, Runtime
 from llmcond.errors import UserError, nearest
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.files import read_json, write_json
 from llmcond.log import log
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 from llmcond.prompts import Prompt, prompt_from_json
-from llmcond.runs.manifest import HERE, read_manifest
-from llmcond.runs.saved import H_co, Saved, StaleHeadError, dev_score, fitted_on, fitted_splits
+from llmcond.runs.manifest import IN_RUN_FOLDER, read_manifest
+from llmcond.runs.run_heads import (
+    H_co,
+    RunHead,
+    StaleHeadError,
+    check_head_record,
+    dev_score,
+    training_splits,
+)
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, find_task
 
@@ -49,12 +56,12 @@ class AnyRun(ABC):
     Attributes:
         kind: The kind of its task, see ``AnyTask``.
         subtracts: Whether the unconditional embedding is subtracted from e(s|c) by default.
-        own_command: The command for runs of this kind only; empty: there is none.
+        task_command: The command for runs of this kind only; empty: there is none.
     """
 
     kind: ClassVar[str]
     subtracts: ClassVar[bool]
-    own_command: ClassVar[str] = ""
+    task_command: ClassVar[str] = ""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
@@ -94,14 +101,14 @@ class AnyRun(ABC):
         """Open the run's feature store."""
         from llmcond.features.store import FeatureStore
 
-        return FeatureStore(self.store_root, self.identity, self.manifest["store_dtype"])
+        return FeatureStore(self.store_uri, self.identity, self.manifest["store_dtype"])
 
     @property
-    def store_root(self) -> str:
+    def store_uri(self) -> str:
         """The store URI of the run's features, or the absolute path of their folder."""
         return str(self.manifest.get("store") or (self.folder / "features").absolute())
 
-    def store_for_others(self) -> FeatureStore:
+    def store_for_other_texts(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
         If the run cannot be written, or is a bundled model, this is an empty temporary store.
@@ -136,7 +143,7 @@ class AnyRun(ABC):
         recorded["runtime"] = "auto" if self.runtime == "openvino" else self.runtime
         placement = {"device": device, "max_tokens_per_batch": max_tokens_per_batch}
         options = EncoderOptions.of({**self.identity.to_json(), **recorded, **placement})
-        model = str(self.folder) if encoder["model"] == HERE else encoder["model"]
+        model = str(self.folder) if encoder["model"] == IN_RUN_FOLDER else encoder["model"]
         resolved = resolve(model, options, cross=self.cross is not None)
         known = find_model(model)
         if known and known.package and encoder["revision"] is None and resolved.checkpoint.repo:
@@ -157,7 +164,7 @@ class AnyRun(ABC):
 
     def record_model(self, model: str) -> None:
         """Record the encoder's current name or path. The caller has checked its identity."""
-        if self.manifest["encoder"]["model"] in (model, HERE):
+        if self.manifest["encoder"]["model"] in (model, IN_RUN_FOLDER):
             return
         with FileLock(self.folder / ".lock"):
             self.manifest = read_manifest(self.folder)
@@ -199,7 +206,7 @@ class AnyRun(ABC):
         """The names of the run's splits."""
 
     @property
-    def read_by(self) -> DataOptions:
+    def data_options(self) -> DataOptions:
         """The options that the data was read with, without its source."""
         options = ("columns", "scale", "split_seed", "drop_leaks")
         recorded = self.manifest["data"]
@@ -328,7 +335,7 @@ class AnyRun(ABC):
     @property
     def is_bundled(self) -> bool:
         """Whether it is a bundled model, which has the layout of a run."""
-        return self.folder == pretrained(self.folder.name)
+        return self.folder == pretrained_folder(self.folder.name)
 
     # -- heads ---------------------------------------------------------------------------------
 
@@ -362,16 +369,16 @@ class AnyRun(ABC):
             return None
         if self.manifest.get("default_head") in names:
             return self.manifest["default_head"], "the run's default"
-        metric = metric_of(self.dev_metric)
+        metric = get_metric(self.dev_metric)
         scores = {name: dev_score(self.head_record(name), metric.name) for name in names}
         scored = {name: score for name, score in scores.items() if score is not None}
-        on_dev = {name for name in names if "dev" in fitted_splits(self.head_record(name))}
+        on_dev = {name for name in names if "dev" in training_splits(self.head_record(name))}
         if not scored:
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
         others = f" of {len(names)} heads" if len(names) > 1 else ""
         unscored = f"; fitted on dev, so without a dev score: {', '.join(sorted(on_dev))}"
-        why = f"best{others} on dev, {metric.heading} {metric.show(scored[best])}"
+        why = f"best{others} on dev, {metric.heading} {metric.format(scored[best])}"
         return best, why + (unscored if on_dev else "")
 
     def set_default_head(self, name: str) -> None:
@@ -387,26 +394,26 @@ class AnyRun(ABC):
             self.manifest = {**read_manifest(self.folder), "default_head": name}
             write_json(self.folder / "run.json", self.manifest)
 
-    def zero_shot_views(self, prompt: Prompt) -> list[View]:
+    def zero_shot_views(self, prompt: Prompt) -> list[FeatureView]:
         """Return the zero-shot views of a prompt, the one with subtraction last."""
         # Separate features without subtraction ignore the condition. A control without the
         # condition has nothing to subtract.
         options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
-        return [View((prompt,), subtract) for subtract in options]
+        return [FeatureView((prompt,), subtract) for subtract in options]
 
     def head_record(self, name: str) -> dict[str, Any]:
         """Return the content of a head's ``head.json``."""
         return read_json(self.head_folder(name) / "head.json")
 
     @abstractmethod
-    def load_head(self, name: str) -> Saved[Any]:
+    def load_head(self, name: str) -> RunHead[Any]:
         """Load a head by its full name, and check that it was fitted on features of this run.
 
         Raises:
             UserError: Its features are from another encoder, prompt or setting.
         """
 
-    def load_applied_head(self, name: str) -> Saved[Any]:
+    def load_applied_head(self, name: str) -> RunHead[Any]:
         """Load a head to apply it to new texts. Some heads need no torch for this.
 
         Raises:
@@ -414,11 +421,11 @@ class AnyRun(ABC):
         """
         return self.load_head(name)
 
-    def _loaded(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> Saved[H_co]:
+    def _check_loaded_head(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> RunHead[H_co]:
         """Check a head that was read from its folder, as ``load_head`` describes."""
         head, record = loaded
         where = f"the head {name} of {self.folder}"
-        record = fitted_on(record, where)
+        record = check_head_record(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)
         differences = head_identity.differences(self.identity)
@@ -440,8 +447,8 @@ class AnyRun(ABC):
                     f"{prompt.digest}, which {state} in the run. Extract that prompt and fit the "
                     "head again."
                 )
-        view = View(prompts, record["subtract"], head.features, head.conditioned)
-        return Saved(name, head, view, record)
+        view = FeatureView(prompts, record["subtract"], head.features, head.conditioned)
+        return RunHead(name, head, view, record)
 
     def _recipe_of(self, name: str) -> Any:
         recipe = self.head_record(name).get("recipe")
@@ -473,7 +480,7 @@ class AnyRun(ABC):
             full_names += matches
         return list(dict.fromkeys(full_names))
 
-    def find_heads(self, names: Sequence[str]) -> list[Saved[Any]]:
+    def find_heads(self, names: Sequence[str]) -> list[RunHead[Any]]:
         """Load heads by full name or, for the name of a recipe, all heads of that recipe.
 
         Raises:
@@ -482,7 +489,7 @@ class AnyRun(ABC):
         return [self.load_head(name) for name in self.full_head_names(names)]
 
 
-def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def head_record(run: AnyRun, view: FeatureView, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of head.json about the features that a head was fitted on."""
     return {
         "recipe": dict(recipe),
@@ -490,11 +497,11 @@ def head_record(run: AnyRun, view: View, recipe: Mapping[str, Any]) -> dict[str,
         "prompts": [prompt.to_json() for prompt in view.prompts],
         "subtract": view.subtract,
         "features": view.features,
-        **origin_record(run),
+        **encoder_and_data_record(run),
     }
 
 
-def origin_record(run: AnyRun) -> dict[str, Any]:
+def encoder_and_data_record(run: AnyRun) -> dict[str, Any]:
     """Return the part of head.json about the encoder and the data of a head."""
     encoder = run.manifest["encoder"]
     names = ("name", "model", "revision", "fingerprint", "identity")

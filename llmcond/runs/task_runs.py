@@ -10,7 +10,7 @@ from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.heads.loading import load_embedding_head
 from llmcond.runs.run import AnyRun
-from llmcond.runs.saved import SavedEmbeddingHead, SavedHead
+from llmcond.runs.run_heads import RunEmbeddingHead, RunFittedHead
 from llmcond.tasks import Task
 
 
@@ -33,9 +33,9 @@ class Run(AnyRun):
         return scale.low, scale.high
 
     @property
-    def read_by(self) -> DataOptions:
+    def data_options(self) -> DataOptions:
         """The options that the data was read with, without its source."""
-        return replace(super().read_by, extra=tuple(self.rows("train").extra))
+        return replace(super().data_options, extra=tuple(self.rows("train").extra))
 
     def rows(self, split: str) -> Rows:
         """Return the rows of a split.
@@ -48,15 +48,15 @@ class Run(AnyRun):
             raise UserError(f"{self.folder} has no {split} split; it has {', '.join(self.splits)}.")
         return self.data.splits[split]
 
-    def load_head(self, name: str) -> SavedHead:
+    def load_head(self, name: str) -> RunFittedHead:
         """Load a head that compares pairs; see ``AnyRun.load_head``."""
         from llmcond.heads import load_head
 
-        return self._loaded(name, load_head(self.head_folder(name)))
+        return self._check_loaded_head(name, load_head(self.head_folder(name)))
 
-    def load_applied_head(self, name: str) -> SavedEmbeddingHead:
+    def load_applied_head(self, name: str) -> RunEmbeddingHead:
         """Load a head that embeds texts. Linear maps need no torch; see ``AnyRun.load_head``."""
-        return self._loaded(name, load_embedding_head(self.head_folder(name)))
+        return self._check_loaded_head(name, load_embedding_head(self.head_folder(name)))
 
     def default_split(self) -> str:
         """Return ``test`` if it has rated rows, otherwise ``dev``.
@@ -69,7 +69,7 @@ class Run(AnyRun):
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
 
-class UnratedRun(AnyRun):
+class RankingRunBase(AnyRun):
     """A run whose examples have right answers instead of ratings."""
 
     #: Candidates have no condition, so a query with subtraction would lie in another space.

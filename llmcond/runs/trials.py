@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import Recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite, metric_of
+from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.progress import EVERY_SECONDS, FitBar
 from llmcond.records import RECORD, check_record
-from llmcond.runs import AnyRun, Saved, dev_score, head_name, open_any_run
-from llmcond.runs.examples import examples_of
-from llmcond.runs.predictors import results_of
-from llmcond.system import choose_device, processes, provenance
+from llmcond.runs import AnyRun, RunHead, dev_score, head_name, open_any_run
+from llmcond.runs.examples import load_examples
+from llmcond.runs.predictors import score_predictors
+from llmcond.system import choose_device, process_context, provenance
 
 R = TypeVar("R", bound=Result)
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Trial:
 
     recipe: Recipe
     dim: int | None
-    view: View
+    view: FeatureView
     seed: int
     varied: Mapping[str, Any]
 
@@ -104,7 +104,7 @@ class _TrialRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """The outcome of a trial.
 
     Attributes:
@@ -122,7 +122,9 @@ class Outcome:
     similarity: NDArray[np.float32]
 
     @classmethod
-    def read(cls, path: Path, metrics: Sequence[Metric], n: int, dev_metric: str) -> Outcome | None:
+    def read(
+        cls, path: Path, metrics: Sequence[Metric], n: int, dev_metric: str
+    ) -> TrialOutcome | None:
         """Read an outcome from a file; None if it does not exist or lacks requested values.
 
         The file must have ``n`` predictions, and the score by the run's ``dev_metric``. A damaged
@@ -148,8 +150,8 @@ class Outcome:
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
 
 
-def seeded_result(
-    kind: type[R], fits: Sequence[tuple[Trial, Outcome]], split: str, task: str, **further: Any
+def aggregate_seeds(
+    kind: type[R], fits: Sequence[tuple[Trial, TrialOutcome]], split: str, task: str, **further: Any
 ) -> tuple[R, NDArray[np.float32]]:
     """Return the result, without figures, of trials that differ only in their seeds.
 
@@ -172,7 +174,7 @@ def seeded_result(
     return result, np.stack([outcome.similarity for _, outcome in fits])
 
 
-def sized(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
+def size_recipe(recipe: Recipe, dim: int | None, dim_in: int, quiet: bool = False) -> Recipe:
     """Return a recipe with the given dimension, or its default limited to that of the features."""
     if dim is not None:
         if recipe.dim is None:
@@ -208,7 +210,7 @@ def run_trials(
     workers: int | None,
     metrics: Sequence[str] = (),
     device: str = "auto",
-) -> tuple[dict[str, tuple[Trial, Outcome]], list[str]]:
+) -> tuple[dict[str, tuple[Trial, TrialOutcome]], list[str]]:
     """Run the trials that have no saved outcome yet. Equal trials are run once.
 
     Outcomes are saved in ``folder`` of the run. They hold the task's metrics and further
@@ -225,10 +227,10 @@ def run_trials(
     by_digest = {trial.digest(run, split): trial for trial in trials}
     computed = choose_metrics(run.task.metrics, metrics)
     paths = {digest: run.folder / folder / f"{digest}.json" for digest in by_digest}
-    n = len(examples_of(run).scored(split).rated)
+    n = len(load_examples(run).scored_rows(split).rated)
 
-    def read_outcome(digest: str) -> Outcome | None:
-        return Outcome.read(paths[digest], computed, n, run.dev_metric)
+    def read_outcome(digest: str) -> TrialOutcome | None:
+        return TrialOutcome.read(paths[digest], computed, n, run.dev_metric)
 
     outcomes = {
         digest: previous for digest in by_digest if (previous := read_outcome(digest)) is not None
@@ -253,7 +255,7 @@ def run_trials(
             assert outcome is not None  # noqa: S101 - the file was written in the previous line
             outcomes[digest] = outcome
             metric, name = computed[0], f"{count:,}/{len(missing):,} {by_digest[digest].label}"
-            figure = metric.show(outcome.metrics[metric.name])
+            figure = metric.format(outcome.metrics[metric.name])
             log.info(f"{name}: {metric.heading} {figure} on {split}")
     if failures and not outcomes:
         raise LlmcondError(f"every fit failed. The first failure: {failures[0]}")
@@ -271,9 +273,9 @@ class _Worker:
         self._job = job
         self._run = open_any_run(job.folder)
         self._metrics = choose_metrics(self._run.task.metrics, job.metrics)
-        self._examples = examples_of(self._run)
+        self._examples = load_examples(self._run)
         #: The metric that chooses the epoch, and its name in the progress bar.
-        self.metric = metric_of(self._run.dev_metric)
+        self.metric = get_metric(self._run.dev_metric)
         self.epoch_score = self._examples.epoch_score
 
     def fit(
@@ -288,18 +290,18 @@ class _Worker:
 
     def _fit(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
         split, examples, view = self._job.split, self._examples, trial.view
-        recipe = sized(trial.recipe, trial.dim, examples.dim(view), quiet=True)
+        recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view), quiet=True)
         head = examples.fit(recipe, view, trial.seed, on_epoch, self._job.device)
-        saved = Saved(trial.name, head, view, {"recipe": recipe.to_json()})
+        saved = RunHead(trial.name, head, view, {"recipe": recipe.to_json()})
         predicted = examples.predict(saved, split)
-        rows, task = examples.scored(split), self._run.task.name
-        (result,) = results_of([saved], [predicted], rows, split, self._metrics, 0, task)
+        rows, task = examples.scored_rows(split), self._run.task.name
+        (result,) = score_predictors([saved], [predicted], rows, split, self._metrics, 0, task)
         return {
             **result.to_json(),
             "similarity": predicted.tolist(),
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
-            f"dev_{self._run.dev_metric}": finite(examples.on_dev(head, view)),
+            f"dev_{self._run.dev_metric}": finite_or_none(examples.score_on_dev(head, view)),
             **provenance(),
         }
 
@@ -318,7 +320,7 @@ def _run_missing(
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
-            with FitBar(score=worker.epoch_score, show=worker.metric.show) as bar:
+            with FitBar(score=worker.epoch_score, show=worker.metric.format) as bar:
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return
@@ -351,7 +353,7 @@ def _iterate_completed(
 @contextmanager
 def _processes(job: _TrialSettings, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
     """Start processes that fit heads. They end with the block, even in the middle of a fit."""
-    context = processes("llmcond.heads")
+    context = process_context("llmcond.heads")
     receiver, sender = context.Pipe(duplex=False)
     # Two processes that share cores are both several times slower. Libraries read the number of
     # threads when they are loaded, hence the environment variable.
@@ -361,7 +363,7 @@ def _processes(job: _TrialSettings, count: int, threads: int) -> Iterator[Proces
         count,
         context,
         initializer=_initialise_worker,
-        initargs=(job, plugins.loaded(), threads, receiver),
+        initargs=(job, plugins.loaded_names(), threads, receiver),
     )
     try:
         yield executor

@@ -23,17 +23,17 @@ from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.extract import (
     CHUNK,
-    Committed,
-    Part,
+    CommittedCounts,
+    EncodingPart,
+    EncodingPlan,
+    ExtractionProgress,
+    ExtractionTally,
     PartEncoder,
-    Plan,
-    Progress,
-    Tally,
-    not_finite,
+    not_finite_error,
 )
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
-from llmcond.scale.pool import Cluster, Pool, actors
+from llmcond.scale.pool import ActorPool, RayCluster, actor_pool
 from llmcond.system import compute_on_one_thread
 
 if TYPE_CHECKING:
@@ -47,44 +47,44 @@ _ITEM_SECONDS, _MAX_PARTS = 10.0, 64
 
 
 @dataclass(frozen=True)
-class EncoderOf:
+class ActorEncoderSpec:
     """Everything that an actor needs to create its encoder and its side of the store.
 
     Attributes:
         model: name or path that finds the model on every machine.
         options: all settings that affect vectors, and the device.
         fingerprint: expected fingerprint of the encoder.
-        root: root of the store, without the encoder's own folder: a folder or a URI.
+        store_root: root of the store, without the encoder's own folder: a folder or a URI.
         dtype: data type of the stored vectors.
     """
 
     model: str
     options: EncoderOptions
     fingerprint: str
-    root: str
+    store_root: str
     dtype: StoreDtype
 
 
-class Written(NamedTuple):
+class WrittenFragment(NamedTuple):
     """The result of an actor for some parts.
 
     Attributes:
         fragment: fragment of the rows that could be encoded; None: there were none.
-        done: counts of the inputs that are finished; nothing has been added to the store yet.
+        counts: counts of the inputs that are finished; nothing has been added to the store yet.
         cpu_seconds: CPU time of all threads of the actor.
-        failed: the first input without a vector, with the reason.
+        failure: the first input without a vector, with the reason.
     """
 
     fragment: Fragment | None
-    done: Committed
+    counts: CommittedCounts
     cpu_seconds: float
-    failed: tuple[EncoderInput, str] | None
+    failure: tuple[EncoderInput, str] | None
 
 
 class FragmentWriter:
     """An actor's encoder, which writes fragments that do not belong to the store yet."""
 
-    def __init__(self, spec: EncoderOf) -> None:
+    def __init__(self, spec: ActorEncoderSpec) -> None:
         """Load the encoder.
 
         Raises:
@@ -107,9 +107,9 @@ class FragmentWriter:
         encoder = Encoder(resolved)
         self._encode = PartEncoder(encoder).encode
         self._threads = WorkerThreads(encoder.concurrency)
-        self._store = FeatureStore(spec.root, resolved.identity, spec.dtype, only_write=True)
+        self._store = FeatureStore(spec.store_root, resolved.identity, spec.dtype, only_write=True)
 
-    def work(self, item: list[Part]) -> Written:
+    def work(self, item: list[EncodingPart]) -> WrittenFragment:
         """Encode parts, and write vectors that are finite in the store's type to one fragment.
 
         Parts after an input that cannot be encoded are skipped.
@@ -143,12 +143,12 @@ class FragmentWriter:
                 good_inputs = [inputs[i] for i in good]
                 fragment = self._store.write_fragment(good_inputs, encoded.take(good))
             if len(good) < len(inputs):
-                failed = not_finite(inputs[int(np.argmin(finite))], self._store.dtype)
+                failed = not_finite_error(inputs[int(np.argmin(finite))], self._store.dtype)
         characters = sum(text.size for text in inputs)
         n_tokens = sum(int(part.n_tokens.sum()) for part in parts)
-        done = Committed(len(inputs), 0, characters, n_tokens, time.monotonic() - start_time)
+        done = CommittedCounts(len(inputs), 0, characters, n_tokens, time.monotonic() - start_time)
         failure = None if failed is None else (failed.item, str(failed))
-        return Written(fragment, done, time.process_time() - start_cpu, failure)
+        return WrittenFragment(fragment, done, time.process_time() - start_cpu, failure)
 
 
 class RayExecution(ExitStack):
@@ -161,25 +161,27 @@ class RayExecution(ExitStack):
         cpu_seconds: CPU time in which actors have encoded and written.
     """
 
-    #: Creates an actor's worker from an ``EncoderOf``.
-    worker: Callable[[EncoderOf], Any] = FragmentWriter
+    #: Creates an actor's worker from an ``ActorEncoderSpec``.
+    worker: Callable[[ActorEncoderSpec], Any] = FragmentWriter
 
-    def __init__(self, cluster: Cluster, spec: EncoderOf) -> None:
+    def __init__(self, cluster: RayCluster, spec: ActorEncoderSpec) -> None:
         super().__init__()
         self._cluster, self._spec = cluster, spec
         self.cpu_seconds = 0.0
 
     @cached_property
-    def _pool(self) -> Pool[list[Part], Written]:
+    def _pool(self) -> ActorPool[list[EncodingPart], WrittenFragment]:
         start_time = time.monotonic()
-        manager = actors(self._cluster, self.worker, self._spec)
-        pool: Pool[list[Part], Written] = self.enter_context(manager)
+        manager = actor_pool(self._cluster, self.worker, self._spec)
+        pool: ActorPool[list[EncodingPart], WrittenFragment] = self.enter_context(manager)
         where = "this machine" if self._cluster.address is None else "the cluster"
         seconds = time.monotonic() - start_time
         log.info(f"Ray on {where}: {pool.size} actors, connected in {seconds:.1f} s")
         return pool
 
-    def __call__(self, plan: Plan, progress: Progress | None, begun: Callable[[], None]) -> Tally:
+    def __call__(
+        self, plan: EncodingPlan, progress: ExtractionProgress | None, begun: Callable[[], None]
+    ) -> ExtractionTally:
         """Encode and store everything that a plan lacks.
 
         Raises:
@@ -188,33 +190,31 @@ class RayExecution(ExitStack):
             LlmcondError: for the reasons of ``Pool.map`` and ``FragmentWriter.work``.
         """
         parts_per_chunk = _parts_per_chunk(self._cluster)
-        parts = (part.lacking(plan.store) for part in plan.parts(lambda: parts_per_chunk))
-        first, tally, parts_per_item = next(parts, None), Tally(progress), 1
+        parts = (part.missing_from(plan.store) for part in plan.parts(lambda: parts_per_chunk))
+        first, tally, parts_per_item = next(parts, None), ExtractionTally(progress), 1
         if first is None:
             return tally
         pool = self._pool
         begun()
 
-        def items() -> Iterator[list[Part]]:
+        def items() -> Iterator[list[EncodingPart]]:
             remaining = chain([first], parts)
             while item := list(islice(remaining, parts_per_item)):
                 yield item
 
-        with plan.store.writing(), _Committer(plan.store) as committer:
+        with plan.store.fragment_writer_claim(), _Committer(plan.store) as committer:
             for item, written in pool.map(items()):
-                parts_per_item = _parts_per_item(written.done.seconds, len(item))
+                parts_per_item = _parts_per_item(written.counts.seconds, len(item))
                 committer.add(written)
                 self.cpu_seconds += written.cpu_seconds
-                tally.add(written.done, at_once=pool.size)
-                if written.failed is not None:
-                    raise InputError(*written.failed)
+                tally.add(written.counts, at_once=pool.size)
+                if written.failure is not None:
+                    raise InputError(*written.failure)
         tally.n_added = committer.n_added
         return tally
 
 
-def fragments_and_commits(
-    rows: int, seconds: float, cluster: Cluster, count: int
-) -> tuple[int, int]:
+def estimate_commits(rows: int, seconds: float, cluster: RayCluster, count: int) -> tuple[int, int]:
     """Estimate the numbers of fragments and commits of ``count`` actors within some seconds.
 
     Small fragments are merged afterwards.
@@ -229,7 +229,7 @@ def fragments_and_commits(
     return fragments, commits
 
 
-def _parts_per_chunk(cluster: Cluster) -> int:
+def _parts_per_chunk(cluster: RayCluster) -> int:
     """Return the number of parts that a chunk is split into, as an encoder's threads would."""
     # On a GPU, one thread prepares a part while the other computes.
     return 2 if cluster.gpus_per_actor else 1
@@ -254,7 +254,7 @@ class _Committer:
     def __exit__(self, *error: object) -> None:
         self._commit()
 
-    def add(self, written: Written) -> None:
+    def add(self, written: WrittenFragment) -> None:
         if written.fragment is not None:
             self._waiting.append(written.fragment)
         late = time.monotonic() - self._since > _COMMIT_SECONDS
@@ -268,8 +268,8 @@ class _Committer:
         self._since = time.monotonic()
 
 
-def ray_execution(
-    cluster: Cluster, model: str, resolved: ResolvedEncoder, store: FeatureStore
+def make_ray_execution(
+    cluster: RayCluster, model: str, resolved: ResolvedEncoder, store: FeatureStore
 ) -> RayExecution:
     """Return an executor that encodes with actors, into a store of the resolved encoder's vectors.
 
@@ -279,4 +279,6 @@ def ray_execution(
     # Automatic settings are resolved in this process, so that they are equal on every machine.
     options = replace(resolved.options, dtype=resolved.identity.dtype, device=device)
     fingerprint = resolved.identity.fingerprint
-    return RayExecution(cluster, EncoderOf(model, options, fingerprint, store.root, store.dtype))
+    return RayExecution(
+        cluster, ActorEncoderSpec(model, options, fingerprint, store.root, store.dtype)
+    )

@@ -23,19 +23,19 @@ from filelock import FileLock, Timeout
 from pyarrow import fs
 
 from llmcond.errors import LlmcondError, UserError, raise_disk_error
-from llmcond.files import check_room, replacing, write_json
-from llmcond.lance_io import PreemptedError, Target, clean, newest
-from llmcond.object_stores import failure, is_remote, lance_options, open_filesystem
+from llmcond.files import check_free_space, replace_atomically, write_json
+from llmcond.lance_io import DatasetTarget, PreemptedError, clean_up, open_newest
+from llmcond.object_stores import describe_failure, is_remote, lance_options, open_filesystem
 
 #: File with the settings that the embeddings were made with, in the same folder.
-RECORD = "_llmcond.json"
+RECORD_NAME = "_llmcond.json"
 VECTOR = "embedding"
 _LOCK = "_llmcond.lock"
 #: Key of a Parquet file's metadata that names the rows of the source in the file.
 _ROWS_KEY = b"llmcond.rows"
 _FILE = re.compile(r"part-\d{6}\.parquet")
 #: Names of temporary files that a killed process leaves.
-_LEFTOVER = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD)})\.[0-9a-f]{{8}}")
+_LEFTOVER = re.compile(rf"\.({_FILE.pattern}|{re.escape(RECORD_NAME)})\.[0-9a-f]{{8}}")
 #: Number of files that are opened at a time: an object store has a high latency, but serves many
 #: requests at once.
 _OPEN_THREADS = 8
@@ -46,7 +46,7 @@ _CLEANUP_COMMITS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """A work unit: rows that are embedded and written together.
 
     Attributes:
@@ -75,7 +75,7 @@ class Output(ABC):
     Attributes:
         name: the output as the user named it.
         uri: the output as any process can find it; on this machine an absolute path.
-        dim: dimension of the embeddings that ``done`` has found; 0 if there are none.
+        dim: dimension of the embeddings that ``find_finished`` has found; 0 if there are none.
     """
 
     dim = 0
@@ -94,7 +94,7 @@ class Output(ABC):
 
     # -- the record ----------------------------------------------------------------------------
 
-    def record(self) -> dict[str, Any] | None:
+    def read_record(self) -> dict[str, Any] | None:
         """Read the settings of the embeddings; None if there are no embeddings yet.
 
         Raises:
@@ -103,7 +103,7 @@ class Output(ABC):
         record = None
         with self._convert_errors():
             try:
-                with self._open(RECORD) as stream:
+                with self._open(RECORD_NAME) as stream:
                     record = json.loads(stream.read())
             except (FileNotFoundError, NotADirectoryError):
                 self._check_vacant()
@@ -111,7 +111,7 @@ class Output(ABC):
             except (ValueError, RecursionError):
                 pass
         if not isinstance(record, dict):
-            raise UserError(f"{self.name}/{RECORD} is damaged; name another --out.")
+            raise UserError(f"{self.name}/{RECORD_NAME} is damaged; name another --out.")
         return record
 
     def _check_vacant(self) -> None:
@@ -143,10 +143,10 @@ class Output(ABC):
     def write_record(self, record: Mapping[str, Any]) -> None:
         """Write the settings that the embeddings are made with."""
         if not self._remote:
-            write_json(self._folder / RECORD, record)
+            write_json(self._folder / RECORD_NAME, record)
             return
         with self._convert_errors():
-            self._write_object(RECORD, json.dumps(record).encode())
+            self._write_object(RECORD_NAME, json.dumps(record).encode())
 
     def _write_object(self, name: str, content: Any) -> None:
         # Closing the stream creates the object, even from partial content. So the stream is only
@@ -187,7 +187,7 @@ class Output(ABC):
     # -- units ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def done(self, units: Sequence[Unit]) -> set[int]:
+    def find_finished(self, units: Sequence[WorkUnit]) -> set[int]:
         """Return the numbers of the units that have been written.
 
         Raises:
@@ -195,15 +195,15 @@ class Output(ABC):
         """
 
     @abstractmethod
-    def write(self, unit: Unit, rows: pa.Table) -> str:
-        """Write a unit, in any process; return the argument ``written`` of ``add``.
+    def write_unit(self, unit: WorkUnit, rows: pa.Table) -> str:
+        """Write a unit, in any process; return the argument ``written`` of ``add_unit``.
 
         Raises:
             DiskFullError: if there is not enough space; earlier units remain.
         """
 
     @abstractmethod
-    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
         """Add a written unit to the output, now or soon; only one process may call this."""
 
     @abstractmethod
@@ -217,7 +217,7 @@ class Output(ABC):
 
     def _check_room(self, size: int) -> None:
         if not self._remote:
-            check_room(self._folder, size)
+            check_free_space(self._folder, size)
 
     @contextmanager
     def _convert_errors(self) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Output(ABC):
             raise_disk_error(error, self.name, "finished rows are kept")
             # The original error is not chained: a server's message may hold keys and signatures.
             raise LlmcondError(
-                f"{self.name} cannot be written or read: {failure(self.name, error)}"
+                f"{self.name} cannot be written or read: {describe_failure(self.name, error)}"
             ) from None
 
 
@@ -249,7 +249,7 @@ def open_output(name: str, *, patient: bool = False) -> Output:
 class ParquetOutput(Output):
     """A folder with a Parquet file for each unit; the order of file names is that of the source."""
 
-    def done(self, units: Sequence[Unit]) -> set[int]:
+    def find_finished(self, units: Sequence[WorkUnit]) -> set[int]:
         """Return the numbers of the units whose files exist and have the expected rows."""
         with self._convert_errors():
             existing = sorted(name for name in self._names() if name.endswith(".parquet"))
@@ -271,7 +271,7 @@ class ParquetOutput(Output):
             self.dim = int(schema.field(VECTOR).type.list_size)
         return {units_by_name[name].number for name in existing}
 
-    def _read_schema(self, name: str, unit: Unit) -> pa.Schema:
+    def _read_schema(self, name: str, unit: WorkUnit) -> pa.Schema:
         """Return the schema of a unit's file, after checking that the file has the unit's rows."""
         try:
             with self._open(name) as stream, pq.ParquetFile(stream) as file:
@@ -288,7 +288,7 @@ class ParquetOutput(Output):
             )
         return schema.remove_metadata()
 
-    def write(self, unit: Unit, rows: pa.Table) -> str:
+    def write_unit(self, unit: WorkUnit, rows: pa.Table) -> str:
         """Write a unit's file under a temporary name, and rename it."""
         texts = [name for name in rows.column_names if name != VECTOR]
         rows = rows.replace_schema_metadata({_ROWS_KEY: _rows_value(unit)})
@@ -299,22 +299,22 @@ class ParquetOutput(Output):
                 self._write_object(_file_name(unit), sink.getvalue())
             else:
                 self._check_room(rows.nbytes)
-                with replacing(self._folder / _file_name(unit)) as path:
+                with replace_atomically(self._folder / _file_name(unit)) as path:
                     pq.write_table(rows, path.absolute(), use_dictionary=texts)
         return ""
 
-    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
         """Do nothing: the file already belongs to the output."""
 
     def finish(self) -> None:
         """Do nothing."""
 
 
-def _file_name(unit: Unit) -> str:
+def _file_name(unit: WorkUnit) -> str:
     return f"part-{unit.number:06}.parquet"
 
 
-def _rows_value(unit: Unit) -> bytes:
+def _rows_value(unit: WorkUnit) -> bytes:
     """Return the value that identifies a unit's rows in the metadata of its file."""
     return f"{unit.start}-{unit.stop} of {unit.part}".encode()
 
@@ -331,16 +331,16 @@ class LanceOutput(Output):
         self._committed = time.monotonic()
 
     @property
-    def _target(self) -> Target:
+    def _target(self) -> DatasetTarget:
         # Requests are repeated (`patient`), because reading the record has shown that the store
         # exists.
-        return Target(self.uri, lance_options(self.name, patient=True), self._dataset)
+        return DatasetTarget(self.uri, lance_options(self.name, patient=True), self._dataset)
 
     def _latest(self) -> Any:
         """Return the newest version; None if there is none yet."""
-        return newest(self.uri, self._target.options)
+        return open_newest(self.uri, self._target.options)
 
-    def done(self, units: Sequence[Unit]) -> set[int]:
+    def find_finished(self, units: Sequence[WorkUnit]) -> set[int]:
         """Return the numbers of the units whose rows exist; these are the first ones."""
         with self._convert_errors():
             self._dataset = self._latest()
@@ -368,7 +368,7 @@ class LanceOutput(Output):
                 ) from error
         return finished
 
-    def write(self, unit: Unit, rows: pa.Table) -> str:
+    def write_unit(self, unit: WorkUnit, rows: pa.Table) -> str:
         """Write a unit's rows into a file of the dataset that no version refers to yet."""
         with self._convert_errors():
             self._check_room(2 * rows.nbytes)
@@ -377,7 +377,7 @@ class LanceOutput(Output):
             fragment = self._target.write(rows)
         return json.dumps(fragment.to_json())
 
-    def add(self, unit: Unit, written: str, schema: pa.Schema) -> None:
+    def add_unit(self, unit: WorkUnit, written: str, schema: pa.Schema) -> None:
         """Commit a unit, together with others, once all units before it are there."""
         self._schema = schema
         self._waiting[unit.number] = written
@@ -421,7 +421,7 @@ class LanceOutput(Output):
             self._rows, self._ready, self._committed = rows, [], time.monotonic()
             self._commits += 1
             if self._commits % _CLEANUP_COMMITS == 0:
-                clean(self.uri, self._dataset, alone=False)
+                clean_up(self.uri, self._dataset, alone=False)
 
     def _ends_with(self, last: Any) -> bool:
         """Return whether a committed fragment is the last one of the dataset."""
@@ -443,4 +443,4 @@ class LanceOutput(Output):
     def _remove_leftovers(self) -> None:
         super()._remove_leftovers()
         # On this machine nothing else writes, so files without a version are leftovers of a kill.
-        clean(self.uri, self._latest(), alone=not self._remote)
+        clean_up(self.uri, self._latest(), alone=not self._remote)

@@ -26,7 +26,7 @@ import psutil
 
 from llmcond.errors import LlmcondError, UserError, first_line, install_command
 from llmcond.log import log
-from llmcond.plugins import load, loaded
+from llmcond.plugins import load, loaded_names
 
 _I = TypeVar("_I")
 _R = TypeVar("_R")
@@ -48,7 +48,7 @@ _STARTS = 3
 
 
 @dataclass(frozen=True)
-class Cluster:
+class RayCluster:
     """Where actors run, and how many.
 
     Attributes:
@@ -71,7 +71,7 @@ class Cluster:
 
 
 @contextmanager
-def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any]]:
+def actor_pool(cluster: RayCluster, factory: Any, *args: Any) -> Iterator[ActorPool[Any, Any]]:
     """Yield a pool of actors, each with a worker ``factory(*args)`` whose ``work`` takes an item.
 
     Ray is started on this machine, or connected to, and left when the block ends.
@@ -81,14 +81,14 @@ def actors(cluster: Cluster, factory: Any, *args: Any) -> Iterator[Pool[Any, Any
             fewer cores or GPUs than requested.
     """
     # Ray reports workers that died on standard output, which must only contain results.
-    with redirect_stdout(sys.stderr), connected(cluster) as ray:
+    with redirect_stdout(sys.stderr), connect_ray(cluster) as ray:
         count = _count_actors(cluster, ray)
-        actor_args = (factory, args, loaded())
-        with closing(Pool[Any, Any](ray, count, cluster.gpus_per_actor, actor_args)) as pool:
+        actor_args = (factory, args, loaded_names())
+        with closing(ActorPool[Any, Any](ray, count, cluster.gpus_per_actor, actor_args)) as pool:
             yield pool
 
 
-class Pool(Generic[_I, _R]):
+class ActorPool(Generic[_I, _R]):
     """A pool of identical actors.
 
     An actor that dies is replaced, and its items are given to the next actor that is free, also if
@@ -248,7 +248,7 @@ def _call_safely(call: Callable[[], Any]) -> _Answer:
 
 
 @contextmanager
-def connected(cluster: Cluster) -> Iterator[Any]:
+def connect_ray(cluster: RayCluster) -> Iterator[Any]:
     """Yield the module ``ray``, connected. A connection of the caller is used, and kept open."""
     _check_version()
     loaded_ray = sys.modules.get("ray")
@@ -425,7 +425,7 @@ def _create_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=parent))
 
 
-def _count_actors(cluster: Cluster, ray: Any) -> int:
+def _count_actors(cluster: RayCluster, ray: Any) -> int:
     """Return the number of actors; raise a UserError if there is no room for any."""
     resources, kind = ray.cluster_resources(), "GPU" if cluster.gpus_per_actor else "CPU"
     capacity = int(resources.get(kind, 0) / (cluster.gpus_per_actor or 1))

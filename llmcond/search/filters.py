@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llmcond.errors import UserError, brief, did_you_mean
+from llmcond.errors import UserError, did_you_mean, shortened_repr
 
 #: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.
 MAX_LENGTH, MAX_NESTING, MAX_WILDCARDS = 2_000, 20, 20
@@ -138,11 +138,12 @@ class _Parser:
         """Raise an error about the character at ``start``, by default that of the next token."""
         if start is None:
             token = self._tokens[self._next]
-            start, found_text = token.start, brief(token.text) if token.text else "the end"
+            start, found_text = token.start, shortened_repr(token.text) if token.text else "the end"
             problem = f"{problem}, got {found_text}"
         problem += "" if problem.endswith("?") else "."
         raise UserError(
-            f"the filter {brief(self._text)} cannot be applied: character {start + 1}: {problem} "
+            f"the filter {shortened_repr(self._text)} cannot be applied: character {start + 1}: "
+            f"{problem} "
             f"{_ALLOWED}. The columns are {', '.join(self._types)}."
         )
 
@@ -305,7 +306,7 @@ class _Parser:
         for field in fields:
             index = arrow_type.get_field_index(field) if pa.types.is_struct(arrow_type) else -1
             if index < 0:
-                self._raise_error(f"{column} has no field {brief(field)}", token.start)
+                self._raise_error(f"{column} has no field {shortened_repr(field)}", token.start)
             arrow_type = arrow_type.field(index).type
         value = pc.field(column, *fields)
         self.columns[column] = None
@@ -321,7 +322,9 @@ class _Parser:
         if len(matches) != 1:
             suggestion = did_you_mean(name, self._types)
             self._raise_error(
-                f"there is no column {brief(name)}{'. ' + suggestion if suggestion else ''}", start
+                "there is no column "
+                f"{shortened_repr(name)}{'. ' + suggestion if suggestion else ''}",
+                start,
             )
         return matches[0]
 

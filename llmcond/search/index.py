@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from llmcond.arrays import as_list
 from llmcond.conditions import Condition
 from llmcond.data.guides import LabelledTexts, check_labelled
-from llmcond.errors import UserError, brief, listed, plural
+from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.evaluation.condition_checks import (
     MOST_TEXTS,
     ConditionCheck,
@@ -42,17 +42,17 @@ from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guide, guide_file, load_guides, save_guide
 from llmcond.log import log
-from llmcond.prompts.template import Part
+from llmcond.prompts.template import InputTemplate
 from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
 from llmcond.search.model import SearchModel
-from llmcond.search.rows import Rows, Written, check_text
-from llmcond.search.searching import Searched
-from llmcond.search.table import Table
-from llmcond.search.version import Version
-from llmcond.search.views import Views
+from llmcond.search.prepared import PreparedSearch
+from llmcond.search.rows import IndexRows, WriteCounts, check_text
+from llmcond.search.table import TextTable
+from llmcond.search.version import IndexVersion
+from llmcond.search.views import ConditionViews
 
 FORMAT = 1
 #: Largest weight of a condition. Sums of scores with larger weights could overflow.
@@ -103,10 +103,10 @@ class Index:
     def __init__(self, folder: Path, model: SearchModel) -> None:
         """Open a folder whose index.json has been checked; callers use ``build`` or ``open``."""
         self.folder = folder
-        self.written = Written(0, 0, 0)
+        self.written = WriteCounts(0, 0, 0)
         self._model = model
-        self._views = Views(folder / "views")
-        self._version = Version(Table(folder), self._views, model)
+        self._views = ConditionViews(folder / "views")
+        self._version = IndexVersion(TextTable(folder), self._views, model)
         self._writer, self._file_lock = threading.Lock(), FileLock(folder / ".lock")
 
     # -- opening -------------------------------------------------------------------------------
@@ -151,12 +151,12 @@ class Index:
                 also for the reasons of ``add`` and ``prepare``.
             DiskFullError: if there is not enough space.
         """
-        rows, conditions = Rows.checked(texts, ids, columns), _check_conditions(conditions)
+        rows, conditions = IndexRows.validate(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
         settings: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
         settings = {name: value for name, value in settings.items() if value is not None}
         exists = (folder / "index.json").exists()
-        if exists and not (settings and Table(folder).version == 0):
+        if exists and not (settings and TextTable(folder).version == 0):
             index = cls._open(folder, device, settings)
         else:
             if (
@@ -226,7 +226,7 @@ class Index:
                 f"has another {' and another '.join(differences)}. Name the original model, or "
                 "build another index: llmcond index TEXTS --out DIR"
             )
-        if model.made_by != record["made_by"]:  # the run has been moved
+        if model.find_arguments != record["made_by"]:  # the run has been moved
             _write_record(folder, model, record["conditions"], record.get("values"))
         model.guides.update(load_guides(folder / "guides"))
         return cls(folder, model)
@@ -235,8 +235,8 @@ class Index:
         return len(self._version.table)
 
     def __repr__(self) -> str:
-        source = ", ".join(f"{key} {value}" for key, value in self._model.made_by.items())
-        return f"Index({str(self.folder)!r}, {plural(len(self), 'text')}, {source})"
+        source = ", ".join(f"{key} {value}" for key, value in self._model.find_arguments.items())
+        return f"Index({str(self.folder)!r}, {format_count(len(self), 'text')}, {source})"
 
     @property
     def embedder(self) -> Embedder:
@@ -276,7 +276,7 @@ class Index:
 
         If it is False, a new condition costs only a small matrix product per text.
         """
-        return bool(self._model.sources.joint)
+        return bool(self._model.templates.joint)
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class Index:
         *,
         ids: Sequence[object] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
-    ) -> Written:
+    ) -> WriteCounts:
         """Add texts, and encode them under the conditions that ``prepare`` was called with.
 
         A text with an existing id replaces the previous text. A text that the index already holds
@@ -307,22 +307,22 @@ class Index:
             DiskFullError: if there is not enough space. The index is unchanged then, and what has
                 been encoded is stored for the next attempt.
         """
-        return self._add(Rows.checked(texts, ids, columns))
+        return self._add(IndexRows.validate(texts, ids, columns))
 
-    def _add(self, rows: Rows, conditions: Sequence[str] = ()) -> Written:
+    def _add(self, rows: IndexRows, conditions: Sequence[str] = ()) -> WriteCounts:
         with self._writing():
             self._record_values(conditions)
             conditions = self._record_conditions(conditions)
-            plan = rows.against(self._version.table)
+            plan = rows.plan_update(self._version.table)
             if plan.n_new:
-                self._encode(plan.new_texts, self._model.sources.alone, [""])
-                self._encode(plan.new_texts, self._model.sources.joint, conditions)
+                self._encode(plan.new_texts, self._model.templates.text_only, [""])
+                self._encode(plan.new_texts, self._model.templates.joint, conditions)
             if len(plan):
-                plan.write(self._open_store(), self._model.sources.stored)
+                plan.write(self._open_store(), self._model.templates.text_inputs)
                 self._switch_to_newest()
             self._complete(conditions)
         self.written = plan.written
-        log.info(f"{plan.written.told} -> {self.folder}, {plural(len(self), 'text')}")
+        log.info(f"{plan.written.summary} -> {self.folder}, {format_count(len(self), 'text')}")
         return plan.written
 
     def delete(self, ids: Sequence[object]) -> int:
@@ -343,13 +343,15 @@ class Index:
             table = self._version.table
             unknown = [row_ids[i] for i in np.flatnonzero(table.find(row_ids) < 0)]
             if unknown:
-                log.warning(f"of {plural(len(row_ids), 'id')}, not found: {listed(unknown, 5)}")
+                log.warning(
+                    f"of {format_count(len(row_ids), 'id')}, not found: {format_list(unknown, 5)}"
+                )
             if len(unknown) < len(row_ids):
                 table.delete(row_ids)
                 self._switch_to_newest()
         count = len(row_ids) - len(unknown)
-        remaining = plural(len(self), "text")
-        log.info(f"deleted {plural(count, 'text')}; {self.folder} has {remaining} left")
+        remaining = format_count(len(self), "text")
+        log.info(f"deleted {format_count(count, 'text')}; {self.folder} has {remaining} left")
         return count
 
     def prepare(self, conditions: Sequence[str]) -> None:
@@ -417,7 +419,7 @@ class Index:
             self._record_values([condition])
             save_guide(guide, condition, self.folder / "guides")
             self._model.guides[condition] = guide
-            self._version = Version(self._version.table, self._views, self._model)
+            self._version = IndexVersion(self._version.table, self._views, self._model)
 
     def unguide(self, condition: str) -> None:
         """Remove the guide of a condition, if it has one.
@@ -432,7 +434,7 @@ class Index:
         with self._writing():
             guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
             self._model.guides.pop(condition, None)
-            self._version = Version(self._version.table, self._views, self._model)
+            self._version = IndexVersion(self._version.table, self._views, self._model)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -454,9 +456,9 @@ class Index:
 
     def _switch_to_newest(self) -> None:
         """Switch to the newest version."""
-        newest = Table(self.folder)
+        newest = TextTable(self.folder)
         if newest.version != self._version.table.version:
-            self._version = Version(newest, self._views, self._model)
+            self._version = IndexVersion(newest, self._views, self._model)
 
     def refresh(self) -> None:
         """Switch to the newest version that other processes have written.
@@ -472,8 +474,10 @@ class Index:
         if self._version.table.is_newest or not self._writer.acquire(blocking=False):
             return
         try:
-            newest = Version(Table(self.folder), self._views, self._model)
-            if not any(len(newest.absent(condition)) for condition in self._record_conditions(())):
+            newest = IndexVersion(TextTable(self.folder), self._views, self._model)
+            if not any(
+                len(newest.find_missing(condition)) for condition in self._record_conditions(())
+            ):
                 self._version = newest
         finally:
             self._writer.release()
@@ -513,7 +517,7 @@ class Index:
         return FeatureStore(self.folder / "encoding", run.identity, run.manifest["store_dtype"])
 
     def _encode(
-        self, texts: Sequence[str], parts: Sequence[Part], conditions: Sequence[str]
+        self, texts: Sequence[str], parts: Sequence[InputTemplate], conditions: Sequence[str]
     ) -> None:
         """Encode texts under conditions, as far as their features are missing."""
         if not (parts and conditions):
@@ -522,7 +526,7 @@ class Index:
         is_small = len(inputs) <= COUNTED_FIRST
         missing = count_missing(store, inputs, WINDOW) if is_small else None
         if missing is None or missing.n_missing:
-            name = f"texts under {listed(conditions, 3)}" if any(conditions) else "texts"
+            name = f"texts under {format_list(conditions, 3)}" if any(conditions) else "texts"
             extract_inputs(store, self._model.encoder, name, inputs, missing)
 
     def _complete(self, conditions: Sequence[str]) -> None:
@@ -531,14 +535,14 @@ class Index:
         # Conditions by the positions of the texts that lack vectors under them, as bytes.
         alike: dict[bytes, list[str]] = {}
         for condition in conditions if self.encodes_pairs else ():
-            missing = version.absent(condition)
+            missing = version.find_missing(condition)
             if len(missing):
                 alike.setdefault(missing.tobytes(), []).append(condition)
         for positions, group in alike.items():
             # Conditions that lack the same texts are encoded together, so that inputs that are
             # equal under several of them are encoded once.
             rows = version.table.take(np.frombuffer(positions, dtype=np.int64), ["text"])
-            self._encode(rows["text"].to_pylist(), self._model.sources.joint, group)
+            self._encode(rows["text"].to_pylist(), self._model.templates.joint, group)
         lookup = self._open_store().lookup if alike else None
         for condition in [name for group in alike.values() for name in group]:
             version.view(condition, lookup)
@@ -560,7 +564,7 @@ class Index:
             UserError: if the condition is empty.
         """
         calibration = find_calibration(self._model.run.folder)
-        if calibration is None or not calibration.tells_apart:
+        if calibration is None or not calibration.ranks_conditions:
             return None
         (condition,) = self._with_recorded_values([check_text(condition, "the condition")])
         view, table = self._version.view(condition), self._version.table
@@ -674,25 +678,30 @@ class Index:
         if options.get("prepare", True) and rerank is None and self.encodes_pairs:
             self._encode_missing(list(weights))
         where, explain = options.get("where"), options.get("explain", False)
-        searched = Searched.of(self._version, weights, k, where, explain, seconds)
+        searched = PreparedSearch.prepare(self._version, weights, k, where, explain, seconds)
 
         def search() -> list[Hits]:
             if not searched.k:
                 return [Hits(text, weights, [], searched.n) for text in queries]
-            return searched.exact(queries) if rerank is None else searched.reranked(queries, rerank)
+            return (
+                searched.search_all(queries)
+                if rerank is None
+                else searched.search_nearest(queries, rerank)
+            )
 
         return search
 
     def _encode_missing(self, conditions: Sequence[str]) -> None:
         """Encode texts under conditions that a search needs, and log how many."""
-        counts = {condition: len(self._version.absent(condition)) for condition in conditions}
+        counts = {condition: len(self._version.find_missing(condition)) for condition in conditions}
         missing = {condition: count for condition, count in counts.items() if count}
         if not missing:
             return
         for condition, count in missing.items():
             log.info(
                 "this model encodes each text together with the condition: "
-                f"encoding {plural(count, 'text')} under {condition!r} and storing the vectors"
+                f"encoding {format_count(count, 'text')} under {condition!r} and storing the "
+                "vectors"
             )
         with self._writing():
             self._complete(list(missing))
@@ -716,7 +725,11 @@ def _write_record(
     conditions: Sequence[str] = (),
     values: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    record = {"made_by": model.made_by, "identity": model.identity, "conditions": [*conditions]}
+    record = {
+        "made_by": model.find_arguments,
+        "identity": model.identity,
+        "conditions": [*conditions],
+    }
     write_json(folder / "index.json", {"format": FORMAT, **record, "values": dict(values or {})})
 
 
@@ -745,10 +758,13 @@ def _check_weights(condition: Weighted) -> dict[str, float]:
     for text, weight in weights.items():
         check_text(text, "the condition")
         if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise UserError(f"the weight of {brief(text)} is {brief(weight)}, not a number.")
+            raise UserError(
+                f"the weight of {shortened_repr(text)} is {shortened_repr(weight)}, not a number."
+            )
         if not abs(weight) <= MAX_WEIGHT:  # `not <=` also rejects NaN
             raise UserError(
-                f"the weight of {brief(text)} is {brief(weight)}; it must be between "
+                f"the weight of {shortened_repr(text)} is {shortened_repr(weight)}; it must be "
+                "between "
                 f"-{MAX_WEIGHT:,} and {MAX_WEIGHT:,}."
             )
     if not any(weights.values()):

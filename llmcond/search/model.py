@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
 from llmcond.heads.guide import Guide
-from llmcond.runs.embedder import Embedder, base_encoder, guide_of, make_embedder
+from llmcond.runs.embedder import Embedder, base_encoder, fit_checked_guide, make_embedder
 from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.search.projection import ALONE, Projections, Sources
+from llmcond.search.projection import NO_CONDITION, ConditionProjections, ViewTemplates
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -40,7 +40,7 @@ class SearchModel(EmbeddingModel):
             )
 
     @property
-    def made_by(self) -> dict[str, str]:
+    def find_arguments(self) -> dict[str, str]:
         """The arguments of ``find``, as strings, that find this model again."""
         folder = self.run.folder
         source = {"model": folder.name} if self.run.is_bundled else {"run": str(folder.resolve())}
@@ -53,18 +53,18 @@ class SearchModel(EmbeddingModel):
         return [name for name in identity if identity[name] != recorded.get(name)]
 
     @cached_property
-    def sources(self) -> Sources:
+    def templates(self) -> ViewTemplates:
         """The encoder inputs that its vectors are computed from."""
-        return Sources(self.view)
+        return ViewTemplates(self.view)
 
     def is_joint(self, condition: str | None) -> bool:
         """Return whether each text is encoded together with the condition."""
-        return condition is not ALONE and bool(self.sources.joint)
+        return condition is not NO_CONDITION and bool(self.templates.joint)
 
     @cached_property
-    def projections(self) -> Projections:
+    def projections(self) -> ConditionProjections:
         """The projections of texts to vectors under a condition."""
-        return Projections(self.sources, self.head.head, self.encoder)
+        return ConditionProjections(self.templates, self.head.head, self.encoder)
 
     @cached_property
     def base(self) -> Encoder | None:
@@ -80,9 +80,9 @@ class SearchModel(EmbeddingModel):
         Raises:
             UserError: if the encoder returns NaN.
         """
-        project, texts = self.projections.of(labelled.condition), labelled.texts
-        vectors = project(texts, self.projections.stored(texts), self.projections.encode)
-        return guide_of(labelled, vectors, self.head.head)
+        project, texts = self.projections.get(labelled.condition), labelled.texts
+        vectors = project(texts, self.projections.encode_texts(texts), self.projections.encode)
+        return fit_checked_guide(labelled, vectors, self.head.head)
 
     @cached_property
     def _unguided(self) -> Embedder:
@@ -93,8 +93,8 @@ class SearchModel(EmbeddingModel):
         """An embedder with the same run, head and guides. Access loads the encoder."""
         guides = {}
         for condition, guide in self.guides.items():
-            basis = self.projections.of(condition).basis
-            guides[condition] = guide if basis is None else guide.lifted(basis)
+            basis = self.projections.get(condition).basis
+            guides[condition] = guide if basis is None else guide.change_basis(basis)
         return replace(self._unguided, guides=guides)
 
 

@@ -14,17 +14,17 @@ import pyarrow as pa
 
 from llmcond.arrays import as_list
 from llmcond.data.datasets import cell_text
-from llmcond.data.rows import column_of
+from llmcond.data.rows import to_arrow
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, brief, first_line, listed, plural
+from llmcond.errors import UserError, first_line, format_count, format_list, shortened_repr
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_text
 from llmcond.log import log
-from llmcond.search.table import BLOCK, NUMBER, RESERVED, VECTOR, Positions, Table, vectors_of
+from llmcond.search.table import BLOCK, NUMBER, RESERVED, VECTOR, Positions, TextTable, vectors_of
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteCounts:
     """Numbers of texts that were added, replaced or left unchanged.
 
     Attributes:
@@ -38,7 +38,7 @@ class Written:
     unchanged: int
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The counts in words, for the log."""
         return f"{self.added:,} added, {self.replaced:,} replaced, {self.unchanged:,} unchanged"
 
@@ -48,7 +48,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Rows:
+class IndexRows:
     """Texts with their ids, and further columns as Arrow arrays."""
 
     texts: Sequence[str]
@@ -59,12 +59,12 @@ class Rows:
         return len(self.texts)
 
     @classmethod
-    def checked(
+    def validate(
         cls,
         texts: Sequence[str],
         ids: Sequence[object] | None,
         columns: Mapping[str, Sequence[Any]] | None,
-    ) -> Rows:
+    ) -> IndexRows:
         """Validate rows; without ``ids``, the ids are digests of the texts.
 
         Raises:
@@ -89,14 +89,14 @@ class Rows:
                 )
             if len(values) != len(texts):
                 raise UserError(
-                    f"the column {name!r} has {plural(len(values), 'value')} for "
-                    f"{plural(len(texts), 'text')}; the numbers must be equal."
+                    f"the column {name!r} has {format_count(len(values), 'value')} for "
+                    f"{format_count(len(texts), 'text')}; the numbers must be equal."
                 )
         return cls(
             texts, row_ids, {name: _to_arrow(name, values) for name, values in columns.items()}
         )
 
-    def against(self, table: Table) -> Plan:
+    def plan_update(self, table: TextTable) -> IndexUpdatePlan:
         """Compare the rows with a table, and return what must be written so that it holds them.
 
         Raises:
@@ -104,7 +104,9 @@ class Rows:
         """
         rows, schema = self, table.schema()
         if schema is not None and self.columns:
-            rows = Rows(self.texts, self.ids, _cast_columns(self.columns, schema, table.columns))
+            rows = IndexRows(
+                self.texts, self.ids, _cast_columns(self.columns, schema, table.columns)
+            )
         positions = table.find(self.ids)
         existing = np.flatnonzero(positions >= 0)
         numbers = np.full(len(self), -1, dtype=np.int64)
@@ -127,34 +129,34 @@ class Rows:
                 ]
         to_write = np.flatnonzero(changed)
         replaced = int((positions[to_write] >= 0).sum())
-        written = Written(len(to_write) - replaced, replaced, len(self) - len(to_write))
-        return Plan(rows, table, to_write, positions, numbers, written)
+        written = WriteCounts(len(to_write) - replaced, replaced, len(self) - len(to_write))
+        return IndexUpdatePlan(rows, table, to_write, positions, numbers, written)
 
 
 @dataclass(frozen=True)
-class Plan:
+class IndexUpdatePlan:
     """The changes to a table so that it holds all given rows.
 
     Attributes:
-        todo: indices of the rows to write, ascending.
-        places: (n,): position in the table of each row's id, -1 if the id is new.
+        to_write: indices of the rows to write, ascending.
+        positions: (n,): position in the table of each row's id, -1 if the id is new.
         numbers: (n,): row number of each row whose text the table holds, -1 if the text has to be
             encoded.
     """
 
-    rows: Rows
-    table: Table
-    todo: Positions
-    places: Positions
+    rows: IndexRows
+    table: TextTable
+    to_write: Positions
+    positions: Positions
     numbers: Positions
-    written: Written
+    written: WriteCounts
 
     def __len__(self) -> int:
-        return len(self.todo)
+        return len(self.to_write)
 
     @cached_property
     def _new_rows(self) -> Positions:
-        return self.todo[self.numbers[self.todo] < 0]
+        return self.to_write[self.numbers[self.to_write] < 0]
 
     @property
     def n_new(self) -> int:
@@ -182,14 +184,14 @@ class Plan:
         is_new = np.zeros(len(self.rows), dtype=np.bool_)
         is_new[self._new_rows] = True
 
-        starts = range(0, len(self.todo), BLOCK)
+        starts = range(0, len(self.to_write), BLOCK)
         batches = (
-            self._make_batch(self.todo[i : i + BLOCK], is_new, store, stored) for i in starts
+            self._make_batch(self.to_write[i : i + BLOCK], is_new, store, stored) for i in starts
         )
         first = next(batches)
-        size = len(self.todo) * first.nbytes // len(first)
-        all_new = bool((self.places[self.todo] < 0).all())
-        self.table.put(chain([first], batches), first.schema, size, all_new)
+        size = len(self.to_write) * first.nbytes // len(first)
+        all_new = bool((self.positions[self.to_write] < 0).all())
+        self.table.write(chain([first], batches), first.schema, size, all_new)
 
     def _make_batch(
         self,
@@ -226,7 +228,7 @@ class Plan:
             inputs = stored([text for text, new in zip(texts, is_new, strict=True) if new])
             pieces.append(store.lookup(inputs)[:].reshape(int(is_new.sum()), -1))
         if not is_new.all():
-            pieces.append(vectors_of(self.table.take(self.places[indices][~is_new], [VECTOR])))
+            pieces.append(vectors_of(self.table.take(self.positions[indices][~is_new], [VECTOR])))
         vectors = np.empty((len(indices), pieces[0].shape[1]), dtype=pieces[0].dtype)
         for selected in (is_new, ~is_new):
             if selected.any():
@@ -257,7 +259,7 @@ def _digest_ids(texts: Sequence[str]) -> list[str]:
 def _check_ids(ids: Sequence[object], n: int) -> list[str]:
     if len(ids) != n:
         raise UserError(
-            f"there are {plural(len(ids), 'id')} for {plural(n, 'text')}; "
+            f"there are {format_count(len(ids), 'id')} for {format_count(n, 'text')}; "
             "the numbers must be equal."
         )
     row_ids = ["" if value is None else str(value) for value in ids]
@@ -266,7 +268,8 @@ def _check_ids(ids: Sequence[object], n: int) -> list[str]:
         check_text(value, f"row {number}: the id")
         if value in rows:
             raise UserError(
-                f"the rows {rows[value]} and {number} have the same id, {brief(value)}; each row "
+                f"the rows {rows[value]} and {number} have the same id, {shortened_repr(value)}; "
+                "each row "
                 "needs a different id."
             )
         rows[value] = number
@@ -275,7 +278,7 @@ def _check_ids(ids: Sequence[object], n: int) -> list[str]:
 
 def _to_arrow(name: str, values: Sequence[Any]) -> Any:
     try:
-        column = column_of(values)
+        column = to_arrow(values)
     except UnicodeEncodeError as error:
         raise UserError(f"the column {name!r} holds invalid text: {error.reason}.") from error
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column
@@ -286,8 +289,8 @@ def _cast_columns(
 ) -> dict[str, Any]:
     if set(columns) != set(index_columns):
         raise UserError(
-            f"the texts have the columns {listed(sorted(columns))}, but the index has "
-            f"{listed(sorted(index_columns))}. Give the same columns."
+            f"the texts have the columns {format_list(sorted(columns))}, but the index has "
+            f"{format_list(sorted(index_columns))}. Give the same columns."
         )
     cast_columns = {}
     for name, column in columns.items():

@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from llmcond.errors import (
     LlmcondError,
     UserError,
-    brief,
     first_line,
+    format_count,
     is_disk_full,
-    plural,
     raise_disk_error,
+    shortened_repr,
 )
-from llmcond.files import check_room
-from llmcond.lance_io import UNREADABLE, newest, without_panic
+from llmcond.files import check_free_space
+from llmcond.lance_io import READ_ERRORS, convert_panics, open_newest
 from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
@@ -50,7 +50,7 @@ _VERSION_BITS = 32
 Positions = NDArray[np.int64]
 
 
-class Table:
+class TextTable:
     """One version of the texts. A row's position counts from 0 in the order of this version."""
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class Table:
         self._uri = str(folder.absolute() / "texts.lance")
         self.numbers: Positions = np.zeros(0, dtype=np.int64)
         with _reading(folder):
-            self._dataset = newest(self._uri)
+            self._dataset = open_newest(self._uri)
             if self._dataset is not None:
                 self.numbers = self._dataset.to_table(columns=[NUMBER])[NUMBER].to_numpy()
 
@@ -77,7 +77,7 @@ class Table:
         """Whether this is still the newest version."""
         with _reading(self.folder):
             if self._dataset is None:
-                return newest(self._uri) is None
+                return open_newest(self._uri) is None
             return bool(self._dataset.latest_version == self._dataset.version)
 
     @cached_property
@@ -103,7 +103,7 @@ class Table:
         positions = candidates if order is None else order[candidates]
         return np.where(exists, positions, -1)
 
-    def matching(self, where: str, seconds: float = math.inf) -> NDArray[np.bool_]:
+    def match_filter(self, where: str, seconds: float = math.inf) -> NDArray[np.bool_]:
         """Return which rows match a filter, (n,); see ``llmcond.search.filters`` for the grammar.
 
         Raises:
@@ -120,14 +120,15 @@ class Table:
         for block, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"the filter {brief(where)} takes longer than {seconds:g} s. Use fewer "
+                    f"the filter {shortened_repr(where)} takes longer than {seconds:g} s. Use "
+                    "fewer "
                     "conditions."
                 )
             try:
                 matches = rows.append_column(NUMBER, pa.array(block)).filter(predicate)
             except pa.ArrowException as error:
                 raise UserError(
-                    f"the filter {brief(where)} cannot be applied: {first_line(error)}"
+                    f"the filter {shortened_repr(where)} cannot be applied: {first_line(error)}"
                 ) from error
             mask[matches[NUMBER].to_numpy()] = True
         return mask
@@ -169,7 +170,9 @@ class Table:
         """Return the Arrow schema; None if nothing has been written yet."""
         return self._dataset.schema if self._dataset else None
 
-    def put(self, rows: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, new: bool) -> None:
+    def write(
+        self, rows: Iterable[pa.RecordBatch], schema: pa.Schema, size: int, new: bool
+    ) -> None:
         """Write rows in one commit, each replacing the row with the same id: a newer version.
 
         Args:
@@ -209,10 +212,10 @@ class Table:
     @contextmanager
     def _writing(self, size: int) -> Iterator[None]:
         try:
-            check_room(self.folder, 2 * size)
+            check_free_space(self.folder, 2 * size)
             yield
         except Exception as error:
-            unchanged = f"its previous contents are unchanged ({plural(len(self), 'text')})"
+            unchanged = f"its previous contents are unchanged ({format_count(len(self), 'text')})"
             raise_disk_error(error, self.folder, unchanged)
             raise
 
@@ -230,9 +233,9 @@ def vectors_of(rows: Any) -> NDArray[Any]:
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     try:
-        with without_panic():
+        with convert_panics():
             yield
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         if is_disk_full(error) or isinstance(error, PermissionError):
             raise
         raise LlmcondError(

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.search.halves import converted
+from llmcond.search.half_precision import convert_dtype
 from llmcond.search.model import SearchModel
 from llmcond.search.projection import Encode
-from llmcond.search.table import VECTOR, Positions, Table, vectors_of
-from llmcond.search.views import Segment, View, Views, view_of
+from llmcond.search.table import VECTOR, Positions, TextTable, vectors_of
+from llmcond.search.views import ConditionView, ConditionViews, VectorSegment, make_view
 
 #: Number of views that stay open.
 _MAX_OPEN = 64
@@ -23,22 +23,22 @@ _MAX_OPEN = 64
 _BLOCK_ROWS = 4_096
 
 
-class Version:
+class IndexVersion:
     """The texts and guides of an index at the time it was opened. Several threads may read it."""
 
-    def __init__(self, table: Table, views: Views, model: SearchModel) -> None:
+    def __init__(self, table: TextTable, views: ConditionViews, model: SearchModel) -> None:
         self.table, self.model, self.guides = table, model, dict(model.guides)
         self._views = views
-        self._open: OrderedDict[str | None, View] = OrderedDict()
+        self._open: OrderedDict[str | None, ConditionView] = OrderedDict()
         self._compute_lock = threading.Lock()
 
-    def absent(self, condition: str | None) -> Positions:
+    def find_missing(self, condition: str | None) -> Positions:
         """Return the positions of texts that have no vectors under a condition yet."""
         if condition in self._open:
             return np.zeros(0, dtype=np.int64)
-        return view_of(self._views.read(condition), self.table)[1]
+        return make_view(self._views.read(condition), self.table)[1]
 
-    def view(self, condition: str | None, encode: Encode | None = None) -> View | None:
+    def view(self, condition: str | None, encode: Encode | None = None) -> ConditionView | None:
         """Return the vectors of all texts under a condition; compute those that are missing.
 
         Args:
@@ -61,17 +61,17 @@ class Version:
                 return None
             if condition in self.guides:
                 segments = self._apply_guide(str(condition), segments)
-            view = self._open[condition] = view_of(segments, self.table)[0]
+            view = self._open[condition] = make_view(segments, self.table)[0]
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
             return view
 
     def _compute_unguided(
         self, condition: str | None, encode: Encode | None
-    ) -> Sequence[Segment] | None:
+    ) -> Sequence[VectorSegment] | None:
         """Return the model's vectors of all texts; None if some would have to be encoded."""
-        segments: Sequence[Segment] = self._views.read(condition)
-        missing = view_of(segments, self.table)[1]
+        segments: Sequence[VectorSegment] = self._views.read(condition)
+        missing = make_view(segments, self.table)[1]
         joint = self.model.is_joint(condition)
         if not len(missing):
             return segments
@@ -80,11 +80,13 @@ class Version:
         segment = self._compute_segment(condition, missing, encode if joint else None)
         return self._save_segment(condition, segments, segment, joint)
 
-    def _apply_guide(self, condition: str, unguided: Sequence[Segment]) -> Sequence[Segment]:
+    def _apply_guide(
+        self, condition: str, unguided: Sequence[VectorSegment]
+    ) -> Sequence[VectorSegment]:
         """Return the vectors of all texts, mapped by the condition's guide."""
         guide = self.guides[condition]
-        segments: Sequence[Segment] = self._views.read(condition, guide.digest)
-        missing = view_of(segments, self.table)[1]
+        segments: Sequence[VectorSegment] = self._views.read(condition, guide.digest)
+        missing = make_view(segments, self.table)[1]
         if not len(missing):
             return segments
         vectors = np.empty((len(missing), unguided[0].vectors.shape[1]), dtype=np.float16)
@@ -96,39 +98,39 @@ class Version:
             needed = np.flatnonzero(targets >= 0)
             for start in range(0, len(needed), _BLOCK_ROWS):
                 rows = needed[start : start + _BLOCK_ROWS]
-                block = converted(segment.vectors[rows], "float32", vectors.size)
+                block = convert_dtype(segment.vectors[rows], "float32", vectors.size)
                 mapped = guide.transform(block)
-                vectors[targets[rows]] = converted(mapped, "float16", vectors.size)
-        mapped_segment = Segment(self.table.numbers[missing], vectors)
+                vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
+        mapped_segment = VectorSegment(self.table.numbers[missing], vectors)
         return self._save_segment(condition, segments, mapped_segment, False, guide.digest)
 
     def _compute_segment(
         self, condition: str | None, missing: Positions, encode: Encode | None
-    ) -> Segment:
-        project, columns = self.model.projections.of(condition), ["text"] if encode else []
-        if self.model.sources.alone:
+    ) -> VectorSegment:
+        project, columns = self.model.projections.get(condition), ["text"] if encode else []
+        if self.model.templates.text_only:
             columns.append(VECTOR)
         vectors: NDArray[np.float16] = np.zeros((0, 0), dtype=np.float16)
         done = 0
         for block, rows in self.table.blocks(missing, columns):
             texts = rows["text"].to_pylist() if encode else [""] * len(block)
             half = vectors_of(rows).copy()
-            stored = converted(half, "float32", len(missing) * half.shape[1])
+            stored = convert_dtype(half, "float32", len(missing) * half.shape[1])
             projected = project(texts, stored, encode or self.model.projections.encode)
             if not done:
                 vectors = np.empty((len(missing), projected.shape[1]), dtype=np.float16)
-            vectors[done : done + len(block)] = converted(projected, "float16", vectors.size)
+            vectors[done : done + len(block)] = convert_dtype(projected, "float16", vectors.size)
             done += len(block)
-        return Segment(self.table.numbers[missing], vectors)
+        return VectorSegment(self.table.numbers[missing], vectors)
 
     def _save_segment(
         self,
         condition: str | None,
-        segments: Sequence[Segment],
-        segment: Segment,
+        segments: Sequence[VectorSegment],
+        segment: VectorSegment,
         joint: bool,
         guide: str = "",
-    ) -> Sequence[Segment]:
+    ) -> Sequence[VectorSegment]:
         """Save a segment. A failure is only logged if no encoding is needed to recompute it."""
         try:
             return self._views.add(condition, segment, self.table, lasting=joint, guide=guide)

@@ -23,9 +23,9 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import digest_text, read_json, replacing, write_json
-from llmcond.search.halves import products
-from llmcond.search.table import Positions, Table
+from llmcond.files import digest_text, read_json, replace_atomically, write_json
+from llmcond.search.half_precision import inner_products
+from llmcond.search.table import Positions, TextTable
 
 #: Total size in bytes of the views that can be computed again without encoding. Above it, the least
 #: recently used of them are deleted.
@@ -34,7 +34,7 @@ BUDGET = 2**31
 _MAX_SEGMENTS = 8
 
 
-class Segment(NamedTuple):
+class VectorSegment(NamedTuple):
     """The vectors of some rows: their row numbers, (m,), and the vectors, (m, k) float16."""
 
     numbers: Positions
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class View:
+class ConditionView:
     """The vectors of a table's rows under one condition.
 
     Attributes:
@@ -52,7 +52,7 @@ class View:
         n: number of rows of the table.
     """
 
-    segments: Sequence[Segment]
+    segments: Sequence[VectorSegment]
     positions: Sequence[Positions | None]
     n: int
 
@@ -60,7 +60,7 @@ class View:
         """Return the cosines of unit-length queries, (q, k), with all rows of the table: (q, n)."""
         scores = np.full((len(queries), self.n), -np.inf, dtype=np.float32)
         for segment, positions in zip(self.segments, self.positions, strict=True):
-            segment_scores = products(segment.vectors, queries)
+            segment_scores = inner_products(segment.vectors, queries)
             if positions is None:
                 scores = segment_scores
             else:
@@ -83,7 +83,9 @@ class View:
         return vectors
 
 
-def view_of(segments: Sequence[Segment], table: Table) -> tuple[View, Positions]:
+def make_view(
+    segments: Sequence[VectorSegment], table: TextTable
+) -> tuple[ConditionView, Positions]:
     """Return a view of a table's rows, and the positions of rows that no segment has."""
     positions: list[Positions | None] = []
     is_missing = np.ones(len(table), dtype=np.bool_)
@@ -95,10 +97,10 @@ def view_of(segments: Sequence[Segment], table: Table) -> tuple[View, Positions]
         table_positions = table.positions(segment.numbers)
         is_missing[table_positions[table_positions >= 0]] = False
         positions.append(table_positions)
-    return View(segments, positions, len(table)), np.flatnonzero(is_missing)
+    return ConditionView(segments, positions, len(table)), np.flatnonzero(is_missing)
 
 
-class Views:
+class ConditionViews:
     """The views in a folder. Several threads and processes may use it."""
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +122,7 @@ class Views:
         except UserError:  # there is no view, or another process has just removed it
             return {"segments": []}
 
-    def read(self, condition: str | None, guide: str = "") -> list[Segment]:
+    def read(self, condition: str | None, guide: str = "") -> list[VectorSegment]:
         """Return the segments of a view; an empty list if there is no view."""
         folder, problem = self._view_folder(condition, guide), "lacks files"
         for _ in range(3):  # another process may merge segments while they are opened
@@ -143,12 +145,12 @@ class Views:
     def add(
         self,
         condition: str | None,
-        segment: Segment,
-        table: Table,
+        segment: VectorSegment,
+        table: TextTable,
         *,
         lasting: bool,
         guide: str = "",
-    ) -> list[Segment]:
+    ) -> list[VectorSegment]:
         """Add a segment to a view, and return all its segments.
 
         Args:
@@ -198,16 +200,16 @@ class Views:
                 total -= sizes[folder]
 
 
-def _open_segment(folder: Path, name: str) -> Segment:
+def _open_segment(folder: Path, name: str) -> VectorSegment:
     numbers = np.load(folder / f"{name}.rows.npy")
     vectors = np.load(folder / f"{name}.npy", mmap_mode="c")  # torch requires writable arrays
-    return Segment(numbers, vectors)
+    return VectorSegment(numbers, vectors)
 
 
-def _write_segment(folder: Path, segment: Segment) -> str:
+def _write_segment(folder: Path, segment: VectorSegment) -> str:
     name = secrets.token_hex(6)
     for path, array in ((f"{name}.npy", segment.vectors), (f"{name}.rows.npy", segment.numbers)):
-        with replacing(folder / path) as temporary, temporary.open("wb") as stream:
+        with replace_atomically(folder / path) as temporary, temporary.open("wb") as stream:
             np.save(stream, array)
     return name
 
@@ -219,18 +221,18 @@ def _remove_leftovers(folder: Path, names: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _exclude_rows(segment: Segment, others: Sequence[Segment]) -> Segment:
+def _exclude_rows(segment: VectorSegment, others: Sequence[VectorSegment]) -> VectorSegment:
     """Return a segment without rows that another process has added in the meantime."""
     for other in others:
         new = np.isin(segment.numbers, other.numbers, invert=True)
         if not new.all():
-            segment = Segment(segment.numbers[new], segment.vectors[new])
+            segment = VectorSegment(segment.numbers[new], segment.vectors[new])
     return segment
 
 
-def _merge_segments(segments: Sequence[Segment], table: Table) -> Segment:
+def _merge_segments(segments: Sequence[VectorSegment], table: TextTable) -> VectorSegment:
     """Merge segments into one, without rows that the table no longer has."""
     masks: Iterator[Any] = (table.positions(segment.numbers) >= 0 for segment in segments)
     parts = [(s.numbers[mask], s.vectors[mask]) for s, mask in zip(segments, masks, strict=True)]
     numbers, first = np.unique(np.concatenate([part for part, _ in parts]), return_index=True)
-    return Segment(numbers, np.concatenate([part for _, part in parts])[first])
+    return VectorSegment(numbers, np.concatenate([part for _, part in parts])[first])

@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmcond.errors import LlmcondError, UserError, did_you_mean, plural
-from llmcond.runs.comparing import checked_texts
-from llmcond.runs.embedder import Embedder, unit_length
+from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count
+from llmcond.runs.embedder import Embedder, normalise_vectors
+from llmcond.runs.similarity import pair_with_conditions
 from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.errors import RequestError, invalid_value, json_response
+from llmcond.serving.errors import RequestError, invalid_value_error, json_response
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.page import page_response
@@ -27,7 +27,7 @@ from llmcond.serving.requests import (
     EmbeddingsRequest,
     SearchRequest,
     SimilarityRequest,
-    Texts,
+    TextOrTexts,
     read_request,
 )
 from llmcond.serving.settings import ServerSettings
@@ -157,7 +157,7 @@ class Endpoints:
                 "this server has a cross-encoder, which has no embeddings. Use /v1/similarity."
             )
         if body.dimensions not in (None, embedder.dim):
-            raise invalid_value(
+            raise invalid_value_error(
                 "dimensions",
                 f"dimensions is {body.dimensions}, but this model's embeddings have "
                 f"{embedder.dim} and cannot be shortened. Omit dimensions.",
@@ -167,7 +167,7 @@ class Endpoints:
         encoded = await self._encode(request, rows, len(texts))
 
         def response() -> Response:
-            vectors = unit_length(encoded.vectors, embedder.head)
+            vectors = normalise_vectors(encoded.vectors, embedder.head)
             embeddings: list[Any] = (
                 vectors.tolist()
                 if body.encoding_format == "float"
@@ -190,7 +190,7 @@ class Endpoints:
         """Return the similarities of pairs of texts under conditions."""
         body = await read_request(request, SimilarityRequest, self._max_bytes)
         condition = self._choose_condition(body)
-        fields: dict[str, Texts] = {
+        fields: dict[str, TextOrTexts] = {
             "sentence1": body.sentence1,
             "sentence2": body.sentence2,
             "condition": condition,
@@ -199,7 +199,7 @@ class Endpoints:
         count = next(iter(counts.values()), 1)
         if set(counts.values()) - {count}:
             listing = ", ".join(f"{number} in {name}" for name, number in counts.items())
-            raise invalid_value(
+            raise invalid_value_error(
                 [*counts][-1],
                 f"the numbers of texts differ: {listing}. Give equally many, or one text for all.",
             )
@@ -255,7 +255,7 @@ class Endpoints:
         try:
             requested = body.conditions()
         except UserError as error:
-            raise invalid_value("values", f"values: {error}") from None
+            raise invalid_value_error("values", f"values: {error}") from None
         condition = self._model.condition if requested is None else requested
         if condition is None:
             raise RequestError(
@@ -268,22 +268,22 @@ class Endpoints:
             )
         return condition
 
-    def _make_rows(self, name: str, texts: list[str], conditions: Texts) -> list[Row]:
+    def _make_rows(self, name: str, texts: list[str], conditions: TextOrTexts) -> list[Row]:
         """Pair texts with their conditions; raise a RequestError if they are invalid."""
         if not texts:
-            raise invalid_value(name, f"{name} is empty; give at least one text.")
+            raise invalid_value_error(name, f"{name} is empty; give at least one text.")
         if len(texts) > self._max_texts:
             raise RequestError(
                 413,
                 "too_many_texts",
-                f"{name} has {plural(len(texts), 'text')}; a request may have at most "
+                f"{name} has {format_count(len(texts), 'text')}; a request may have at most "
                 f"{self._max_texts:,} (--max-client-batch-size).",
                 param=name,
             )
         try:
-            return list(checked_texts(texts, conditions))
+            return list(pair_with_conditions(texts, conditions))
         except UserError as error:
-            raise invalid_value(name, f"{name}: {error}") from None
+            raise invalid_value_error(name, f"{name}: {error}") from None
 
     async def _encode(self, request: Request, rows: Sequence[Row], n_texts: int) -> Encoded:
         request.state.texts = n_texts
@@ -313,7 +313,7 @@ class Endpoints:
                 raise
             raise ClientDisconnect from None
         except UserError as error:
-            raise invalid_value(None, self._model.without_paths(error)) from None
+            raise invalid_value_error(None, self._model.without_paths(error)) from None
         except LlmcondError as error:
             raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:

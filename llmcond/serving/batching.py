@@ -80,8 +80,8 @@ class Batcher:
         self,
         encode: Callable[[Sequence[Row]], Encoded],
         max_tokens: int,
-        longest: int,
-        observe: Callable[[Encoded, float], None] = lambda encoded, seconds: None,
+        max_row_tokens: int,
+        on_batch: Callable[[Encoded, float], None] = lambda encoded, seconds: None,
     ) -> None:
         """Start the thread.
 
@@ -89,11 +89,11 @@ class Batcher:
             encode: encodes rows with the model.
             max_tokens: approximate token budget of a batch. Tokens are estimated from characters,
                 at the ratio of previous batches. A batch has at least one row.
-            longest: maximal number of tokens of a row; longer texts are truncated.
-            observe: called with each encoded batch and its seconds, on the model's thread.
+            max_row_tokens: maximal number of tokens of a row; longer texts are truncated.
+            on_batch: called with each encoded batch and its seconds, on the model's thread.
         """
-        self._encode, self._observe = encode, observe
-        self._max_tokens, self._longest = max_tokens, longest
+        self._encode, self._observe = encode, on_batch
+        self._max_tokens, self._longest = max_tokens, max_row_tokens
         self._turns: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -110,7 +110,7 @@ class Batcher:
         return self._thread.is_alive() and not self._closing
 
     @property
-    def delay(self) -> float:
+    def estimated_delay(self) -> float:
         """Estimated number of seconds until the waiting rows are encoded."""
         return self.waiting * self._row_seconds
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from llmcond.serving.batching import ClosedError
 
 #: Status, in logs and metrics, of a request whose client disconnected before the response.
-GONE = 499
+CLIENT_CLOSED = 499
 
 #: Error type of OpenAI's protocol for a status; other statuses use a general type.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -49,12 +49,12 @@ class RequestError(Exception):
         return json_response({"error": error}, self.status, self.headers)
 
 
-def invalid_value(param: str | None, message: str) -> RequestError:
+def invalid_value_error(param: str | None, message: str) -> RequestError:
     """Return the error of a field whose value is invalid."""
     return RequestError(422, "invalid_value", message, param=param)
 
 
-def refusal(error: Exception) -> RequestError:
+def to_request_error(error: Exception) -> RequestError:
     """Convert an exception to the error that the client receives.
 
     The message of an unexpected exception is not passed on, because it may contain data of another
@@ -63,7 +63,7 @@ def refusal(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ClientDisconnect):
-        return RequestError(GONE, "client_gone", "the client closed the connection.")
+        return RequestError(CLIENT_CLOSED, "client_gone", "the client closed the connection.")
     if isinstance(error, ClosedError):
         headers = {"Retry-After": "1"}
         return RequestError(503, "closing", "the server is stopping.", headers=headers)

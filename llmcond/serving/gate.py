@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 from starlette.types import Message, Receive, Scope, Send
 
-from llmcond.errors import brief
+from llmcond.errors import shortened_repr
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher, ClosedError
-from llmcond.serving.errors import GONE, RequestError, refusal
+from llmcond.serving.errors import CLIENT_CLOSED, RequestError, to_request_error
 from llmcond.serving.metrics import Metrics
 
 #: Log of one line for each request, without its texts and its key.
@@ -45,7 +45,7 @@ class Gate:
         batcher: Batcher,
         metrics: Metrics,
         keys: Sequence[bytes],
-        most: int,
+        max_requests: int,
         timeout: float,
         local: bool,
     ) -> None:
@@ -56,7 +56,7 @@ class Gate:
             batcher: the queue in front of the model.
             metrics: the server's metrics.
             keys: valid API keys; without any, no key is required.
-            most: maximal number of concurrent requests.
+            max_requests: maximal number of concurrent requests.
             timeout: time limit of a request in seconds.
             local: whether the server listens on this machine only. Without keys, requests under any
                 host name but localhost are then rejected: otherwise a website that is open in a
@@ -66,14 +66,14 @@ class Gate:
         self._app, self._batcher, self._metrics = app, batcher, metrics
         #: Known paths. Other paths may contain anything, so they are logged and counted as "other".
         self._paths = app.routes.keys()
-        self._keys, self._max_requests, self._timeout = keys, most, timeout
+        self._keys, self._max_requests, self._timeout = keys, max_requests, timeout
         self._checks_host = local and not keys
         self._in_progress = 0
         self.closing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, whatever fails."""
-        start_time, status = time.perf_counter(), GONE
+        start_time, status = time.perf_counter(), CLIENT_CLOSED
         request_id = _choose_request_id(dict(scope["headers"]).get(b"x-request-id", b""))
 
         async def send_with_id(message: Message) -> None:
@@ -97,10 +97,10 @@ class Gate:
             )
             await error.response()(scope, receive, send_with_id)
         except Exception as error:
-            reported = refusal(error)
+            reported = to_request_error(error)
             if reported.code == "internal_error":
                 request_log.error("%s id=%s", _locate(error), request_id)
-            if status == GONE:  # nothing has been sent yet
+            if status == CLIENT_CLOSED:  # nothing has been sent yet
                 await reported.response()(scope, receive, send_with_id)
         seconds = time.perf_counter() - start_time
         route = scope["path"] if scope["path"] in self._paths else "other"
@@ -162,7 +162,9 @@ class Gate:
                 "too_many_requests",
                 f"the server is busy with {self._in_progress} requests, its limit "
                 "(--max-concurrent-requests). Try again later.",
-                headers={"Retry-After": str(min(60, max(1, math.ceil(self._batcher.delay))))},
+                headers={
+                    "Retry-After": str(min(60, max(1, math.ceil(self._batcher.estimated_delay))))
+                },
             )
         self._in_progress += 1
         self._metrics.in_progress.set(self._in_progress)
@@ -183,7 +185,7 @@ def _check_host(host: str) -> None:
             403,
             "host",
             "this server has no API keys, so it answers only under localhost or an IP address, "
-            f"not under {brief(host)}. Give it keys with --api-key-file.",
+            f"not under {shortened_repr(host)}. Give it keys with --api-key-file.",
         ) from None
 
 

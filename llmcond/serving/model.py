@@ -45,9 +45,9 @@ class ServedModel:
         return self.model.encoder
 
     @property
-    def longest(self) -> int:
+    def max_row_tokens(self) -> int:
         """Maximal number of tokens of a row after truncation."""
-        inputs = len(self.model.view.needed()) if isinstance(self.model, Embedder) else 1
+        inputs = len(self.model.view.required_parts()) if isinstance(self.model, Embedder) else 1
         return inputs * self.encoder.identity.max_length
 
     def encode(self, rows: Sequence[Row]) -> Encoded:

@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from llmcond.conditions import Condition
-from llmcond.config import explain
-from llmcond.errors import UserError, brief, plural
+from llmcond.config import describe_validation_error
+from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.serving.errors import RequestError
 
 T = TypeVar("T", bound=BaseModel)
 
 #: A text, or several.
-Texts = str | Annotated[list[str], Field(fail_fast=True)]
+TextOrTexts = str | Annotated[list[str], Field(fail_fast=True)]
 
 #: Example values of one condition.
 _Values = Annotated[list[str], Field(fail_fast=True)]
@@ -37,10 +37,10 @@ class _RequestBody(BaseModel):
 class _ConditionedRequest(_RequestBody):
     """One condition for all texts or one per text, with values for all conditions or for each."""
 
-    condition: Texts | None = None
+    condition: TextOrTexts | None = None
     values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
 
-    def conditions(self) -> Texts | None:
+    def conditions(self) -> TextOrTexts | None:
         """Return the conditions with their values; None if there are none.
 
         Raises:
@@ -61,7 +61,7 @@ class _ConditionedRequest(_RequestBody):
         each = values if nested else [values] * len(condition)
         if len(each) != len(condition):
             raise UserError(
-                f"there are values for {plural(len(each), 'condition')}, but condition has "
+                f"there are values for {format_count(len(each), 'condition')}, but condition has "
                 f"{len(condition)}; give one list for each, or one for all."
             )
         return [Condition(*pair) for pair in zip(condition, each, strict=True)]  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class _ConditionedRequest(_RequestBody):
 class EmbeddingsRequest(_ConditionedRequest):
     """Texts to embed, as in OpenAI's protocol, with one condition for all or one for each."""
 
-    input: Texts
+    input: TextOrTexts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     user: str | None = None
@@ -79,8 +79,8 @@ class EmbeddingsRequest(_ConditionedRequest):
 class SimilarityRequest(_ConditionedRequest):
     """Pairs of sentences to compare; a single text is paired with every text of the other side."""
 
-    sentence1: Texts
-    sentence2: Texts
+    sentence1: TextOrTexts
+    sentence2: TextOrTexts
 
 
 class SearchRequest(_RequestBody):
@@ -108,24 +108,27 @@ class SearchRequest(_RequestBody):
         if isinstance(values, list):
             if len(weights) != 1:
                 raise UserError(
-                    f"values is a list, but there are {plural(len(weights), 'condition')}; give an "
+                    f"values is a list, but there are {format_count(len(weights), 'condition')}; "
+                    "give an "
                     "object with the values of each."
                 )
             values = dict.fromkeys(weights, values)
         for name in values.keys() - weights.keys():
-            raise UserError(f"there are values for {brief(name)}, which is not in condition.")
+            raise UserError(
+                f"there are values for {shortened_repr(name)}, which is not in condition."
+            )
         return {
             Condition(text, values[text]) if text in values else text: weight
             for text, weight in weights.items()
         }
 
 
-async def read_request(request: Request, kind: type[T], limit: int) -> T:
+async def read_request(request: Request, body_type: type[T], limit: int) -> T:
     """Read and validate the body of a request.
 
     Args:
         request: the request.
-        kind: the model of the body.
+        body_type: the model of the body.
         limit: maximal size of the body in bytes.
 
     Raises:
@@ -133,7 +136,7 @@ async def read_request(request: Request, kind: type[T], limit: int) -> T:
     """
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":
-        problem = f"is {brief(content)}" if content else "is missing"
+        problem = f"is {shortened_repr(content)}" if content else "is missing"
         raise RequestError(
             415, "content_type", f"the Content-Type {problem}; expected application/json."
         )
@@ -141,9 +144,9 @@ async def read_request(request: Request, kind: type[T], limit: int) -> T:
         raise RequestError(415, "content_encoding", "the body is compressed; send it uncompressed.")
     body = await _read_body(request, limit)
     try:
-        return kind.model_validate_json(body)
+        return body_type.model_validate_json(body)
     except ValidationError as error:
-        raise _convert_error(error, kind) from None
+        raise _convert_error(error, body_type) from None
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -187,5 +190,5 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
         )
     # A location also names the alternatives of a type, which the client does not know.
     location = (name, *(part for part in inner if isinstance(part, int)))
-    message = explain({**problem, "loc": location}, list(kind.model_fields))
+    message = describe_validation_error({**problem, "loc": location}, list(kind.model_fields))
     return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])

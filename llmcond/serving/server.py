@@ -15,8 +15,8 @@ from pathlib import Path
 from llmcond.display import Displayed
 from llmcond.errors import UserError, install_command
 from llmcond.log import log
-from llmcond.progress import duration
-from llmcond.serving.settings import Served, ServerSettings, read_keys
+from llmcond.progress import format_duration
+from llmcond.serving.settings import ServedSource, ServerSettings, read_keys
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ServeResult(Displayed):
     seconds: float
 
 
-def serve(served: Served, settings: ServerSettings) -> ServeResult:
+def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
     """Serve a model until SIGTERM or Ctrl-C, and finish the requests accepted by then.
 
     Raises:
@@ -58,11 +58,11 @@ def serve(served: Served, settings: ServerSettings) -> ServeResult:
             f"{install_command('serve')}."
         )
     keys = () if settings.api_key_file is None else read_keys(Path(settings.api_key_file))
-    with bound(settings.host, settings.port) as listening:
-        from llmcond.serving.running import Running, load_model
+    with bind_socket(settings.host, settings.port) as listening:
+        from llmcond.serving.model_server import ModelServer, load_model
 
         loaded = load_model(served)
-        running = Running(loaded, settings, keys)
+        running = ModelServer(loaded, settings, keys)
         host, port = listening.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if not keys and not ipaddress.ip_address(host).is_loopback:
@@ -78,7 +78,8 @@ def serve(served: Served, settings: ServerSettings) -> ServeResult:
             running.run([listening])
         seconds = time.monotonic() - start_time
     log.info(
-        f"stopped after {duration(seconds)} and {running.server_state.total_requests:,} requests"
+        f"stopped after {format_duration(seconds)} and {running.server_state.total_requests:,} "
+        "requests"
     )
     return ServeResult(url, loaded.name, running.server_state.total_requests, round(seconds, 1))
 
@@ -97,7 +98,7 @@ def _log_requests() -> Iterator[None]:
         requests.removeHandler(handler)
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Bind a socket to an address without listening: connections are refused until it listens.
 
     Raises:

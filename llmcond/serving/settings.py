@@ -62,7 +62,7 @@ class ServerSettings(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedSource:
     """The model to serve, or the index whose model is served.
 
     Attributes:

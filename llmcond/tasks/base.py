@@ -19,10 +19,10 @@ from llmcond.metrics import Metric, choose_metrics
 TASKS = {
     "csts": "llmcond.tasks.csts:Csts",
     "kgc": "llmcond.kinds.ranking.kgc:Kgc",
-    "dialogue": "llmcond.kinds.dialogue.task:Dialogue",
+    "dialogue": "llmcond.kinds.dialogue.task:DialogueTask",
 }
 #: The split that holds examples from outside a dataset, such as those of ``evaluate --data``.
-OTHERS = "other"
+OTHER_SPLIT = "other"
 #: The task of runs that name none, such as those written before other tasks existed.
 DEFAULT_TASK = next(iter(TASKS))
 
@@ -183,12 +183,12 @@ def find_task(name: str | None = None, source: str | None = None) -> AnyTask[Any
     """
     name = name or DEFAULT_TASK
     if plugins.is_plugin(name):
-        plugin = plugins.load(name) if source is None else plugins.recorded(name, source)
+        plugin = plugins.load(name) if source is None else plugins.get_registered(name, source)
         instance = plugin() if isinstance(plugin, type) else plugin
         if not isinstance(instance, AnyTask):
             raise UserError(f"{name} is not a task. It must be a subclass of llmcond.tasks.Task.")
         # Records use this name, so that another command finds the class by --plugin.
         instance.name = plugins.record_name(name)  # type: ignore[misc]
         return instance
-    task: AnyTask[Any] = plugins.find(name, TASKS, "tasks", "task")()
+    task: AnyTask[Any] = plugins.find_plugin(name, TASKS, "tasks", "task")()
     return task

@@ -55,7 +55,7 @@ class Task(AnyTask[Dataset]):
             UserError: an option is for another kind of task.
         """
         self.refuse_leaks_option(data)
-        return data.like(DataOptions(None, asdict(self.columns), asdict(self.scale)))
+        return data.with_defaults(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
     @override
     def refuse_column_options(self, data: DataOptions) -> None:

@@ -23,15 +23,15 @@ from llmcond.evaluation.conditions import (
     most_changed,
     seen_unseen,
 )
-from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
+from llmcond.evaluation.isotropy import MAX_VECTORS, measure_isotropy
 from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
-from llmcond.metrics import finite
+from llmcond.metrics import finite_or_none
 from llmcond.report.figures import has_matplotlib, plot_clusters
-from llmcond.runs import Run, SavedEmbeddingHead, SavedHead, open_run
+from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_run
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import fitted_heads, predict, zeroshots
+from llmcond.runs.predictors import load_fitted_heads, predict, zero_shot_heads
 from llmcond.system import provenance
 from llmcond.workflows.options.scoring import AnalyseOptions, Analysis
 
@@ -69,10 +69,10 @@ class _Split:
     features: RowFeatures
     rated: NDArray[np.int64]
 
-    def pairs(self, predictor: SavedEmbeddingHead) -> PairArrays:
+    def pairs(self, predictor: RunEmbeddingHead) -> PairArrays:
         return self.features.pairs(predictor.view).take(self.rated)
 
-    def embeddings(self, predictor: SavedEmbeddingHead, side: str) -> NDArray[np.float32]:
+    def embeddings(self, predictor: RunEmbeddingHead, side: str) -> NDArray[np.float32]:
         pairs = self.pairs(predictor)
         vectors = pairs.first if side == "first" else pairs.second
         return predictor.head.transform(vectors, pairs.condition)
@@ -98,18 +98,18 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     run = open_run(Path(options.run))
     split = run.scored_split(options.split)
     rows = run.rows(split)
-    rated = np.flatnonzero(rows.rated)[:MOST_VECTORS]
+    rated = np.flatnonzero(rows.rated)[:MAX_VECTORS]
     if not len(rated):
         raise UserError(
             f"none of the {len(rows):,} rows of {split} has a rating, so there is nothing to "
             "analyse. Name another --split."
         )
-    fitted = fitted_heads(run, options.head, split)
+    fitted = load_fitted_heads(run, options.head, split)
     prompts = {p.name: p for head in fitted for p in head.view.prompts} or run.prompts()
     zeroshot_heads = [
-        zeroshot for prompt in prompts.values() for zeroshot in zeroshots(run, prompt)
+        zeroshot for prompt in prompts.values() for zeroshot in zero_shot_heads(run, prompt)
     ]
-    predictors: list[SavedEmbeddingHead] = [*zeroshot_heads, *fitted]
+    predictors: list[RunEmbeddingHead] = [*zeroshot_heads, *fitted]
     if not predictors:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
@@ -143,15 +143,15 @@ def _check_folder_writable(folder: Path) -> bool:
     return True
 
 
-def _measure_isotropy(predictor: SavedEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
+def _measure_isotropy(predictor: RunEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
     about = {"prompt": predictor.view.name, "subtract": predictor.view.subtracts}
     return {**measure_isotropy(predictor.name, vectors, seed), **about}
 
 
 def _analyse_clusters(
-    predictors: Sequence[SavedEmbeddingHead],
-    fitted: Sequence[SavedHead],
+    predictors: Sequence[RunEmbeddingHead],
+    fitted: Sequence[RunFittedHead],
     run: Run,
     data: _Split,
     sizes: tuple[int, int],
@@ -187,13 +187,13 @@ def _analyse_clusters(
     return results
 
 
-def _find_input_features(head: SavedHead, run: Run) -> SavedEmbeddingHead:
+def _find_input_features(head: RunFittedHead, run: Run) -> RunEmbeddingHead:
     """Return zero-shot on the features that a head was fitted on."""
-    return zeroshots(run, head.view.prompts[0])[-1 if head.view.subtract else 0]
+    return zero_shot_heads(run, head.view.prompts[0])[-1 if head.view.subtract else 0]
 
 
 def _analyse_conditions(
-    predictors: Sequence[SavedEmbeddingHead], data: _Split, run: Run
+    predictors: Sequence[RunEmbeddingHead], data: _Split, run: Run
 ) -> list[dict[str, Any]]:
     train, metric = run.rows("train"), run.task.main_metric
     known = [text for text, rated in zip(train.condition, train.rated, strict=True) if rated]
@@ -207,13 +207,13 @@ def _analyse_conditions(
         row: dict[str, Any] = {"name": predictor.name, "metric": metric.name}
         row |= {f"n_{kind}_conditions": subsets[kind].n_conditions for kind in ("seen", "unseen")}
         for kind, subset in subsets.items():
-            value, *interval = map(finite, astuple(subset.score))
+            value, *interval = map(finite_or_none, astuple(subset.score))
             row |= {kind: value, f"{kind}_ci": interval, f"n_{kind}": subset.n}
         results.append(row)
     return results
 
 
-def _analyse_norms(head: SavedHead, data: _Split) -> dict[str, Any]:
+def _analyse_norms(head: RunFittedHead, data: _Split) -> dict[str, Any]:
     condition = data.pairs(head).condition
     if condition is None:
         raise UserError(
@@ -226,7 +226,7 @@ def _analyse_norms(head: SavedHead, data: _Split) -> dict[str, Any]:
     return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(variance)}
 
 
-def _list_examples(head: SavedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
+def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
     features = _find_input_features(head, run)
     before = predict(features, data.pairs(features))
     pairs = data.pairs(head)

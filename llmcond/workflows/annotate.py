@@ -12,12 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.annotation.asking import Asker, Forecast, Prices, Question
 from llmcond.annotation.journal import Journal
-from llmcond.annotation.proposals import Offer, offers, proposed_rows
-from llmcond.annotation.server import Answer, ServerSettings
-from llmcond.annotation.template import SCALE, Template, load_template, read_proposal, read_rating
-from llmcond.data.candidates import text_file
+from llmcond.annotation.proposals import Offer, build_offers, proposed_rows
+from llmcond.annotation.questions import Forecast, Prices, Question, QuestionRunner
+from llmcond.annotation.server import Answer, ChatSettings
+from llmcond.annotation.template import (
+    SCALE,
+    QuestionTemplate,
+    load_template,
+    parse_proposal,
+    parse_rating,
+)
+from llmcond.data.candidates import read_text_file
 from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_pairs, read_rows
 from llmcond.data.rows import Rows
 from llmcond.display import Displayed
@@ -26,7 +32,7 @@ from llmcond.evaluation.agreement import Agreement, agreement
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Floats
-from llmcond.progress import duration
+from llmcond.progress import format_duration
 from llmcond.workflows.options.texts import AnnotateOptions
 
 #: Questions of each kind that are asked first, to measure the time and tokens of one.
@@ -93,11 +99,13 @@ class _RatingPlan:
     offers: Sequence[Offer] = ()
     questions: Sequence[Question] = ()
 
-    def rows(self, asker: Asker) -> Rows:
+    def rows(self, asker: QuestionRunner) -> Rows:
         """Return the rows known so far: the pairs, or the proposals that were answered."""
         if self.pairs is not None:
             return self.pairs
-        rows = proposed_rows(self.offers, [asker.value(question) for question in self.questions])
+        rows = proposed_rows(
+            self.offers, [asker.parsed_answer(question) for question in self.questions]
+        )
         return rows.take(np.arange(min(self.n_rows, len(rows))))
 
 
@@ -114,7 +122,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
     """
     fields = {name: _parse_value(text) for name, text in (options.request or {}).items()}
     limits = (options.timeout, options.retries, options.per_minute)
-    server = ServerSettings(options.endpoint, options.model, fields, *limits)
+    server = ChatSettings(options.endpoint, options.model, fields, *limits)
     server.check()
     prices = Prices(options.price_in, options.price_out)
     data, out = options.data_options(), Path(options.out)
@@ -131,7 +139,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
             template, _read_texts(data.source, options.text), options.propose, seed
         )
     with Journal(out.with_suffix(".answers")) as journal:
-        asker = Asker(server, journal, seed, options.concurrency)
+        asker = QuestionRunner(server, journal, seed, options.concurrency)
         _ask_first(asker, plan, rate, samples, prices, options.yes)
         asker.ask(plan.questions)
         rows_to_rate = plan.rows(asker)
@@ -146,7 +154,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
             f"{len(rows_to_rate):,} of {plan.n_rows:,} rows were proposed; the other texts could "
             "not be paired"
         )
-    values = [asker.value(question) for question in questions]
+    values = [asker.parsed_answer(question) for question in questions]
     ratings = [
         [value for value in values[start : start + samples] if value is not None]
         for start in range(0, len(values), samples)
@@ -169,7 +177,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
             f"({journal.path}). To ask again, give another --seed."
         )
     tokens_in, tokens_out = (
-        _total_tokens(asker.asked, name) for name in ("tokens_in", "tokens_out")
+        _total_tokens(asker.new_answers, name) for name in ("tokens_in", "tokens_out")
     )
     return AnnotationResult(
         out=out,
@@ -178,7 +186,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
         rows=len(answered_rows),
         ill_defined=int(np.isnan(model_ratings).sum()),
         unanswered=unanswered,
-        questions=len(asker.asked),
+        questions=len(asker.new_answers),
         tokens_in=tokens_in,
         tokens_out=tokens_out,
         cost=prices.cost(tokens_in, tokens_out),
@@ -187,18 +195,25 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
 
 
 def _plan_proposals(
-    template: Template, texts: Sequence[str], n_rows: int, seed: int
+    template: QuestionTemplate, texts: Sequence[str], n_rows: int, seed: int
 ) -> _RatingPlan:
-    row_offers = offers(texts, n_rows, seed)
+    row_offers = build_offers(texts, n_rows, seed)
     questions = [
-        Question(template, offer.values, partial(read_proposal, offered=len(offer.others)))
+        Question(
+            template, offer.values, partial(parse_proposal, n_candidates=len(offer.candidates))
+        )
         for offer in row_offers
     ]
     return _RatingPlan(n_rows, None, row_offers, questions)
 
 
 def _ask_first(
-    asker: Asker, plan: _RatingPlan, rate: Template, samples: int, prices: Prices, yes: bool
+    asker: QuestionRunner,
+    plan: _RatingPlan,
+    rate: QuestionTemplate,
+    samples: int,
+    prices: Prices,
+    yes: bool,
 ) -> None:
     """Ask a few questions of each kind, log a forecast for the others, and ask for consent.
 
@@ -212,9 +227,9 @@ def _ask_first(
     first_ratings = questions[:_N_FIRST]
     asker.ask(first_ratings)
     asker.check_readable(first_ratings)
-    rated = len(questions) - len(asker.missing(questions))
+    rated = len(questions) - len(asker.missing_questions(questions))
     remaining = [
-        (len(asker.missing(plan.questions)), first_proposals),
+        (len(asker.missing_questions(plan.questions)), first_proposals),
         (samples * plan.n_rows - rated, first_ratings),
     ]
     _confirm(asker.forecast(remaining, prices), asker.settings, yes)
@@ -255,24 +270,24 @@ def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed:
 
 def _read_texts(source: Any, column: str | None) -> list[str]:
     if isinstance(source, str | Path):
-        return text_file(Path(source), "texts", column or "text")
+        return read_text_file(Path(source), "texts", column or "text")
     if isinstance(source, Sequence) and all(isinstance(text, str) for text in source):
         return [text for text in source if text.strip()]
     raise UserError("--propose takes a file of texts, or from Python a list of strings.")
 
 
-def _make_questions(template: Template, rows: Rows, samples: int) -> list[Question]:
+def _make_questions(template: QuestionTemplate, rows: Rows, samples: int) -> list[Question]:
     """Return the questions on all rows, where the samples of one row follow each other."""
     columns = zip(*rows.texts.values(), strict=True)
     texts = [dict(zip(rows.texts, values, strict=True)) for values in columns]
     return [
-        Question(template, values, read_rating, sample)
+        Question(template, values, parse_rating, sample)
         for values in texts
         for sample in range(samples)
     ]
 
 
-def _confirm(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
+def _confirm(forecast: Forecast, server: ChatSettings, yes: bool) -> None:
     """Log a forecast of the remaining questions, and ask the user to agree.
 
     Raises:
@@ -281,7 +296,7 @@ def _confirm(forecast: Forecast, server: ServerSettings, yes: bool) -> None:
     if not forecast.questions:
         return
     log.info(
-        f"to ask: {forecast.text}, {duration(forecast.seconds)}; {server.model} at "
+        f"to ask: {forecast.summary}, {format_duration(forecast.seconds)}; {server.model} at "
         f"{server.endpoint}"
     )
     if yes:

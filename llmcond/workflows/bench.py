@@ -10,15 +10,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from llmcond.benchmark.checks import Bench, Check, run_checks
+from llmcond.benchmark.checks import Check, CheckEnvironment, run_checks
 from llmcond.benchmark.machine import describe_machine
 from llmcond.benchmark.markdown import page
 from llmcond.benchmark.shapes import Shape, random_encoder
 from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.encoders.loading.memory import release
-from llmcond.encoders.loading.quantization import require
+from llmcond.encoders.loading.memory import release_memory
+from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
@@ -87,7 +87,7 @@ def bench(options: BenchOptions) -> Benchmark:
     out = None if options.out is None else Path(options.out)
     check_output(out, [".md"])
     if set(quantize) - {"none"}:
-        require("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
+        require_libraries("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
     result = Benchmark(describe_machine(device), [], [], [], [])
     results_by_type: dict[type, list[Any]] = {
         Check: result.checks,
@@ -103,17 +103,19 @@ def bench(options: BenchOptions) -> Benchmark:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         resolvers = dict(_find_encoders(options.model, options.shape, device, folder, quick))
-        for check in run_checks(Bench(device, folder)) if options.checks == "all" else ():
+        for check in (
+            run_checks(CheckEnvironment(device, folder)) if options.checks == "all" else ()
+        ):
             _log.info("%s: %s", check.name, _describe_outcome(check))
             result.checks.append(check)
         write()
         scale = Scale.of(device, quick=quick)
         for name, kind in product(resolvers, quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
-            release(device)  # frees the memory of the previous encoder
+            release_memory(device)  # frees the memory of the previous encoder
             try:
                 resolved, must_check = resolvers[name](kind), options.checks != "none"
-                is_random = resolved.checkpoint.drawn_on is not None
+                is_random = resolved.checkpoint.random_device is not None
                 for outcome in run_encoder(
                     resolved, scale, check=must_check, must_pack=is_random, profile=options.profile
                 ):

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model
 from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
-from llmcond.encoders.resolve import settle
+from llmcond.encoders.resolve import resolve_checkpoint
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
 
@@ -31,7 +31,7 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     Raises:
         LlmcondError: the model cannot be read and is not a known one.
     """
-    from llmcond.encoders.inspect import describe, describe_known, samples
+    from llmcond.encoders.inspect import describe, describe_known, tokenize_inputs
     from llmcond.system import choose_device
 
     known, device = find_model(name), choose_device(options.device)
@@ -42,7 +42,7 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
             raise
         report = describe_known(known, device)
         return {**report, "prompt": None, "samples": [], "complete": False}, error
-    resolved = settle(checkpoint, options, device, identify=False)
+    resolved = resolve_checkpoint(checkpoint, options, device, identify=False)
     report = describe(resolved)
     prompt = load_prompt(resolved.default_prompt)
     inputs = [
@@ -51,5 +51,5 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     ]
     if resolved.identity.instruction_format:
         inputs.append(("no instruction", EncoderInput("", _CONDITION)))
-    rendered = [asdict(sample) for sample in samples(resolved, inputs)]
+    rendered = [asdict(sample) for sample in tokenize_inputs(resolved, inputs)]
     return {**report, "prompt": prompt.name, "samples": rendered, "complete": True}, None

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import DEFAULT_MODEL
 from llmcond.conditions import condition_titles
 from llmcond.data.candidates import has_column, read_collection, text_column
 from llmcond.display import Displayed
-from llmcond.errors import UserError, brief
+from llmcond.errors import UserError, shortened_repr
 from llmcond.evaluation.condition_checks import (
     CALIBRATION,
     Calibration,
@@ -23,7 +23,7 @@ from llmcond.evaluation.condition_checks import (
     sample_texts,
 )
 from llmcond.log import log
-from llmcond.workflows.embed import Embeddings
+from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import CheckConditionOptions
 
 
@@ -60,7 +60,7 @@ class ConditionChecks(Displayed):
 
     @override
     def to_json(self) -> dict[str, Any]:
-        calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_own}
+        calibration = {**self.calibration.to_json(), "of_this_model": self.calibration.is_of_model}
         return {**super().to_json(), "calibration": calibration}
 
     @override
@@ -81,13 +81,13 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
         UserError: the texts, a column or a condition are invalid, or there is no calibration.
         LlmcondError: the encoder fails.
     """
-    run_folder, conditions, seed = options.folder(), options.conditions(), options.seed
+    run_folder, conditions, seed = options.resolve_folder(), options.conditions(), options.seed
     if any(not condition.strip() for condition in conditions):
         raise UserError("--condition is empty; give a text.")
     repeated = [condition for i, condition in enumerate(conditions) if condition in conditions[:i]]
     if repeated:
         raise UserError(
-            f"--condition {brief(str(repeated[0]))} is given more than once. Give it once."
+            f"--condition {shortened_repr(str(repeated[0]))} is given more than once. Give it once."
         )
     calibration = find_calibration(run_folder)
     if calibration is None:
@@ -97,9 +97,9 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
         )
     column = text_column(partial(has_column, options.texts), options.text)
     collection = read_collection(options.texts, column)
-    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
+    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
-    vectors = embeddings.of(
+    vectors = embeddings.embed(
         [(text, condition) for condition in conditions for text in sample], collection.file
     )
     checks = [
@@ -108,12 +108,13 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             conditions, np.split(vectors, len(conditions)), strict=True
         )
     ]
-    if not calibration.is_own:
+    if not calibration.is_of_model:
         log.info(
-            f"the expected accuracy was calibrated on {PRETRAINED}, not on this run, so it is only "
+            f"the expected accuracy was calibrated on {DEFAULT_MODEL}, not on this run, so it is "
+            "only "
             "a rough guide"
         )
-    if not calibration.tells_apart:
+    if not calibration.ranks_conditions:
         log.warning(
             "the calibration does not rank conditions of other texts better than chance, so do not "
             "rely on the verdicts. Calibrate on more conditions: python "

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmcond.clustering.describe import describe
+from llmcond.clustering.describe import describe_clusters
 from llmcond.clustering.methods import (
-    CLEAR,
+    CLEAR_SILHOUETTE,
     NOISE,
     Labels,
     Vectors,
@@ -22,18 +22,18 @@ from llmcond.clustering.methods import (
     kmeans,
     silhouette,
 )
-from llmcond.clustering.page import Drawing, write_page
+from llmcond.clustering.page import ClusterMap, write_cluster_page
 from llmcond.clustering.result import Clustering, ClusterResult, without_condition
-from llmcond.clustering.scores import Scores, score
+from llmcond.clustering.scores import LabelAgreement, score_clusters
 from llmcond.conditions import condition_text
 from llmcond.data.candidates import Collection, has_column, is_missing, read_collection, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.rows import column_of
-from llmcond.errors import UserError, brief, plural
+from llmcond.data.rows import to_arrow
+from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
-from llmcond.files import check_output, replacing, write_csv
+from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
-from llmcond.workflows.embed import Embeddings
+from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
@@ -50,7 +50,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         UserError: the options, the texts, the guide or the labels are invalid.
         LlmcondError: the encoder fails.
     """
-    run_folder, conditions, guide = options.folder(), options.conditions(), options.guide
+    run_folder, conditions, guide = options.resolve_folder(), options.conditions(), options.guide
     texts, text, keep, labels = options.texts, options.text, options.keep, options.labels
     method, seed = options.method, options.seed
     out = None if options.out is None else Path(options.out)
@@ -66,8 +66,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     guides = {} if guide is None else _read_guides(guide, text, conditions, collection)
     known_labels = _read_known_labels(collection, labels, guides)
 
-    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
-    drawing = None if report is None else Drawing(collection.texts, seed)
+    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    drawing = None if report is None else ClusterMap(collection.texts, seed)
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []
     for condition in conditions or (None,):
@@ -81,13 +81,13 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         if drawing is not None:
             drawing.add(clusterings[-1], vectors)
     if labels:
-        name, base_vectors = embeddings.base(collection.texts)
+        name, base_vectors = embeddings.embed_with_base(collection.texts)
         base_labels = [finder.with_k(clustered.k)(base_vectors)[0] for clustered in clusterings]
         clusterings = _add_scores(
             clusterings, base_labels, known_labels, labels, without_condition(name)
         )
         if drawing is not None and conditions:
-            described = describe(collection.texts, base_vectors, base_labels[0])
+            described = describe_clusters(collection.texts, base_vectors, base_labels[0])
             drawing.add(Clustering(name, None, base_labels[0], described), base_vectors)
     result = ClusterResult(
         out=out,
@@ -111,22 +111,22 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     destination = "" if out is None else f" -> {out}"
     log.info(f"{len(collection.texts):,} texts in {_count_clusters(clusterings)}{destination}")
     if drawing is not None and report is not None:
-        write_page(result, drawing, report)
+        write_cluster_page(result, drawing, report)
     return result
 
 
 def _embed_texts(
-    embeddings: Embeddings,
+    embeddings: TextEmbedder,
     collection: Collection,
     condition: str | None,
     labelled: LabelledTexts | None,
 ) -> Vectors:
     """Return the (n, d) vectors to cluster, which follow the labelled texts if there are any."""
     if labelled is not None:
-        embeddings.guide(labelled)
+        embeddings.fit_guide(labelled)
     if condition is None:
-        return embeddings.alone(collection.texts)
-    return embeddings.of([(text, condition) for text in collection.texts], collection.file)
+        return embeddings.embed_plain(collection.texts)
+    return embeddings.embed([(text, condition) for text in collection.texts], collection.file)
 
 
 # -- options -----------------------------------------------------------------------------------
@@ -142,7 +142,9 @@ def _check_conditions(conditions: Sequence[str], guided: bool, labels: Sequence[
         raise UserError("--condition is empty; give a text.")
     repeated = [text for text, n in Counter(map(condition_text, conditions)).items() if n > 1]
     if repeated:
-        raise UserError(f"--condition {brief(repeated[0])} is given more than once. Give it once.")
+        raise UserError(
+            f"--condition {shortened_repr(repeated[0])} is given more than once. Give it once."
+        )
     if len(labels) > 1 and len(labels) != len(conditions):
         raise UserError(
             f"--labels names {len(labels)} columns for {len(conditions)} conditions. Name one "
@@ -202,7 +204,7 @@ class _ClusterFinder:
         k: Any = None if options.clusters == "auto" else options.clusters
         method, min_size = options.method, options.min_cluster_size
         if k is not None and (not isinstance(k, int) or isinstance(k, bool)):
-            raise UserError(f"--clusters is {brief(k)}; expected a number or auto.")
+            raise UserError(f"--clusters is {shortened_repr(k)}; expected a number or auto.")
         if k is not None and method == "hdbscan":
             raise UserError(
                 "--clusters is for --method kmeans. hdbscan chooses the number of clusters "
@@ -279,7 +281,7 @@ class _ClusterFinder:
             encoder,
             condition,
             labels,
-            describe(texts, vectors, labels),
+            describe_clusters(texts, vectors, labels),
             silhouette(vectors, labels, self.seed),
             silhouettes,
         )
@@ -296,7 +298,9 @@ def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool
             noise = int((clustering.labels == NOISE).sum())
             text += f"; {noise:,} of {len(clustering.labels):,} texts are in no cluster"
         if clustering.silhouette is not None:
-            unclear = ", so not clearly separated" if clustering.silhouette <= CLEAR else ""
+            unclear = (
+                ", so not clearly separated" if clustering.silhouette <= CLEAR_SILHOUETTE else ""
+            )
             text += f"; silhouette {clustering.silhouette:.2f}{unclear}"
         if clustering.scores is not None and _is_poor(clustering.scores):
             text += f"; little agreement with the labels {clustering.scores.column}"
@@ -317,7 +321,7 @@ def _log_condition_checks(
 ) -> None:
     """Log how well each condition is expected to work, unless there are too few texts."""
     calibration = find_calibration(run_folder)
-    if calibration is None or not calibration.tells_apart:
+    if calibration is None or not calibration.ranks_conditions:
         return
     for condition, vectors in zip(conditions, samples, strict=True):
         check = ConditionCheck.of(condition, vectors, calibration)
@@ -325,12 +329,12 @@ def _log_condition_checks(
             log.info(f"{condition_text(condition)}: {check.sentence()}")
 
 
-def _is_poor(scores: Scores) -> bool:
+def _is_poor(scores: LabelAgreement) -> bool:
     return scores.own["v_measure"].value < _MIN_V_MEASURE
 
 
 def _cluster_count(clustering: Clustering) -> str:
-    return plural(clustering.k, "cluster")
+    return format_count(clustering.k, "cluster")
 
 
 def _read_guides(
@@ -385,7 +389,9 @@ def _add_scores(
     return [
         replace(
             clustering,
-            scores=score(clustering.labels, base_labels, known_labels[name], name, base_name),
+            scores=score_clusters(
+                clustering.labels, base_labels, known_labels[name], name, base_name
+            ),
         )
         for clustering, base_labels, name in zip(clusterings, base, columns, strict=True)
     ]
@@ -421,6 +427,6 @@ def _write_table(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrays = {name: column_of(values) for name, values in table.items()}
-    with replacing(out) as temporary:
+    arrays = {name: to_arrow(values) for name, values in table.items()}
+    with replace_atomically(out) as temporary:
         pq.write_table(pa.table(arrays), temporary.absolute())

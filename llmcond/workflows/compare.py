@@ -18,32 +18,32 @@ from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder, resolve
 from llmcond.errors import UserError, nearest
-from llmcond.evaluation.evidence import System, with_evidence
-from llmcond.evaluation.results import ComparedResult, Counts, FittedResults
-from llmcond.features.view import view_of
+from llmcond.evaluation.baseline_comparison import ComparedSystem, compare_with_baseline
+from llmcond.evaluation.results import ComparedResult, FittedResults, RowCounts
+from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import Recipe, load_recipe
 from llmcond.log import log
 from llmcond.metrics import choose_metrics
-from llmcond.prompts import Prompt, fields_of, load_prompt
+from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
-from llmcond.report.page import Page, check_page, page_of, write_page
+from llmcond.report.page import Page, check_page, make_page, write_page
 from llmcond.runs import AnyRun, open_any_run, run_exists
-from llmcond.runs.examples import examples_of
-from llmcond.runs.kind import find_kind, inputs_of
-from llmcond.runs.predictors import unscored, zeroshots
-from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
+from llmcond.runs.examples import load_examples
+from llmcond.runs.kind import build_inputs, find_kind
+from llmcond.runs.predictors import result_without_metrics, zero_shot_heads
+from llmcond.runs.trials import Trial, TrialOutcome, aggregate_seeds, run_trials
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask
 from llmcond.workflows.extract import (
     check_named_once,
-    check_routed,
+    check_router_used,
     extract,
+    list_usable_prompts,
     prompt_obstacle,
-    task_of,
-    usable_prompts,
+    resolve_task,
 )
-from llmcond.workflows.fit import keep_best
+from llmcond.workflows.fit import save_best_trial
 from llmcond.workflows.options.common import RunOptions
 from llmcond.workflows.options.encoding import ExtractOptions
 from llmcond.workflows.options.scoring import CompareOptions, ComparePromptsOptions
@@ -105,17 +105,17 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         check_page(Path(options.report))
     folder = Path(options.run)
     existing = open_any_run(folder) if run_exists(folder) else None
-    task = task_of(existing, options.task)
-    settings = options.part(CompareOptions)
+    task = resolve_task(existing, options.task)
+    settings = options.select(CompareOptions)
     settings = replace(settings, heads=settings.heads or task.heads)
     recipes = _load_recipes(settings.heads, settings.set or {}, task.recipes)
     usable, left_out, baseline = _extract_prompts(options, existing, task, recipes)
     run = open_any_run(folder)
     metrics = choose_metrics(run.task.metrics, settings.metric)
     split = run.scored_split(settings.split)
-    examples = examples_of(run)
-    rows = examples.scored(split)
-    counts = Counts.of(rows)
+    examples = load_examples(run)
+    rows = examples.scored_rows(split)
+    counts = RowCounts.of(rows)
     if counts.n_pairs < FEW_PAIRS:
         log.warning(
             f"{counts.n_pairs:,} {counts.groups} are few, so only large differences can be "
@@ -126,7 +126,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     systems = _score_zeroshots(run, stored, split)
     fitted, failures, outcomes = _fit_systems(run, stored, recipes, split, settings)
     systems += fitted
-    results = examples.on_new_sentences(
+    results = examples.add_new_sentences(
         [system.result for system in systems],
         [system.similarity for system in systems],
         split,
@@ -136,7 +136,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         replace(system, result=result) for system, result in zip(systems, results, strict=True)
     ]
     comparison = Comparison(
-        results=with_evidence(systems, baseline, rows, metrics),
+        results=compare_with_baseline(systems, baseline, rows, metrics),
         failures=failures,
         baseline=baseline,
         left_out=left_out,
@@ -153,7 +153,7 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if settings.keep:
-        keep_best(run, outcomes, "auto")
+        save_best_trial(run, outcomes, "auto")
     return comparison
 
 
@@ -173,18 +173,20 @@ def _extract_prompts(
     _check_different(named)
     resolved = resolve(options.model, options.encoder_options())
     usable, left_out = _select_usable(named, resolved, task)
-    check_routed(usable, options, task)
+    check_router_used(usable, options, task)
     baseline = _choose_baseline(options.baseline, usable, resolved)
     for recipe, prompt in itertools.product(recipes, usable):
-        view_of(recipe, (prompt,), subtract=recipe.features != "alone")
+        recipe_view(recipe, (prompt,), subtract=recipe.features != "alone")
     # Checked before hours of encoding: no prompt may make different conditions identical.
-    data = run.data if run else task.read(replace(options.data_options(), extra=fields_of(usable)))
+    data = (
+        run.data if run else task.read(replace(options.data_options(), extra=list_fields(usable)))
+    )
     for prompt in usable:
-        inputs_of(task, data, prompt).check_differ()
+        build_inputs(task, data, prompt).check_distinct()
     # Extraction gets the paths as given, because a file's name does not name a bundled prompt.
     names = dict(zip([prompt.name for prompt in named], options.prompts, strict=True))
     paths = [names.get(prompt.name, prompt.name) for prompt in usable]
-    extract(ExtractOptions(**vars(options.part(RunOptions)), prompt=paths))
+    extract(ExtractOptions(**vars(options.select(RunOptions)), prompt=paths))
     return usable, left_out, baseline
 
 
@@ -238,7 +240,7 @@ def _select_usable(
         raise UserError(
             f"none of the prompts can be used with {resolved.checkpoint.name} in the task "
             f"{task.name}. "
-            f"{usable_prompts(resolved, task)}"
+            f"{list_usable_prompts(resolved, task)}"
         )
     return usable, left_out
 
@@ -256,16 +258,20 @@ def _choose_baseline(name: str | None, usable: Sequence[Prompt], resolved: Resol
     return prompt_name
 
 
-def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[System]:
+def _score_zeroshots(run: AnyRun, prompts: Sequence[Prompt], split: str) -> list[ComparedSystem]:
     systems = []
     for prompt in prompts:
         # New examples for each prompt, so that memory holds the features of one prompt at a time.
-        examples = examples_of(run)
-        for zeroshot in zeroshots(run, prompt):
+        examples = load_examples(run)
+        for zeroshot in zero_shot_heads(run, prompt):
             predicted = examples.predict(zeroshot, split)
             control = prompt.control or ""
-            result = unscored(ComparedResult, zeroshot, split, run.task.name, control=control)
-            systems.append(System(("none", zeroshot.view.subtract), result, predicted[None]))
+            result = result_without_metrics(
+                ComparedResult, zeroshot, split, run.task.name, control=control
+            )
+            systems.append(
+                ComparedSystem(("none", zeroshot.view.subtract), result, predicted[None])
+            )
     return systems
 
 
@@ -275,15 +281,15 @@ def _fit_systems(
     recipes: Sequence[Recipe],
     split: str,
     settings: CompareOptions,
-) -> tuple[list[System], list[str], list[tuple[Trial, Outcome]]]:
+) -> tuple[list[ComparedSystem], list[str], list[tuple[Trial, TrialOutcome]]]:
     """Fit every head with every seed; return the systems, the failures and the fits."""
     trials = [
         [
-            Trial(recipe, None, view_of(recipe, (prompt,), zeroshot.view.subtract), seed, {})
+            Trial(recipe, None, recipe_view(recipe, (prompt,), zeroshot.view.subtract), seed, {})
             for seed in range(settings.seeds)
         ]
         for recipe, prompt in itertools.product(recipes, prompts)
-        for zeroshot in zeroshots(run, prompt)
+        for zeroshot in zero_shot_heads(run, prompt)
         if settings.plain or zeroshot.view.subtract == run.subtracts
     ]
     flat = [trial for seeded in trials for trial in seeded]
@@ -296,10 +302,10 @@ def _fit_systems(
             continue
         trial, task = seed_outcomes[0][0], run.task.name
         control = trial.view.prompts[0].control or ""
-        result, similarity = seeded_result(
+        result, similarity = aggregate_seeds(
             ComparedResult, seed_outcomes, split, task, control=control
         )
-        systems.append(System((trial.recipe.name, trial.view.subtract), result, similarity))
+        systems.append(ComparedSystem((trial.recipe.name, trial.view.subtract), result, similarity))
     return systems, failures, list(outcomes.values())
 
 
@@ -313,7 +319,7 @@ def _build_page(
     best = comparison.results[0]
     key = (comparison.baseline, best.head, best.subtract)
     names = (r.name for r in comparison.results if (r.prompt, r.head, r.subtract) == key)
-    page = page_of(
+    page = make_page(
         run,
         rows,
         comparison.results,

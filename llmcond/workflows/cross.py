@@ -20,16 +20,21 @@ from llmcond.heads.recipes import parse_settings
 from llmcond.log import log
 from llmcond.runs import Run
 from llmcond.runs.cross import KIND, NAME, load_cross_encoder
-from llmcond.runs.run import origin_record
-from llmcond.workflows.account import TrainingResult
-from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
+from llmcond.runs.run import encoder_and_data_record
+from llmcond.workflows.last_stage import check_folds, check_stage_settings, read_stage_splits
 from llmcond.workflows.options.training import TrainCrossOptions
-from llmcond.workflows.trainable import rated_dataset, rated_task, resolve_trainable, tune_settings
-from llmcond.workflows.training import Kept, Parts, RatedJob, scores_of, train
+from llmcond.workflows.training import RatedJob, TrainedHead, TrainingParts, score_predictor, train
+from llmcond.workflows.training_options import (
+    build_tune_settings,
+    find_rated_task,
+    read_rated_dataset,
+    resolve_trainable,
+)
+from llmcond.workflows.training_record import TrainingResult
 
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
-    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loading import TrainableEncoder
 
 
 def train_cross(options: TrainCrossOptions) -> TrainingResult:
@@ -42,22 +47,22 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
         LlmcondError: the encoder cannot be loaded or trained.
     """
     model, orders, seed, merge = options.model, options.orders, options.seed, options.merge
-    stage = stage_settings(options.part(StageSettings))
-    tuning = tune_settings(options.tune_settings())
+    stage = check_stage_settings(options.select(StageSettings))
+    tuning = build_tune_settings(options.tune_settings())
     head_changes = parse_settings(
         RegressionSettings, dict(options.set or {}), "--set", "a cross-encoder"
     )
     head_settings = build(RegressionSettings, head_changes, "--set")
-    task = rated_task(options.task)
+    task = find_rated_task(options.task)
     first, second = task.conditioned
     if first != second and orders == "both":
         raise UserError(
             f"the task {task.name} puts only its {'first' if first else 'second'} text under the "
             "condition, so the order of the two texts matters. Give --orders given."
         )
-    dataset = rated_dataset(task, options.data_options())
+    dataset = read_rated_dataset(task, options.data_options())
     if stage is not None:
-        stage_splits(dataset, stage)  # reports errors before training, not after it
+        read_stage_splits(dataset, stage)  # reports errors before training, not after it
     # A linear layer also reads the length of a vector, so vectors keep theirs by default.
     encoder_options = replace(options.encoder_options(), normalize=bool(options.normalize))
     resolved = resolve_trainable(model, encoder_options, tuning, merge)
@@ -78,7 +83,7 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
             head=NAME,
             seed=seed,
             merge=merge,
-            made_of={
+            config={
                 "encoder": resolved.identity.to_json(),
                 "data": dataset.digest,
                 "orders": orders,
@@ -105,7 +110,7 @@ class _CrossJob(RatedJob):
     orders: Orders
 
     @override
-    def parts(self, trainable: Trainable) -> Parts:
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         train_rows, dev = self.dataset.splits["train"], self.rated_dev()
         rows = self.inputs(train_rows, trainable.tokenizer)
         dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
@@ -117,17 +122,19 @@ class _CrossJob(RatedJob):
         mean = float(rows.rating.mean())
         metric = self.task.main_metric
         model = CrossModel(trainable.engine, self.head_settings, self.seed, mean, metric)
-        return Parts(model, rows, dev_inputs)
+        return TrainingParts(model, rows, dev_inputs)
 
     @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> CrossInputs:
-        return CrossInputs.of(rows, self.orders, tokenizer)
+        return CrossInputs.from_rows(rows, self.orders, tokenizer)
 
     @override
-    def keep(self, head: FittedHead) -> Kept:
-        completed, resolved = self.complete(self.orders)
+    def save(self, head: FittedHead) -> TrainedHead:
+        completed, resolved = self.complete_run(self.orders)
         run = cast(Run, completed)
-        save_head(head, run.head_folder(NAME), origin_record(run))
+        save_head(head, run.head_folder(NAME), encoder_and_data_record(run))
         log.info(f"encoder -> {self.folder}; its scores:")
         cross = load_cross_encoder(self.folder, device=resolved.device)
-        return Kept(NAME, {"orders": self.orders}, scores_of(run, cross, cross.predict))
+        return TrainedHead(
+            NAME, {"orders": self.orders}, score_predictor(run, cross, cross.predict)
+        )

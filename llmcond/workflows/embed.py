@@ -15,28 +15,28 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.arrays import Matrix
-from llmcond.conditions import with_same_values
+from llmcond.conditions import add_values
 from llmcond.data.candidates import (
-    condition_source,
     has_column,
     is_text_file,
     read_collection,
+    resolve_conditions,
     text_column,
 )
-from llmcond.data.datasets import Texts, read_texts
+from llmcond.data.datasets import ConditionedTexts, read_texts
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES
-from llmcond.data.rows import column_of
+from llmcond.data.rows import to_arrow
 from llmcond.display import Displayed
 from llmcond.encoders import resolve_base
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
-from llmcond.features.view import Part
-from llmcond.files import check_output, replacing
+from llmcond.features.view import FeaturePart
+from llmcond.files import check_output, replace_atomically
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.prompts import Prompt
-from llmcond.runs.embedder import guide_of, guides_json, unit_length
+from llmcond.runs.embedder import fit_checked_guide, guides_json, normalise_vectors
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 from llmcond.workflows.options.texts import EmbedOptions
@@ -87,7 +87,7 @@ class EmbedResult(Displayed):
         return fields | guides_json(self.guides)
 
 
-class Embeddings:
+class TextEmbedder:
     """A model of a run that embeds the user's texts, with a store of encoded features.
 
     The store lets an interrupted call continue where it stopped, and lets a second head embed the
@@ -104,10 +104,10 @@ class Embeddings:
     def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
         model = EmbeddingModel.find(run_folder, head, prompt, device=device)
         self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
-        self._head, self._store = model.head.head, model.run.store_for_others()
+        self._head, self._store = model.head.head, model.run.store_for_other_texts()
         self.guides: dict[str | None, Guide] = {}
 
-    def guide(self, labelled: LabelledTexts) -> None:
+    def fit_guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.
 
         Raises:
@@ -116,10 +116,10 @@ class Embeddings:
         texts, condition = labelled.texts, labelled.condition
         self.guides.pop(condition, None)
         if condition is None:
-            guide = guide_of(labelled, self.alone(texts))
+            guide = fit_checked_guide(labelled, self.embed_plain(texts))
         else:
-            vectors = self.of([(text, condition) for text in texts], labelled.source)
-            guide = guide_of(labelled, vectors, self._head)
+            vectors = self.embed([(text, condition) for text in texts], labelled.source)
+            guide = fit_checked_guide(labelled, vectors, self._head)
         self.guides[condition] = guide
 
     def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
@@ -136,7 +136,7 @@ class Embeddings:
         try:
             extract_inputs(self._store, self.encoder, self.view.name, inputs)
         except InputError as error:
-            number = 1 + list(inputs).index(error.item) // len(self.view.needed())
+            number = 1 + list(inputs).index(error.item) // len(self.view.required_parts())
             raise UserError(f"row {number} of {file}: {error}") from error
 
     def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
@@ -144,14 +144,16 @@ class Embeddings:
         for start in range(0, len(rows), _BLOCK):
             batch = rows[start : start + _BLOCK]
 
-            def read(prompt: Prompt, side: Part, batch: Sequence[Any] = batch) -> Matrix:
+            def read(prompt: Prompt, side: FeaturePart, batch: Sequence[Any] = batch) -> Matrix:
                 return self._store.lookup([getattr(prompt, side).render(*row) for row in batch])
 
-            vectors = self._head.transform(self.view.sentence(read), self.view.condition(read))
+            vectors = self._head.transform(
+                self.view.sentence_features(read), self.view.condition_features(read)
+            )
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
-            yield unit_length(vectors, self._head) if normalize else vectors
+            yield normalise_vectors(vectors, self._head) if normalize else vectors
 
-    def of(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
+    def embed(self, rows: Sequence[tuple[str, str]], file: str) -> Vectors:
         """Return the (n, k) embeddings of rows, with unit L2 norm.
 
         Raises:
@@ -160,13 +162,13 @@ class Embeddings:
         self.extract(rows, file)
         return np.concatenate(list(self.blocks(rows)))
 
-    def alone(self, texts: Sequence[str]) -> Vectors:
+    def embed_plain(self, texts: Sequence[str]) -> Vectors:
         """Return the (n, d) vectors that the encoder gives texts, without a condition or a head."""
         vectors = _encode_alone(self.encoder, self._store, texts)
         guide = self.guides.get(None)
         return vectors if guide is None else guide.transform(vectors)
 
-    def base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
+    def embed_with_base(self, texts: Sequence[str]) -> tuple[str, Vectors]:
         """Return the name of the base encoder, and the (n, d) vectors that it gives texts.
 
         The base is the encoder that an adapter was trained on, or the encoder itself if it was not
@@ -188,7 +190,7 @@ class Embeddings:
 def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str]) -> Vectors:
     inputs = [EncoderInput("", text) for text in texts]
     extract_inputs(store, encoder, f"{encoder.name}, no condition", inputs)
-    return unit_length(store.lookup(inputs).read())
+    return normalise_vectors(store.lookup(inputs).read())
 
 
 def embed_file(options: EmbedOptions) -> EmbedResult:
@@ -197,26 +199,26 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     The run's store keeps the features. An interrupted call resumes where it stopped, and a second
     head on the same file encodes nothing.
     """
-    run_folder, source, out = options.folder(), options.source, Path(options.out)
+    run_folder, source, out = options.resolve_folder(), options.source, Path(options.out)
     guide, keep, text = options.guide, options.keep, options.text_column
     check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
-    embeddings = Embeddings(run_folder, options.head, options.prompt, options.device)
+    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
     conflicts = sorted({"sentence", "condition", "embedding"} & set(keep))
     if keep and (conflicts or out.suffix == ".npy"):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
     texts = _read_texts(source, text, options.condition, options.condition_text, keep)
-    conditions = with_same_values(texts.conditions, options.values)
+    conditions = add_values(texts.conditions, options.values)
     if guide is not None:
         for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
-            embeddings.guide(labelled)
+            embeddings.fit_guide(labelled)
     rows = list(zip(texts.sentences, conditions, strict=True))
     embeddings.extract(rows, texts.file)
     vectors = embeddings.blocks(rows, options.normalize)
     first = next(vectors)
     dim = first.shape[1]
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[out.suffix]
-    with replacing(out) as temporary:
+    with replace_atomically(out) as temporary:
         write(temporary, texts, dim, chain([first], vectors))
     name = embeddings.head_name
     log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
@@ -229,10 +231,10 @@ def _read_texts(
     condition: str | None,
     condition_text: str | None,
     keep: Sequence[str],
-) -> Texts:
+) -> ConditionedTexts:
     """Read texts and their conditions from a table, or from a text file with one text per line."""
     has = partial(has_column, source)
-    column, condition_for_all = condition_source(has, condition, condition_text)
+    column, condition_for_all = resolve_conditions(has, condition, condition_text)
     if not is_text_file(source):
         return read_texts(source, text_column(has, text), column, condition_for_all, keep)
     if text or keep or condition_for_all is None:
@@ -244,15 +246,19 @@ def _read_texts(
             f"{source_option}. Name a table, or one condition for every row: --condition TEXT."
         )
     collection = read_collection(source)
-    return Texts(collection.texts, [condition_for_all] * len(collection.texts), collection.file)
+    return ConditionedTexts(
+        collection.texts, [condition_for_all] * len(collection.texts), collection.file
+    )
 
 
-def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+def _write_parquet(
+    path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
-    kept_columns = {name: column_of(values) for name, values in texts.kept.items()}
+    kept_columns = {name: to_arrow(values) for name, values in texts.extra.items()}
     types = {name: column.type for name, column in kept_columns.items()}
     schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
     with pq.ParquetWriter(path.absolute(), schema) as writer:
@@ -271,18 +277,18 @@ def _write_parquet(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]
             start = stop
 
 
-def _write_csv(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+def _write_csv(path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]) -> None:
     """Write embeddings as JSON lists, with enough digits to restore the same float32 values."""
-    columns = [*texts.kept.values(), texts.sentences, texts.conditions]
+    columns = [*texts.extra.values(), texts.sentences, texts.conditions]
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*texts.kept, "sentence", "condition", "embedding"])
+        writer.writerow([*texts.extra, "sentence", "condition", "embedding"])
         vectors = chain.from_iterable(blocks)
         for *row, vector in zip(*columns, vectors, strict=True):
             writer.writerow([*row, f"[{', '.join(f'{value:.9g}' for value in vector)}]"])
 
 
-def _write_npy(path: Path, texts: Texts, dim: int, blocks: Iterable[Vectors]) -> None:
+def _write_npy(path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]) -> None:
     shape, start = (len(texts.sentences), dim), 0
     array = np.lib.format.open_memmap(path, "w+", np.dtype(np.float32), shape)
     for vectors in blocks:

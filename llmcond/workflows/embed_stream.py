@@ -15,23 +15,36 @@ import numpy as np
 import pyarrow as pa
 from annotated_types import Ge, MinLen
 
-from llmcond.conditions import example_values, with_same_values
-from llmcond.data.candidates import condition_source, text_column
+from llmcond.conditions import add_values, example_values
+from llmcond.data.candidates import resolve_conditions, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.streams import Columns, LanceRows, Part, TextSource, open_texts, survey
-from llmcond.encoders.spec import CUT, InputError
-from llmcond.errors import LlmcondError, UserError, listed
-from llmcond.features.view import View
+from llmcond.data.streams import (
+    LanceRows,
+    SourcePart,
+    StreamColumns,
+    TextSource,
+    open_texts,
+    survey,
+)
+from llmcond.encoders.spec import TRUNCATION_NOTE, InputError
+from llmcond.errors import LlmcondError, UserError, format_list
+from llmcond.features.view import FeatureView
 from llmcond.files import check_format
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
-from llmcond.runs.embedder import Embedder, guide_of, guides_json, make_embedder, unit_length
+from llmcond.runs.embedder import (
+    Embedder,
+    fit_checked_guide,
+    guides_json,
+    make_embedder,
+    normalise_vectors,
+)
 from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.scale.outputs import RECORD, VECTOR, Output, Unit, open_output
-from llmcond.scale.pool import Cluster, actors
+from llmcond.scale.outputs import RECORD_NAME, VECTOR, Output, WorkUnit, open_output
+from llmcond.scale.pool import RayCluster, actor_pool
 from llmcond.version import __version__
 from llmcond.workflows.embed import EmbedResult
 from llmcond.workflows.options.texts import EmbedOptions
@@ -69,7 +82,7 @@ class StreamModel:
     def guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide to labelled texts, and apply it to later embeddings of their condition."""
         rows = [(text, labelled.condition or "") for text in labelled.texts]
-        guide = guide_of(labelled, self.vectors(rows)[0], self.embedder.head)
+        guide = fit_checked_guide(labelled, self.vectors(rows)[0], self.embedder.head)
         self.guides[labelled.condition] = guide
 
     @classmethod
@@ -91,7 +104,7 @@ class StreamModel:
         return EmbeddingModel.find(self.run, self.head, self.prompt, device=self.device, quiet=True)
 
     @property
-    def view(self) -> View:
+    def view(self) -> FeatureView:
         """The features of a text and its condition that the head takes."""
         return self._model.view
 
@@ -133,10 +146,10 @@ class StreamModel:
         if not finite.all():
             item = distinct[int(np.argmin(finite))]
             raise InputError(item, f"the encoder gave NaN or infinity for {item.text[:80]!r}.")
-        vectors = embedder.embedded(rows, distinct, features)
+        vectors = embedder.embed_vectors(rows, distinct, features)
         vectors = apply_guides(vectors, [condition for _, condition in rows], self.guides)
         if self.normalize:
-            vectors = unit_length(vectors, embedder.head)
+            vectors = normalise_vectors(vectors, embedder.head)
         return vectors, encoded
 
 
@@ -149,7 +162,7 @@ class _Record:
         made_of: everything that decides the embeddings.
         unit_rows: the number of rows of a work unit.
         columns: the Arrow schema, in base64, of the source's columns that are kept.
-        parts: the parts of the source (see ``Part``).
+        parts: the parts of the source (see ``SourcePart``).
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD_SCHEMA
@@ -197,7 +210,7 @@ class EmbeddingJob:
     model: StreamModel
     source: str
     version: int | None
-    columns: Columns
+    columns: StreamColumns
     condition_text: str | None
     values: Sequence[str] | None
     out: str
@@ -224,7 +237,7 @@ class UnitEmbedder:
         self._output = open_output(job.out, patient=True)
         _ = model.embedder  # loads the model, so that the time of the rows excludes loading
 
-    def work(self, unit: Unit) -> UnitResult:
+    def work(self, unit: WorkUnit) -> UnitResult:
         """Embed and write a unit.
 
         Raises:
@@ -239,19 +252,21 @@ class UnitEmbedder:
             conditions: Any = pa.array([job.condition_text] * unit.rows, pa.string())
         else:
             conditions = table[columns.condition]
-        with_values = with_same_values(conditions.to_pylist(), job.values)
+        with_values = add_values(conditions.to_pylist(), job.values)
         rows = list(zip(sentences.to_pylist(), with_values, strict=True))
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
             inputs = list(job.model.view.inputs(rows))
             row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
-            raise UserError(f"row {row} of {self._source.where(unit.part)}: {error}") from error
+            raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
         dim = vectors.shape[1]
         flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
         kept_columns = [table[name] for name in columns.keep.names]
         new_columns = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
-        written = self._output.write(unit, pa.table([*kept_columns, *new_columns], job.schema(dim)))
+        written = self._output.write_unit(
+            unit, pa.table([*kept_columns, *new_columns], job.schema(dim))
+        )
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
         return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
 
@@ -270,21 +285,21 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     out, values, guide = str(options.out), options.values, options.guide
     text, keep, cluster = options.text_column, options.keep, options.cluster()
     model = StreamModel.find(
-        options.folder(), options.head, options.prompt, options.device, options.normalize
+        options.resolve_folder(), options.head, options.prompt, options.device, options.normalize
     )
     texts, output = open_texts(str(options.source)), open_output(out)
     has_column = texts.columns().__contains__
     sentence_column = text_column(has_column, text)
-    condition_column, condition_text = condition_source(
+    condition_column, condition_text = resolve_conditions(
         has_column, options.condition, options.condition_text
     )
     value_examples = None if values is None else example_values(values)
     if guide is not None:
-        conditions = with_same_values([condition_text] if condition_text else [], values)
+        conditions = add_values([condition_text] if condition_text else [], values)
         for guide_texts in read_guide(guide, text, conditions, closed=bool(conditions)):
             labelled_conditions = [guide_texts.condition or ""]
             (condition,) = (
-                labelled_conditions if conditions else with_same_values(labelled_conditions, values)
+                labelled_conditions if conditions else add_values(labelled_conditions, values)
             )
             model.guide(replace(guide_texts, condition=condition))
     config = {
@@ -296,18 +311,18 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "values": list(value_examples) if value_examples else None,
         "keep": list(keep),
     }
-    previous_record = output.record()
+    previous_record = output.read_record()
     record = _extend_record(texts, out, config, previous_record)
     with output.writing():
-        if output.record() != previous_record:
+        if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
         record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
         output.write_record(record)
-        parts = [Part(*part) for part in record["parts"]]
+        parts = [SourcePart(*part) for part in record["parts"]]
         units = _split_units(parts, record["unit_rows"])
-        done = output.done(units)
+        done = output.find_finished(units)
         todo = [unit for unit in units if unit.number not in done]
-        columns = Columns(sentence_column, condition_column, _read_schema(record, out))
+        columns = StreamColumns(sentence_column, condition_column, _read_schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         job = EmbeddingJob(
             model,
@@ -338,13 +353,13 @@ def _extend_record(
     Raises:
         UserError: the output holds other embeddings, or parts have changed since.
     """
-    known_parts: list[Part] = []
+    known_parts: list[SourcePart] = []
     previous_schema, unit_rows = None, UNIT_ROWS
     if previous_record is not None:
-        check_format(dict(previous_record), FORMAT, f"{out}/{RECORD}")
-        check_record(previous_record, _Record, f"{out}/{RECORD}", "Name another --out.")
+        check_format(dict(previous_record), FORMAT, f"{out}/{RECORD_NAME}")
+        check_record(previous_record, _Record, f"{out}/{RECORD_NAME}", "Name another --out.")
         _check_same(out, previous_record["made_of"], config)
-        known_parts = [Part(*part) for part in previous_record["parts"]]
+        known_parts = [SourcePart(*part) for part in previous_record["parts"]]
         previous_schema, unit_rows = (
             _read_schema(previous_record, out),
             previous_record["unit_rows"],
@@ -358,7 +373,7 @@ def _extend_record(
     parts, schema = survey(texts, new, read_columns, config["keep"], previous_schema)
     if previous_schema is not None and schema != previous_schema:
         raise UserError(
-            f"{listed(new, 3)} of {texts.name} came after {out} was started, and the types of "
+            f"{format_list(new, 3)} of {texts.name} came after {out} was started, and the types of "
             "their columns differ. Name another --out."
         )
     if not sum(part.rows for part in [*known_parts, *parts]):
@@ -373,7 +388,7 @@ def _extend_record(
 
 
 def _check_parts(
-    texts: TextSource, states: Mapping[str, str], known_parts: Sequence[Part], out: str
+    texts: TextSource, states: Mapping[str, str], known_parts: Sequence[SourcePart], out: str
 ) -> None:
     """Check that a source still has the parts of a record.
 
@@ -384,13 +399,14 @@ def _check_parts(
     changed = [part.name for part in known_parts if states.get(part.name) != part.state]
     if changed:
         raise UserError(
-            f"{texts.name} has changed since {out} was started: {listed(changed, 3)} "
+            f"{texts.name} has changed since {out} was started: {format_list(changed, 3)} "
             f"{'is' if len(changed) == 1 else 'are'} missing or modified. Name another --out."
         )
     counts = dict(zip(states, texts.counts(list(states)), strict=True)) if known_parts else {}
     if [part.rows for part in known_parts] != [counts.pop(part.name, None) for part in known_parts]:
         raise LlmcondError(
-            f"{out}/{RECORD} is damaged: its numbers of rows differ from those of the parts of "
+            f"{out}/{RECORD_NAME} is damaged: its numbers of rows differ from those of the parts "
+            "of "
             f"{texts.name}. Name another --out."
         )
 
@@ -415,23 +431,23 @@ def _read_schema(record: Mapping[str, Any], out: str) -> pa.Schema:
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["columns"])))
     except (ValueError, OSError, pa.ArrowException) as error:
         raise LlmcondError(
-            f"{out}/{RECORD} is damaged: its columns cannot be read. Name another --out."
+            f"{out}/{RECORD_NAME} is damaged: its columns cannot be read. Name another --out."
         ) from error
 
 
-def _split_units(parts: Sequence[Part], size: int) -> list[Unit]:
-    units: list[Unit] = []
+def _split_units(parts: Sequence[SourcePart], size: int) -> list[WorkUnit]:
+    units: list[WorkUnit] = []
     first = 0
     for part in parts:
         for start in range(0, part.rows, size):
             stop = min(start + size, part.rows)
-            units.append(Unit(len(units), part.name, start, stop, first + start))
+            units.append(WorkUnit(len(units), part.name, start, stop, first + start))
         first += part.rows
     return units
 
 
 def _embed_units(
-    job: EmbeddingJob, output: Output, units: Sequence[Unit], cluster: Cluster | None
+    job: EmbeddingJob, output: Output, units: Sequence[WorkUnit], cluster: RayCluster | None
 ) -> int:
     """Embed and write units; return the size of the embeddings, or 0 if there are no units."""
     total = sum(unit.rows for unit in units)
@@ -446,7 +462,7 @@ def _embed_units(
         try:
             for unit, done in execute(units):
                 dim, n_truncated = done.dim, n_truncated + done.n_truncated
-                output.add(unit, done.written, job.schema(dim))
+                output.add_unit(unit, done.written, job.schema(dim))
                 bar.advance(unit.rows, unit.rows, done.n_tokens, done.seconds)
         except BaseException:
             # The next call can then skip the units that were written.
@@ -455,14 +471,14 @@ def _embed_units(
             raise
     output.finish()
     if n_truncated:
-        log.info(f"{n_truncated:,} inputs are longer than the encoder's limit: {CUT}")
+        log.info(f"{n_truncated:,} inputs are longer than the encoder's limit: {TRUNCATION_NOTE}")
     return dim
 
 
 @contextmanager
 def _open_executor(
-    job: EmbeddingJob, cluster: Cluster | None
-) -> Iterator[tuple[Callable[[Iterable[Unit]], Iterator[tuple[Unit, UnitResult]]], int]]:
+    job: EmbeddingJob, cluster: RayCluster | None
+) -> Iterator[tuple[Callable[[Iterable[WorkUnit]], Iterator[tuple[WorkUnit, UnitResult]]], int]]:
     """Yield a function that embeds units, here or by actors on a cluster, and its parallelism."""
     if cluster is None:
         worker = UnitEmbedder(job)
@@ -470,5 +486,5 @@ def _open_executor(
         return
     # A copy without the loaded model, because it is sent to the actors.
     job = replace(job, model=replace(job.model))
-    with actors(cluster, UnitEmbedder, job) as pool:
+    with actor_pool(cluster, UnitEmbedder, job) as pool:
         yield pool.map, pool.size

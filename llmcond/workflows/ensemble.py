@@ -12,26 +12,30 @@ from dataclasses import replace
 from typing import Any
 
 from llmcond.encoders import ResolvedEncoder
-from llmcond.encoders.checkpoints.adapter import member_folders, read_tuned, write_tuned
+from llmcond.encoders.checkpoints.adapter import (
+    member_folders,
+    read_encoder_record,
+    write_encoder_record,
+)
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import check_writable
-from llmcond.finetune.model import HeadPlan
+from llmcond.finetune.model import HeadConfig
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import FittedHead, load_head
-from llmcond.heads.pairs import Fit
+from llmcond.heads.pairs import FitReport
 from llmcond.log import log
-from llmcond.progress import duration
-from llmcond.runs.saved import chosen_on_dev
-from llmcond.workflows.account import STATE, TrainingResult, finished
-from llmcond.workflows.trainable import has_router
-from llmcond.workflows.training import RatedJob, train, write_account
+from llmcond.progress import format_duration
+from llmcond.runs.run_heads import is_selected_on_dev
+from llmcond.workflows.training import RatedJob, train, write_training_record
+from llmcond.workflows.training_options import has_router
+from llmcond.workflows.training_record import STATE, TrainingResult, load_finished_training
 
 #: Prefixes of the keys in a member's summary that the ensemble's training record repeats.
 _REPEATED_KEYS = ("seed", "steps", "best_step", "dev_", "then")
 
 
 def check_ensemble(
-    count: int, plan: HeadPlan, resolved: ResolvedEncoder, settings: TuneSettings, merge: bool
+    count: int, plan: HeadConfig, resolved: ResolvedEncoder, settings: TuneSettings, merge: bool
 ) -> None:
     """Check that the options allow an ensemble, if there is more than one member.
 
@@ -73,7 +77,7 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
     Raises:
         UserError: as ``train``.
     """
-    summary = finished(job.folder, job.made_of)
+    summary = load_finished_training(job.folder, job.config)
     if summary is not None:
         return TrainingResult(summary)
     check_writable(job.folder / STATE / "state.safetensors")
@@ -94,17 +98,17 @@ def train_ensemble(job: RatedJob, members: Sequence[RatedJob]) -> TrainingResult
 def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Make the ensemble's folder one encoder, and a run with its features and scores."""
     folders = member_folders(job.folder, len(members))
-    tuned = read_tuned(folders[0])
+    tuned = read_encoder_record(folders[0])
     if tuned is None:
         raise LlmcondError(f"{folders[0]} lacks encoder.json. Train into another --run.")
-    write_tuned(job.folder, replace(tuned, members=len(members)))
-    selected_on = "dev" if chosen_on_dev(members[0]) else None
-    record = {"selected_on": selected_on, **job.about()}
+    write_encoder_record(job.folder, replace(tuned, members=len(members)))
+    selected_on = "dev" if is_selected_on_dev(members[0]) else None
+    record = {"selected_on": selected_on, **job.record_fields()}
     member_head, _ = load_head(folders[0] / "heads" / members[0]["head"])
     module = member_head.family(member_head.settings, len(members) * member_head.dim_in).finished()
-    head = FittedHead(member_head.kind, member_head.family, module, job.seed, Fit(record))
+    head = FittedHead(member_head.kind, member_head.family, module, job.seed, FitReport(record))
     log.info(f"the ensemble of {len(members)}:")
-    trained_head, seconds = job.keep(head), sum(member["seconds"] for member in members)
+    trained_head, seconds = job.save(head), sum(member["seconds"] for member in members)
     weights = members[0]["weights"]
     summary = {
         "run": str(job.folder),
@@ -115,15 +119,17 @@ def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[s
         "weights": {**weights, "trained": len(members) * weights["trained"]},
         "steps": sum(member["steps"] for member in members),
         "seconds": round(seconds, 1),
-        **job.about(),
+        **job.record_fields(),
         "members": [
             {key: value for key, value in member.items() if key.startswith(_REPEATED_KEYS)}
             for member in members
         ],
         "scores": [result.to_json() for result in trained_head.scores],
     }
-    write_account(job, trained_head, summary, {})
+    write_training_record(job, trained_head, summary, {})
     for folder in folders:  # the run has the features of the whole ensemble
         shutil.rmtree(folder / "features", ignore_errors=True)
-    log.info(f"{trained_head.name}: {len(members)} members in {duration(seconds)} -> {job.folder}")
+    log.info(
+        f"{trained_head.name}: {len(members)} members in {format_duration(seconds)} -> {job.folder}"
+    )
     return summary

@@ -16,30 +16,30 @@ from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.conditions import seen_unseen
-from llmcond.evaluation.ranked import RankedResults
+from llmcond.evaluation.ranking_results import RankedResults
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, metric_of
+from llmcond.metrics import Metric, choose_metrics, get_metric
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
-from llmcond.report.format import estimate_text, extreme
-from llmcond.report.page import check_page, page_of, write_page
-from llmcond.runs import AnyRun, Run, SavedHead, open_any_run
+from llmcond.report.format import estimate_text, highest_or_lowest
+from llmcond.report.page import check_page, make_page, write_page
+from llmcond.runs import AnyRun, Run, RunFittedHead, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
-from llmcond.runs.extraction import extract_others
+from llmcond.runs.extraction import extract_other_data
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
-from llmcond.runs.new_sentences import trained_sentences, with_new_sentences
+from llmcond.runs.new_sentences import add_new_sentences, collect_training_sentences
 from llmcond.runs.predictors import (
     AnyPredictor,
-    asked_for,
     check_scorable,
     predict,
-    results_of,
-    zeroshots,
+    resolve_heads_and_prompts,
+    score_predictors,
+    zero_shot_heads,
 )
-from llmcond.tasks import OTHERS
+from llmcond.tasks import OTHER_SPLIT
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions, TiesOption
 from llmcond.workflows.options.scoring import EvaluateOptions
 
@@ -72,10 +72,12 @@ def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
         raise UserError(
             f"{run.folder} holds a cross-encoder, which has no separate heads. Leave out --head."
         )
-    fitted: list[SavedHead] = []
+    fitted: list[RunFittedHead] = []
     prompts: list[Prompt] = []
     if not run.cross:
-        fitted, prompts = asked_for(run, options.head, None if has_other_data else split)
+        fitted, prompts = resolve_heads_and_prompts(
+            run, options.head, None if has_other_data else split
+        )
     check_scorable(
         rows, run, has_other_data, predictions=options.predictions is not None, heads=fitted
     )
@@ -87,10 +89,10 @@ def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
         store = run.store()
         if has_other_data:
             inputs = partial(SplitInputs, [rows])
-            store = extract_others(run, prompts, inputs, options.device)
+            store = extract_other_data(run, prompts, inputs, options.device)
         compared: list[AnyPredictor]
         compared = [
-            *(predictor for prompt in prompts for predictor in zeroshots(run, prompt)),
+            *(predictor for prompt in prompts for predictor in zero_shot_heads(run, prompt)),
             *fitted,
         ]
         features = RowFeatures(rows, store)
@@ -101,11 +103,11 @@ def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
     }
     if options.predictions is not None:
         _write_predictions(Path(options.predictions), rows, similarity)
-    results = results_of(predictors, predictions, rows, split, metrics, task=run.task.name)
-    known_sentences = trained_sentences(run, fitted, None if has_other_data else split)
+    results = score_predictors(predictors, predictions, rows, split, metrics, task=run.task.name)
+    known_sentences = collect_training_sentences(run, fitted, None if has_other_data else split)
     single_seed = [values[None] for values in predictions]
     results = Results(
-        tuple(with_new_sentences(results, single_seed, rows, known_sentences, metrics))
+        tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))
     )
     results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
     if options.report is not None:
@@ -140,7 +142,11 @@ def write_ranks(
         _write_table(Path(options.predictions), columns, "queries")
     if options.report is not None:
         source = str(options.data or run.manifest["data"]["source"])
-        settings = {**asdict(options.part(kind)), "data": options.data, "heads": list(options.head)}
+        settings = {
+            **asdict(options.select(kind)),
+            "data": options.data,
+            "heads": list(options.head),
+        }
         _write_page(Path(options.report), run, results.queries, results, ranks, source, settings)
     return Results(results.rows)
 
@@ -148,7 +154,7 @@ def write_ranks(
 def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Rows, str]:
     """Return the rows to score, and the name of their split."""
     if options.source is not None:
-        rows, split = run.task.read_split(options.like(run.read_by), split)
+        rows, split = run.task.read_split(options.with_defaults(run.data_options), split)
         log.info(f"scoring all {len(rows):,} rows of {rows.file}, as {split}")
         return rows, split
     split = run.scored_split(split)
@@ -168,20 +174,22 @@ def _check_options(run: AnyRun, options: EvaluateOptions) -> None:
     allowed = {
         f.name
         for option_class in option_classes
-        if option_class.of[0] == run.task.kind
+        if option_class.task_kind[0] == run.task.kind
         for f in fields(option_class)
     }
     for option_class in option_classes:
         for item in fields(option_class):
             if item.name not in allowed and getattr(options, item.name) != item.default:
-                purpose = TiesOption.of[1] if item.name == "ties" else option_class.of[1]
+                purpose = (
+                    TiesOption.task_kind[1] if item.name == "ties" else option_class.task_kind[1]
+                )
                 raise UserError(
                     f"--{item.name.replace('_', '-')} is for {purpose}, but {run.folder} is a run "
                     f"of the task {run.task.name}. Leave it out."
                 )
 
 
-def ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]:
+def read_ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]:
     """Return the data of a run that ranks candidates, the split to score, and the results' split.
 
     The two splits differ if the options name other data than the run's.
@@ -190,7 +198,7 @@ def ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]:
         split = run.scored_split(options.split)
         return run.data, split, split
     data, split = run.task.with_others(run.data, options.data_options(), options.split)
-    return data, OTHERS, split
+    return data, OTHER_SPLIT, split
 
 
 def _add_condition_scores(
@@ -236,12 +244,13 @@ def _write_page(
     summary = []
     if not np.isnan(first.main.value):
         figures = ", ".join(
-            f"{metric_of(name).heading} {estimate_text(metric_of(name), estimate)}"
+            f"{get_metric(name).heading} {estimate_text(get_metric(name), estimate)}"
             for name, estimate in first.metrics.items()
-            if not metric_of(name).secondary
+            if not get_metric(name).secondary
         )
         summary.append(
-            f"{extreme(first.primary)}: {first.name}, {figures}. Whether systems differ by more "
+            f"{highest_or_lowest(first.primary)}: {first.name}, {figures}. Whether systems differ "
+            "by more "
             "than chance is not tested; compare-prompts tests it for prompts."
         )
     summary.append(
@@ -249,7 +258,9 @@ def _write_page(
         f"{first.counts.groups}."
     )
     title = f"Evaluation: {run.encoder_name}"
-    page = page_of(run, examples, best, predicted, title=title, summary=summary, settings=settings)
+    page = make_page(
+        run, examples, best, predicted, title=title, summary=summary, settings=settings
+    )
     write_page(page, path)
 
 

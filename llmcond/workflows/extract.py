@@ -19,20 +19,27 @@ from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features.extract import COUNTED_FIRST, WINDOW, Extraction
 from llmcond.features.keys import KeyIndex
-from llmcond.features.location import recorded
-from llmcond.features.missing import Missing, count_missing, together
+from llmcond.features.location import resolve_store_uri
+from llmcond.features.missing import MissingCount, count_missing, merge_counts
 from llmcond.features.store import FeatureStore, StoreDtype
 from llmcond.log import log
-from llmcond.prompts import Prompt, fields_of, load_prompt
-from llmcond.runs import AnyRun, RunExistsError, create_run, open_any_run, run_exists, where_model
-from llmcond.runs.extraction import LazyEncoder, extract_own
-from llmcond.runs.kind import find_kind, inputs_of
+from llmcond.prompts import Prompt, list_fields, load_prompt
+from llmcond.runs import (
+    AnyRun,
+    RunExistsError,
+    create_run,
+    open_any_run,
+    portable_model_name,
+    run_exists,
+)
+from llmcond.runs.extraction import LazyEncoder, extract_run
+from llmcond.runs.kind import build_inputs, find_kind
 from llmcond.runs.processes import check_workers, worker_processes
-from llmcond.scale.extraction import ray_execution
-from llmcond.scale.pool import Cluster
+from llmcond.scale.extraction import make_ray_execution
+from llmcond.scale.pool import RayCluster
 from llmcond.tasks import AnyTask, Data, find_task
-from llmcond.workflows.account import trained_prompts
 from llmcond.workflows.options.encoding import ExtractOptions
+from llmcond.workflows.training_record import read_trained_prompts
 
 D = TypeVar("D", bound=Data)
 
@@ -94,7 +101,7 @@ def extract(options: ExtractOptions) -> ExtractResult:
     """
     model, run_folder, encoder_options = options.model, Path(options.run), options.encoder_options()
     workers, cluster = options.workers, options.cluster()
-    prepared = prepare(options)
+    prepared = prepare_extraction(options)
     existing, resolved, prompts = prepared.existing, prepared.resolved, prepared.prompts
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
@@ -113,7 +120,7 @@ def extract(options: ExtractOptions) -> ExtractResult:
     run = created or existing or open_any_run(run_folder)
     if run is not created:
         check_run(run, resolved, options.data_options(), options.store_dtype, prepared.store)
-        run.record_model(where_model(model, resolved))
+        run.record_model(portable_model_name(model, resolved))
     log.info(
         f"{resolved.checkpoint.name} in {resolved.identity.dtype}"
         + ("" if resolved.identity.quantize == "none" else f" ({resolved.identity.quantize})")
@@ -127,9 +134,11 @@ def extract(options: ExtractOptions) -> ExtractResult:
                     workers, model, encoder_options, resolved, run_folder, prompts
                 )
                 before_encoding = stack.enter_context(processes)
-                encoder = LazyEncoder(resolved, before=before_encoding, processes=workers)
+                encoder = LazyEncoder(resolved, before_load=before_encoding, processes=workers)
             else:
-                actors = ray_execution(cluster, where_model(model, resolved), resolved, run.store())
+                actors = make_ray_execution(
+                    cluster, portable_model_name(model, resolved), resolved, run.store()
+                )
                 encoder = LazyEncoder(resolved, execute=stack.enter_context(actors))
             missing = _count_missing(run, prompts)
             return _extract_prompts(run, encoder, prompts, missing)
@@ -142,7 +151,7 @@ def extract(options: ExtractOptions) -> ExtractResult:
 
 
 @dataclass
-class Prepared:
+class PreparedExtraction:
     """The checked inputs of an extraction, before anything is written.
 
     Attributes:
@@ -162,7 +171,7 @@ class Prepared:
     store: str | None
 
 
-def prepare(options: ExtractOptions) -> Prepared:
+def prepare_extraction(options: ExtractOptions) -> PreparedExtraction:
     """Read and check everything that an extraction needs.
 
     Raises:
@@ -171,14 +180,14 @@ def prepare(options: ExtractOptions) -> Prepared:
     """
     model, encoder_options, cluster = options.model, options.encoder_options(), options.cluster()
     run_folder, data = Path(options.run), options.data_options()
-    store_uri = None if options.store is None else recorded(options.store)
+    store_uri = None if options.store is None else resolve_store_uri(options.store)
     existing = open_any_run(run_folder) if run_exists(run_folder) else None
     if existing is not None and encoder_options.runtime == "auto":
         encoder_options = replace(encoder_options, runtime=existing.runtime)
     # Errors in files are reported before a model is searched for or downloaded.
     named_prompts = [load_prompt(name) for name in options.prompt]
-    task = task_of(existing, options.task)
-    dataset = None if existing else read_data(task, replace(data, extra=fields_of(named_prompts)))
+    task = resolve_task(existing, options.task)
+    dataset = None if existing else read_data(task, replace(data, extra=list_fields(named_prompts)))
     resolved = (
         resolve(model, encoder_options)
         if cluster is None
@@ -190,15 +199,17 @@ def prepare(options: ExtractOptions) -> Prepared:
         load_prompt(default) if default else _choose_default_prompt(resolved)
     ]
     check_prompts(prompts, resolved, task)
-    check_routed(prompts, encoder_options, task)
-    return Prepared(existing, task, dataset, resolved, prompts, store_uri)
+    check_router_used(prompts, encoder_options, task)
+    return PreparedExtraction(existing, task, dataset, resolved, prompts, store_uri)
 
 
 def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
     """Return the prompt that an encoder was trained with, or otherwise its default prompt."""
     checkpoint = resolved.checkpoint
     folder = checkpoint.members[0].parent if checkpoint.members else checkpoint.adapter
-    trained = trained_prompts(folder or checkpoint.folder) if checkpoint.stated else {}
+    trained = (
+        read_trained_prompts(folder or checkpoint.folder) if checkpoint.recorded_settings else {}
+    )
     available = bundled_names("prompts")
     for name, digest in trained.items():
         if name in available and (prompt := load_prompt(name)).digest == digest:
@@ -212,7 +223,7 @@ def _choose_default_prompt(resolved: ResolvedEncoder) -> Prompt:
 
 
 def _resolve_for_actors(
-    model: str, encoder_options: EncoderOptions, cluster: Cluster
+    model: str, encoder_options: EncoderOptions, cluster: RayCluster
 ) -> ResolvedEncoder:
     """Resolve the encoder for actors on a cluster, even if this machine has no GPU."""
     if encoder_options.device not in ("auto", "cuda" if cluster.gpus_per_actor else "cpu"):
@@ -236,7 +247,7 @@ def _resolve_for_actors(
     return replace(resolve(model, encoder_options), device="cuda:0")
 
 
-def task_of(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
+def resolve_task(run: AnyRun | None, name: str | None) -> AnyTask[Any]:
     """Return the task of an existing run, or the named task.
 
     Raises:
@@ -282,13 +293,15 @@ def check_prompts(prompts: Sequence[Prompt], resolved: ResolvedEncoder, task: An
         if obstacle:
             raise UserError(
                 f"the prompt {prompt.name} cannot be used with {resolved.checkpoint.name} and the "
-                f"task {task.name}: {obstacle}. {usable_prompts(resolved, task)}"
+                f"task {task.name}: {obstacle}. {list_usable_prompts(resolved, task)}"
             )
 
 
-def check_routed(prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any]) -> None:
+def check_router_used(
+    prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTask[Any]
+) -> None:
     """Raise a UserError for a router inside the encoder that no prompt uses."""
-    if options.router in (None, "none") or any(prompt.routes for prompt in prompts):
+    if options.router in (None, "none") or any(prompt.has_router for prompt in prompts):
         return
     if not find_kind(task.kind).has_conditions:
         raise UserError(
@@ -305,10 +318,10 @@ def check_routed(prompts: Sequence[Prompt], options: EncoderOptions, task: AnyTa
 
 def prompt_obstacle(prompt: Prompt, resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
     """Return why an encoder cannot encode a prompt's inputs for a task; empty if it can."""
-    return find_kind(task.kind).obstacle(prompt) or prompt.obstacle(resolved.identity)
+    return find_kind(task.kind).prompt_error(prompt) or prompt.obstacle(resolved.identity)
 
 
-def usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
+def list_usable_prompts(resolved: ResolvedEncoder, task: AnyTask[Any]) -> str:
     """Return a sentence that names the bundled prompts for an encoder and a task."""
     bundled = [load_prompt(name) for name in bundled_names("prompts")]
     usable = [prompt.name for prompt in bundled if not prompt_obstacle(prompt, resolved, task)]
@@ -329,14 +342,14 @@ def check_run(
             f"{run.folder} stores features as {run.manifest['store_dtype']}, not {store_dtype}. "
             "Use another --run."
         )
-    if store not in (None, run.store_root):
+    if store not in (None, run.store_uri):
         raise UserError(
-            f"{run.folder} stores features in {run.store_root}, not in {store}. Use another --run, "
+            f"{run.folder} stores features in {run.store_uri}, not in {store}. Use another --run, "
             "or leave out --store."
         )
-    recorded_data, options = run.manifest["data"], data.like(run.read_by)
+    recorded_data, options = run.manifest["data"], data.with_defaults(run.data_options)
     if data.source is None:
-        if options != run.read_by:
+        if options != run.data_options:
             raise UserError(
                 f"{run.folder} holds the data {recorded_data['source']}, which was read with other "
                 "options. Name --data as well, and another --run."
@@ -351,20 +364,20 @@ def check_run(
         )
 
 
-def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing | None]:
+def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[MissingCount | None]:
     """Log how many inputs to encode, and return the missing inputs of each prompt.
 
     An input that several prompts need counts for the first one. The list holds None for each prompt
     if there are so many inputs that they are counted while they are encoded.
     """
     store, seen = run.store(), KeyIndex()
-    inputs = [inputs_of(run.task, run.data, prompt) for prompt in prompts]
+    inputs = [build_inputs(run.task, run.data, prompt) for prompt in prompts]
     max_inputs = sum(map(len, inputs))
     if max_inputs > COUNTED_FIRST:
         log.info(f"up to {max_inputs:,} inputs; repeats are counted during encoding")
         return [None] * len(prompts)
     by_prompt = [count_missing(store, prompt_inputs, WINDOW, seen) for prompt_inputs in inputs]
-    missing = together(by_prompt)
+    missing = merge_counts(by_prompt)
     if not missing.n_missing:
         log.info(f"all {missing.n_inputs:,} inputs are stored already; nothing is encoded")
         return by_prompt
@@ -373,12 +386,15 @@ def _count_missing(run: AnyRun, prompts: Sequence[Prompt]) -> Sequence[Missing |
 
 
 def _extract_prompts(
-    run: AnyRun, encoder: LazyEncoder, prompts: Sequence[Prompt], missing: Sequence[Missing | None]
+    run: AnyRun,
+    encoder: LazyEncoder,
+    prompts: Sequence[Prompt],
+    missing: Sequence[MissingCount | None],
 ) -> ExtractResult:
     extractions, records = {}, {}
     for prompt, prompt_missing in zip(prompts, missing, strict=True):
         previous = run.manifest["prompts"].get(prompt.name)
-        extractions[prompt.name], records[prompt.name] = extract_own(
+        extractions[prompt.name], records[prompt.name] = extract_run(
             run, encoder, prompt, prompt_missing
         )
         if previous and previous["prompt"]["digest"] != prompt.digest:

@@ -13,46 +13,51 @@ from typing_extensions import override
 
 from llmcond.bundled import bundled_names
 from llmcond.config import build
-from llmcond.data.aspects import AspectSample, read_sets, set_files
+from llmcond.data.aspects import AspectSample, dataset_files, read_aspect_datasets
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
-from llmcond.features.view import View, view_of
+from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import digest_file
-from llmcond.finetune.aspects import AspectGroups, AspectModel
-from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
+from llmcond.finetune.aspects import AspectModel, AspectSampler
+from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import AspectSettings, StageSettings
 from llmcond.heads import FittedHead, Recipe, load_head, load_recipe
 from llmcond.heads.objectives import check_contrasts
 from llmcond.heads.recipes import parse_settings
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.log import log
-from llmcond.prompts import fields_of, load_prompt
+from llmcond.prompts import list_fields, load_prompt
 from llmcond.runs import Run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import predict
-from llmcond.runs.trials import sized
+from llmcond.runs.trials import size_recipe
 from llmcond.tasks import Task, find_task
-from llmcond.workflows.account import TrainingResult, made_of
 from llmcond.workflows.ensemble import check_ensemble, train_ensemble
-from llmcond.workflows.extract import check_prompts, check_routed
-from llmcond.workflows.last_stage import check_folds, stage_settings, stage_splits
-from llmcond.workflows.options.training import HeadChoice, TeacherOptions, TrainLoraOptions
+from llmcond.workflows.extract import check_prompts, check_router_used
+from llmcond.workflows.last_stage import check_folds, check_stage_settings, read_stage_splits
+from llmcond.workflows.options.training import HeadTrainingOptions, TeacherOptions, TrainLoraOptions
 from llmcond.workflows.teacher import find_teacher
-from llmcond.workflows.trainable import named_head, rated_dataset, resolve_trainable, tune_settings
 from llmcond.workflows.training import (
-    Kept,
-    Parts,
     RatedJob,
-    keep_head,
-    scores_of,
+    TrainedHead,
+    TrainingParts,
+    save_trained_head,
+    score_predictor,
     train,
 )
+from llmcond.workflows.training_options import (
+    build_tune_settings,
+    load_named_head,
+    read_rated_dataset,
+    resolve_trainable,
+)
+from llmcond.workflows.training_record import TrainingResult, training_config
 
 if TYPE_CHECKING:
     from llmcond.encoders.engine.tokenizing import InputTokenizer
-    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loading import TrainableEncoder
 
 
 def train_lora(options: TrainLoraOptions) -> TrainingResult:
@@ -74,28 +79,32 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
 def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
     """Train on rated pairs; see ``train_lora``."""
     stage, teacher_options = (
-        stage_settings(options.part(StageSettings)),
-        options.part(TeacherOptions),
+        check_stage_settings(options.select(StageSettings)),
+        options.select(TeacherOptions),
     )
-    aspects = None if options.aspects is None else options.part(AspectSettings)
+    aspects = None if options.aspects is None else options.select(AspectSettings)
     plan = _plan_head(options)
-    tuning = tune_settings(options.tune_settings(), plan.recipe)
-    dataset = rated_dataset(task, replace(options.data_options(), extra=fields_of(plan.prompts)))
+    tuning = build_tune_settings(options.tune_settings(), plan.recipe)
+    dataset = read_rated_dataset(
+        task, replace(options.data_options(), extra=list_fields(plan.prompts))
+    )
     if stage is not None:
-        stage_splits(dataset, stage)  # reports errors before training, not after it
+        read_stage_splits(dataset, stage)  # reports errors before training, not after it
     folder = None if teacher_options.teacher is None else Path(teacher_options.teacher)
     teacher = find_teacher(folder, teacher_options.teacher_rows, dataset)
-    sets = [] if aspects is None else read_sets(Path(str(aspects.aspects)))
+    sets = [] if aspects is None else read_aspect_datasets(Path(str(aspects.aspects)))
     model, encoder_options, merge = options.model, options.encoder_options(), options.merge
     resolved = resolve_trainable(model, encoder_options, tuning, merge)
     dev_sources = (
-        [f"the teacher {teacher_options.teacher}"] if teacher and teacher.knows_dev(dataset) else []
+        [f"the teacher {teacher_options.teacher}"]
+        if teacher and teacher.was_trained_on_dev(dataset)
+        else []
     )
     check_folds(stage, model, resolved, dataset, *dev_sources)
     plan, view = _add_prompts(plan, resolved, task)
-    check_routed(plan.prompts, encoder_options, task)
+    check_router_used(plan.prompts, encoder_options, task)
     config = {
-        **made_of(resolved, dataset, plan.prompts, plan.recipe, options, tuning, merge),
+        **training_config(resolved, dataset, plan.prompts, plan.recipe, options, tuning, merge),
         "subtract": plan.subtract,
         "objective": asdict(plan.objective),
         **({} if stage is None else {"then": asdict(stage)}),
@@ -113,7 +122,7 @@ def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
         head=plan.recipe.name,
         seed=plan.seed,
         merge=merge,
-        made_of=config,
+        config=config,
         plan=plan,
         view=view,
         stage=stage,
@@ -123,13 +132,13 @@ def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
     )
     if options.ensemble == 1:
         return train(job)
-    ensemble_job = replace(job, made_of={**config, "ensemble": options.ensemble})
+    ensemble_job = replace(job, config={**config, "ensemble": options.ensemble})
     return train_ensemble(ensemble_job, [job.member(number) for number in range(options.ensemble)])
 
 
 def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
     """Return what decides the sampled groups: the settings, and the digest of each set."""
-    files = set_files(Path(str(settings.aspects)))
+    files = dataset_files(Path(str(settings.aspects)))
     digests = {name: digest_file(path) for name, path in files.items()}
     return {**asdict(settings), "aspects": digests}
 
@@ -138,25 +147,25 @@ def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
 class _HeadJob(RatedJob):
     """Training of an encoder that reads each text, with a head that compares the embeddings."""
 
-    plan: HeadPlan
-    view: View
+    plan: HeadConfig
+    view: FeatureView
     aspects: AspectSettings | None = None
     sets: Sequence[AspectSample] = ()
 
     def member(self, number: int) -> _HeadJob:
         """Return the job of one member of an ensemble, which differs by its seed."""
         seed = self.seed + number
-        config = {**self.made_of, "seed": seed}
-        return replace(self, seed=seed, plan=replace(self.plan, seed=seed), made_of=config)
+        config = {**self.config, "seed": seed}
+        return replace(self, seed=seed, plan=replace(self.plan, seed=seed), config=config)
 
     @override
-    def parts(self, trainable: Trainable) -> Parts:
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         plan, view = replace(self.plan, metric=self.task.main_metric), self.view
         dim = trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
         if plan.start is None:
-            plan = replace(plan, recipe=sized(plan.recipe, None, dims[0]))
-        train_inputs = self.inputs(self.taught_train(), trainable.tokenizer)
+            plan = replace(plan, recipe=size_recipe(plan.recipe, None, dims[0]))
+        train_inputs = self.inputs(self.train_with_teacher(), trainable.tokenizer)
         dev = self.rated_dev()
         counts = check_contrasts(train_inputs.pair, train_inputs.rating, plan.objective)
         if counts:
@@ -166,40 +175,42 @@ class _HeadJob(RatedJob):
             )
         dev_inputs = None if dev is None else self.inputs(dev, trainable.tokenizer)
         if self.aspects is None:
-            return Parts(TunedModel(trainable.engine, plan, dims), train_inputs, dev_inputs)
-        groups = AspectGroups(self.sets, self.aspects)
+            return TrainingParts(
+                BiEncoderModel(trainable.engine, plan, dims), train_inputs, dev_inputs
+            )
+        groups = AspectSampler(self.sets, self.aspects)
         model = AspectModel(trainable.engine, plan, dims, groups, trainable.tokenizer)
-        return Parts(model, train_inputs, dev_inputs)
+        return TrainingParts(model, train_inputs, dev_inputs)
 
     @override
-    def about(self) -> dict[str, Any]:
-        record = RatedJob.about(self)
+    def record_fields(self) -> dict[str, Any]:
+        record = RatedJob.record_fields(self)
         names = [sample.name for sample in self.sets]
         return {**record, "aspects": names} if names else record
 
     @override
     def inputs(self, rows: Rows, tokenizer: InputTokenizer) -> RatedInputs:
-        return RatedInputs.of(rows, self.view, tokenizer)
+        return RatedInputs.from_rows(rows, self.view, tokenizer)
 
     @override
-    def keep(self, head: FittedHead) -> Kept:
-        (completed, resolved), view = self.complete(), self.view
+    def save(self, head: FittedHead) -> TrainedHead:
+        (completed, resolved), view = self.complete_run(), self.view
         run = cast(Run, completed)
-        trained_head = keep_head(run, resolved, head, self.plan.recipe, view)
+        trained_head = save_trained_head(run, resolved, head, self.plan.recipe, view)
         saved = run.load_head(trained_head.name)
 
         def predicted(rows: Rows) -> NDArray[np.float32]:
             return predict(saved, RowFeatures(rows, run.store()).pairs(view))
 
         takes = {**trained_head.takes, "subtract": view.subtracts}
-        return replace(trained_head, takes=takes, scores=scores_of(run, saved, predicted))
+        return replace(trained_head, takes=takes, scores=score_predictor(run, saved, predicted))
 
 
-def _plan_head(choice: HeadChoice) -> HeadPlan:
-    recipe, prompts, start, record = named_head(choice, None, _load_head)
+def _plan_head(choice: HeadTrainingOptions) -> HeadConfig:
+    recipe, prompts, start, record = load_named_head(choice, None, _load_head)
     subtract = record.get("subtract", False) if choice.subtract is None else choice.subtract
     recipe, objective = _apply_changes(recipe, dict(choice.set or {}), choice.dim)
-    return HeadPlan(recipe, objective, choice.seed, prompts, subtract, start)
+    return HeadConfig(recipe, objective, choice.seed, prompts, subtract, start)
 
 
 def _load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
@@ -233,7 +244,7 @@ def _apply_changes(
             item.name: getattr(recipe.settings, item.name) for item in fields(ObjectiveSettings)
         }
     if dim is not None:
-        recipe = sized(recipe, dim, dim)
+        recipe = size_recipe(recipe, dim, dim)
     if getattr(recipe.settings, "members", 1) > 1:
         raise UserError(
             f"the head {recipe.name} has {recipe.settings.members} members, but only a single head "
@@ -246,7 +257,9 @@ def _is_trainable(recipe: Recipe) -> bool:
     return recipe.family.supervised or recipe.is_identity
 
 
-def _add_prompts(plan: HeadPlan, resolved: ResolvedEncoder, task: Task) -> tuple[HeadPlan, View]:
+def _add_prompts(
+    plan: HeadConfig, resolved: ResolvedEncoder, task: Task
+) -> tuple[HeadConfig, FeatureView]:
     """Add the named or the default prompts to a plan; return it, and the view of its features."""
     separate, joint = [load_prompt("separate")], [load_prompt(resolved.joint_prompt)]
     prompts_by_features = {"separate": separate, "joint": joint, "both": [*joint, *separate]}
@@ -254,6 +267,6 @@ def _add_prompts(plan: HeadPlan, resolved: ResolvedEncoder, task: Task) -> tuple
     check_prompts(prompts, resolved, task)
     # Separate features come last, where heads that take both kinds expect them.
     ordered = tuple(sorted(prompts, key=lambda prompt: prompt.separate))
-    view = view_of(plan.recipe, ordered, plan.subtract)
+    view = recipe_view(plan.recipe, ordered, plan.subtract)
     view.check_texts()
     return replace(plan, prompts=ordered), view

@@ -13,17 +13,17 @@ from typing_extensions import override
 
 from llmcond.display import Displayed
 from llmcond.errors import UserError
-from llmcond.features.view import view_of
+from llmcond.features.view import recipe_view
 from llmcond.files import check_writable
 from llmcond.heads import FittedHead, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import Estimate, finite, metric_of
+from llmcond.metrics import Estimate, finite_or_none, get_metric
 from llmcond.progress import FitBar
-from llmcond.report.format import folds_text
+from llmcond.report.format import dev_gain_text
 from llmcond.runs import AnyRun, head_name, head_record, open_any_run
-from llmcond.runs.examples import examples_of
-from llmcond.runs.trials import Outcome, Trial, sized
-from llmcond.runs.with_dev import WithDev
+from llmcond.runs.dev_fit import DevFit
+from llmcond.runs.examples import load_examples
+from llmcond.runs.trials import Trial, TrialOutcome, size_recipe
 from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
 
@@ -79,7 +79,10 @@ class FittedResult(Displayed):
             "folder": str(self.folder),
             **self.counts,
             **{key: value for key, value in self.record.items() if key != "curve"},
-            **{f"dev_{name}": finite(estimate.value) for name, estimate in self.metrics.items()},
+            **{
+                f"dev_{name}": finite_or_none(estimate.value)
+                for name, estimate in self.metrics.items()
+            },
             "seconds": round(self.seconds, 3),
         }
 
@@ -91,7 +94,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
     recipe = load_recipe(options.head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), "--set"), "--set")
     subtract = run.subtracts if options.subtract is None else options.subtract
-    view = view_of(recipe, run.find_prompts(options.prompt, recipe.features), subtract)
+    view = recipe_view(recipe, run.find_prompts(options.prompt, recipe.features), subtract)
     is_reserved = name is not None and (name == "none" or name.startswith("none@"))
     if is_reserved and not recipe.is_identity:
         raise UserError(f"the name {name!r} means zero-shot. Give the head another --name.")
@@ -115,12 +118,12 @@ def fit_and_save(
     """
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
-    examples, metric = examples_of(run), metric_of(run.dev_metric)
+    examples, metric = load_examples(run), get_metric(run.dev_metric)
     counts, unit = examples.counts(), examples.unit
     view, seed = trial.view, trial.seed
-    recipe = sized(trial.recipe, trial.dim, examples.dim(view))
+    recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view))
     began = time.monotonic()
-    with FitBar(score=examples.epoch_score, show=metric.show) as bar:
+    with FitBar(score=examples.epoch_score, show=metric.format) as bar:
         if dev_options is None:
             fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
         else:
@@ -135,13 +138,13 @@ def fit_and_save(
     if "n_contrastive_pairs" in record:
         n_pairs = record["n_contrastive_pairs"]
         log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
-    dev_score = math.nan if dev_options else examples.on_dev(fitted, view)
+    dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
     record_fields = {**head_record(run, view, recipe.to_json()), "counts": counts}
-    save_head(fitted, folder, {**record_fields, f"dev_{metric.name}": finite(dev_score)})
+    save_head(fitted, folder, {**record_fields, f"dev_{metric.name}": finite_or_none(dev_score)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     sample = f"{examples.dev_sample} of " if examples.dev_sample else ""
     selection = f" chosen on {sample}dev" if record["selected_on"] == "dev" else ""
-    score_text = f"dev {metric.heading} {metric.show(dev_score)}"
+    score_text = f"dev {metric.heading} {metric.format(dev_score)}"
     if dev_options is not None:
         unit = f"rows of train and {counts['n_dev']:,} of dev with weight {dev_options.weight}"
         score_text = "no score on dev, because the head was fitted on it"
@@ -166,7 +169,7 @@ def fit_and_save(
     )
 
 
-def _fit_with_dev(with_dev: WithDev, folds: int) -> FittedHead:
+def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:
     """Fit on train and dev; with folds, also measure the gain from dev and record it."""
     log.info(
         f"dev is part of the training data, so it cannot choose an epoch: the fit runs all "
@@ -175,13 +178,15 @@ def _fit_with_dev(with_dev: WithDev, folds: int) -> FittedHead:
     if not folds:
         return with_dev.fit()
     fold_results = with_dev.folds(folds)
-    log.info(folds_text(fold_results))
+    log.info(dev_gain_text(fold_results))
     head = with_dev.fit()
     record = {**head.fit.record, "folds": fold_results.to_json()}
     return replace(head, fit=replace(head.fit, record=record))
 
 
-def keep_best(run: AnyRun, outcomes: Iterable[tuple[Trial, Outcome]], device: str) -> None:
+def save_best_trial(
+    run: AnyRun, outcomes: Iterable[tuple[Trial, TrialOutcome]], device: str
+) -> None:
     """Save the trial with the best score on dev as a head of the run, without control prompts."""
     scored = [
         (outcome.dev, trial)
@@ -191,7 +196,7 @@ def keep_best(run: AnyRun, outcomes: Iterable[tuple[Trial, Outcome]], device: st
     if not scored:
         log.warning("no fit has a score on dev, so none is saved")
         return
-    best = metric_of(run.dev_metric).best(scored, key=lambda pair: pair[0])[1]
+    best = get_metric(run.dev_metric).best(scored, key=lambda pair: pair[0])[1]
     log.info(f"saving the best on dev: {best.label}")
     # Fitting with the same seed gives the same head.
     fit_and_save(run, best, best.name, device)

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from llmcond.data.candidates import has_column, read_collection, text_column, text_file
+from llmcond.data.candidates import has_column, read_collection, read_text_file, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import suffix_of
 from llmcond.display import Displayed
@@ -19,7 +19,7 @@ from llmcond.heads.guide import Guide
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.columns import infer_types
-from llmcond.search.table import Table
+from llmcond.search.table import TextTable
 from llmcond.workflows.options.texts import IndexOptions
 
 #: The value of ``--guide`` that removes the guide of a condition.
@@ -27,7 +27,7 @@ NO_GUIDE = "none"
 
 
 @dataclass(frozen=True)
-class Indexed(Displayed):
+class IndexResult(Displayed):
     """The state of an index after a change, and the counts of changed texts.
 
     Attributes:
@@ -57,7 +57,7 @@ class Indexed(Displayed):
         return fields | guides_json(self.guides)
 
 
-def index_texts(options: IndexOptions) -> Indexed:
+def index_texts(options: IndexOptions) -> IndexResult:
     """Build an index of a file's texts, or change one: delete texts first, and then add others.
 
     Raises:
@@ -75,7 +75,7 @@ def index_texts(options: IndexOptions) -> Indexed:
     conditions = list(dict.fromkeys([*conditions, *guide_conditions]))
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and Path(ids[0]).is_file():
-        ids = text_file(Path(ids[0]), "ids", "id")
+        ids = read_text_file(Path(ids[0]), "ids", "id")
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
     if texts is None:
@@ -86,7 +86,7 @@ def index_texts(options: IndexOptions) -> Indexed:
         collection = read_collection(texts, column, list(dict.fromkeys(other_columns)))
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
         if suffix_of(collection.file) in (".csv", ".tsv"):
-            columns = infer_types(columns, Table(out).schema())
+            columns = infer_types(columns, TextTable(out).schema())
         index = Index.build(
             out,
             collection.texts,
@@ -102,7 +102,7 @@ def index_texts(options: IndexOptions) -> Indexed:
             index.unguide(condition)
     written = index.written
     counts = (written.added, written.replaced, written.unchanged)
-    return Indexed(out, len(index), *counts, deleted, index.conditions, index.guides)
+    return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides)
 
 
 def _removes_guide(guide_option: Any) -> bool:

@@ -9,22 +9,22 @@ from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
-from llmcond.evaluation.folds import check_fold_count
+from llmcond.evaluation.dev_gain import check_fold_count
 from llmcond.finetune.settings import StageSettings
 from llmcond.log import log
-from llmcond.report.format import folds_text
+from llmcond.report.format import dev_gain_text
 
 if TYPE_CHECKING:
     from llmcond.finetune.stage import LastStage
 
 
 @dataclass(frozen=True)
-class Staged:
+class StageResult:
     """The outcome of a last stage.
 
     Attributes:
-        record: under the key ``then``, the stage's settings, steps and seconds, and ``folds`` if
-            they were evaluated.
+        record: under the key ``then``, the stage's settings, steps and seconds, and
+            ``folds`` if they were evaluated.
         curve: the loss of each epoch.
     """
 
@@ -37,7 +37,7 @@ class Staged:
         return int(self.record["then"]["steps"])
 
 
-def stage_settings(stage: StageSettings) -> StageSettings | None:
+def check_stage_settings(stage: StageSettings) -> StageSettings | None:
     """Return the checked settings of the last stage; None if there is none.
 
     Raises:
@@ -50,7 +50,7 @@ def stage_settings(stage: StageSettings) -> StageSettings | None:
     return stage
 
 
-def stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
+def read_stage_splits(dataset: Dataset, stage: StageSettings) -> tuple[Rows, Rows]:
     """Return the rated rows of train and of dev.
 
     Raises:
@@ -83,7 +83,7 @@ def check_folds(
         dataset: the dataset with the dev rows.
         others: the names of other models, such as a teacher, that were trained on dev.
     """
-    sources = [model] if resolved.checkpoint.dev_of == dataset.digest else []
+    sources = [model] if resolved.checkpoint.dev_digest == dataset.digest else []
     if stage is not None and stage.folds and (sources or others):
         raise UserError(
             f"{[*sources, *others][0]} was trained on dev, so folds of dev would measure nothing. "
@@ -91,23 +91,24 @@ def check_folds(
         )
 
 
-def run_stage(last_stage: LastStage[Any]) -> Staged:
+def run_stage(last_stage: LastStage[Any]) -> StageResult:
     """Train the last stage; with folds, first measure its gain by cross-validation on dev."""
     fold_record: dict[str, Any] = {}
     if last_stage.stage.folds:
-        fold_results = last_stage.folds()
-        log.info(folds_text(fold_results))
+        fold_results = last_stage.cross_validate()
+        log.info(dev_gain_text(fold_results))
         fold_record["folds"] = fold_results.to_json()
     progress = last_stage.run()
     stage = last_stage.stage
     record = {
         "share": stage.then_share,
         "weight": stage.then_weight,
-        "learning_rate": last_stage.settings.learning_rate * stage.pace(last_stage.settings),
+        "learning_rate": last_stage.settings.learning_rate
+        * stage.learning_rate_scale(last_stage.settings),
         "epochs": stage.then_epochs,
         "steps": progress.step,
         "seconds": round(progress.seconds, 1),
         **fold_record,
     }
     curve = [{key: entry[key] for key in ("step", "epoch", "loss")} for entry in progress.curve]
-    return Staged({"then": record}, curve)
+    return StageResult({"then": record}, curve)

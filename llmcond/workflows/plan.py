@@ -30,15 +30,15 @@ from llmcond.errors import UserError
 from llmcond.features.extract import CHUNK, WINDOW
 from llmcond.features.fragments import row_bytes
 from llmcond.features.keys import KeyIndex
-from llmcond.features.missing import Missing, count_missing, together
+from llmcond.features.missing import MissingCount, count_missing, merge_counts
 from llmcond.metrics import Estimate
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.kind import inputs_of
-from llmcond.scale.extraction import fragments_and_commits
-from llmcond.scale.pool import Cluster
-from llmcond.workflows.extract import check_run, prepare
+from llmcond.runs.kind import build_inputs
+from llmcond.scale.extraction import estimate_commits
+from llmcond.scale.pool import RayCluster
+from llmcond.workflows.extract import check_run, prepare_extraction
 from llmcond.workflows.options.encoding import ExtractOptions
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         UserError: as ``extract``, or the record has no speed of the encoder.
     """
     model, cluster, price = options.model, options.cluster(), options.price
-    prepared = prepare(options)
+    prepared = prepare_extraction(options)
     resolved = prepared.resolved
     with tempfile.TemporaryDirectory() as scratch:
         if prepared.dataset is not None:
@@ -178,11 +178,11 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         features, seen = run.store(), KeyIndex()
         missing_by_prompt = {
             prompt.name: count_missing(
-                features, inputs_of(run.task, run.data, prompt), WINDOW, seen
+                features, build_inputs(run.task, run.data, prompt), WINDOW, seen
             )
             for prompt in prepared.prompts
         }
-        missing = together(list(missing_by_prompt.values()))
+        missing = merge_counts(list(missing_by_prompt.values()))
         tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
         rate: float | None
         if options.bench is not None and missing.n_missing:
@@ -194,9 +194,9 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     count = _count_parallel(cluster, options.workers, resolved.device)
     if cluster is not None:
         seconds = 3600 * hours.value / count if hours else 0.0
-        fragments, commits = fragments_and_commits(missing.n_missing, seconds, cluster, count)
+        fragments, commits = estimate_commits(missing.n_missing, seconds, cluster, count)
     else:
-        threads = Concurrency.of(resolved).threads
+        threads = Concurrency.for_encoder(resolved).threads
         fragments = commits = math.ceil(missing.n_missing / (CHUNK // threads))
     return ExtractionPlan(
         encoder=run.encoder_name,
@@ -220,7 +220,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
     )
 
 
-def _estimate_tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
+def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estimate:
     """Estimate how many tokens the encoder computes for the missing inputs."""
     counts = _count_tokens(resolved, missing.sample)
     total, n = missing.n_missing, len(counts)
@@ -235,7 +235,7 @@ def _estimate_tokens(resolved: ResolvedEncoder, missing: Missing) -> Estimate:
 def _count_tokens(
     resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]
 ) -> np.ndarray[Any, Any]:
-    member = resolved.each_member()[0]
+    member = resolved.list_members()[0]
     config = load_config(member.checkpoint, member.identity.attention)
     loaded = load_tokenizer(member.checkpoint, config)
     tokenizer = InputTokenizer(loaded, member.identity, member.checkpoint.name)
@@ -246,13 +246,13 @@ def _count_tokens(
 
 
 def _read_dim(resolved: ResolvedEncoder) -> int:
-    members = resolved.each_member()
+    members = resolved.list_members()
     config = load_config(members[0].checkpoint, members[0].identity.attention)
     width = int(getattr(config, "text_config", config).hidden_size)
     return len(members) * load_dense(members[0], width)[1]
 
 
-def _count_parallel(cluster: Cluster | None, workers: int, device: str) -> int:
+def _count_parallel(cluster: RayCluster | None, workers: int, device: str) -> int:
     """Return how many processes or actors each encode at the speed of the one that was measured."""
     if cluster is None:
         return workers if device != "cpu" else 1  # on a CPU, processes share its cores
@@ -261,7 +261,7 @@ def _count_parallel(cluster: Cluster | None, workers: int, device: str) -> int:
 
 
 def _measure_rate(
-    resolved: ResolvedEncoder, missing: Missing, tokens: float, cluster: Cluster | None
+    resolved: ResolvedEncoder, missing: MissingCount, tokens: float, cluster: RayCluster | None
 ) -> tuple[float | None, str]:
     """Measure the tokens per second of one process or actor; return them and their description."""
     import torch
@@ -294,7 +294,9 @@ def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[Enco
     return time.monotonic() - began
 
 
-def _estimate_seconds(missing: Missing, encode: Callable[[Sequence[EncoderInput]], float]) -> float:
+def _estimate_seconds(
+    missing: MissingCount, encode: Callable[[Sequence[EncoderInput]], float]
+) -> float:
     """Estimate the seconds that one process takes for the missing inputs, from a sample of them.
 
     The time is taken to be proportional to the number of characters. ``encode`` encodes inputs and

@@ -22,39 +22,39 @@ from llmcond.display import DisplayedDict
 from llmcond.encoders import find_model
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
+    ENCODER_RECORD,
     ROUTER,
-    TUNED,
     WEIGHTS,
-    Tuned,
+    EncoderRecord,
     identify,
-    read_tuned,
+    read_encoder_record,
 )
 from llmcond.encoders.checkpoints.checkpoint import (
     SETTINGS,
-    check_own,
+    check_inside_folder,
     find_checkpoint,
     settings_files,
     weight_files,
 )
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.evaluation.condition_checks import CALIBRATION
-from llmcond.files import digest_file, gib, read_json, write_json, write_text
-from llmcond.heads.storage import weights_of
+from llmcond.files import digest_file, format_bytes, read_json, write_json, write_text
+from llmcond.heads.storage import weights_path
 from llmcond.log import log
 from llmcond.report.card import heads_card
 from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.kind import find_kind
-from llmcond.runs.manifest import HERE
+from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.version import __version__
-from llmcond.workflows.account import RECORD, STATE
 from llmcond.workflows.options.training import PushOptions
+from llmcond.workflows.training_record import RECORD, STATE
 
 MANIFEST, CARD = "run.json", "README.md"
 
 #: Files of a checkpoint that hold tokens, which may look like paths.
 _VOCABULARIES = {"tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"}
 #: Files of an earlier push that would be mistaken for files of this one.
-_PUSHED = [*SETTINGS, CONFIG, TUNED, RECORD, CALIBRATION]
+_PUSHED = [*SETTINGS, CONFIG, ENCODER_RECORD, RECORD, CALIBRATION]
 _PUSHED += ["heads/*", "*/config.json", "*.safetensors"]
 
 #: Keys of the user's texts and names that decide what is computed: templates and columns.
@@ -101,7 +101,7 @@ def push_to_hub(options: PushOptions) -> PushResult:
         _stage(run, tuned, staged)
         files = sorted(path.relative_to(staged).as_posix() for path in _list_files(staged))
         size = sum((staged / name).stat().st_size for name in files)
-        log.info(f"uploading {len(files)} files ({gib(size)}) to {repo}")
+        log.info(f"uploading {len(files)} files ({format_bytes(size)}) to {repo}")
         url, commit = _upload(staged, files, repo, token, options.private, revision)
     branch, folder = f" --revision {revision}" if revision else "", repo.partition("/")[2]
     log.info(f"{run.folder} -> {url}")
@@ -128,7 +128,7 @@ def _check_name(repo: str) -> None:
         raise UserError(f"{expected} ({first_line(error)}).") from error
 
 
-def _open_pushable(folder: Path) -> tuple[AnyRun, Tuned | None]:
+def _open_pushable(folder: Path) -> tuple[AnyRun, EncoderRecord | None]:
     """Open a run, and check that others could use it.
 
     Returns:
@@ -150,7 +150,7 @@ def _open_pushable(folder: Path) -> tuple[AnyRun, Tuned | None]:
             f"shared, upload the whole folder: hf upload OWNER/NAME {folder}"
         )
     encoder = run.manifest["encoder"]["model"]
-    if encoder != HERE:
+    if encoder != IN_RUN_FOLDER:
         if _is_local_only(encoder, folder):
             raise UserError(
                 f"the encoder of {folder} is {encoder}, a folder that nobody else has. Upload it "
@@ -164,9 +164,9 @@ def _open_pushable(folder: Path) -> tuple[AnyRun, Tuned | None]:
             )
         run.find_heads(run.head_names())  # raises an error for a head that nobody could load
         return run, None
-    tuned = read_tuned(folder)
+    tuned = read_encoder_record(folder)
     if tuned is None or not (folder / RECORD).is_file():
-        missing = folder / (TUNED if tuned is None else RECORD)
+        missing = folder / (ENCODER_RECORD if tuned is None else RECORD)
         raise UserError(f"{missing} is missing, so others could not use the run. Train it again.")
     if tuned.members > 1:
         raise UserError(
@@ -212,20 +212,20 @@ def stage_run(run_folder: Path, staged: Path) -> None:
     _stage(*_open_pushable(run_folder), staged)
 
 
-def _stage(run: AnyRun, tuned: Tuned | None, staged: Path) -> None:
+def _stage(run: AnyRun, tuned: EncoderRecord | None, staged: Path) -> None:
     """Collect the files to push in a folder; files with local paths are rewritten."""
     folder = run.folder
     new_digests = _stage_encoder(run, tuned, staged) if tuned else {}
 
     def stage_record(name: str, **added: str) -> dict[str, Any]:
-        check_own(folder / name, folder)
+        check_inside_folder(folder / name, folder)
         record = {**read_json(folder / name), **added}
         write_json(staged / name, _tidy_record(record, new_digests))
         return record
 
     for head in (f"heads/{name}" for name in run.head_names()):
         record = stage_record(f"{head}/head.json")
-        weights = weights_of(folder / head, record)
+        weights = weights_path(folder / head, record)
         _stage_file(folder, str(weights.relative_to(folder)), staged, f"{head}/head.safetensors")
         if record.get("weights_sha256") != digest_file(weights):
             raise UserError(
@@ -236,7 +236,7 @@ def _stage(run: AnyRun, tuned: Tuned | None, staged: Path) -> None:
     stage_record(MANIFEST, **({"default_head": default_head[0]} if default_head else {}))
     if tuned:
         stage_record(RECORD)
-        stage_record(TUNED)
+        stage_record(ENCODER_RECORD)
     if (folder / CALIBRATION).is_file():
         _stage_file(folder, CALIBRATION, staged)
     if (folder / CARD).is_file():
@@ -250,7 +250,7 @@ def _stage(run: AnyRun, tuned: Tuned | None, staged: Path) -> None:
     _check_no_paths(staged, folder)
 
 
-def _stage_encoder(run: AnyRun, tuned: Tuned, staged: Path) -> dict[str, str]:
+def _stage_encoder(run: AnyRun, tuned: EncoderRecord, staged: Path) -> dict[str, str]:
     """Collect a trained encoder's files; return its old and new digests if settings changed."""
     folder, identity, merged = run.folder, run.identity, tuned.base is None
     encoder = [CONFIG, WEIGHTS]
@@ -259,7 +259,7 @@ def _stage_encoder(run: AnyRun, tuned: Tuned, staged: Path) -> dict[str, str]:
         paths = {*settings_files(folder), folder / "config.json", *weights}
         encoder = sorted(path.relative_to(folder).as_posix() for path in paths)
     router = [ROUTER] if (folder / ROUTER).is_file() else []
-    for name in [*encoder, *router, TUNED]:
+    for name in [*encoder, *router, ENCODER_RECORD]:
         _stage_file(folder, name, staged)
     weights_digest = identity.weights
     if merged:
@@ -288,7 +288,7 @@ def _stage_file(folder: Path, name: str, staged: Path, staged_name: str | None =
     The staged file has the same name unless ``staged_name`` is given.
     """
     source, target = folder / name, staged / (staged_name or name)
-    check_own(source, folder)
+    check_inside_folder(source, folder)
     if not source.is_file():
         raise UserError(f"{source} is missing, so others could not use the upload.")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -324,7 +324,7 @@ def _tidy_settings(staged: Path) -> bool:
     changed = False
     for name, content in list(_read_settings(staged)):
         tidied = _map_texts(content, tidy)
-        if name != TUNED and tidied != content:
+        if name != ENCODER_RECORD and tidied != content:
             write_json(staged / name, tidied)  # replaces the link, not the file it points to
             changed = True
     return changed

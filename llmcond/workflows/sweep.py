@@ -12,16 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
-from llmcond.evaluation.results import FittedResults, SweptResult, best_first, score
-from llmcond.features.view import view_of
+from llmcond.evaluation.results import FittedResults, SweptResult, best_first, score_results
+from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
 from llmcond.metrics import choose_metrics
 from llmcond.runs import AnyRun, open_any_run
-from llmcond.runs.examples import examples_of
-from llmcond.runs.trials import Outcome, Trial, run_trials, seeded_result
+from llmcond.runs.examples import load_examples
+from llmcond.runs.trials import Trial, TrialOutcome, aggregate_seeds, run_trials
 from llmcond.system import provenance
-from llmcond.workflows.fit import keep_best
+from llmcond.workflows.fit import save_best_trial
 from llmcond.workflows.options.fitting import SweepOptions
 
 
@@ -64,7 +64,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     """
     run, metrics, device = open_any_run(Path(options.run)), options.metric, options.device
     split = run.scored_split(options.split)
-    rows = examples_of(run).scored(split)
+    rows = load_examples(run).scored_rows(split)
     trials = list(_make_trials(run, options))
     outcomes, failures = run_trials(
         run, split, trials, "sweep", options.workers, metrics, device=device
@@ -72,11 +72,13 @@ def sweep(options: SweepOptions) -> SweepResult:
     points = _combine_seeds(outcomes.values(), run, split)
     selected_metrics = choose_metrics(run.task.metrics, metrics)
     results, predictions = zip(*points, strict=True)
-    result = SweepResult(best_first(score(results, predictions, rows, selected_metrics)), failures)
+    result = SweepResult(
+        best_first(score_results(results, predictions, rows, selected_metrics)), failures
+    )
     report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if options.keep:
-        keep_best(run, outcomes.values(), device)
+        save_best_trial(run, outcomes.values(), device)
     return result
 
 
@@ -102,16 +104,18 @@ def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
         for values in itertools.product(*vary.values()):
             varied = recipe.parse_changes(dict(zip(vary, values, strict=True)), "--vary")
             varied_recipe = recipe.with_settings(varied, "--vary")
-            view = view_of(varied_recipe, run.find_prompts(names, varied_recipe.features), subtract)
+            view = recipe_view(
+                varied_recipe, run.find_prompts(names, varied_recipe.features), subtract
+            )
             for seed in range(options.seeds):
                 yield Trial(varied_recipe, varied.get("dim"), view, seed, varied)
 
 
 def _combine_seeds(
-    outcomes: Iterable[tuple[Trial, Outcome]], run: AnyRun, split: str
+    outcomes: Iterable[tuple[Trial, TrialOutcome]], run: AnyRun, split: str
 ) -> list[_Point]:
     """Return a result without scores, and the predictions, for each combination of settings."""
-    groups: dict[str, list[tuple[Trial, Outcome]]] = {}
+    groups: dict[str, list[tuple[Trial, TrialOutcome]]] = {}
     for trial, outcome in outcomes:
         # Recipes with the same name from different folders differ in their path or settings.
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
@@ -120,5 +124,5 @@ def _combine_seeds(
     points = []
     for group in groups.values():
         varied = dict(group[0][0].varied)
-        points.append(seeded_result(SweptResult, group, split, run.task.name, settings=varied))
+        points.append(aggregate_seeds(SweptResult, group, split, run.task.name, settings=varied))
     return points

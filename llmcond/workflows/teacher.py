@@ -17,7 +17,7 @@ import numpy as np
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows
-from llmcond.encoders.checkpoints.adapter import read_tuned
+from llmcond.encoders.checkpoints.adapter import read_encoder_record
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, write_json
 from llmcond.log import log
@@ -50,14 +50,14 @@ class Teacher:
     record: Mapping[str, Any]
     trained_on: tuple[str, ...]
 
-    def about(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, Any]:
         """Return the names of encoder and head for the training record, with an adapter's base."""
-        tuned = read_tuned(self.run.folder)
+        tuned = read_encoder_record(self.run.folder)
         base = {} if tuned is None or tuned.base is None else {"base": tuned.base}
         fields = {"encoder": self.run.encoder_name, **base}
         return {**fields, "head": self.head, "rows": self.rows}
 
-    def knows_dev(self, dataset: Dataset) -> bool:
+    def was_trained_on_dev(self, dataset: Dataset) -> bool:
         """Return whether the teacher was trained on the dev rows of a dataset."""
         is_same_data = self.run.manifest["data"]["digest"] == dataset.digest
         return is_same_data and "dev" in self.trained_on
@@ -77,7 +77,7 @@ class Teacher:
             UserError: train has too few conditions, or a similarity is not finite.
             LlmcondError: the encoder cannot be loaded, or the file of ratings is damaged.
         """
-        rows = unrated_rows(train, self.rows, seed)
+        rows = sample_unrated_rows(train, self.rows, seed)
         identity = json.dumps([self.record, seed, list(rows.texts.values())])
         path = folder / f"teacher-{digest_text(identity)}.json"
         ratings = _read_ratings(path)
@@ -148,7 +148,7 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
     return Teacher(run, name, rows, record, tuple(dict.fromkeys(splits)))
 
 
-def unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
+def sample_unrated_rows(rows: Rows, count: int, seed: int) -> Rows:
     """Combine sentence pairs of rows with conditions of other rows into unrated rows.
 
     Pairs are sampled uniformly, and conditions in proportion to their frequency. No new row repeats

@@ -18,39 +18,46 @@ from llmcond.data.rows import Rows, join_rows
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
 from llmcond.encoders.spec import Orders
 from llmcond.evaluation.results import Result
-from llmcond.features.view import View, view_of
+from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable, write_json, write_text
 from llmcond.finetune.settings import StageSettings, TuneSettings
-from llmcond.finetune.state import Progress, StateFolder
+from llmcond.finetune.state import TrainingProgress, TrainingState
 from llmcond.heads import Recipe, save_head
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import FittedModule
 from llmcond.log import log
-from llmcond.metrics import finite
-from llmcond.progress import TrainBar, duration
+from llmcond.metrics import finite_or_none
+from llmcond.progress import TrainBar, format_duration
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
-from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, where_model
+from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.cross import CrossEncoder
-from llmcond.runs.examples import examples_of
-from llmcond.runs.extraction import LazyEncoder, extract_own
-from llmcond.runs.predictors import AnyPredictor, results_of
+from llmcond.runs.examples import load_examples
+from llmcond.runs.extraction import LazyEncoder, extract_run
+from llmcond.runs.predictors import AnyPredictor, score_predictors
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, Task
-from llmcond.workflows.account import FORMAT, RECORD, STATE, TrainingResult, finished, made_of
 from llmcond.workflows.evaluate import evaluate
 from llmcond.workflows.extract import check_prompts, read_data
-from llmcond.workflows.last_stage import Staged, run_stage, stage_splits
+from llmcond.workflows.last_stage import StageResult, read_stage_splits, run_stage
 from llmcond.workflows.options.common import Split
 from llmcond.workflows.options.scoring import EvaluateOptions
 from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.teacher import Teacher
-from llmcond.workflows.trainable import (
+from llmcond.workflows.training_options import (
+    build_tune_settings,
+    check_rated_options,
     check_unrouted,
-    chosen_head,
-    refuse_rated_options,
+    choose_head,
     resolve_trainable,
-    tune_settings,
+)
+from llmcond.workflows.training_record import (
+    RECORD,
+    STATE,
+    TRAINING_FORMAT,
+    TrainingResult,
+    load_finished_training,
+    training_config,
 )
 
 if TYPE_CHECKING:
@@ -59,11 +66,11 @@ if TYPE_CHECKING:
 
     from llmcond.encoders.engine.tokenizing import InputTokenizer
     from llmcond.finetune.base import TrainedModel
-    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loading import TrainableEncoder
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingParts:
     """The model and the data of the training loop.
 
     Attributes:
@@ -78,7 +85,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Kept:
+class TrainedHead:
     """A trained head that was saved in its run.
 
     Attributes:
@@ -95,7 +102,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """A training: the encoder, the data, the settings and the folder. Subclasses add the head.
 
     Attributes:
@@ -108,14 +115,14 @@ class Job:
         head: the name of the head, for messages.
         seed: the random seed.
         merge: whether adapters are merged into the encoder at the end.
-        made_of: everything that decides the resulting weights.
+        config: everything that decides the resulting weights.
     """
 
     cross: ClassVar[bool] = False
     #: Words for messages: the examples to train on, the examples that are scored, and whether the
     #: score is that of a sample.
     unit: ClassVar[str] = "rated rows"
-    scored: ClassVar[str] = "rows"
+    scored_noun: ClassVar[str] = "rows"
     of_sample: ClassVar[bool] = False
 
     model: str
@@ -127,9 +134,9 @@ class Job:
     head: str
     seed: int
     merge: bool
-    made_of: Mapping[str, Any]
+    config: Mapping[str, Any]
 
-    def parts(self, trainable: Trainable) -> Parts:
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         """Return the model, and the examples of train and dev in the form that it takes."""
         raise NotImplementedError
 
@@ -138,7 +145,7 @@ class Job:
         """The splits whose examples the encoder, or its teacher, was trained on."""
         return ("train",)
 
-    def about(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, Any]:
         """Return further fields for the training record, on the data that was trained on."""
         return {} if self.trained_on == ("train",) else {"trained_on": list(self.trained_on)}
 
@@ -149,11 +156,11 @@ class Job:
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
         config: Mapping[str, Any],
-    ) -> Staged | None:
+    ) -> StageResult | None:
         """Train the model further from its best weights ``start``, if there is a last stage."""
         return None
 
-    def complete(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
+    def complete_run(self, orders: Orders | None = None) -> tuple[AnyRun, ResolvedEncoder]:
         """Make the folder of the saved encoder a run.
 
         Args:
@@ -169,13 +176,13 @@ class Job:
         completion = (self.folder, trained, self.dataset, self.task, orders, self.trained_on)
         return complete_run(*completion), trained
 
-    def keep(self, head: Any) -> Kept:
+    def save(self, head: Any) -> TrainedHead:
         """Complete the run, and save the head in it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankingJob(Job):
+class RankingJob(TrainingJob):
     """Training on correct answers: the triples of a graph, or dialogues.
 
     Attributes:
@@ -185,19 +192,19 @@ class RankingJob(Job):
     """
 
     recipe: Recipe
-    start: Fitted | None
-    view: View
+    start: FittedModule | None
+    view: FeatureView
 
     @classmethod
     def check_data(cls, dataset: Data, task: AnyTask[Any]) -> None:
         """Raise a UserError for data that this job cannot train on."""
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         options: TrainLoraOptions,
         task: AnyTask[Any],
-        load: Callable[[Path], tuple[Fitted, dict[str, Any]]],
+        load: Callable[[Path], tuple[FittedModule, dict[str, Any]]],
         check: Callable[[Recipe], object],
     ) -> Self:
         """Create a job from options, and check its data and its encoder.
@@ -209,12 +216,12 @@ class RankingJob(Job):
             check: a function that raises a UserError for a recipe that cannot be trained.
 
         Raises:
-            UserError: the input is invalid, or the head cannot be trained (see ``chosen_head``).
+            UserError: the input is invalid, or the head cannot be trained (see ``choose_head``).
             LlmcondError: the encoder cannot be loaded.
         """
-        refuse_rated_options(options, task)
-        recipe, prompts, start = chosen_head(options, task, load, check)
-        settings = tune_settings(options.tune_settings(), recipe)
+        check_rated_options(options, task)
+        recipe, prompts, start = choose_head(options, task, load, check)
+        settings = build_tune_settings(options.tune_settings(), recipe)
         dataset = read_data(task, options.data_options())
         cls.check_data(dataset, task)
         model, merge = options.model, options.merge
@@ -223,7 +230,7 @@ class RankingJob(Job):
             prompt_names = {"separate": "separate", "alone": task.prompt}
             prompts = (load_prompt(str(prompt_names.get(recipe.features, resolved.joint_prompt))),)
         check_prompts(prompts, resolved, task)
-        view = view_of(recipe, prompts, subtract=False)
+        view = recipe_view(recipe, prompts, subtract=False)
         view.check_texts()
         check_unrouted(prompts, resolved)
         return cls(
@@ -236,16 +243,16 @@ class RankingJob(Job):
             head=recipe.name,
             seed=options.seed,
             merge=merge,
-            made_of=made_of(resolved, dataset, prompts, recipe, options, settings, merge),
+            config=training_config(resolved, dataset, prompts, recipe, options, settings, merge),
             recipe=recipe,
             start=start,
             view=view,
         )
 
     @override
-    def keep(self, head: Fitted) -> Kept:
-        run, resolved = self.complete()
-        trained_head = keep_head(run, resolved, head, self.recipe, self.view)
+    def save(self, head: FittedModule) -> TrainedHead:
+        run, resolved = self.complete_run()
+        trained_head = save_trained_head(run, resolved, head, self.recipe, self.view)
         splits: Sequence[Split] = ("dev", "test")
         scores = [
             result
@@ -260,7 +267,7 @@ class RankingJob(Job):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RatedJob(Job):
+class RatedJob(TrainingJob):
     """Training on rated rows.
 
     Attributes:
@@ -285,16 +292,18 @@ class RatedJob(Job):
     @property
     def _dev_is_known(self) -> bool:
         """Whether the teacher or the encoder was trained on dev, so that dev scores are biased."""
-        if self.resolved.checkpoint.dev_of == self.dataset.digest:
+        if self.resolved.checkpoint.dev_digest == self.dataset.digest:
             return True
-        return self.teacher is not None and self.teacher.knows_dev(self.dataset)
+        return self.teacher is not None and self.teacher.was_trained_on_dev(self.dataset)
 
     @override
-    def about(self) -> dict[str, Any]:
-        fields = Job.about(self)
-        return fields if self.teacher is None else {**fields, "teacher": self.teacher.about()}
+    def record_fields(self) -> dict[str, Any]:
+        fields = TrainingJob.record_fields(self)
+        return (
+            fields if self.teacher is None else {**fields, "teacher": self.teacher.record_fields()}
+        )
 
-    def taught_train(self) -> Rows:
+    def train_with_teacher(self) -> Rows:
         """Return the train split, with the rows that the teacher rates if there is one."""
         train = self.dataset.splits["train"]
         if self.teacher is None:
@@ -324,16 +333,16 @@ class RatedJob(Job):
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
         config: Mapping[str, Any],
-    ) -> Staged | None:
+    ) -> StageResult | None:
         if self.stage is None:
             return None
         from llmcond.finetune.stage import LastStage
 
-        train, dev = stage_splits(self.dataset, self.stage)
+        train, dev = read_stage_splits(self.dataset, self.stage)
         return run_stage(
             LastStage(
                 model=model,
-                inputs=lambda rows: self.inputs(rows, tokenizer),
+                to_inputs=lambda rows: self.inputs(rows, tokenizer),
                 train=train,
                 dev=dev,
                 settings=self.settings,
@@ -341,14 +350,14 @@ class RatedJob(Job):
                 start=start,
                 accelerator=accelerator,
                 folder=self.folder / STATE,
-                made_of=config,
+                training_config=config,
             )
         )
 
 
-def keep_head(
-    run: AnyRun, resolved: ResolvedEncoder, head: Fitted, recipe: Recipe, view: View
-) -> Kept:
+def save_trained_head(
+    run: AnyRun, resolved: ResolvedEncoder, head: FittedModule, recipe: Recipe, view: FeatureView
+) -> TrainedHead:
     """Save a trained head in its run, and extract the run's features.
 
     Args:
@@ -364,42 +373,44 @@ def keep_head(
     log.info(f"encoder -> {run.folder}; its features:")
     encoder = LazyEncoder(resolved)
     for prompt in view.prompts:
-        extract_own(run, encoder, prompt)
+        extract_run(run, encoder, prompt)
     name = head_name(recipe.name, view)
     record = head_record(run, view, replace(recipe, settings=head.settings).to_json())
     if "dev" in run.splits:
-        record[f"dev_{run.dev_metric}"] = finite(examples_of(run).on_dev(head, view))
+        record[f"dev_{run.dev_metric}"] = finite_or_none(
+            load_examples(run).score_on_dev(head, view)
+        )
     save_head(head, run.head_folder(name), record)
     make_card = partial(model_card, kind=run.kind, prompts=view.prompts, recipe=record["recipe"])
-    return Kept(name, {"prompt": view.name}, card=make_card)
+    return TrainedHead(name, {"prompt": view.name}, card=make_card)
 
 
-def train(job: Job) -> TrainingResult:
+def train(job: TrainingJob) -> TrainingResult:
     """Train, or continue where the same job was stopped; a finished job is not trained again."""
-    summary = finished(job.folder, job.made_of)
+    summary = load_finished_training(job.folder, job.config)
     if summary is not None:
         return TrainingResult(summary)
     check_writable(job.folder / STATE / "state.safetensors")
     return TrainingResult(_train(job))
 
 
-def _train(job: Job) -> dict[str, Any]:
-    from llmcond.finetune.build import load_trainable, prepare_accelerator
+def _train(job: TrainingJob) -> dict[str, Any]:
+    from llmcond.finetune.loading import load_trainable, prepare_accelerator
     from llmcond.finetune.loop import Trainer
     from llmcond.finetune.save import save_encoder
 
     resolved, settings = job.resolved, job.settings
     accelerator = prepare_accelerator(resolved)
     trainable = load_trainable(resolved, settings, job.seed)
-    parts = job.parts(trainable)
+    parts = job.build_parts(trainable)
     if parts.dev is None:
         log.info(f"no {job.unit} in dev to score, so the last weights are kept")
-    config = {**job.made_of, "processes": accelerator.num_processes}
+    config = {**job.config, "processes": accelerator.num_processes}
     # A different last stage can continue from the same training, so it is left out.
     main_config = {key: value for key, value in config.items() if key != "then"}
-    state = StateFolder(job.folder / STATE, main_config)
+    state = TrainingState(job.folder / STATE, main_config)
     trainer = Trainer(parts.model, parts.train, parts.dev, settings, accelerator, state)
-    n_trained, n_all = trainable.counts()
+    n_trained, n_all = trainable.count_weights()
     n_head = sum(value.numel() for value in parts.model.head.parameters())
     weights = {"trained": n_trained, "of": n_all, "head": n_head}
     quantize = resolved.identity.quantize
@@ -411,29 +422,31 @@ def _train(job: Job) -> dict[str, Any]:
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
-    on_dev, metric = parts.model.on_dev, parts.model.metric
+    on_dev, metric = parts.model.dev_score_name, parts.model.metric
     score_heading = metric.heading + (" of a sample" if job.of_sample else "")
-    with TrainBar(key=on_dev, score=score_heading, show=metric.show) as bar:
+    with TrainBar(key=on_dev, score=score_heading, show=metric.format) as bar:
         trainer.run(bar.on_step)
     accelerator.wait_for_everyone()
     progress, head = trainer.progress, None
-    trainer.keep_best()
+    trainer.load_best_weights()
     del trainer
     accelerator.free_memory()
-    staged = job.last_stage(parts.model, trainable.tokenizer, state.best(), accelerator, config)
+    staged = job.last_stage(
+        parts.model, trainable.tokenizer, state.load_best(), accelerator, config
+    )
     # All processes must have read the state before the main process deletes it.
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        name, cross = where_model(job.model, resolved), job.cross
+        name, cross = portable_model_name(job.model, resolved), job.cross
         dev_of = job.dataset.digest if "dev" in job.trained_on else None
         save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross, dev_of=dev_of)
-        head = parts.model.fitted(
+        head = parts.model.fitted_head(
             {
                 "best_step": progress.best_step,
                 "selected_on": None if progress.best_score is None else "dev",
                 "n_parameters": n_head,
                 "curve": list(progress.curve),
-                **job.about(),
+                **job.record_fields(),
                 **({} if staged is None else staged.record),
             }
         )
@@ -446,15 +459,15 @@ def _train(job: Job) -> dict[str, Any]:
 
 
 def _finish(
-    job: Job,
-    head: Fitted,
-    progress: Progress,
+    job: TrainingJob,
+    head: FittedModule,
+    progress: TrainingProgress,
     weights: Mapping[str, int],
     on_dev: str,
-    staged: Staged | None,
+    staged: StageResult | None,
 ) -> dict[str, Any]:
     """Save the head, its scores, the card and, as the last step, the training record."""
-    folder, base, trained_head = job.folder, job.resolved, job.keep(head)
+    folder, base, trained_head = job.folder, job.resolved, job.save(head)
     best_score, best_step = progress.best_score, progress.best_step
     summary = {
         "run": str(folder),
@@ -467,7 +480,7 @@ def _finish(
         "best_step": best_step,
         on_dev: best_score if staged is None else None,
         "seconds": round(progress.seconds, 1),
-        **job.about(),
+        **job.record_fields(),
         # The score on dev is that of the weights before the last stage.
         **({} if staged is None else {**staged.record, f"{on_dev}_before": best_score}),
         "scores": [result.to_json() for result in trained_head.scores],
@@ -475,27 +488,30 @@ def _finish(
     curves = {"curve": head.fit.record["curve"]}
     if staged is not None:
         curves["then_curve"] = staged.curve
-    write_account(job, trained_head, summary, curves)
+    write_training_record(job, trained_head, summary, curves)
     log.info(
         f"{trained_head.name}: step {best_step:,} of {progress.step:,}"
         + ("" if staged is None else f" and {staged.steps:,} of the last stage, with dev")
-        + f", trained in {duration(progress.seconds)} -> {folder}"
+        + f", trained in {format_duration(progress.seconds)} -> {folder}"
     )
     return summary
 
 
-def write_account(
-    job: Job, trained_head: Kept, summary: Mapping[str, Any], curves: Mapping[str, Any]
+def write_training_record(
+    job: TrainingJob,
+    trained_head: TrainedHead,
+    summary: Mapping[str, Any],
+    curves: Mapping[str, Any],
 ) -> None:
     """Write the model card and then the training record, and log the scores."""
     from llmcond.finetune.save import hub_name
 
     folder, base = job.folder, job.resolved
     record = {
-        "format": FORMAT,
+        "format": TRAINING_FORMAT,
         "summary": summary,
         **curves,
-        "made_of": job.made_of,
+        "made_of": job.config,
         "base": {
             "model": job.model,
             "repo": hub_name(job.model, base),
@@ -511,11 +527,11 @@ def write_account(
     for result in trained_head.scores:
         log.info(
             f"{result.split}: {result.primary.heading} "
-            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored}"
+            f"{estimate_text(result.primary, result.main)} on {result.counts.n:,} {job.scored_noun}"
         )
 
 
-def scores_of(
+def score_predictor(
     run: Run,
     predictor: AnyPredictor | CrossEncoder,
     predicted: Callable[[Rows], NDArray[np.float32]],
@@ -525,5 +541,7 @@ def scores_of(
     for split in ("dev", "test"):
         if split in run.splits and run.rows(split).rated.any() and split not in run.trained_on:
             rows = run.rows(split)
-            results += results_of([predictor], [predicted(rows)], rows, split, task=run.task.name)
+            results += score_predictors(
+                [predictor], [predicted(rows)], rows, split, task=run.task.name
+            )
     return results

@@ -8,10 +8,10 @@ from llmcond.annotation.template import (
     Proposal,
     bundled_templates,
     load_template,
-    read_proposal,
-    read_rating,
+    parse_proposal,
+    parse_rating,
 )
-from llmcond.config import bundled
+from llmcond.config import bundled_folder
 from llmcond.errors import UserError
 
 VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"}
@@ -47,7 +47,7 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
     ],
 )
 def test_a_rating_is_read(answer, rating):
-    found = read_rating(answer)
+    found = parse_rating(answer)
     assert found == pytest.approx(rating, nan_ok=True) if rating is not None else found is None
 
 
@@ -64,7 +64,7 @@ def test_a_rating_is_read(answer, rating):
     ],
 )
 def test_a_proposal_is_read(answer, proposal):
-    assert read_proposal(answer, 3) == proposal
+    assert parse_proposal(answer, 3) == proposal
 
 
 def test_texts_are_put_in_as_they_are():
@@ -102,7 +102,7 @@ def test_bundled_templates_differ_and_say_where_they_are_from():
 )
 def test_a_wrong_template_is_told(tmp_path, change, words):
     path = tmp_path / "mine.toml"
-    text = (bundled("prompts", "annotate") / "rate.toml").read_text()
+    text = (bundled_folder("prompts", "annotate") / "rate.toml").read_text()
     path.write_text(text.replace(*change))
     with pytest.raises(UserError, match=r"mine\.toml") as caught:
         load_template(str(path), "rate")

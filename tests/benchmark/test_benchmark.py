@@ -12,7 +12,7 @@ from helpers.commands import ok, refused
 
 from llmcond.benchmark import checks, speeds
 from llmcond.benchmark.peers import PlainLoop, sentence_transformers
-from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shortened
+from llmcond.benchmark.shapes import branching_inputs, csts_inputs, long_inputs, shorten_input
 from llmcond.commands.bench import Bench
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.loading.architecture import load_config
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return checks.Bench("cpu", tmp_path_factory.mktemp("bench"))
+    return checks.CheckEnvironment("cpu", tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(scope="module")
@@ -190,14 +190,15 @@ def test_texts_have_the_lengths_that_they_are_named_by(mistral):
     whole = long_inputs(3, instruct=True)
     assert mistral.encode_counted(whole).n_tokens.min() > 512
     long = [
-        shortened(item, 512, lambda one: mistral._tokenizer([one])[0].n_tokens) for item in whole
+        shorten_input(item, 512, lambda one: mistral._tokenizer([one])[0].n_tokens)
+        for item in whole
     ]
     tokens = mistral.encode_counted(long).n_tokens
     assert 490 < tokens.min() <= tokens.max() <= 512
     inputs = branching_inputs(32, 8, instruct=True)
     assert len({item.instruction for item in inputs}) == 4
     assert len({item.text for item in inputs[:8]}) == 8
-    with checks.ways(mistral.engine, shares=True):
+    with checks.engine_settings(mistral.engine, shares=True):
         shared = mistral.encode_counted(inputs).n_computed
     assert mistral.encode_counted(inputs).n_tokens.sum() > 3 * shared
 

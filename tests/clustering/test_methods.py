@@ -7,19 +7,19 @@ import pytest
 from scipy.linalg import orthogonal_procrustes
 from sklearn.metrics import adjusted_rand_score, v_measure_score
 
-from llmcond.clustering.describe import describe
+from llmcond.clustering.describe import describe_clusters
+from llmcond.clustering.maps import compute_maps
 from llmcond.clustering.methods import (
-    CLEAR,
+    CLEAR_SILHOUETTE,
     NOISE,
-    SAMPLE,
-    by_size,
+    SAMPLE_SIZE,
     choose_k,
     hdbscan,
     kmeans,
-    sample,
+    number_by_size,
+    sample_indices,
 )
-from llmcond.clustering.plane import places
-from llmcond.clustering.scores import score
+from llmcond.clustering.scores import score_clusters
 
 
 def blobs(sizes, apart=6.0, dim=8, seed=0):
@@ -36,7 +36,7 @@ def test_k_is_that_of_clusters_that_are_apart(k):
     points, truth = blobs([40] * k, apart=12, dim=16)
     chosen, scores = choose_k(points, 0)
     assert chosen == k
-    assert scores[k] > CLEAR
+    assert scores[k] > CLEAR_SILHOUETTE
     assert v_measure_score(truth, kmeans(points, k, 0)) == pytest.approx(1)
 
 
@@ -45,7 +45,7 @@ def test_two_halves_of_a_cloud_are_not_taken_for_clusters():
     points[:, 0] *= 2
     chosen, scores = choose_k(points, 0)
     assert max(scores, key=scores.get) == 2
-    assert scores[2] < CLEAR
+    assert scores[2] < CLEAR_SILHOUETTE
     assert chosen > 2
 
 
@@ -60,7 +60,14 @@ def test_the_same_seed_gives_the_same_clusters_the_largest_first():
     first, again = kmeans(points, 3, 7), kmeans(points, 3, 7)
     assert first.tolist() == again.tolist()
     assert np.bincount(first).tolist() == sorted(np.bincount(first), reverse=True)
-    assert by_size(np.array([5, NOISE, NOISE, NOISE, 2, 2])).tolist() == [1, -1, -1, -1, 0, 0]
+    assert number_by_size(np.array([5, NOISE, NOISE, NOISE, 2, 2])).tolist() == [
+        1,
+        -1,
+        -1,
+        -1,
+        0,
+        0,
+    ]
 
 
 def test_hdbscan_leaves_out_what_is_in_none():
@@ -73,10 +80,12 @@ def test_hdbscan_leaves_out_what_is_in_none():
 
 
 def test_a_sample_is_drawn_where_there_are_many():
-    assert sample(5, 9, 0).tolist() == [0, 1, 2, 3, 4]
-    drawn = sample(5 * SAMPLE, SAMPLE, 1)
-    assert len(set(drawn.tolist())) == SAMPLE
-    assert drawn.tolist() == sorted(drawn) == sample(5 * SAMPLE, SAMPLE, 1).tolist()
+    assert sample_indices(5, 9, 0).tolist() == [0, 1, 2, 3, 4]
+    drawn = sample_indices(5 * SAMPLE_SIZE, SAMPLE_SIZE, 1)
+    assert len(set(drawn.tolist())) == SAMPLE_SIZE
+    assert (
+        drawn.tolist() == sorted(drawn) == sample_indices(5 * SAMPLE_SIZE, SAMPLE_SIZE, 1).tolist()
+    )
 
 
 def test_names_are_what_sets_a_cluster_apart():
@@ -84,7 +93,7 @@ def test_names_are_what_sets_a_cluster_apart():
     texts += ["the cat purrs in the park"]
     labels = np.array([0, 0, 1] * 4 + [1])
     vectors = np.eye(2, dtype=np.float32)[labels] + np.arange(13)[:, None] * [0.001, 0]
-    first, second = describe(texts, vectors, labels)
+    first, second = describe_clusters(texts, vectors, labels)
     assert first.name.startswith("dog, ")
     assert second.name.startswith("cat, ")
     assert not any(one.name.startswith(("park", "the")) for one in (first, second))
@@ -95,7 +104,7 @@ def test_names_are_what_sets_a_cluster_apart():
 
 
 def test_what_is_in_no_cluster_comes_last_and_has_no_name():
-    found = describe(["a b", "? !", "…"], np.eye(3), np.array([NOISE, 0, 0]))
+    found = describe_clusters(["a b", "? !", "…"], np.eye(3), np.array([NOISE, 0, 0]))
     assert [one.cluster for one in found] == [0, NOISE]
     assert [one.name for one in found] == ["", ""]
     assert (found[1].size, found[1].typical) == (1, ())
@@ -107,7 +116,7 @@ def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
     good = np.where(random.random(300) < 0.8, truth, random.integers(4, size=300))
     bad = random.integers(4, size=300)
     labels = [None if i < 20 else f"l{label}" for i, label in enumerate(truth)]
-    found = score(good, bad, labels, "topic", "minilm, no condition")
+    found = score_clusters(good, bad, labels, "topic", "minilm, no condition")
     assert (found.n, found.classes) == (280, 4)
     own = found.own["v_measure"]
     assert own.value == pytest.approx(v_measure_score(truth[20:], good[20:]))
@@ -124,7 +133,7 @@ def test_scores_are_those_of_scikit_learn_with_intervals_around_them():
 def test_equal_clusterings_differ_by_nothing(n):
     truth, clusters = np.arange(n) % 3, np.where(np.arange(n) % 7, np.arange(n) % 3, 0)
     renamed = np.array([2, 0, 1])[clusters]
-    found = score(clusters, renamed, [str(one) for one in truth], "topic", "base")
+    found = score_clusters(clusters, renamed, [str(one) for one in truth], "topic", "base")
     for name in ("v_measure", "ari"):
         difference = found.difference[name]
         assert (difference.value, difference.low, difference.high) == pytest.approx((0, 0, 0))
@@ -132,7 +141,7 @@ def test_equal_clusterings_differ_by_nothing(n):
 
 def test_clusters_without_a_fault_in_a_sample_may_have_some_beyond_it():
     truth = np.arange(30) % 3
-    own = score(truth, truth, [str(one) for one in truth], "topic", "base").own
+    own = score_clusters(truth, truth, [str(one) for one in truth], "topic", "base").own
     for estimate in own.values():
         assert (estimate.value, estimate.high) == pytest.approx((1, 1))
         assert 0.6 < estimate.low < 0.95
@@ -140,7 +149,9 @@ def test_clusters_without_a_fault_in_a_sample_may_have_some_beyond_it():
 
 def test_texts_without_a_label_are_left_out():
     labels = ["a", "b", None, float("nan"), np.nan, " "]
-    found = score(np.array([0, 1, 0, 1, 0, 1]), np.zeros(6, np.int64), labels, "topic", "base")
+    found = score_clusters(
+        np.array([0, 1, 0, 1, 0, 1]), np.zeros(6, np.int64), labels, "topic", "base"
+    )
     assert (found.n, found.classes) == (2, 2)
 
 
@@ -152,7 +163,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     for _ in range(200):
         labels = random.integers(3, size=60)
         own = np.where(random.random(60) < 0.8, labels, random.integers(3, size=60))
-        found = score(own, own, labels.astype(str).tolist(), "topic", "base").own
+        found = score_clusters(own, own, labels.astype(str).tolist(), "topic", "base").own
         for name, value in expected.items():
             held[name] += found[name].low <= value <= found[name].high
     assert min(held.values()) >= 180
@@ -169,7 +180,7 @@ def moved(first, second):
 
 def test_a_map_keeps_neighbours():
     points, truth = blobs([25, 25], apart=12)
-    (found,) = places([points], 0)
+    (found,) = compute_maps([points], 0)
     assert found.min() >= 0
     assert found.max() <= 1
     centres = [found[truth == i].mean(axis=0) for i in (0, 1)]
@@ -184,7 +195,7 @@ def test_a_map_continues_from_the_one_before(seed):
     points, _ = blobs([25, 15, 20, 30], apart=12, seed=seed)
     random = np.random.default_rng(seed)
     near = (points + random.normal(scale=1e-6, size=points.shape)).astype(np.float32)
-    first, again, other = places([points, near, random.permutation(points)], seed)
+    first, again, other = compute_maps([points, near, random.permutation(points)], seed)
     assert moved(first, again) < 0.2
     assert moved(again, other) > 0.6
 
@@ -194,7 +205,7 @@ def test_a_map_is_turned_mirrored_and_scaled_onto_the_one_before():
     shared = random.normal(size=(60, 2))
     # Two conditions that have a little in common, so that maps differ and are still comparable.
     systems = [np.hstack([shared, 3 * random.normal(size=(60, 6))]) for _ in range(4)]
-    maps = places([one.astype(np.float32) for one in systems], 0)
+    maps = compute_maps([one.astype(np.float32) for one in systems], 0)
     for before, after in pairwise(maps):
         centred = [one - one.mean(axis=0) for one in (after, before)]
         rotation, _ = orthogonal_procrustes(*centred)
@@ -207,12 +218,12 @@ def test_a_map_is_turned_mirrored_and_scaled_onto_the_one_before():
 
 @pytest.mark.parametrize("shape", [(1, 4), (3, 4), (4, 1), (6, 3)])
 def test_a_map_of_little_is_a_map(shape):
-    found = places([np.random.default_rng(0).normal(size=shape).astype(np.float32)], 0)[0]
+    found = compute_maps([np.random.default_rng(0).normal(size=shape).astype(np.float32)], 0)[0]
     assert found.shape == (shape[0], 2)
     assert np.isfinite(found).all()
     assert len(np.unique(found, axis=0)) == shape[0]
 
 
 def test_equal_vectors_have_a_map():
-    found = places([np.ones((8, 3), np.float32)], 0)[0]
+    found = compute_maps([np.ones((8, 3), np.float32)], 0)[0]
     assert np.isfinite(found).all()

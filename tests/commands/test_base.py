@@ -17,9 +17,9 @@ from annotated_types import Ge, Lt
 
 import llmcond
 from llmcond.cli import COMMANDS, _command
-from llmcond.commands.base import Command, Parser, add_arguments, command_of, verb
+from llmcond.commands.base import Command, Parser, add_arguments, as_function, create_command
 from llmcond.errors import UserError
-from llmcond.options import Amount, option, option_of, optional
+from llmcond.options import Amount, all_optional, declaration_of, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class _Paint(Command):
 def parsed(*arguments: str) -> Command:
     parser = Parser(prog="paint", allow_abbrev=False)
     add_arguments(parser, _Paint)
-    return command_of(_Paint, vars(parser.parse_args(arguments)))
+    return create_command(_Paint, vars(parser.parse_args(arguments)))
 
 
 def test_flags_are_read_by_the_types_of_the_fields():
@@ -110,7 +110,7 @@ def test_a_wrong_flag_is_one_line(arguments, words):
 
 
 def test_python_checks_what_the_command_line_checks():
-    paint = verb(_Paint)
+    paint = as_function(_Paint)
     assert paint(wall="w", into="there") == {"wall": "w", "into": Path("there")}
     assert paint.__name__ == "_paint".removeprefix("_")
     assert "Twice where it rains" in (paint.__doc__ or "")
@@ -138,7 +138,7 @@ def test_limits_are_checked_where_options_are_made(given, message):
     kept = _Paint(wall="w", layers=np.int64(9), thickness=0)
     assert (kept.layers, kept.thickness) == (9, 0)
     assert (type(kept.layers), type(kept.thickness)) == (int, float)  # as JSON takes them
-    annotation = inspect.signature(verb(_Paint)).parameters["layers"].annotation
+    annotation = inspect.signature(as_function(_Paint)).parameters["layers"].annotation
     assert annotation == "int | None"
 
 
@@ -164,13 +164,16 @@ def test_an_option_needs_the_one_that_it_is_for():
 )
 def test_wrong_arguments_name_the_function_and_the_nearest_name(args, kwargs, message):
     with pytest.raises(TypeError, match=re.escape(message)):
-        verb(_Paint)(*args, **kwargs)
+        as_function(_Paint)(*args, **kwargs)
 
 
 def test_settings_that_were_not_given_are_none():
-    cls = optional(_Paint)
+    cls = all_optional(_Paint)
     assert cls().colour is None
-    assert {f.name for f in cls.__dataclass_fields__.values() if option_of(f)} >= {"rank", "set"}
+    assert {f.name for f in cls.__dataclass_fields__.values() if declaration_of(f)} >= {
+        "rank",
+        "set",
+    }
 
 
 def test_commands_are_found_by_their_modules_and_have_places_of_their_own():
@@ -189,7 +192,7 @@ def test_every_command_has_an_example_that_parses(name, monkeypatch, tmp_path):
     parser = Parser(prog=name, allow_abbrev=False)
     add_arguments(parser, cls)
     if name != "prompts":  # its example is that of `prompts show`
-        assert isinstance(command_of(cls, vars(parser.parse_args(arguments))), cls)
+        assert isinstance(create_command(cls, vars(parser.parse_args(arguments))), cls)
 
 
 def test_every_verb_is_a_function_with_the_commands_options():

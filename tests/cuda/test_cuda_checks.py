@@ -16,7 +16,7 @@ _OTHER = ("two processes on one device = one",)
 
 
 def _checks(tmp_path: Path) -> list[tuple[str, float, checks.Measure]]:
-    return list(checks._list_checks(checks.Bench("cuda:0", tmp_path)))
+    return list(checks._list_checks(checks.CheckEnvironment("cuda:0", tmp_path)))
 
 
 _NAMES = [name for name, *_ in _checks(Path()) if name not in _OTHER]
@@ -43,5 +43,5 @@ def encode_on_a_gpu(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -
 
 def test_two_processes_compute_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_encode", encode_on_a_gpu)
-    difference, _ = checks._compare_two_processes(checks.Bench("cuda:0", tmp_path))
+    difference, _ = checks._compare_two_processes(checks.CheckEnvironment("cuda:0", tmp_path))
     assert difference <= checks.BOUNDS["float32"]

@@ -199,7 +199,7 @@ def test_a_bench_that_is_killed_leaves_its_checks(
     def killed(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    def only(given: checks.Bench) -> Any:
+    def only(given: checks.CheckEnvironment) -> Any:
         yield (
             "folded",
             1e-4,

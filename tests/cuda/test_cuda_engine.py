@@ -11,12 +11,12 @@ from helpers import checkpoints
 from helpers.cases import CASES
 from helpers.standin import StandIn
 
-from llmcond.benchmark.checks import Bench, distance
+from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs, long_inputs
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.loading import memory
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
-from llmcond.encoders.loading.memory import footprint
+from llmcond.encoders.loading.memory import measure_footprint
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import LlmcondError
@@ -28,7 +28,7 @@ def inputs_of(resolved: ResolvedEncoder, n: int = 64) -> list[EncoderInput]:
 
 
 def encoder_of(folder: Path, shape: str, dtype: str, **options: object) -> Encoder:
-    return Encoder(Bench("cuda:0", folder).resolve(shape, dtype, **options))
+    return Encoder(CheckEnvironment("cuda:0", folder).resolve(shape, dtype, **options))
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -124,7 +124,7 @@ def test_weights_take_the_bytes_that_are_reckoned_with(
 ) -> None:
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
-    resolved = Bench("cuda:0", tmp_path).resolve(shape, "bfloat16", quantize)
+    resolved = CheckEnvironment("cuda:0", tmp_path).resolve(shape, "bfloat16", quantize)
     config = load_config(resolved.checkpoint, resolved.identity.attention)
     empty = build_on_meta(config)
     blocks = 512 * (2 * len(list(empty.parameters())) + 16)  # an allocation is rounded up
@@ -132,7 +132,7 @@ def test_weights_take_the_bytes_that_are_reckoned_with(
     encoder = Encoder(resolved)
     gc.collect()
 
-    expected = footprint(empty).weights("bfloat16", quantize)
+    expected = measure_footprint(empty).weights("bfloat16", quantize)
     if resolved.identity.pooling != "pooler" and getattr(empty, "pooler", None) is not None:
         expected -= 2 * sum(value.numel() for value in empty.pooler.parameters())
     assert abs(gpu.used[0] - expected) <= blocks + 0.02 * expected
@@ -151,15 +151,15 @@ def test_a_batch_takes_no_more_than_is_reckoned_with(
 
     encoder.encode_counted(inputs)
 
-    expected = footprint(encoder.engine.model.network).batch("bfloat16", 2_048)
+    expected = measure_footprint(encoder.engine.model.network).batch("bfloat16", 2_048)
     assert 0.3 * expected <= gpu.peak[0] - before <= expected
 
 
 def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.empty(2**20, device="cuda")
-    free = memory.available("cuda:0")
+    free = memory.available_memory("cuda:0")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.used[0] + 2**30)
-    assert memory.available("cuda:0") == free + 2**30
+    assert memory.available_memory("cuda:0") == free + 2**30
     del tensor
 
 
@@ -183,7 +183,7 @@ def test_an_encoder_that_is_spread_is_packed_and_gives_the_same(
     own = {"dtype": "float32", "pooling": "mean", "runtime": "torch"}
     on_cpu = load_encoder(folder, device="cpu", **own)
     wanted = on_cpu.encode_counted(inputs).vectors
-    size = footprint(on_cpu.engine.model.network).weights(dtype, "none")
+    size = measure_footprint(on_cpu.engine.model.network).weights(dtype, "none")
 
     with StandIn(gpus=2, gib=0.9 * size / 2**30) as gpu:
         spread = load_encoder(folder, device=device, dtype=dtype, pooling="mean")
@@ -198,7 +198,7 @@ def test_an_encoder_that_is_spread_is_packed_and_gives_the_same(
 
 def test_one_gpu_that_was_named_is_not_exceeded(tmp_path: Path) -> None:
     with StandIn(gpus=2, gib=1e-3):
-        resolved = Bench("cuda:0", tmp_path).resolve("mistral-7b")
+        resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b")
         options = dataclasses.replace(resolved.options, device="cuda:0")
         with pytest.raises(LlmcondError, match=r"--device auto, which uses all 2 GPUs"):
             Encoder(dataclasses.replace(resolved, options=options))
@@ -216,7 +216,7 @@ def test_quantised_weights_are_not_placed_on_the_cpu(
         return read(resolved, config, {**arguments, "device_map": "cpu"})
 
     with StandIn(gpus=2):
-        resolved = Bench("cuda:0", tmp_path).resolve("mistral-7b", "float32", "4bit")
+        resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b", "float32", "4bit")
         monkeypatch.setattr(loading, "read_network", placed)
         with pytest.raises(LlmcondError, match="does not fit into the memory of cuda:0"):
             Encoder(resolved)
@@ -234,7 +234,7 @@ def test_quantised_weights_are_not_placed_on_the_cpu(
 def test_the_type_and_the_kernel_are_those_of_the_gpu(
     tmp_path: Path, shape: str, capability: tuple[int, int], dtype: str, kernel: str
 ) -> None:
-    on_cpu = Bench("cpu", tmp_path).resolve(shape)
+    on_cpu = CheckEnvironment("cpu", tmp_path).resolve(shape)
     inputs = inputs_of(on_cpu, 24)
     wanted = Encoder(on_cpu).encode_counted(inputs).vectors
     with StandIn(gib=16, capability=capability):

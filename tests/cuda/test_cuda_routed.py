@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from helpers.standin import StandIn
 
-from llmcond.benchmark.checks import Bench, distance
+from llmcond.benchmark.checks import CheckEnvironment, distance
 from llmcond.benchmark.shapes import csts_inputs
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.engine.pooling import routed
+from llmcond.encoders.engine.pooling import pool_routed
 from llmcond.encoders.spec import EncoderInput, Router
 
 
@@ -39,12 +39,12 @@ def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> 
         ]
     ]
     own = hidden.clone().requires_grad_()
-    wanted = routed(own, spans, routes)
+    wanted = pool_routed(own, spans, routes)
     wanted.square().sum().backward()
 
     with StandIn():
         theirs = hidden.clone().to("cuda").requires_grad_()
-        found = routed(theirs, spans, routes)
+        found = pool_routed(theirs, spans, routes)
         found.square().sum().backward()
         vectors, gradient = found.detach().cpu(), theirs.grad.cpu()
 
@@ -55,10 +55,16 @@ def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> 
 
 def test_an_encoder_gives_the_vectors_of_the_cpu(tmp_path: Path) -> None:
     inputs = _inputs(20, ["the place", "how many people there are"])
-    on_cpu = Encoder(Bench("cpu", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+    on_cpu = (
+        Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+    )
 
     with StandIn():
-        on_gpu = Encoder(Bench("cuda:0", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+        on_gpu = (
+            Encoder(CheckEnvironment("cuda:0", tmp_path).resolve("minilm"))
+            .encode_counted(inputs)
+            .vectors
+        )
 
     assert distance(on_gpu, on_cpu) <= 1e-4
     assert np.abs(on_gpu[0] - on_gpu[1]).max() > 1e-3  # the router has an effect
@@ -67,7 +73,7 @@ def test_an_encoder_gives_the_vectors_of_the_cpu(tmp_path: Path) -> None:
 def test_launches_do_not_grow_with_the_inputs_or_their_routers(tmp_path: Path) -> None:
     launches = []
     with StandIn() as gpu:
-        encoder = Encoder(Bench("cuda:0", tmp_path).resolve("minilm", "bfloat16"))
+        encoder = Encoder(CheckEnvironment("cuda:0", tmp_path).resolve("minilm", "bfloat16"))
         for inputs in (_inputs(16, ["a"]), _inputs(128, ["a"]), _inputs(16, list("abcdefgh"))):
             queries = encoder.queries({one.router.text for one in inputs if one.router})
             gpu.reset()

@@ -34,14 +34,16 @@ def test_stopped_and_resumed_it_ends_bit_equal(
     make = partial(trainer_of, model, data, options=options, epochs=1, adapter_dropout=0.1)
     whole = make(tmp_path / "whole")
     whole.run(lambda *_: None)
-    expected = {name: value.detach().cpu() for name, value in whole.model.trained().items()}
+    expected = {
+        name: value.detach().cpu() for name, value in whole.model.trained_parameters().items()
+    }
 
     again = resumed(partial(make, tmp_path / "again"), 4)
     assert again.progress.step == 3
     again.run(lambda *_: None)
 
     assert again.progress.curve == whole.progress.curve
-    for name, value in again.model.trained().items():
+    for name, value in again.model.trained_parameters().items():
         assert value.is_cuda
         assert torch.equal(value.detach().cpu(), expected[name]), name
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.standin import StandIn
 
-from llmcond.benchmark.checks import Bench
+from llmcond.benchmark.checks import CheckEnvironment
 from llmcond.benchmark.shapes import csts_inputs
 from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine import engine, forward
@@ -18,7 +18,7 @@ INPUTS = csts_inputs(8, instruct=False)
 
 
 def load(folder: Path) -> Encoder:
-    return Encoder(Bench("cuda:0", folder).resolve("minilm", "bfloat16"))
+    return Encoder(CheckEnvironment("cuda:0", folder).resolve("minilm", "bfloat16"))
 
 
 def test_a_tensor_that_was_left_on_the_cpu(
@@ -33,7 +33,7 @@ def test_a_copy_that_is_read_before_its_event(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = load(tmp_path)
-    fetch = engine.fetch
+    fetch = engine.copy_to_cpu
     monkeypatch.setattr(engine, "fetch", lambda values: (fetch(values)[0], None))
     with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine\.py"):
         encoder.encode_counted(INPUTS)

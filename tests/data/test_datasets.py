@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from llmcond.data.datasets import (
     FRACTIONS,
     Columns,
+    ConditionedTexts,
     RatingScale,
-    Texts,
     read_dataset,
     read_rows,
     read_texts,
@@ -355,7 +355,7 @@ def test_leaked_pairs_are_counted_once_and_in_either_order():
 
 def test_the_condition_is_a_column_where_the_file_has_it(write_rows: Write):
     path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
-    assert read_texts(str(path), "sentence") == Texts(["a", "b"], ["x", "y"], "rows.csv")
+    assert read_texts(str(path), "sentence") == ConditionedTexts(["a", "b"], ["x", "y"], "rows.csv")
     assert read_texts(str(path), "sentence", "sentence").conditions == ["a", "b"]
 
 

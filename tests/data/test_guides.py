@@ -11,8 +11,8 @@ from helpers.serving import served
 import llmcond
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
-from llmcond.serving.running import load_model
-from llmcond.serving.settings import Served
+from llmcond.serving.model_server import load_model
+from llmcond.serving.settings import ServedSource
 
 PLACE, MOOD = "the place", "the mood"
 WHO = ("two men", "three women", "children", "two dogs")
@@ -64,10 +64,12 @@ def test_a_guide_is_of_the_condition_with_its_values(embedder):
 
 
 def test_minilm_tells_apart_what_eight_labels_name(minilm):
-    from llmcond.features.view import View
+    from llmcond.features.view import FeatureView
     from llmcond.prompts import load_prompt
 
-    embedder = llmcond.Embedder(minilm, View((load_prompt("concat-cond-sent"),), subtract=False))
+    embedder = llmcond.Embedder(
+        minilm, FeatureView((load_prompt("concat-cond-sent"),), subtract=False)
+    )
     things = ("phone", "hotel", "soup", "car", "jacket", "film", "lamp", "book")
     texts = [f"The {one} is {word}." for one in things for word in ("wonderful", "terrible")]
     labels = ["praise", "complaint"] * len(things)
@@ -155,7 +157,7 @@ def test_embed_writes_what_the_guided_embedder_gives(
 
 
 def test_a_server_follows_its_guide(tiny_run, rows, embedder):
-    loaded = load_model(Served(run=tiny_run, device="cpu", condition=PLACE, guide=rows))
+    loaded = load_model(ServedSource(run=tiny_run, device="cpu", condition=PLACE, guide=rows))
     with served(loaded) as (client, _):
         asked = {"input": TEXTS[8], "encoding_format": "base64"}
         answer = client.post("/v1/embeddings", asked).json
@@ -168,4 +170,4 @@ def test_a_server_follows_its_guide(tiny_run, rows, embedder):
     assert similar == pytest.approx(guided.similarity(*pair.values(), PLACE), abs=1e-4)
     assert model["guides"] == {PLACE: {"labels": {"park": 4, "beach": 4}, "source": "labels.csv"}}
     with pytest.raises(UserError, match="no column condition, but there are 0 conditions"):
-        load_model(Served(run=tiny_run, device="cpu", guide=rows))
+        load_model(ServedSource(run=tiny_run, device="cpu", guide=rows))

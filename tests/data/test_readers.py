@@ -625,7 +625,7 @@ def test_what_is_read_as_a_whole_has_a_limit(monkeypatch, tmp_path, name):
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress((tmp_path / "rows.json").read_bytes()))
     assert len(rows_of(str(path))) == 3
-    monkeypatch.setattr("llmcond.data.readers.MOST_BYTES", 40_000)
+    monkeypatch.setattr("llmcond.data.readers.MAX_FILE_BYTES", 40_000)
     with pytest.raises(UserError, match=f"{name} contains more than .* MiB.*as .csv, .jsonl or"):
         rows_of(str(path))
 

@@ -13,7 +13,7 @@ from helpers.vectors import cosines
 
 from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
-from llmcond.encoders.engine.pooling import mean
+from llmcond.encoders.engine.pooling import mean_pooling
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
@@ -168,7 +168,7 @@ def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, p
 def test_mean_is_summed_in_float32():
     # 257 ones: the sum that bfloat16 cannot hold.
     hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)
-    assert mean(hidden, torch.ones(1, 257, dtype=torch.bool), [257]).item() == 1
+    assert mean_pooling(hidden, torch.ones(1, 257, dtype=torch.bool), [257]).item() == 1
 
 
 @pytest.fixture(scope="module")

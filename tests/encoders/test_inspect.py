@@ -16,7 +16,7 @@ from llmcond.encoders import MODELS, EncoderInput, EncoderOptions
 from llmcond.encoders.checkpoints import checkpoint as checkpoints
 from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
-from llmcond.report.checkup import checkup, drawn
+from llmcond.report.checkup import render_checkup, token_lines
 from llmcond.workflows.check import check_model
 
 CPU = EncoderOptions(device="cpu")
@@ -101,7 +101,7 @@ def test_lines_are_as_wide_as_the_terminal_and_marks_under_their_tokens():
         "tokens": ["<s>", "▁the", "東京", "\n", "a\x1b[31m", "</s>"] * 4,
         "pooled": [False, True, True, True, False, True] * 4,
     }
-    lines = drawn(sample, 30)
+    lines = token_lines(sample, 30)
     assert len(lines) % 2 == 0
     assert all(len(line) <= 31 for line in lines)
     assert not any("\x1b" in line or "\n" in line for line in lines)
@@ -113,7 +113,7 @@ def test_lines_are_as_wide_as_the_terminal_and_marks_under_their_tokens():
 def test_a_check_is_readable_in_a_narrow_terminal():
     report, _ = check_model("minilm", CPU)
     out = io.StringIO()
-    Console(width=80, file=out).print(checkup(report, 80))
+    Console(width=80, file=out).print(render_checkup(report, 80))
     assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= 80
 
 

@@ -11,7 +11,7 @@ import llmcond
 from llmcond.encoders import EncoderOptions
 from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS, STATED, EncoderIdentity
 from llmcond.errors import LlmcondError, UserError
-from llmcond.options import option_of
+from llmcond.options import declaration_of
 
 
 def test_load_encoder_takes_every_option_by_keyword():
@@ -20,7 +20,7 @@ def test_load_encoder_takes_every_option_by_keyword():
     assert [p.name for p in parameters[1:]] == [field.name for field in fields(EncoderOptions)]
     assert {p.kind for p in parameters[1:]} == {inspect.Parameter.KEYWORD_ONLY}
     for field in fields(EncoderOptions):
-        assert f"{field.name}: {option_of(field).help}" in llmcond.load_encoder.__doc__
+        assert f"{field.name}: {declaration_of(field).help}" in llmcond.load_encoder.__doc__
 
 
 @pytest.mark.parametrize("name", ["weights", "quantize", "instruction_format", "attention"])

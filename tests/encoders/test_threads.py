@@ -276,7 +276,7 @@ def test_workers_share_the_cores(cores, device, quantize, runtime, expected):
     torch.set_num_threads(cores)
     identity = SimpleNamespace(quantize=quantize)
     resolved = SimpleNamespace(device=device, identity=identity, runtime=runtime)
-    workers = WorkerThreads(Concurrency.of(resolved))
+    workers = WorkerThreads(Concurrency.for_encoder(resolved))
     (threads,) = set(workers.map(lambda _: torch.get_num_threads(), range(20)))
     assert (workers.concurrency.threads, threads) == expected
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import DEFAULT_MODEL
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation import condition_checks
 from llmcond.evaluation.condition_checks import (
@@ -94,10 +94,10 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
     path.write_text(json.dumps(written))
     assert find_calibration(tmp_path) == CALIBRATION
     monkeypatch.setattr(condition_checks, "bundled", lambda _: tmp_path)
-    (tmp_path / PRETRAINED).mkdir()
-    path.rename(tmp_path / PRETRAINED / "conditions.json")
-    assert find_calibration(tmp_path).is_own is False
-    assert find_calibration(tmp_path / PRETRAINED).is_own is True
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    path.rename(tmp_path / DEFAULT_MODEL / "conditions.json")
+    assert find_calibration(tmp_path).is_of_model is False
+    assert find_calibration(tmp_path / DEFAULT_MODEL).is_of_model is True
     for damage, message in [
         ({"coefficients": {"luck": 1.0}}, "'luck', which is not an indicator"),
         ({"intercept": "0.5"}, "'intercept' is '0.5'"),

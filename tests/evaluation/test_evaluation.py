@@ -20,7 +20,7 @@ import llmcond
 import llmcond.evaluation.isotropy as isotropy_module
 from llmcond import fit_head
 from llmcond.errors import UserError
-from llmcond.evaluation.clusters import impurity, impurity_of, project_2d
+from llmcond.evaluation.clusters import impurity, impurity_from_counts, project_2d
 from llmcond.evaluation.conditions import (
     Change,
     change_table,
@@ -29,7 +29,7 @@ from llmcond.evaluation.conditions import (
     seen_unseen,
 )
 from llmcond.evaluation.isotropy import Isotropy, isotropy
-from llmcond.evaluation.paired import resample
+from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.metrics import METRICS
 from llmcond.report.figures import plot_clusters, plot_curve
 
@@ -164,11 +164,11 @@ def test_isotropy_refuses(vectors, message):
 def test_impurity_is_the_weighted_entropy_of_each_condition(counts):
     counts[:, 0] += 1
     expected = sum(row.sum() / counts.sum() * entropy(row) for row in counts)
-    assert impurity_of(counts) == pytest.approx(expected, abs=1e-12)
+    assert impurity_from_counts(counts) == pytest.approx(expected, abs=1e-12)
 
 
 def test_impurity_weighs_conditions_by_their_size():
-    assert impurity_of(np.array([[1, 1], [8, 0]])) == pytest.approx(0.2 * math.log(2))
+    assert impurity_from_counts(np.array([[1, 1], [8, 0]])) == pytest.approx(0.2 * math.log(2))
 
 
 def blobs(k, per, dim=8, seed=0, spread=0.05):
@@ -293,7 +293,7 @@ def test_seen_and_unseen_rows_are_scored_as_if_alone(name):
     found = seen_unseen(train, condition, rating, similarity, pair, metric, resamples=50)
     seen = np.array([text in train for text in condition])
     for kind, rows in (("overall", seen | ~seen), ("seen", seen), ("unseen", ~seen)):
-        alone = resample([similarity[None, rows]], rating[rows], pair[rows], [metric], 50)
+        alone = bootstrap_metrics([similarity[None, rows]], rating[rows], pair[rows], [metric], 50)
         score = found[kind].score
         assert score == alone.estimates(0)[name]
         assert score.low < score.value < score.high

@@ -15,16 +15,16 @@ from scipy.stats import pearsonr, spearmanr
 from scipy.stats import t as student
 
 from llmcond.evaluation import paired
-from llmcond.evaluation.paired import LEAST_PAIRS, differences, holm, resample
-from llmcond.metrics import DEFAULT, METRICS, Metric
+from llmcond.evaluation.paired import MIN_PAIRS, bootstrap_metrics, holm, paired_differences
+from llmcond.metrics import DEFAULT_METRICS, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = ("spearman", "pearson", "accuracy")
 
 
 def compare(candidates, baseline, *data, **options):
-    found = resample([baseline, *candidates], *data, **options)
-    return list(differences(found, {0: range(1, 1 + len(candidates))}).values())
+    found = bootstrap_metrics([baseline, *candidates], *data, **options)
+    return list(paired_differences(found, {0: range(1, 1 + len(candidates))}).values())
 
 
 def rows(n_pairs, errors, seed=0, common=1.0, conditions=2):
@@ -83,7 +83,7 @@ EXAMPLE = st.integers(2, 14).flatmap(
 @pytest.mark.filterwarnings("ignore::scipy.stats.ConstantInputWarning")
 def test_measures_of_draws_equal_the_slow_way(example):
     similarity, rating, pair = map(np.array, example)
-    found = resample([similarity], rating, pair, resamples=5, seed=3)
+    found = bootstrap_metrics([similarity], rating, pair, resamples=5, seed=3)
     n_pairs = len(np.unique(pair))
     expected = slow(similarity, rating, pair, np.ones(n_pairs))
     np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-12)
@@ -137,7 +137,7 @@ def test_the_size_of_blocks_changes_nothing(monkeypatch):
 def test_values_are_those_of_the_metrics():
     (one, other), rating, pair = rows(60, [0.5, 2.0])
     (found,) = compare([one], other, rating, pair, resamples=20)
-    for metric in DEFAULT:
+    for metric in DEFAULT_METRICS:
         values = [metric(system[0], rating, pair) for system in (one, other)]
         assert found[metric.name].value == np.subtract(*values)
 
@@ -148,10 +148,10 @@ def test_any_metric_is_resampled_by_the_same_draws():
     ways = [np.round(way) for way in ways]
     own = [
         Metric(metric.name, lambda *rows, metric=metric: metric.function(*rows))
-        for metric in DEFAULT
+        for metric in DEFAULT_METRICS
     ]
-    fast = resample(ways, rating, pair, resamples=30)
-    general = resample(ways, rating, pair, own, resamples=30)
+    fast = bootstrap_metrics(ways, rating, pair, resamples=30)
+    general = bootstrap_metrics(ways, rating, pair, own, resamples=30)
     np.testing.assert_array_equal(general.values, fast.values)
     np.testing.assert_allclose(general.sampled, fast.sampled, rtol=0, atol=1e-12)
 
@@ -195,7 +195,7 @@ def test_what_candidate_and_baseline_share_cancels():
     (close,), (far,) = (compare(ways[:1], ways[1], rating, pair) for ways in (alike, apart))
     # Each is about as good as the others; only what they have in common is not the same.
     assert width(close["spearman"]) < 0.4 * width(far["spearman"])
-    drawn = resample(alike, rating, pair).sampled[0]
+    drawn = bootstrap_metrics(alike, rating, pair).sampled[0]
     assert np.corrcoef(drawn)[0, 1] > 0.9
 
 
@@ -225,7 +225,7 @@ def test_always_right_is_better_than_blind_once_there_are_sentence_pairs_enough(
 def test_equal_predictions_count_one_half():
     _, rating, pair = rows(30, [])
     blind = pair[None].astype(np.float32)
-    assert resample([blind], rating, pair, [METRICS["accuracy"]], 0).values[0, 0] == 0.5
+    assert bootstrap_metrics([blind], rating, pair, [METRICS["accuracy"]], 0).values[0, 0] == 0.5
 
 
 def test_holm_by_hand():
@@ -309,7 +309,7 @@ def test_seeds_are_averaged_and_their_spread_is_told_apart():
         mean = np.mean([one[measure].value for one in apart])
         assert found[measure].value == pytest.approx(mean)
     own = [spearmanr(fit[0], rating).statistic for fit in fits]
-    measured = resample([seeds, *fits], rating, pair, resamples=0)
+    measured = bootstrap_metrics([seeds, *fits], rating, pair, resamples=0)
     deviations = [measured.deviations(i)["spearman"] for i in range(4)]
     assert deviations == [pytest.approx(np.std(own, ddof=1)), None, None, None]
 
@@ -357,7 +357,7 @@ def test_constant_predictions_of_many_rows_have_no_spearman():
     # The cube of this many rows is no double.
     n = 208_585
     constant = np.zeros((1, n))
-    found = resample([constant], np.arange(n) % 5.0, np.arange(n), resamples=0)
+    found = bootstrap_metrics([constant], np.arange(n) % 5.0, np.arange(n), resamples=0)
     assert isnan(found.values[0, 0])
 
 
@@ -367,7 +367,7 @@ def test_one_constant_seed_leaves_spearman_undefined():
     seeds = np.concatenate([fit, np.zeros((1, 60))])
     (found,) = compare([seeds], baseline, rating, pair, resamples=50)
     undefined(found["spearman"])
-    assert isnan(resample([seeds], rating, pair, resamples=0).deviations(0)["spearman"])
+    assert isnan(bootstrap_metrics([seeds], rating, pair, resamples=0).deviations(0)["spearman"])
 
 
 @pytest.mark.filterwarnings("error")
@@ -409,7 +409,7 @@ def test_no_candidates_are_no_comparisons():
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     ways, rating, pair = rows(50_000, [1.0, 1.5], seed=1)
-    truth = np.subtract(*resample(ways, rating, pair, resamples=0).values.T)
+    truth = np.subtract(*bootstrap_metrics(ways, rating, pair, resamples=0).values.T)
     held = {measure: [] for measure in MEASURES}
     for seed in range(300):
         ways, rating, pair = rows(40, [1.0, 1.5], seed=100 + seed)
@@ -434,7 +434,7 @@ def test_false_alarms_are_few():
 def test_a_true_difference_of_the_minimum_is_seen_in_four_of_five_samples():
     errors = [0.8, 1.75]
     ways, rating, pair = rows(50_000, errors, seed=1)
-    truth = np.subtract(*resample(ways, rating, pair, resamples=0).values[0])
+    truth = np.subtract(*bootstrap_metrics(ways, rating, pair, resamples=0).values[0])
     found = []
     for seed in range(200):
         ways, rating, pair = rows(60, errors, seed=1_000 + seed)
@@ -478,7 +478,7 @@ def test_the_error_of_seeds_is_pooled_and_added():
     found = compare(ways[1:], ways[0], rating, pair)
     scores = np.array([[spearmanr(fit, rating).statistic for fit in way] for way in ways])
     pooled = scores.var(axis=1, ddof=1).mean()  # 5 ways of 3 seeds: 10 degrees of freedom
-    drawn = resample(ways, rating, pair).sampled[0]
+    drawn = bootstrap_metrics(ways, rating, pair).sampled[0]
     for i, one in enumerate(found, start=1):
         rows = (drawn[i] - drawn[0]).var(ddof=1) * 200 / 199
         seeds = 2 * pooled / 3
@@ -503,7 +503,7 @@ def test_fits_that_are_all_alike_add_nothing():
 
 def test_ways_are_measured_by_themselves_with_intervals_over_rows_and_seeds():
     ways, rating, pair = seeded(0.1)
-    drawn = resample(ways, rating, pair)
+    drawn = bootstrap_metrics(ways, rating, pair)
     for i, way in enumerate(ways):
         one = drawn.estimates(i)
         spearman, accuracy = one["spearman"], one["accuracy"]
@@ -515,9 +515,9 @@ def test_ways_are_measured_by_themselves_with_intervals_over_rows_and_seeds():
         half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
         assert spearman.high - spearman.value == pytest.approx(half)
         assert accuracy.low < accuracy.value < accuracy.high
-    two = resample([way[:2] for way in ways], rating, pair)
+    two = bootstrap_metrics([way[:2] for way in ways], rating, pair)
     assert np.isnan([two.estimates(0)["spearman"].low, two.estimates(0)["spearman"].high]).all()
-    one = resample([np.ones((2, len(rating)))], rating, pair).estimates(0)
+    one = bootstrap_metrics([np.ones((2, len(rating)))], rating, pair).estimates(0)
     spearman = one["spearman"]
     assert np.isnan([spearman.value, spearman.low, spearman.high]).all()
     assert one["accuracy"].value == 0.5
@@ -527,9 +527,9 @@ def test_ways_are_measured_by_themselves_with_intervals_over_rows_and_seeds():
 def test_few_sentence_pairs_have_no_interval_and_none_leaves_the_range(n_pairs):
     pair = np.repeat(np.arange(n_pairs), 2)
     rating = np.tile([0.0, 1.0], n_pairs)
-    for one in resample([rating[None]], rating, pair).estimates(0).values():
+    for one in bootstrap_metrics([rating[None]], rating, pair).estimates(0).values():
         assert one.value == pytest.approx(1)
-        if n_pairs < LEAST_PAIRS:
+        if n_pairs < MIN_PAIRS:
             assert np.isnan([one.low, one.high]).all()
         else:
             assert one.low < one.high == 1
@@ -537,9 +537,9 @@ def test_few_sentence_pairs_have_no_interval_and_none_leaves_the_range(n_pairs):
 
 def test_comparisons_with_several_baselines_are_one_family():
     ways, rating, pair = seeded(0.0, n_seeds=1)
-    drawn = resample(ways, rating, pair)
-    family = differences(drawn, {0: [1, 2], 4: [3]})
-    alone = {**differences(drawn, {0: [1, 2]}), **differences(drawn, {4: [3]})}
+    drawn = bootstrap_metrics(ways, rating, pair)
+    family = paired_differences(drawn, {0: [1, 2], 4: [3]})
+    alone = {**paired_differences(drawn, {0: [1, 2]}), **paired_differences(drawn, {4: [3]})}
     assert list(family) == list(alone) == [1, 2, 3]
     for measure in ("spearman", "accuracy"):
         after = [one[measure] for one in family.values()]
@@ -547,4 +547,4 @@ def test_comparisons_with_several_baselines_are_one_family():
         assert [one.p_holm for one in after] == holm(np.array([one.p for one in after])).tolist()
         for one in after:
             assert (one.verdict == "no evidence") == (one.p_holm > 0.05)
-    assert differences(drawn, {}) == {}
+    assert paired_differences(drawn, {}) == {}

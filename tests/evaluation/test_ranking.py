@@ -12,19 +12,19 @@ from helpers.paths import ROOT
 
 from llmcond.errors import UserError
 from llmcond.evaluation import ranking
-from llmcond.evaluation.paired import differences, resample
+from llmcond.evaluation.paired import bootstrap_metrics, paired_differences
 from llmcond.evaluation.ranking import (
     CandidatePool,
     Ranks,
-    measure_each,
     rank,
     rank_each,
     ranks_among,
-    top,
+    score_rankings,
+    top_entities,
 )
-from llmcond.kinds.ranking.graph import Graph, Known, both_directions
-from llmcond.kinds.ranking.rules import Context
-from llmcond.metrics import RANKING, choose_metrics, over_strata
+from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions
+from llmcond.kinds.ranking.rules import TrainGraph
+from llmcond.metrics import RANKING_METRICS, choose_metrics, mean_over_strata
 
 TIES = ("realistic", "optimistic", "pessimistic")
 
@@ -47,7 +47,7 @@ def loop(scores, triples, known, exclude_head=False):
 
 
 def equal(one: Ranks, other: Ranks) -> bool:
-    return all(np.array_equal(one.of(ties), other.of(ties)) for ties in TIES)
+    return all(np.array_equal(one.resolve_ties(ties), other.resolve_ties(ties)) for ties in TIES)
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +68,29 @@ def vectors(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
 
 def test_three_entities_by_hand():
     triples = np.array([[0, 0, 1], [0, 0, 2], [1, 0, 1]])
-    known = Known(triples, 3)
+    known = KnownTriples(triples, 3)
     candidates = np.array([[3.0], [1.0], [2.0]])
     ranks = rank(np.ones((3, 1)), candidates, triples, known)
 
     # Of the first query the second's answer is left out, so that only the head is before it.
-    assert ranks.of().tolist() == [2, 2, 3]
+    assert ranks.resolve_ties().tolist() == [2, 2, 3]
     without = rank(np.ones((3, 1)), candidates, triples, known, exclude_head=True)
     # A self-loop's answer is its head, which stays.
-    assert without.of().tolist() == [1, 1, 3]
-    assert rank(np.ones((3, 1)), candidates, triples, None).of().tolist() == [3, 2, 3]
+    assert without.resolve_ties().tolist() == [1, 1, 3]
+    assert rank(np.ones((3, 1)), candidates, triples, None).resolve_ties().tolist() == [3, 2, 3]
 
 
 def test_a_query_whose_answers_are_all_known_has_rank_one():
     triples = np.array([[0, 0, 0], [0, 0, 1], [0, 0, 2]])
-    ranks = rank(np.ones((3, 1)), np.array([[1.0], [2.0], [3.0]]), triples, Known(triples, 3))
-    assert all(ranks.of(ties).tolist() == [1, 1, 1] for ties in TIES)
+    ranks = rank(
+        np.ones((3, 1)), np.array([[1.0], [2.0], [3.0]]), triples, KnownTriples(triples, 3)
+    )
+    assert all(ranks.resolve_ties(ties).tolist() == [1, 1, 1] for ties in TIES)
 
 
 def test_equal_scores_are_the_middle_the_first_or_the_last():
     ranks = rank(np.ones((1, 1)), np.ones((5, 1)), np.array([[0, 0, 3]]), None)
-    assert [ranks.of(ties).item() for ties in TIES] == [3, 1, 5]
+    assert [ranks.resolve_ties(ties).item() for ties in TIES] == [3, 1, 5]
 
 
 @pytest.mark.parametrize("exclude_head", [False, True])
@@ -96,7 +98,7 @@ def test_equal_scores_are_the_middle_the_first_or_the_last():
 def test_ranks_are_those_of_loops(graph, vectors, filtered, exclude_head):
     queries, candidates = vectors
     triples = graph.queries("test")
-    known = Known(graph) if filtered else None
+    known = KnownTriples(graph) if filtered else None
     expected = loop(queries @ candidates.T, triples, known, exclude_head)
 
     assert equal(rank(queries, candidates, triples, known, (), exclude_head), expected)
@@ -104,8 +106,11 @@ def test_ranks_are_those_of_loops(graph, vectors, filtered, exclude_head):
 
 @pytest.mark.parametrize(("block", "tile"), [(1, 64), (7, 64), (64, 1), (64, 7), (5, 29)])
 def test_ranks_do_not_depend_on_blocks(graph, vectors, block, tile):
-    triples, known = graph.queries("test"), Known(graph)
-    terms = [Context.of(graph).hops(2, 0.5), Context.of(graph).reverse(1.0)]
+    triples, known = graph.queries("test"), KnownTriples(graph)
+    terms = [
+        TrainGraph.from_graph(graph).create_hops_term(2, 0.5),
+        TrainGraph.from_graph(graph).create_reverse_term(1.0),
+    ]
     whole = rank(*vectors, triples, known, terms, exclude_head=True)
 
     queries, candidates = vectors
@@ -117,7 +122,7 @@ def test_candidates_on_disk_rank_as_those_in_memory(graph, vectors, tmp_path: Pa
     queries, candidates = vectors
     np.save(tmp_path / "c.npy", candidates.astype(np.float16))
     mapped = np.load(tmp_path / "c.npy", mmap_mode="r")
-    triples, known = graph.queries("test"), Known(graph)
+    triples, known = graph.queries("test"), KnownTriples(graph)
 
     streamed = rank(queries, mapped, triples, known, tile=8)
     assert equal(streamed, rank(queries, candidates, triples, known))
@@ -125,21 +130,25 @@ def test_candidates_on_disk_rank_as_those_in_memory(graph, vectors, tmp_path: Pa
 
 def test_the_other_direction_of_inverse_triples_is_the_first(graph, vectors):
     queries, candidates = vectors
-    triples, known = graph.queries("test"), Known(graph)
+    triples, known = graph.queries("test"), KnownTriples(graph)
     half = len(triples) // 2
     turned = np.concatenate([triples[half:], triples[:half]])
     ranks = rank(np.roll(queries, half, axis=0), candidates, turned, known)
-    assert np.array_equal(np.roll(ranks.of(), half), rank(*vectors, triples, known).of())
+    assert np.array_equal(np.roll(ranks.resolve_ties(), half), rank(*vectors, triples, known).of())
 
 
 @pytest.mark.parametrize("tile", [7, 64])
 def test_variants_are_ranked_as_if_each_were_a_term(graph, vectors, tile):
     """Weights push answers that have the edge up and down, and others past answers without it."""
-    triples, known, context = graph.queries("test"), Known(graph), Context.of(graph)
+    triples, known, context = (
+        graph.queries("test"),
+        KnownTriples(graph),
+        TrainGraph.from_graph(graph),
+    )
     # Reversed edges of the answers as well, so that some of them move.
-    context.known = Known(graph)
-    terms = [context.hops(1, 0.5)]
-    variants = [context.reverse(weight) for weight in (0, 1, -2.5, 40)]
+    context.known = KnownTriples(graph)
+    terms = [context.create_hops_term(1, 0.5)]
+    variants = [context.create_reverse_term(weight) for weight in (0, 1, -2.5, 40)]
     queries, candidates = vectors
     pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
     found = rank_each(queries, pool, triples, variants, block=7)
@@ -190,10 +199,10 @@ def test_ranks_are_pykeens(case, monkeypatch):
     bench = import_module("bench_ranking")
     recorded = json.loads((ROOT / "tests" / "golden" / "pykeen_ranks.json").read_text())[case]
     scores, test, triples = bench.golden_case(bench.CASES[case])
-    known = Known(both_directions(triples, 3), 40)
+    known = KnownTriples(both_directions(triples, 3), 40)
 
     ranks = rank(*scores_as_vectors(scores), both_directions(test, 3), known)
-    assert {ties: ranks.of(ties).tolist() for ties in TIES} == recorded
+    assert {ties: ranks.resolve_ties(ties).tolist() for ties in TIES} == recorded
     # Rounded scores have ties, without which the three ways are one.
     assert (recorded["optimistic"] == recorded["pessimistic"]) == (case == "float32")
 
@@ -212,25 +221,25 @@ def test_what_is_recorded_of_pykeen_is_what_it_does(monkeypatch):
 def test_the_best_are_those_of_a_sort(graph, vectors, tile):
     queries, candidates = vectors
     head, relation, _ = graph.queries("test").T
-    known, context = Known(graph), Context.of(graph)
+    known, context = KnownTriples(graph), TrainGraph.from_graph(graph)
     scores = queries @ candidates.T
-    row, entity = context.within(head, 1)
+    row, entity = context.find_neighbourhood(head, 1)
     scores[row, entity] += 0.5
     scores[known.gather(head, relation)] = -np.inf
     scores[np.arange(len(head)), head] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :7]
 
-    terms = [context.hops(1, 0.5)]
+    terms = [context.create_hops_term(1, 0.5)]
     pool = CandidatePool(candidates, known, terms, exclude_head=True, tile=tile)
-    entities, best = top(queries, pool, head, relation, 7)
+    entities, best = top_entities(queries, pool, head, relation, 7)
     np.testing.assert_array_equal(entities, order)
     np.testing.assert_array_equal(best, np.take_along_axis(scores, order, axis=1))
 
 
 def test_where_few_are_left_the_last_scores_are_minus_infinity():
-    known = Known(np.array([[0, 0, 1], [0, 0, 2]]), 3)
+    known = KnownTriples(np.array([[0, 0, 1], [0, 0, 2]]), 3)
     pool = CandidatePool(np.ones((3, 1)), known)
-    entities, scores = top(np.ones((1, 1)), pool, np.array([0]), np.array([0]), 5)
+    entities, scores = top_entities(np.ones((1, 1)), pool, np.array([0]), np.array([0]), 5)
     assert entities[0, 0] == 0
     assert scores.tolist() == [[1, -np.inf, -np.inf]]
 
@@ -240,10 +249,12 @@ def test_where_few_are_left_the_last_scores_are_minus_infinity():
 
 def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
     seen = []
-    monkeypatch.setattr(ranking, "resample", lambda *given: seen.append(given) or resample(*given))
+    monkeypatch.setattr(
+        ranking, "resample", lambda *given: seen.append(given) or bootstrap_metrics(*given)
+    )
     ranks = np.arange(1, 11, dtype=float)[None]
     chosen = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)
-    (found,) = measure_each([ranks], np.tile(np.arange(5), 2), resamples=9, chosen=chosen)
+    (found,) = score_rankings([ranks], np.tile(np.arange(5), 2), resamples=9, mask=chosen)
 
     (systems, _, triple, _, _) = seen[0]
     assert triple.tolist() == [0, 1, 4, 0, 1, 2]
@@ -255,14 +266,18 @@ def test_means_over_rows_are_resampled_as_any_metric_is():
     rng = np.random.default_rng(0)
     systems = [rng.integers(1, 30, size=(seeds, 80)).astype(float) for seeds in (1, 3)]
     pair = np.tile(np.arange(40), 2)
-    quick = resample(systems, np.zeros(80), pair, RANKING, 50)
-    slow = resample(
-        systems, np.zeros(80), pair, [replace(metric, by_row=None) for metric in RANKING], 50
+    quick = bootstrap_metrics(systems, np.zeros(80), pair, RANKING_METRICS, 50)
+    slow = bootstrap_metrics(
+        systems,
+        np.zeros(80),
+        pair,
+        [replace(metric, by_row=None) for metric in RANKING_METRICS],
+        50,
     )
 
     np.testing.assert_allclose(quick.values, slow.values)
     np.testing.assert_allclose(quick.sampled, slow.sampled)
-    lower = differences(quick, {0: [1]})[1]["mean_rank"]
+    lower = paired_differences(quick, {0: [1]})[1]["mean_rank"]
     assert (lower.verdict == "better") == (lower.p_holm <= 0.05 and lower.value < 0)
 
 
@@ -285,7 +300,7 @@ def test_the_average_rank_is_of_strata_not_of_queries():
     average, micro = choose_metrics(["average_rank", "average_rank_micro"])
     assert average(rank, stratum, nothing) == (2 + 20) / 2
     assert micro(rank, stratum, nothing) == 64 / 5
-    hits = over_strata(choose_metrics(["hits@10"])[0])
+    hits = mean_over_strata(choose_metrics(["hits@10"])[0])
     assert hits(rank, stratum, nothing) == (1 + 1 / 3) / 2
 
 
@@ -295,8 +310,8 @@ def test_means_over_strata_are_resampled_as_any_metric_is():
     systems = [rng.integers(1, 30, size=(seeds, 40)).astype(float) for seeds in (1, 2)]
     dialogue, stratum = rng.integers(6, size=40), rng.integers(5, size=40) * 2.0
     metrics = choose_metrics(["average_rank"])
-    quick = resample(systems, stratum, dialogue, metrics, 60)
-    slow = resample(systems, stratum, dialogue, [replace(metrics[0], by_row=None)], 60)
+    quick = bootstrap_metrics(systems, stratum, dialogue, metrics, 60)
+    slow = bootstrap_metrics(systems, stratum, dialogue, [replace(metrics[0], by_row=None)], 60)
 
     np.testing.assert_allclose(quick.values, slow.values)
     np.testing.assert_allclose(quick.sampled, slow.sampled)

@@ -9,17 +9,17 @@ import pytest
 
 from llmcond.data.rows import Rows
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.paired import Difference
+from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.results import (
     ComparedResult,
-    Counts,
     Result,
     Results,
+    RowCounts,
     SweptResult,
     best_first,
-    score,
+    score_results,
 )
-from llmcond.metrics import DEFAULT, Estimate, Metric
+from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric
 
 ABOUT = {"name": "mlp@a+b", "head": "mlp", "prompts": ("a", "b"), "subtract": True, "split": "dev"}
 METRICS = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}
@@ -32,9 +32,9 @@ def rows(n_pairs, rating=None):
     return Rows(texts, texts, ["a", "b"] * n_pairs, values, np.arange(n) + 1, "rows.csv")
 
 
-def scored(similarity, of=None, metrics=DEFAULT, **options):
+def scored(similarity, of=None, metrics=DEFAULT_METRICS, **options):
     of = rows(10) if of is None else of
-    return score([Result(**ABOUT)], [np.asarray(similarity)], of, metrics, **options)[0]
+    return score_results([Result(**ABOUT)], [np.asarray(similarity)], of, metrics, **options)[0]
 
 
 def test_each_kind_of_result_has_the_json_of_its_command():
@@ -56,7 +56,7 @@ def test_each_kind_of_result_has_the_json_of_its_command():
         *([0.4, 0.6], None),
         [None, None],
     )
-    difference = Difference(0.1, nan, nan, 0.0, nan, nan, nan, "no evidence")
+    difference = PairedDifference(0.1, nan, nan, 0.0, nan, nan, nan, "no evidence")
     two = ComparedResult(**fitted, difference={"spearman": difference}, against="x").to_json()
     compared = {"seeds", "control", "difference", "against"}
     assert set(two) == about | counts | figures | deviations | compared
@@ -114,8 +114,8 @@ def test_a_metric_has_no_name_of_another_column():
 def test_counts_are_of_rated_rows():
     some = rows(3)
     some.rating[:3] = nan
-    counts = Counts(n=3, n_dropped=3, n_pairs=2, n_compared=1, n_tied=0)
-    assert Counts.of(some) == counts
+    counts = RowCounts(n=3, n_dropped=3, n_pairs=2, n_compared=1, n_tied=0)
+    assert RowCounts.of(some) == counts
 
 
 def test_results_are_a_table_in_notebooks(monkeypatch):

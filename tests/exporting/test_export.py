@@ -16,7 +16,7 @@ import llmcond
 from llmcond import extract, fit_head
 from llmcond.encoders import EncoderOptions
 from llmcond.exporting import export as exporting
-from llmcond.exporting.modules import plain
+from llmcond.exporting.modules import to_modules
 
 TEXTS = ["Two women read at the beach.", "three dogs play in the park", "rain " * 90]
 #: The second is no name that torch could give a module.
@@ -235,12 +235,12 @@ def test_wrong_input_of_the_command(fitted, tmp_path, capsys):
 
 def test_an_export_that_differs_is_not_kept(fitted, tmp_path, monkeypatch):
     def wrong(*arguments):
-        made, tokenizer = plain(*arguments)
+        made, tokenizer = to_modules(*arguments)
         layers = {
             one: [own[0]._replace(weight=own[0].weight * -1), *own[1:]]
             for one, own in made.layers.items()
         }
-        return exporting.Plain(made.around, layers), tokenizer
+        return exporting.ModularEmbedder(made.affixes, layers), tokenizer
 
     monkeypatch.setattr(exporting, "plain", wrong)
     with pytest.raises(llmcond.LlmcondError, match="other vectors than llmcond under 'the place'"):

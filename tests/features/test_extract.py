@@ -23,8 +23,8 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.spec import InputError
 from llmcond.encoders.threads import Concurrency
 from llmcond.errors import DiskFullError, LlmcondError
-from llmcond.features.extract import Chunking, Extraction, extract, plan
-from llmcond.features.missing import counting
+from llmcond.features.extract import Chunking, Extraction, extract, order_inputs
+from llmcond.features.missing import count_in_background
 from llmcond.features.store import FeatureStore
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", max_tokens_per_batch=128)
@@ -317,22 +317,22 @@ def test_counting_ends_with_the_extraction(tmp_path, checkpoint):
             yield INPUTS[0]
 
     found = []
-    with counting(open_store(tmp_path, checkpoint), endless(), 16, found.append):
+    with count_in_background(open_store(tmp_path, checkpoint), endless(), 16, found.append):
         assert threading.active_count() > 1
     assert not found
 
 
 def test_plan_is_distinct_longest_first_and_blind_to_order():
     shuffled = random.Random(1).sample([*INPUTS, *INPUTS[:99]], k=len(INPUTS) + 99)
-    planned = plan(shuffled)
-    assert planned == plan(INPUTS)
+    planned = order_inputs(shuffled)
+    assert planned == order_inputs(INPUTS)
     assert len(planned) == len(INPUTS)
     sizes = [len(item.text) for item in planned]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_stored_chunks_do_not_shift_the_others(tmp_path, checkpoint, encoder):
-    inputs = plan(INPUTS[:80])
+    inputs = order_inputs(INPUTS[:80])
     chunks = [inputs[i : i + CHUNK] for i in range(0, 80, CHUNK)]
     store = open_store(tmp_path, checkpoint)
     for stored in (chunks[3], chunks[1]):
@@ -527,7 +527,7 @@ def test_a_killed_stream_computes_at_most_a_chunk_again(tmp_path, checkpoint):
 
 def test_an_error_in_a_thread_keeps_what_the_others_compute(tmp_path, checkpoint, encoder):
     store = open_store(tmp_path, checkpoint)
-    inputs = plan(INPUTS[:64])
+    inputs = order_inputs(INPUTS[:64])
     failing = FailingOnce(encoder, inputs[0])
     with pytest.raises(LlmcondError, match="ran out of memory"):
         extract(inputs, store, lambda: failing, Silent(), Chunking(CHUNK))
@@ -569,7 +569,7 @@ def test_an_interrupt_stops_all_threads_at_once(
 ):
     """With many parts to come, with one in each thread, and with one in all."""
     store = open_store(tmp_path, checkpoint)
-    inputs = plan(INPUTS[:300])
+    inputs = order_inputs(INPUTS[:300])
     extract(inputs[:20], store, lambda: interruptible, Silent(), Chunking(chunk))
     kept = contents(store)
     interruptible.passes, interruptible.interrupted_at = 0, interrupted_at
@@ -609,8 +609,8 @@ def shared_prefixes():
 
 def test_by_prefix_inputs_that_begin_alike_stand_side_by_side():
     inputs = shared_prefixes()
-    planned = plan([*inputs, *inputs[:5]], by_prefix=True)
-    assert planned == plan(inputs[::-1], by_prefix=True)
+    planned = order_inputs([*inputs, *inputs[:5]], by_prefix=True)
+    assert planned == order_inputs(inputs[::-1], by_prefix=True)
     assert sorted(planned, key=inputs.index) == inputs
     prefixes = [item.instruction for item in planned]
     runs = 1 + sum(prefixes[i] != prefixes[i - 1] for i in range(1, len(prefixes)))

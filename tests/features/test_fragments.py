@@ -64,7 +64,7 @@ def test_files_outlive_merging_while_they_are_being_written(store, monkeypatch):
     monkeypatch.setattr("llmcond.features.fragments._MERGED_FRAGMENTS", 3)
     monkeypatch.setattr("llmcond.lance_io._KEPT_VERSIONS", 1)
     other = FeatureStore(store.folder.parent, IDENTITY, "float32")
-    with store.writing(), other.writing():
+    with store.writing(), other.fragment_writer_claim():
         waiting, lost = written(store, range(8, 20)), files(store)
         for i in range(8):
             append(other, [i])
@@ -96,7 +96,7 @@ def test_one_begins_to_write_when_no_one_removes_files(store):
     begun = threading.Event()
 
     def begin():
-        with FeatureStore(store.folder.parent, IDENTITY, "float32").writing():
+        with FeatureStore(store.folder.parent, IDENTITY, "float32").fragment_writer_claim():
             begun.set()
 
     thread = threading.Thread(target=begin)

@@ -19,7 +19,7 @@ from llmcond.encoders.encoder import Encoded
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module
-from llmcond.features.location import Bucket, recorded
+from llmcond.features.location import BucketLocation, resolve_store_uri
 from llmcond.features.store import FeatureStore
 
 MANY = [EncoderInput("", f"one of many {i}") for i in range(300)]
@@ -79,7 +79,7 @@ def test_what_is_put_into_a_bucket_comes_out_of_it(bucket, store):
     again = FeatureStore(bucket, IDENTITY, "float32")
     assert again.missing(INPUTS) == []
     np.testing.assert_array_equal(again.lookup(INPUTS).read(), VECTORS)
-    assert again.count_truncated_at(again.places(INPUTS)) == TRUNCATED.sum()
+    assert again.count_truncated_at(again.positions(INPUTS)) == TRUNCATED.sum()
     assert FeatureStore(bucket, IDENTITY, "float16").missing(INPUTS) == list(range(20))
     again.check_writable()
 
@@ -140,7 +140,7 @@ def test_two_machines_double_nothing(store, elsewhere, monkeypatch, caplog):
 def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhere, caplog):
     add(store, range(10))
     elsewhere.refresh()
-    commit, raced = lance_io.Target.commit, []
+    commit, raced = lance_io.DatasetTarget.commit, []
 
     def commit_second(target, fragments, removed=()):
         if not raced:
@@ -148,7 +148,7 @@ def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhe
         return commit(target, fragments, removed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.Target, "commit", commit_second)
+        patch.setattr(lance_io.DatasetTarget, "commit", commit_second)
         patch.setattr(elsewhere, "_target", lambda: _Plain(elsewhere, commit))
         assert add(store, range(30)) == 10
     assert raced == [10]
@@ -170,7 +170,7 @@ class _Plain:
 
 
 def test_the_first_commit_is_made_once(store, elsewhere):
-    create = lance_io.Target.create
+    create = lance_io.DatasetTarget.create
     raced = []
 
     def create_second(target, schema, fragments):
@@ -180,7 +180,7 @@ def test_the_first_commit_is_made_once(store, elsewhere):
         return create(target, schema, fragments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.Target, "create", create_second)
+        patch.setattr(lance_io.DatasetTarget, "create", create_second)
         assert add(store, range(8)) == 3
     assert raced == [True, 5]
     check(store, range(8))
@@ -285,7 +285,7 @@ def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected
 def test_what_storages_say_is_told_without_their_secrets(uri, text, expected):
     """Texts as Lance gives them, cut; KEY stands for what must not be told."""
     with pytest.raises(UserError) as caught:
-        Bucket(uri).raise_unreachable(OSError(text))
+        BucketLocation(uri).raise_unreachable(OSError(text))
     assert str(caught.value).startswith(expected)
     assert "KEY" not in str(caught.value).replace("ACCESS_KEY", "").replace("ACCOUNT_KEY", "")
 
@@ -293,8 +293,8 @@ def test_what_storages_say_is_told_without_their_secrets(uri, text, expected):
 def test_a_damaged_file_is_told_without_addresses_of_requests():
     text = "Not found: x?X-Amz-Signature=KEY <Error><AWSAccessKeyId>KEY, /home/a/b.rs:1:2"
     assert (
-        Bucket("s3://b/x")
-        .damaged(OSError(text))
+        BucketLocation("s3://b/x")
+        .damage_message(OSError(text))
         .startswith("s3://b/x/vectors.lance cannot be read: Not found: x. If it is damaged, delete")
     )
 
@@ -404,12 +404,12 @@ def test_a_file_uri_is_a_folder(tmp_path):
     ],
 )
 def test_places_are_recorded_so_that_they_are_found_from_anywhere(given, expected):
-    assert recorded(given) == expected
+    assert resolve_store_uri(given) == expected
 
 
 def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert recorded("a/b") == str(tmp_path / "a" / "b")
+    assert resolve_store_uri("a/b") == str(tmp_path / "a" / "b")
 
 
 @pytest.mark.parametrize(
@@ -433,14 +433,14 @@ def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
 )
 def test_what_names_no_place_is_refused(given, expected):
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
-        recorded(given)
+        resolve_store_uri(given)
     assert SECRET_KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_locks_are_in_a_folder_that_nobody_else_can_write(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = Bucket("s3://somewhere/features/store")
+    place = BucketLocation("s3://somewhere/features/store")
     place.prepare()
     home = place.folder.parent
     assert home.stat().st_mode & 0o777 == 0o700
@@ -463,6 +463,6 @@ def test_locks_are_in_a_folder_that_nobody_else_can_write(monkeypatch, tmp_path)
 def test_a_folder_of_another_user_is_not_used_for_locks(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 12_345)
-    place = Bucket("s3://somewhere/features/store")
+    place = BucketLocation("s3://somewhere/features/store")
     with pytest.raises(UserError, match="not your folder"):
         place.prepare()

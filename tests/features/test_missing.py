@@ -11,9 +11,9 @@ from llmcond.encoders.encoder import Encoded
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features import missing
 from llmcond.features.keys import KeyIndex
-from llmcond.features.missing import count_missing, together
+from llmcond.features.missing import count_missing, merge_counts
 from llmcond.features.store import FeatureStore
-from llmcond.progress import duration
+from llmcond.progress import format_duration
 
 
 def inputs(numbers):
@@ -56,7 +56,7 @@ def test_counts_of_several_share_what_they_have_seen(store):
         for numbers in (range(20), range(10, 25), range(5))
     ]
     assert [(part.n_inputs, part.n_missing) for part in parts] == [(20, 20), (5, 5), (0, 0)]
-    whole = together(parts)
+    whole = merge_counts(parts)
     assert (whole.n_inputs, whole.n_missing, whole.n_characters) == (25, 25, 25 * 9)
     assert list(whole.sample) == inputs(range(25))
 
@@ -83,7 +83,7 @@ def test_samples_of_several_counts_are_joined_at_one_density(store):
     few = count_missing(store, inputs(range(2_000)), 1_000)
     many = count_missing(store, [EncoderInput("", f"long {n}") for n in range(100_000)], 10_000)
     assert len(few.sample) == 2_000
-    for whole in (together([few, many]), together([many, few])):
+    for whole in (merge_counts([few, many]), merge_counts([many, few])):
         short = sum(item.text.startswith("text") for item in whole.sample)
         assert short / len(whole.sample) == pytest.approx(2 / 102, abs=0.012)
         assert len(whole.sample) == pytest.approx(102_000 / whole.every, rel=0.1)
@@ -94,7 +94,7 @@ def test_samples_of_several_counts_are_joined_at_one_density(store):
     [(0.2, "1 s"), (59.2, "59 s"), (89, "1 min"), (3_540, "59 min"), (7_260, "2 h 1 min")],
 )
 def test_spans_of_time_have_one_or_two_units(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_extraction_tells_what_it_will_do(

@@ -26,7 +26,7 @@ from llmcond.features import fragments as fragments_module
 from llmcond.features import location as location_module
 from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
-from llmcond.lance_io import Target
+from llmcond.lance_io import DatasetTarget
 
 PROCESSES = multiprocessing.get_context("spawn")
 
@@ -298,7 +298,7 @@ def test_an_old_handle_reads_on_when_its_files_are_gone(merging, tmp_path, store
     stale = FeatureStore(tmp_path, IDENTITY, "float32")
     for i in range(20, 40):
         add(store, [i])
-    assert stale.count_truncated_at(stale.places([MANY[i] for i in chosen])) == 2
+    assert stale.count_truncated_at(stale.positions([MANY[i] for i in chosen])) == 2
     assert add(stale, range(45)) == 5
     check(stale, range(45))
 
@@ -507,14 +507,14 @@ def keep_adding(root, seed, connection, killed_in_merge):
     """Add the many inputs in a process of its own, until someone kills it."""
     merge_eagerly(setattr)
     if killed_in_merge:
-        commit = Target.commit
+        commit = DatasetTarget.commit
 
         def commit_or_die(target, fragments, removed=()):
             if removed:
                 os.kill(os.getpid(), signal.SIGKILL)
             return commit(target, fragments)
 
-        Target.commit = commit_or_die
+        DatasetTarget.commit = commit_or_die
     connection.send("ready")
     connection.recv()
     store = FeatureStore(root, IDENTITY, "float32")

@@ -28,11 +28,11 @@ from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
 from llmcond.errors import DiskFullError, UserError
 from llmcond.evaluation import results
-from llmcond.evaluation.paired import resample
+from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.store import FeatureStore
-from llmcond.features.view import View, view_of
+from llmcond.features.view import FeatureView, recipe_view
 from llmcond.heads import load_recipe
-from llmcond.prompts import Part, Prompt
+from llmcond.prompts import InputTemplate, Prompt
 from llmcond.runs import head_name, open_run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp", "few_resamples")
@@ -44,7 +44,7 @@ def few_resamples() -> Iterator[None]:
 
     def few_draws(*arguments):
         *data, resamples = arguments
-        return resample(*data, min(resamples, 20))
+        return bootstrap_metrics(*data, min(resamples, 20))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "resample", few_draws)
@@ -55,7 +55,7 @@ def few_resamples() -> Iterator[None]:
 
 
 def prompt(name: str, conditional: str, unconditional: str) -> Prompt:
-    return Prompt("", "", Part(conditional), Part(unconditional), name=name)
+    return Prompt("", "", InputTemplate(conditional), InputTemplate(unconditional), name=name)
 
 
 #: By a letter: a capital is what the prompt gives for a sentence, a small one is what is subtracted
@@ -120,8 +120,10 @@ GIVEN = [case for case in CASES if not case[-1].startswith("!")]
 REFUSED = [case for case in CASES if case[-1].startswith("!")]
 
 
-def made(features: str, letters: str, subtract: bool, conditioned: bool) -> View:
-    return View(tuple(PROMPTS[letter] for letter in letters), subtract, features, conditioned)
+def made(features: str, letters: str, subtract: bool, conditioned: bool) -> FeatureView:
+    return FeatureView(
+        tuple(PROMPTS[letter] for letter in letters), subtract, features, conditioned
+    )
 
 
 def side_by_side(given: str, vectors: Callable[[str], np.ndarray]) -> np.ndarray:
@@ -152,21 +154,21 @@ class Read:
 def test_a_view_gives_the_features_of_its_prompts(features, letters, subtract, conditioned, given):
     view, read = made(features, letters, subtract, conditioned), Read()
     sentence, _, condition = given.partition(" | ")
-    found = view.sentence(read)
+    found = view.sentence_features(read)
     expected = read.by_hand(sentence)
     assert found.shape == expected.shape
     np.testing.assert_array_equal(as_matrix(found).read(), expected)
-    assert (view.condition(read) is not None) == conditioned == bool(condition)
+    assert (view.condition_features(read) is not None) == conditioned == bool(condition)
     if condition:
-        np.testing.assert_array_equal(view.condition(read), read.stored[condition])
+        np.testing.assert_array_equal(view.condition_features(read), read.stored[condition])
     assert view.name == "+".join(PROMPTS[letter].name for letter in letters)
 
 
 @pytest.mark.parametrize(("features", "letters", "subtract", "conditioned", "given"), GIVEN)
 def test_inputs_are_those_that_are_read(features, letters, subtract, conditioned, given):
     view, read = made(features, letters, subtract, conditioned), Read()
-    view.sentence(read)
-    view.condition(read)
+    view.sentence_features(read)
+    view.condition_features(read)
     parts = {
         letter: PROMPTS[letter.upper()].conditional
         if letter.isupper()
@@ -228,10 +230,12 @@ def test_a_recipe_decides_what_its_head_sees(head, features, letters, given):
     recipe, read = load_recipe(head), Read()
     if features:
         recipe = recipe.with_settings({"features": features}, "test")
-    view = view_of(recipe, [PROMPTS[letter] for letter in letters], True)
+    view = recipe_view(recipe, [PROMPTS[letter] for letter in letters], True)
     sentence, _, condition = given.partition(" | ")
-    np.testing.assert_array_equal(as_matrix(view.sentence(read)).read(), read.by_hand(sentence))
-    assert (view.condition(read) is not None) == bool(condition)
+    np.testing.assert_array_equal(
+        as_matrix(view.sentence_features(read)).read(), read.by_hand(sentence)
+    )
+    assert (view.condition_features(read) is not None) == bool(condition)
 
 
 def test_heads_of_different_features_have_different_names():

@@ -15,10 +15,10 @@ from helpers.commands import ok, refused
 import llmcond
 from llmcond.cli import run
 from llmcond.conditions import Condition
-from llmcond.data.aspects import read_sets
+from llmcond.data.aspects import read_aspect_datasets
 from llmcond.errors import UserError
 from llmcond.files import digest_file
-from llmcond.finetune.aspects import SHAPES, AspectGroups, supervised_contrast
+from llmcond.finetune.aspects import SHAPES, AspectSampler, supervised_contrast
 from llmcond.finetune.settings import AspectSettings
 from llmcond.progress import TrainBar
 
@@ -45,12 +45,14 @@ def aspects(tmp_path_factory) -> Path:
     return folder
 
 
-def groups_of(folder: Path, **settings) -> AspectGroups:
-    return AspectGroups(read_sets(folder), AspectSettings(aspects=str(folder), **settings))
+def groups_of(folder: Path, **settings) -> AspectSampler:
+    return AspectSampler(
+        read_aspect_datasets(folder), AspectSettings(aspects=str(folder), **settings)
+    )
 
 
 def test_texts_of_a_group_have_a_value_in_common_or_not_as_their_numbers_say(aspects):
-    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).draw([0, 1])
+    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).sample([0, 1])
     values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
     values |= {"the place": PLACES, "park or street": PLACES}
     rows = batch.rows
@@ -69,7 +71,7 @@ def test_texts_of_a_group_have_a_value_in_common_or_not_as_their_numbers_say(asp
 
 
 def test_texts_of_other_values_share_other_attributes_with_those_of_the_first(aspects):
-    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).draw([0, 2])
+    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).sample([0, 2])
     texts, shared = batch.rows.sentence1, []
     for i in np.flatnonzero(batch.value > 0):
         first = np.flatnonzero((batch.group == batch.group[i]) & (batch.value == 0))
@@ -82,7 +84,7 @@ def test_texts_of_other_values_share_other_attributes_with_those_of_the_first(as
 
 def test_the_same_seed_draws_the_same_groups(aspects):
     groups = groups_of(aspects)
-    first, again, other = groups.draw([0, 1]), groups.draw([0, 1]), groups.draw([0, 2])
+    first, again, other = groups.sample([0, 1]), groups.sample([0, 1]), groups.sample([0, 2])
     assert first.rows.texts == again.rows.texts
     assert first.value.tolist() == again.value.tolist()
     assert first.rows.texts != other.rows.texts
@@ -91,7 +93,7 @@ def test_the_same_seed_draws_the_same_groups(aspects):
 def test_conditions_name_example_values_as_often_as_asked(aspects):
     named = {}
     for share in (0, 0.5, 1):
-        batch = groups_of(aspects, aspects_texts=1800, aspects_values=share).draw([1])
+        batch = groups_of(aspects, aspects_texts=1800, aspects_values=share).sample([1])
         conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True))
         named[share] = [own for own in conditions.values() if isinstance(own, Condition)]
         count = len(conditions)

@@ -20,15 +20,15 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import LlmcondError, UserError
-from llmcond.finetune.build import load_trainable
 from llmcond.finetune.cross import CrossInputs, CrossModel
+from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import StateFolder
+from llmcond.finetune.state import TrainingState
 from llmcond.heads.dense import RegressionSettings
 from llmcond.metrics import METRICS
-from llmcond.serving.running import load_model
-from llmcond.serving.settings import Served
+from llmcond.serving.model_server import load_model
+from llmcond.serving.settings import ServedSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,10 +68,12 @@ def trainer_of(tiny, data, folder, orders="both", **settings):
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=False)
     trainable = load_trainable(resolve(str(tiny), options), tuning, seed=5)
     splits = read_dataset(str(data)).splits
-    rows, dev = (CrossInputs.of(splits[s], orders, trainable.tokenizer) for s in ("train", "dev"))
+    rows, dev = (
+        CrossInputs.from_rows(splits[s], orders, trainable.tokenizer) for s in ("train", "dev")
+    )
     start = float(rows.rating.mean())
     model = CrossModel(trainable.engine, RegressionSettings(), 5, start, METRICS["spearman"])
-    state = StateFolder(folder, {"settings": tuning.to_json()})
+    state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(model, rows, dev, tuning, on_cpu(), state)
 
 
@@ -79,13 +81,13 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path):
     settings = {"epochs": 2, "adapter_dropout": 0.1, "gradient_accumulation_steps": 2}
     whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
     whole.run(lambda *_: None)
-    expected = {name: value.clone() for name, value in whole.model.trained().items()}
+    expected = {name: value.clone() for name, value in whole.model.trained_parameters().items()}
     for stop in (2, 5, 7):
         again = resumed(partial(trainer_of, tiny, data, tmp_path / str(stop), **settings), stop)
         assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve
-        for name, value in again.model.trained().items():
+        for name, value in again.model.trained_parameters().items():
             assert torch.equal(value, expected[name]), (stop, name)
 
 
@@ -96,7 +98,7 @@ def test_the_loss_is_the_squared_error_of_orders_that_are_drawn(tiny, data, tmp_
 
     def predicted(order):
         vectors = model.vectors([inputs.orders[order][i] for i in rows])
-        return model.fitted().transform(vectors)[:, 0]
+        return model.fitted_head().transform(vectors)[:, 0]
 
     errors = [(predicted(order) - inputs.rating[rows]) ** 2 for order in (0, 1)]
     order = np.random.Generator(np.random.SFC64([5, 0])).integers(2, size=12)
@@ -164,7 +166,7 @@ def test_its_figures_are_those_of_evaluate_and_of_similarity(cross, tmp_path, ca
 
 def test_it_is_served_for_similarity_only(cross):
     texts = [FIRST, SECOND, "children walk"]
-    model = load_model(Served(run=cross, device="cpu"))
+    model = load_model(ServedSource(run=cross, device="cpu"))
     asked = {"sentence1": FIRST, "sentence2": texts, "condition": "the place"}
     with served(model) as (client, _):
         found = client.post("/v1/similarity", asked).json["similarities"]
@@ -174,7 +176,7 @@ def test_it_is_served_for_similarity_only(cross):
     assert found == pytest.approx(wanted.tolist(), abs=1e-6)
     assert (refused.status, refused.error["code"]) == (404, "not_served")
     with pytest.raises(UserError, match="neither heads nor prompts"):
-        load_model(Served(run=cross, head="mlp", device="cpu"))
+        load_model(ServedSource(run=cross, head="mlp", device="cpu"))
 
 
 def test_other_rows_are_scored(cross, write_rows, small_rows, capsys):

@@ -28,12 +28,12 @@ from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.finetune.loop import BatchSchedule
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import BEST, STATE, StateFolder, differences
+from llmcond.finetune.state import BEST, STATE, TrainingState, describe_differences
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
 from llmcond.prompts import load_prompt
 from llmcond.workflows.extract import _choose_default_prompt
-from llmcond.workflows.trainable import tune_settings
+from llmcond.workflows.training_options import build_tune_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,18 +90,20 @@ def test_a_step_with_fewer_rows_than_parts_is_refused():
 
 
 def test_learning_rates_rise_and_fall():
-    linear = [TuneSettings(warmup=0.2).rate(step, 10) for step in range(10)]
+    linear = [TuneSettings(warmup=0.2).learning_rate_factor(step, 10) for step in range(10)]
     assert linear[:2] == pytest.approx([1 / 3, 2 / 3])
     assert linear[2:] == pytest.approx([1 - i / 8 for i in range(8)])
-    cosine = [TuneSettings(warmup=0, schedule="cosine").rate(step, 4) for step in range(4)]
+    cosine = [
+        TuneSettings(warmup=0, schedule="cosine").learning_rate_factor(step, 4) for step in range(4)
+    ]
     assert cosine == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-5)
-    assert TuneSettings(warmup=0, schedule="constant").rate(9, 10) == 1
+    assert TuneSettings(warmup=0, schedule="constant").learning_rate_factor(9, 10) == 1
 
 
 @pytest.mark.parametrize("name", bundled_names("heads"))
 def test_what_a_recipe_says_of_training_is_legal(name):
     recipe = load_recipe(name)
-    settings = tune_settings({}, recipe)
+    settings = build_tune_settings({}, recipe)
     assert set(recipe.finetune) <= set(settings.to_json())
     if name.startswith("hypercl"):
         assert (settings.full, settings.max_grad_norm, settings.batch_size) == (True, 0.0, 32)
@@ -123,7 +125,7 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average,
     }
     whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
     whole.run(lambda *_: None)
-    expected = {name: value.clone() for name, value in whole.model.trained().items()}
+    expected = {name: value.clone() for name, value in whole.model.trained_parameters().items()}
     assert whole.steps == 8
 
     for stop in range(first, whole.steps + 1, 2):
@@ -132,7 +134,7 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average,
         assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve
-        for name, value in again.model.trained().items():
+        for name, value in again.model.trained_parameters().items():
             assert torch.equal(value, expected[name]), (stop, name)
         assert digest_file(folder / BEST) == digest_file(tmp_path / "whole" / BEST)
 
@@ -167,7 +169,7 @@ def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path)
         # The objective's contrast is a mean over contrastive pairs: as many in each part here.
         trainer._train.rating[:] = np.tile([0.25, 0.75], len(trainer._train) // 2)
         trainer.run(lambda *_: None)
-        ends.append(trainer.model.trained())
+        ends.append(trainer.model.trained_parameters())
     for name, value in ends[0].items():
         for other in ends[1:]:
             torch.testing.assert_close(value, other[name], rtol=1e-3, atol=2e-5)
@@ -219,7 +221,11 @@ def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_pa
 def test_differences_name_what_is_nested_and_what_is_absent():
     before = {"a": 1, "b": {"c": [1], "d": 2}, "gone": None, "old": 3}
     now = {"a": 1, "b": {"c": [2], "d": 2}, "new": 4}
-    assert differences(before, now) == ["b.c: [2], not [1]", "old: None, not 3", "new: 4, not None"]
+    assert describe_differences(before, now) == [
+        "b.c: [2], not [1]",
+        "old: None, not 3",
+        "new: 4, not None",
+    ]
 
 
 # -- what comes out ----------------------------------------------------------------------------
@@ -570,13 +576,13 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
     assert "step 2 of" in said
     assert "the last checkpoint is in wild/training" in said
     assert "--learning-rate" in said
-    state = StateFolder(tmp_path / "wild" / "training", {})
+    state = TrainingState(tmp_path / "wild" / "training", {})
     assert (state.folder / STATE).is_file()
 
 
 def limit_files_from_step_4():
     """Let files grow no further from the second checkpoint on, as on a full disk."""
-    save = StateFolder.save
+    save = TrainingState.save
 
     def limited(self, progress, tensors):
         if progress.step == 4:
@@ -584,7 +590,7 @@ def limit_files_from_step_4():
         save(self, progress, tensors)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    StateFolder.save = limited
+    TrainingState.save = limited
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(tiny, data, tmp_path):

@@ -22,9 +22,9 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.loading.loading import load_model
 from llmcond.errors import UserError
-from llmcond.features.view import view_of
-from llmcond.finetune.build import choose, load_trainable, projections
-from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
+from llmcond.features.view import recipe_view
+from llmcond.finetune.loading import load_trainable, projections, select_projections
+from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.save import save_encoder
 from llmcond.finetune.settings import TuneSettings
 from llmcond.heads import load_recipe
@@ -327,16 +327,16 @@ class Task:
     @property
     def view(self):
         prompts = [load_prompt(name) for name, _ in self.terms]
-        return view_of(self.recipe, prompts, any(subtract for _, subtract in self.terms))
+        return recipe_view(self.recipe, prompts, any(subtract for _, subtract in self.terms))
 
     def model(self, trainable):
         view, dim = self.view, trainable.engine.dim
         dims = dim * len(view.prompts), dim if view.conditioned else 0
-        plan = HeadPlan(self.recipe, self.objective, seed=1)
-        return TunedModel(trainable.engine, plan, dims)
+        plan = HeadConfig(self.recipe, self.objective, seed=1)
+        return BiEncoderModel(trainable.engine, plan, dims)
 
     def inputs(self, trainable, rated=RATED):
-        return RatedInputs.of(as_rows(rated), self.view, trainable.tokenizer)
+        return RatedInputs.from_rows(as_rows(rated), self.view, trainable.tokenizer)
 
 
 NO_DROPOUT = (("dropout", 0.0),)
@@ -710,7 +710,7 @@ def test_network_without_numbered_blocks_is_refused():
     network.add_module("layer", nn.Linear(2, 2))
     assert projections(network) == []
     with pytest.raises(UserError, match="--rank full"):
-        choose(network, ("auto",), "it")
+        select_projections(network, ("auto",), "it")
 
 
 # -- files -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from llmcond.finetune.settings import StageSettings
 from llmcond.finetune.stage import stage_rows
 from llmcond.finetune.state import STATE
 from llmcond.progress import TrainBar
-from llmcond.workflows.last_stage import stage_settings
+from llmcond.workflows.last_stage import check_stage_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -200,4 +200,4 @@ def test_bad_input_is_refused_in_one_line(command, tmp_path, capsys, given, said
 
 def test_one_fold_is_none():
     with pytest.raises(UserError, match="--folds is 1"):
-        stage_settings(StageSettings(then="dev", folds=1))
+        check_stage_settings(StageSettings(then="dev", folds=1))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.heads import Gathered, PairArrays, fit_recipe, load_recipe
+from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.base import ConditionCache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +59,7 @@ def test_equal_vectors_are_one_condition_however_they_are_given():
     cache = ConditionCache(head)
     features = np.ones((5, 12), dtype=np.float32)
     cache.transform(features, np.repeat(table, 5, axis=0))
-    cache.transform(features, Gathered(table, np.zeros(5, dtype=np.int64)))
+    cache.transform(features, SharedRows(table, np.zeros(5, dtype=np.int64)))
     assert (cache.hits, cache.misses) == (1, 1)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcond.heads.batches import GroupSampler
-from llmcond.heads.fit import since_best
+from llmcond.heads.fit import entries_since_best
 from llmcond.metrics import METRICS
 
 GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
@@ -55,7 +55,7 @@ def test_the_best_score_is_the_first_of_equal_ones_and_undefined_ones_are_never_
     scores, best
 ):
     curve = [{"dev": score} for score in scores]
-    assert since_best(curve, "dev", METRICS["spearman"]) == len(scores) - 1 - best
+    assert entries_since_best(curve, "dev", METRICS["spearman"]) == len(scores) - 1 - best
     # Where less is better, the same scores below 0.
     curve = [{"dev": score and -score} for score in scores]
-    assert since_best(curve, "dev", METRICS["mean_rank"]) == len(scores) - 1 - best
+    assert entries_since_best(curve, "dev", METRICS["mean_rank"]) == len(scores) - 1 - best

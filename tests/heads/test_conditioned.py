@@ -16,15 +16,15 @@ from scipy.stats import spearmanr
 
 from llmcond.errors import UserError
 from llmcond.heads import (
-    Concatenated,
+    ConcatenatedMatrix,
     Difference,
-    Gathered,
     PairArrays,
+    SharedRows,
     conditioned,
     load_head,
     save_head,
 )
-from llmcond.heads.conditioned import Hypernet, by_condition
+from llmcond.heads.conditioned import Hypernet, multiply_by_condition
 from llmcond.heads.module import Batch
 from llmcond.heads.recipes import find_family
 
@@ -373,7 +373,7 @@ def assert_by_condition_is_plain(which, count, sizes, seed=0):
     which = torch.tensor(which)
     x = random((len(which), sizes[0]), generator).requires_grad_()
     factors = [random((count, *pair), generator).requires_grad_() for pair in pairwise(sizes)]
-    fast, slow = by_condition(x, which, factors), plainly(x, which, factors)
+    fast, slow = multiply_by_condition(x, which, factors), plainly(x, which, factors)
     torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
     for one, other in zip(
         gradients(fast, {}, [x, *factors]), gradients(slow, {}, [x, *factors]), strict=True
@@ -413,7 +413,7 @@ def test_padding_grows_with_the_rows_and_not_with_the_largest_condition():
         return torch.bmm(x, matrices)
 
     which = torch.cat([torch.zeros(1_000, dtype=torch.long), torch.arange(1, 1_001)])
-    by_condition(torch.zeros(2_000, 2), which, [torch.zeros(1_001, 2, 1)], product)
+    multiply_by_condition(torch.zeros(2_000, 2), which, [torch.zeros(1_001, 2, 1)], product)
     assert len(seen) == 1
     assert seen[0][0] * seen[0][1] <= 3 * 2_000
 
@@ -427,7 +427,7 @@ def test_matrices_are_not_copied_where_conditions_have_alike_many_rows(m):
         same.append(matrices.data_ptr() == factor.data_ptr())
         return torch.bmm(x, matrices)
 
-    by_condition(torch.zeros(3 * m, 2), torch.arange(3 * m) % 3, [factor], product)
+    multiply_by_condition(torch.zeros(3 * m, 2), torch.arange(3 * m) % 3, [factor], product)
     assert same == [True]
 
 
@@ -459,7 +459,7 @@ def paired(n=60, u=5, dim=DIM, dim_c=DIM_C, seed=0):
     first, second = rng.normal(size=(2, n, dim)).astype(np.float32)
     table = rng.normal(size=(u, dim_c)).astype(np.float32)
     rating = rng.choice([0, 0.25, 0.5, 0.75, 1], size=n)
-    return PairArrays(first, second, rating, Gathered(table, rng.integers(u, size=n)))
+    return PairArrays(first, second, rating, SharedRows(table, rng.integers(u, size=n)))
 
 
 SHORT = {"epochs": 2, "batch_size": 16}
@@ -514,8 +514,8 @@ def test_transform_takes_one_condition_for_all_rows(heads, name):
     expected = head.transform(pairs.first, np.repeat(one, 40, axis=0))
     for form in (
         one,
-        Gathered(one, np.zeros(1, int)),
-        Gathered(pairs.condition[:], np.zeros(1, int)),
+        SharedRows(one, np.zeros(1, int)),
+        SharedRows(pairs.condition[:], np.zeros(1, int)),
     ):
         np.testing.assert_allclose(head.transform(pairs.first, form), expected, rtol=1e-5)
     np.testing.assert_allclose(head.transform(pairs.first[:1], one), expected[:1], rtol=1e-5)
@@ -527,7 +527,7 @@ def test_transform_cuts_long_inputs_into_blocks_of_equal_result(heads, monkeypat
     head, pairs = heads[name], paired(40, seed=3)
     condition = pairs.condition[:1] if one else pairs.condition
     whole = head.transform(pairs.first, condition)
-    monkeypatch.setattr("llmcond.heads.plain._BLOCK", 7)
+    monkeypatch.setattr("llmcond.heads.numpy_heads._BLOCK", 7)
     np.testing.assert_allclose(head.transform(pairs.first, condition), whole, rtol=1e-4, atol=1e-6)
 
 
@@ -551,9 +551,9 @@ def test_transform_takes_features_in_any_form(heads, name):
     for form in (
         features,
         np.asfortranarray(features),
-        Gathered(features, np.arange(40)),
+        SharedRows(features, np.arange(40)),
         Difference(features, np.zeros_like(features)),
-        Concatenated(cut),
+        ConcatenatedMatrix(cut),
     ):
         np.testing.assert_array_equal(head.transform(form, condition), expected)
     read_only = features.astype(np.float32)
@@ -600,7 +600,7 @@ def test_hypernetwork_makes_some_matrices_at_a_time_outside_of_training(
 
     factors = Hypernet.factors
     monkeypatch.setattr(Hypernet, "factors", counted)
-    monkeypatch.setattr(conditioned, "AT_ONCE", 7)
+    monkeypatch.setattr(conditioned, "CONDITIONS_PER_BLOCK", 7)
     with torch.no_grad():
         found = module(*batch)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -822,7 +822,7 @@ def test_norms_of_many_conditions_are_computed_some_at_a_time(heads, name):
         plain,
         condition,
         plain.astype(np.float64),
-        Concatenated([plain[:, :2], plain[:, 2:]]),
+        ConcatenatedMatrix([plain[:, :2], plain[:, 2:]]),
     ):
         found = head.matrix_norms(form)
         one_by_one = [head.matrix_norms(plain[[i]])[0] for i in range(150)]
@@ -858,7 +858,7 @@ def planted(n, seed, n_conditions=30):
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     rating = (1 + (one * other).sum(axis=1) / norms) / 2
     return PairArrays(
-        first, second, rating.astype(float), Gathered(table.astype(np.float32), which)
+        first, second, rating.astype(float), SharedRows(table.astype(np.float32), which)
     )
 
 

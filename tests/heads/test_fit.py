@@ -13,8 +13,8 @@ from scipy.stats import spearmanr
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads import Concatenated, Difference, Gathered, PairArrays, fit_recipe
-from llmcond.heads.conditioned import by_condition
+from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows, fit_recipe
+from llmcond.heads.conditioned import multiply_by_condition
 from llmcond.heads.dense import Linear
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import Batch, HeadModule, seeded
@@ -107,7 +107,7 @@ def bits_of_gradients(name):
         # Most rows have the condition in the middle, which is cut into many pieces.
         which = torch.where(torch.arange(4_096) % 5 > 0, 20, torch.arange(4_096) % 41)
         weights = {"factor": torch.randn(41, 256, 64, generator=generator).requires_grad_()}
-        output = by_condition(x, which, [weights["factor"]])
+        output = multiply_by_condition(x, which, [weights["factor"]])
     else:
         changes = {"concat": {"dim": 256}, "hypernet-ablation": {"rank": 2}}.get(name, {})
         module, _ = seeded(lambda: FAMILIES[name](recipe(name, **changes).settings, 256, 32), 0)
@@ -139,9 +139,9 @@ def other_forms(dense):
         "float64": dense.astype(np.float64),
         "columns": np.asfortranarray(dense),
         "read-only": np.broadcast_to(dense, dense.shape),
-        "gathered": Gathered(table.astype(np.float16), place),
+        "gathered": SharedRows(table.astype(np.float16), place),
         "difference": Difference(half, -half),
-        "concatenated": Concatenated([dense[:, :3], dense[:, 3:].astype(np.float16)]),
+        "concatenated": ConcatenatedMatrix([dense[:, :3], dense[:, 3:].astype(np.float16)]),
     }
 
 
@@ -216,7 +216,9 @@ def test_conditions_in_any_form_give_the_same_head(name, form):
         _, first, number = np.unique(
             pairs.condition, axis=0, return_index=True, return_inverse=True
         )
-        held = replace(pairs, condition=Gathered(pairs.condition[first][::-1], 6 - number.ravel()))
+        held = replace(
+            pairs, condition=SharedRows(pairs.condition[first][::-1], 6 - number.ravel())
+        )
     else:
         held = replace(pairs, condition=other_forms(pairs.condition)[form])
     assert tensors(fit(kind, held, **{**SHORT, **changes})) == tensors(expected)
@@ -370,9 +372,9 @@ def test_what_is_made_of_files_is_read_in_its_own_rows(tmp_path, short_runs, mad
     order = np.random.default_rng(0).permutation(40)
     zeros = np.zeros_like(pairs.first)
     made_of = {
-        "gathered": lambda side: Gathered(side, order),
+        "gathered": lambda side: SharedRows(side, order),
         "difference": lambda side: Difference(side, zeros),
-        "concatenated": lambda side: Concatenated([side[:, :1], side[:, 1:]]),
+        "concatenated": lambda side: ConcatenatedMatrix([side[:, :1], side[:, 1:]]),
         "taken": lambda side: side,
     }[made]
     held = replace(held, first=made_of(held.first), second=made_of(held.second))
@@ -413,7 +415,7 @@ def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, form):
     n, seen = 37, []
     table = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     which = np.random.default_rng(1).integers(5, size=n)
-    pairs = named(n, condition=Gathered(table, which))
+    pairs = named(n, condition=SharedRows(table, which))
     pairs = replace(pairs, rating=np.arange(n) / n)
     pairs = on_disk(pairs, tmp_path) if form == "disk" else pairs
 
@@ -439,7 +441,7 @@ def test_rows_keep_their_ratings_and_conditions(tmp_path, short_runs, form):
 def test_batches_of_conditions_keep_equal_conditions_adjacent(form, size):
     which = np.random.default_rng(0).integers(9, size=60)
     table = np.random.default_rng(1).normal(size=(9, 4)).astype(np.float32)
-    condition = Gathered(table, which) if form == "gathered" else table[which]
+    condition = SharedRows(table, which) if form == "gathered" else table[which]
     spy = spied(named(60, condition=condition), batches="conditions", batch_size=size)
     orders = []
     for rows in epochs_of(spy):
@@ -895,7 +897,7 @@ def planted(n, seed):
     one, other = first * (counts + 0.3), second * (counts + 0.3)
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     rating = (1 + (one * other).sum(axis=1) / norms) / 2
-    condition = Gathered(np.eye(3, 5, dtype=np.float32), which)
+    condition = SharedRows(np.eye(3, 5, dtype=np.float32), which)
     features = first.astype(np.float32), second.astype(np.float32)
     return PairArrays(*features, rating, condition, np.arange(n) // 2)
 

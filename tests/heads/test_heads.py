@@ -285,7 +285,7 @@ def test_heads_that_learn_nothing_from_ratings_do_not_look_at_them(train, kind):
 def test_head_cuts_long_inputs_into_blocks_of_equal_result(train, dev, monkeypatch):
     head = fit("mlp", train, **SHORT)
     whole = head.transform(dev.first)
-    monkeypatch.setattr("llmcond.heads.plain._BLOCK", 7)
+    monkeypatch.setattr("llmcond.heads.numpy_heads._BLOCK", 7)
     np.testing.assert_allclose(head.transform(dev.first), whole, rtol=1e-5, atol=1e-6)
     assert head.transform(dev.first[:0]).shape == (0, 4)
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helpers.waiting import PATIENCE
-from llmcond.system import processes
+from llmcond.system import process_context
 
-FORKING = processes(
+FORKING = process_context(
     "lance",
     "llmcond.encoders.encoder",
     "llmcond.runs.trials",

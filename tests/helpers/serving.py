@@ -12,8 +12,8 @@ from typing import Any
 
 from helpers.waiting import PATIENCE
 from llmcond.serving.model import ServedModel
-from llmcond.serving.running import Running
-from llmcond.serving.server import bound
+from llmcond.serving.model_server import ModelServer
+from llmcond.serving.server import bind_socket
 from llmcond.serving.settings import ServerSettings
 
 
@@ -71,11 +71,11 @@ class Client:
 @contextmanager
 def served(
     model: ServedModel, keys: tuple[bytes, ...] = (), **settings: Any
-) -> Iterator[tuple[Client, Running]]:
+) -> Iterator[tuple[Client, ModelServer]]:
     """Serve a model at a free port; at the end, everything that was accepted is answered."""
-    with bound("127.0.0.1", 0) as listening:
+    with bind_socket("127.0.0.1", 0) as listening:
         listening.listen()  # requests wait until it serves
-        running = Running(model, ServerSettings(**settings), keys)
+        running = ModelServer(model, ServerSettings(**settings), keys)
         thread = threading.Thread(target=running.run, args=([listening],))
         thread.start()
         try:

@@ -12,12 +12,12 @@ from accelerate.state import AcceleratorState
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderOptions, resolve
-from llmcond.features.view import view_of
-from llmcond.finetune.build import load_trainable, prepare_accelerator
+from llmcond.features.view import recipe_view
+from llmcond.finetune.loading import load_trainable, prepare_accelerator
 from llmcond.finetune.loop import Trainer
-from llmcond.finetune.model import HeadPlan, RatedInputs, TunedModel
+from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import StateFolder
+from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
 from llmcond.heads.settings import ObjectiveSettings
 from llmcond.prompts import load_prompt
@@ -46,13 +46,15 @@ def trainer_of(
     recipe = load_recipe("hypernet").with_settings(
         {"dim": 8, "rank": 2, "info_nce": 1.0, "dropout": dropout, "learning_rate": 1e-2}, "test"
     )
-    view = view_of(recipe, [load_prompt("separate")], False)
+    view = recipe_view(recipe, [load_prompt("separate")], False)
     splits = read_dataset(str(data)).splits
-    train, dev = (RatedInputs.of(splits[s], view, trainable.tokenizer) for s in ("train", "dev"))
-    tuned = TunedModel(
-        trainable.engine, HeadPlan(recipe, ObjectiveSettings(info_nce=1.0), 5), (32, 32)
+    train, dev = (
+        RatedInputs.from_rows(splits[s], view, trainable.tokenizer) for s in ("train", "dev")
     )
-    state = StateFolder(folder, {"settings": tuning.to_json()})
+    tuned = BiEncoderModel(
+        trainable.engine, HeadConfig(recipe, ObjectiveSettings(info_nce=1.0), 5), (32, 32)
+    )
+    state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)
 
 

@@ -14,8 +14,8 @@ from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import given_conditions, row_inputs
-from llmcond.prompts.preview import prompt_on_row
+from llmcond.prompts.inputs import input_conditions, render_rows
+from llmcond.prompts.preview import preview_prompt
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
 
@@ -74,7 +74,7 @@ def test_the_first_training_row_is_shown_by_default(capsys):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 def test_what_is_shown_is_what_is_extracted(capsys, name):
-    report, inputs = shown(capsys, name, "--row", 7), row_inputs(TRAIN, load_prompt(name))
+    report, inputs = shown(capsys, name, "--row", 7), render_rows(TRAIN, load_prompt(name))
     made = [EncoderInput(i["instruction"], i["text"], i["context"]) for i in report["inputs"]]
     expected = [inputs.first[6], inputs.second[6]]
     if name != "control-no-condition":
@@ -84,7 +84,7 @@ def test_what_is_shown_is_what_is_extracted(capsys, name):
 
 def test_tokens_and_marks_are_those_of_extraction(capsys, minilm):
     report = shown(capsys, "pair-cond", "--row", 3, "--model", "minilm")
-    inputs = row_inputs(TRAIN, load_prompt("pair-cond"))
+    inputs = render_rows(TRAIN, load_prompt("pair-cond"))
     items = [inputs.first[2], inputs.second[2], inputs.first_unconditional[2]]
     for item, row in zip(report["inputs"], minilm._tokenizer(items), strict=True):
         assert item["tokens"] == minilm._tokenizer.strings(row)
@@ -165,7 +165,7 @@ def test_no_weights_are_read(capsys, tiny_checkpoint, tmp_path, monkeypatch):
 
 
 def test_a_shuffled_control_shows_both_conditions(capsys):
-    given = given_conditions(TRAIN, load_prompt("control-shuffled"))[2]
+    given = input_conditions(TRAIN, load_prompt("control-shuffled"))[2]
     report = shown(capsys, "control-shuffled", "--row", 3)
     assert (report["condition"], report["given_condition"]) == (TRAIN.condition[2], given)
     assert report["control"] == "shuffled"
@@ -291,6 +291,6 @@ def test_help_answers_at_once():
 
 def test_a_prompt_on_a_row_is_told_from_python(minilm):
     resolved = resolve("minilm", EncoderOptions(device="cpu"), identify=False)
-    report = prompt_on_row(load_prompt("eol"), read_dataset(None), "dev", 2, resolved)
+    report = preview_prompt(load_prompt("eol"), read_dataset(None), "dev", 2, resolved)
     given = minilm._tokenizer([EncoderInput("", report["inputs"][1]["text"])])[0]
     assert report["inputs"][1]["tokens"] == minilm._tokenizer.strings(given)

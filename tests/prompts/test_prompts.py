@@ -20,13 +20,13 @@ from llmcond.data.rows import Rows
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import UserError
-from llmcond.features.view import View
-from llmcond.prompts import Part, Prompt, load_prompt, prompt_from_json
+from llmcond.features.view import FeatureView
+from llmcond.prompts import InputTemplate, Prompt, load_prompt, prompt_from_json
 from llmcond.prompts.inputs import (
     SplitInputs,
-    given_conditions,
-    row_inputs,
-    same_inputs,
+    find_same_inputs,
+    input_conditions,
+    render_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
@@ -132,9 +132,11 @@ def test_a_context_on_one_side_only_is_refused(tmp_path: Path):
         load_prompt(str(path))
 
 
-@pytest.mark.parametrize("part", [Part("{condition}", "Embed"), Part("{condition}", context="")])
-def test_an_unconditional_part_alone_can_be_an_obstacle(part: Part):
-    prompt = Prompt("d", "s", Part("{sentence} {condition}"), part)
+@pytest.mark.parametrize(
+    "part", [InputTemplate("{condition}", "Embed"), InputTemplate("{condition}", context="")]
+)
+def test_an_unconditional_part_alone_can_be_an_obstacle(part: InputTemplate):
+    prompt = Prompt("d", "s", InputTemplate("{sentence} {condition}"), part)
     assert prompt.obstacle(replace(PLAIN, pooling="cls", instruction_format=""))
 
 
@@ -148,8 +150,8 @@ def test_pair_prompts_put_one_text_into_the_context():
 
 
 def test_a_context_changes_the_digest_and_none_does_not():
-    plain = Prompt("d", "s", Part("{sentence} {condition}"), Part("{condition}"))
-    empty = replace(plain, unconditional=Part("{condition}", context=""))
+    plain = Prompt("d", "s", InputTemplate("{sentence} {condition}"), InputTemplate("{condition}"))
+    empty = replace(plain, unconditional=InputTemplate("{condition}", context=""))
     assert plain.digest != empty.digest
     recorded = prompt_from_json(plain.to_json(), "run.json")
     assert recorded.digest == plain.digest
@@ -172,7 +174,7 @@ def test_instruction_and_context_exclude_each_other(tmp_path: Path):
 
 @given(st.text(), st.text())
 def test_texts_are_put_in_untouched_whatever_braces_they_hold(sentence: str, condition: str):
-    part = Part(text="{condition}|{sentence}", instruction="I: {sentence}")
+    part = InputTemplate(text="{condition}|{sentence}", instruction="I: {sentence}")
     expected = EncoderInput(f"I: {sentence}", f"{condition}|{sentence}")
     assert part.render(sentence, condition) == expected
 
@@ -255,7 +257,7 @@ def test_the_digest_changes_with_every_string_that_is_encoded(tmp_path: Path, ol
 
 
 def test_the_digest_tells_an_instruction_from_a_text():
-    both, swapped = Part("a", "b"), Part("b", "a")
+    both, swapped = InputTemplate("a", "b"), InputTemplate("b", "a")
     assert Prompt("d", "s", both, both).digest != Prompt("d", "s", swapped, swapped).digest
 
 
@@ -295,7 +297,7 @@ def test_a_template_that_encodes_both_apart_is_separate(tmp_path: Path):
     assert (joint.separate, apart.separate) == (False, True)
     assert load_prompt("separate").separate
     joint = [load_prompt(name) for name in bundled_names("prompts")]
-    assert all(prompt.of_condition for prompt in joint if prompt.control != "left-out")
+    assert all(prompt.subtracts_condition for prompt in joint if prompt.control != "left-out")
 
 
 # -- the bundled templates ---------------------------------------------------------------------
@@ -386,7 +388,7 @@ def test_an_encoder_without_instructions_has_templates_enough_and_others_have_mo
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 def test_no_bundled_template_makes_two_conditions_of_the_sample_the_same(name: str):
     for rows in read_dataset(None).splits.values():
-        assert same_inputs(rows, load_prompt(name)) is None
+        assert find_same_inputs(rows, load_prompt(name)) is None
 
 
 # -- controls ----------------------------------------------------------------------------------
@@ -410,18 +412,22 @@ def rows_of(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
 
 
 def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
-    assert (LEFT_OUT.separate, LEFT_OUT.of_condition, LEFT_OUT.subtractable) == (False,) * 3
-    assert (SHUFFLED.separate, SHUFFLED.of_condition, SHUFFLED.subtractable) == (False, True, True)
+    assert (LEFT_OUT.separate, LEFT_OUT.subtracts_condition, LEFT_OUT.subtractable) == (False,) * 3
+    assert (SHUFFLED.separate, SHUFFLED.subtracts_condition, SHUFFLED.subtractable) == (
+        False,
+        True,
+        True,
+    )
     read = []
     for subtract in (True, False):
-        view = View((LEFT_OUT,), subtract)
-        found = view.sentence(lambda prompt, part: read.append(part) or np.ones((2, 3)))
+        view = FeatureView((LEFT_OUT,), subtract)
+        found = view.sentence_features(lambda prompt, part: read.append(part) or np.ones((2, 3)))
         assert not view.subtracts
         np.testing.assert_array_equal(found, np.ones((2, 3)))
     assert read == ["conditional"] * 2
     with pytest.raises(UserError, match="encodes no condition without its sentence"):
-        View((LEFT_OUT,), conditioned=True)
-    beside = View((load_prompt("concat-sent-cond"), LEFT_OUT))
+        FeatureView((LEFT_OUT,), conditioned=True)
+    beside = FeatureView((load_prompt("concat-sent-cond"), LEFT_OUT))
     assert beside.subtracts
 
 
@@ -486,25 +492,25 @@ def test_shuffled_rows_get_a_condition_of_another_row_that_is_not_their_own(
     rows = rows_of(made)
     if len({kind(text) for text in rows.condition}) == 1:
         with pytest.raises(UserError, match="another row, but all"):
-            given_conditions(rows, SHUFFLED)
+            input_conditions(rows, SHUFFLED)
         return
-    given_ = given_conditions(rows, SHUFFLED)
+    given_ = input_conditions(rows, SHUFFLED)
     assert len(given_) == len(rows)
     assert set(given_) <= set(rows.condition)
     assert all(kind(own) != kind(other) for own, other in zip(rows.condition, given_, strict=True))
-    assert given_conditions(rows, SHUFFLED) == given_
-    assert given_conditions(rows, replace(SHUFFLED, control=None)) is rows.condition
+    assert input_conditions(rows, SHUFFLED) == given_
+    assert input_conditions(rows, replace(SHUFFLED, control=None)) is rows.condition
     # Not by the order of rows: a file sorted in another way has the same control.
     order = list(range(len(made)))
     shuffler.shuffle(order)
-    moved = given_conditions(rows_of([made[i] for i in order]), SHUFFLED)
+    moved = input_conditions(rows_of([made[i] for i in order]), SHUFFLED)
     assert moved == [given_[i] for i in order]
 
 
 def test_conditions_are_drawn_as_often_as_they_occur():
     frequent = [(f"s{i}", f"t{i}", "the place" if i % 4 else f"c{i % 20}") for i in range(4_000)]
     rows = rows_of(frequent)
-    given_ = given_conditions(rows, SHUFFLED)
+    given_ = input_conditions(rows, SHUFFLED)
     drawn = Counter(
         other for own, other in zip(rows.condition, given_, strict=True) if own != "the place"
     )
@@ -517,7 +523,7 @@ def test_conditions_are_drawn_as_often_as_they_occur():
 def test_the_draw_stays_from_one_version_to_the_next():
     rows = read_dataset(None).splits["train"]
     # Features are stored under the prompt's digest: with another draw they would be mixed up.
-    assert given_conditions(rows, SHUFFLED)[:3] == [
+    assert input_conditions(rows, SHUFFLED)[:3] == [
         "what colour someone is wearing",
         "the activity",
         "the location",
@@ -530,16 +536,16 @@ def test_both_sentences_of_a_row_get_the_same_wrong_condition_within_their_split
     assert len(listed) == len(SplitInputs(splits, SHUFFLED)) == 4 * sum(map(len, splits))
     expected = []
     for rows in splits:
-        made = row_inputs(rows, SHUFFLED)
+        made = render_rows(rows, SHUFFLED)
         assert made.first_unconditional == made.second_unconditional
         own = load_prompt("concat-sent-cond")
-        assert all(a != b for a, b in zip(made.first, row_inputs(rows, own).first, strict=True))
+        assert all(a != b for a, b in zip(made.first, render_rows(rows, own).first, strict=True))
         expected += zip(
             made.first, made.first_unconditional, made.second, made.second_unconditional,
             strict=True,
         )  # fmt: skip
     assert listed == [item for row in expected for item in row]
-    where = SplitInputs(splits, SHUFFLED).where(listed[4 * len(splits[0]) + 4 * 7])
+    where = SplitInputs(splits, SHUFFLED).describe_user(listed[4 * len(splits[0]) + 4 * 7])
     assert where == splits[1].describe(7)
 
 
@@ -635,7 +641,7 @@ def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
     )
     assert embedder.encode(["two men"], "the place").shape == (1, 32)
     with pytest.raises(UserError, match="which is only for comparisons"):
-        replace(embedder, view=View((SHUFFLED,))).encode(["two men"], "the place")
+        replace(embedder, view=FeatureView((SHUFFLED,))).encode(["two men"], "the place")
 
 
 # -- templates that lose the condition ---------------------------------------------------------
@@ -665,14 +671,14 @@ def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
 def test_two_rows_made_the_same_are_found(
     template: str, rows: list[tuple[str, str, str]], found: tuple[int, int] | None
 ):
-    prompt = Prompt("d", "s", Part(template), Part("{condition}"), name="mine")
+    prompt = Prompt("d", "s", InputTemplate(template), InputTemplate("{condition}"), name="mine")
     numbered = rows_of(rows, first=5)
-    assert same_inputs(numbered, prompt) == (found and (found[0] - 5, found[1] - 5))
+    assert find_same_inputs(numbered, prompt) == (found and (found[0] - 5, found[1] - 5))
     if found is None:
-        SplitInputs([numbered], prompt).check_differ()
+        SplitInputs([numbered], prompt).check_distinct()
         return
     with pytest.raises(UserError) as caught:
-        SplitInputs([numbered], prompt).check_differ()
+        SplitInputs([numbered], prompt).check_distinct()
     message = str(caught.value)
     assert "\n" not in message
     assert f"the prompt mine gives the same input for row {found[0]} of rows.csv" in message
@@ -683,11 +689,11 @@ def test_two_rows_made_the_same_are_found(
 
 def test_a_template_made_without_its_check_is_found_and_controls_are_let_be():
     rows = rows_of([("a", "b", "x"), ("a", "b", "y")])
-    lost = Prompt("d", "s", Part("{sentence}"), Part("{sentence}"), name="lost")
-    assert same_inputs(rows, lost) == (0, 1)
-    assert same_inputs(rows, load_prompt("separate")) is None
-    assert same_inputs(rows, LEFT_OUT) is None
-    assert same_inputs(rows, SHUFFLED) is None
+    lost = Prompt("d", "s", InputTemplate("{sentence}"), InputTemplate("{sentence}"), name="lost")
+    assert find_same_inputs(rows, lost) == (0, 1)
+    assert find_same_inputs(rows, load_prompt("separate")) is None
+    assert find_same_inputs(rows, LEFT_OUT) is None
+    assert find_same_inputs(rows, SHUFFLED) is None
 
 
 # -- routers -----------------------------------------------------------------------------------
@@ -711,7 +717,7 @@ def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
     assert (item.text, item.context) == ("a dog {", None)
     assert item.router == Router("the mood }", 0.2, False, True)
     assert not prompt.separate
-    assert prompt.of_condition
+    assert prompt.subtracts_condition
     assert prompt_from_json(prompt.to_json(), "record") == prompt
 
 

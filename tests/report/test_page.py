@@ -12,13 +12,13 @@ from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
 from llmcond.evaluation.breakdown import rank_error
-from llmcond.evaluation.paired import Difference
-from llmcond.evaluation.ranking import Part
-from llmcond.evaluation.results import ComparedResult, Counts
+from llmcond.evaluation.paired import PairedDifference
+from llmcond.evaluation.ranking import QuerySubset
+from llmcond.evaluation.results import ComparedResult, RowCounts
 from llmcond.metrics import METRICS, Estimate
-from llmcond.report.format import probability, range_text
+from llmcond.report.format import p_value_text, range_text
 from llmcond.report.page import Page, check_page, write_page
-from llmcond.report.page.tables import minus
+from llmcond.report.page.tables import with_minus_signs
 
 WHO = ("A young woman", "Two old men", "Three children in red coats", "A large group of students")
 DOES = ("rides a bicycle", "is reading a newspaper", "play chess", "throws a ball to a brown dog")
@@ -44,7 +44,7 @@ def result(name, spearman, head="mlp", prompt="pair-cond", **given):
         "prompts": (prompt,),
         "subtract": not name.endswith("+c"),
         "split": "dev",
-        "counts": Counts(n=1_830, n_pairs=985),
+        "counts": RowCounts(n=1_830, n_pairs=985),
         "metrics": {
             "spearman": estimate(base, 0.035, 0.033),
             "pearson": estimate(base - 0.012, 0.03, 0.03),
@@ -60,7 +60,9 @@ def result(name, spearman, head="mlp", prompt="pair-cond", **given):
 def difference(value):
     verdict = "better" if value > 0.04 else "worse" if value < -0.04 else "no evidence"
     p = float(np.exp(-abs(value) * 90))
-    return Difference(value, value - 0.04, value + 0.038, 0.0, p, min(1.0, 8 * p), 0.056, verdict)
+    return PairedDifference(
+        value, value - 0.04, value + 0.038, 0.0, p, min(1.0, 8 * p), 0.056, verdict
+    )
 
 
 def compared(row, reference):
@@ -138,7 +140,7 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
         scale=(1.0, 5.0),
         similarity=similarity,
         isotropy=isotropy,
-        made={
+        provenance={
             "model": {"name": "minilm", "revision": "c9745ed1d9f207416be6d2e6f8de32d1f16199bf"},
             "prompts": {
                 template: {
@@ -199,7 +201,7 @@ def hostile(page):
 
 def undefined(page):
     """The page with no figure defined anywhere."""
-    nothing = Difference(*[nan] * 7, "no evidence")
+    nothing = PairedDifference(*[nan] * 7, "no evidence")
     empty = {"epoch": 1, "loss": None, "dev_spearman": None}
     results = [
         replace(
@@ -259,7 +261,10 @@ def ranked(page):
     given = {"metrics": metrics, "seed_sd": {}, "split": "test"}
     results = [result(name, 0.0, head=name, **given) for name in ("linear", "mlp")]
     parts = [
-        {"forward": Part(30, metrics), "<b>": Part(0, dict.fromkeys(metrics, Estimate(nan)))}
+        {
+            "forward": QuerySubset(30, metrics),
+            "<b>": QuerySubset(0, dict.fromkeys(metrics, Estimate(nan))),
+        }
     ] * 2
     return Page(
         "Ranks",
@@ -267,7 +272,7 @@ def ranked(page):
         results,
         rows,
         similarity={one.name: random.integers(1, 2_000, n) / 1.0 for one in results},
-        parts={
+        subsets={
             "part": parts,
             "relation": [{f"r{i}": one["forward"] for i in range(20)} for one in parts],
         },
@@ -478,8 +483,8 @@ def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
 def test_figures_are_written_for_people():
     metric = METRICS["spearman"]
     assert range_text(metric, 0.1, nan) == ""
-    assert minus(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
-    assert [probability(p) for p in (0.0004, 0.0312, nan)] == ["< 0.001", "0.031", "–"]
+    assert with_minus_signs(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
+    assert [p_value_text(p) for p in (0.0004, 0.0312, nan)] == ["< 0.001", "0.031", "–"]
 
 
 # -- in a browser --------------------------------------------------------------------------------

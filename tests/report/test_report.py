@@ -5,9 +5,9 @@ from math import nan
 
 from helpers.terminal import shown
 
-from llmcond.evaluation.results import Counts, Result
+from llmcond.evaluation.results import Result, RowCounts
 from llmcond.metrics import Estimate
-from llmcond.report.terminal import listing, results_table
+from llmcond.report.terminal import results_table, rows_table
 
 RESULT = Result(
     name="mlp@concat-sent-cond",
@@ -15,7 +15,7 @@ RESULT = Result(
     prompts=("concat-sent-cond",),
     subtract=True,
     split="dev",
-    counts=Counts(n=1_830, n_pairs=985, n_dropped=154, n_compared=736, n_tied=110),
+    counts=RowCounts(n=1_830, n_pairs=985, n_dropped=154, n_compared=736, n_tied=110),
     metrics={
         "spearman": Estimate(0.587, 0.555, 0.619),
         "pearson": Estimate(nan),
@@ -40,5 +40,5 @@ def test_intervals_stay_whole_in_a_narrow_terminal():
 
 
 def test_markup_in_texts_is_text():
-    assert "[red]x[/red]" in shown(listing([{"name": "[red]x[/red]"}]))
+    assert "[red]x[/red]" in shown(rows_table([{"name": "[red]x[/red]"}]))
     assert "runs/[/x]" in shown(results_table([RESULT], "runs/[/x]"))

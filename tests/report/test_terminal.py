@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from llmcond.report.terminal import add_figures, identity_table, listing, show
+from llmcond.report.terminal import add_figure_columns, identity_table, print_table, rows_table
 
 TEXT = "The kettle leaks after a week and nobody answers, see https://example.org/support/19."
 ROWS = [
@@ -17,7 +17,7 @@ ROWS = [
 
 def figures():
     table = identity_table("Clusters beside known labels.", subtracts=False)
-    add_figures(table, "V-measure", "plain embeddings", "difference", "ARI")
+    add_figure_columns(table, "V-measure", "plain embeddings", "difference", "ARI")
     cells = [
         "100.0 [94.9, 100.0]",
         "58.5 [43.3, 73.7]",
@@ -28,7 +28,7 @@ def figures():
     return table
 
 
-TABLES = {"hits": lambda: listing(ROWS), "figures": figures}
+TABLES = {"hits": lambda: rows_table(ROWS), "figures": figures}
 
 
 def printed(capsys, table):
@@ -39,7 +39,7 @@ def printed(capsys, table):
         for word in text.split()
     }
     title = str(table.title or "").split()
-    show(table)
+    print_table(table)
     out = capsys.readouterr().out
     assert set(re.findall(r"[^\s─]+", out)) <= {*words, *title}
     return out
@@ -74,10 +74,10 @@ def test_nothing_is_wrapped_where_output_is_piped(capsys, monkeypatch, name):
 def test_texts_without_spaces_and_long_words_leave_room_for_others(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     address = "https://example.org/" + 60 * "a"
-    table = listing([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
-    show(table)
+    table = rows_table([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
+    print_table(table)
     assert [str(column.header) for column in table.columns] == ["id", "text", "source"]
     # The only column stays, whatever it takes.
-    table = listing([{"source": address}])
-    show(table)
+    table = rows_table([{"source": address}])
+    print_table(table)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

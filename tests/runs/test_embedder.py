@@ -12,13 +12,13 @@ import pytest
 
 import llmcond
 from llmcond import fit_head
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
 from llmcond.runs import open_run
 from llmcond.runs.embedder import base_encoder
-from llmcond.runs.familiarity import unfamiliar
+from llmcond.runs.familiarity import find_unfamiliar_conditions
 
 SENTENCES = ["two men play in the park", "three women sit at the beach", "children in the rain"]
 
@@ -175,12 +175,12 @@ def test_conditions_unlike_those_of_training_are_told(
     embedder = llmcond.load_embedder(own)
     assert embedder.fitted_on == opened.manifest["data"]["source"]
     seen = ["the place", "the number of people"]
-    assert unfamiliar(opened, embedder, seen) == {}
-    far = unfamiliar(opened, embedder, [*seen, "retrieve : . , kitchen"])
+    assert find_unfamiliar_conditions(opened, embedder, seen) == {}
+    far = find_unfamiliar_conditions(opened, embedder, [*seen, "retrieve : . , kitchen"])
     assert set(far) == {"retrieve : . , kitchen"}
     assert set(far.values()) <= set(seen)
     zero_shot = llmcond.load_embedder(own, "none")
-    assert unfamiliar(opened, zero_shot, ["retrieve : . , kitchen"]) == {}
+    assert find_unfamiliar_conditions(opened, zero_shot, ["retrieve : . , kitchen"]) == {}
     asked = ["--condition", "the place", "--condition", "retrieve : . , kitchen"]
     assert run(["similarity", "two men", "children", *asked, "--run", str(own)]) == 0
     told = capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_a_run_that_is_not_there_names_those_beside_it(fitted: Path):
 
 
 def test_the_base_of_the_bundled_model_is_minilm_itself(minilm: Encoder):
-    bundled = llmcond.load_embedder(PRETRAINED, device="cpu").encoder
+    bundled = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encoder
     base = base_encoder(bundled)
     assert base is not None
     assert (base.name, base.identity) == ("minilm", minilm.identity)

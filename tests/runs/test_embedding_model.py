@@ -11,11 +11,11 @@ import llmcond
 from llmcond.arrays import as_matrix, cosine
 from llmcond.errors import UserError
 from llmcond.evaluation.results import Result
-from llmcond.heads.plain import ZERO_SHOT
+from llmcond.heads.numpy_heads import ZERO_SHOT
 from llmcond.runs import open_run
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.embedding_model import EmbeddingModel
-from llmcond.runs.predictors import predict, unscored, zeroshots
+from llmcond.runs.predictors import predict, result_without_metrics, zero_shot_heads
 from llmcond.runs.rated import RatedExamples
 
 
@@ -53,11 +53,11 @@ def test_a_head_is_not_found_by_another_prompt(fitted: Path):
 def test_zero_shot_predicts_the_cosines_of_features(fitted: Path):
     run = open_run(fitted)
     (prompt, *_), features = run.prompts().values(), RatedExamples(run)
-    for zeroshot in zeroshots(run, prompt):
+    for zeroshot in zero_shot_heads(run, prompt):
         pairs = features.pairs(zeroshot.view, "dev")
         sides = (as_matrix(pairs.first)[:], as_matrix(pairs.second)[:])
         np.testing.assert_array_equal(predict(zeroshot, pairs), cosine(*sides))
-        result = unscored(Result, zeroshot, "dev")
+        result = result_without_metrics(Result, zeroshot, "dev")
         assert (result.head, result.dim, result.seeds, result.fits) == ("none", None, (), ())
         assert zeroshot.trained_on == ()
         assert not pickle.loads(pickle.dumps(zeroshot)).is_fitted

@@ -11,7 +11,7 @@ import pytest
 from helpers.hub import COMMIT, serving
 
 import llmcond
-from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
 from llmcond.errors import UserError
 
 #: Load models by their names and revisions; print the sums of each one's vectors, or its error.
@@ -32,7 +32,7 @@ for name, revision in json.loads(sys.argv[1]):
 @pytest.fixture
 def hub(tmp_path):
     """A hub whose me/tiny is the bundled model, as push would upload it."""
-    folder = shutil.copytree(pretrained(PRETRAINED), tmp_path / "pushed")
+    folder = shutil.copytree(pretrained_folder(DEFAULT_MODEL), tmp_path / "pushed")
     with serving(folder) as url:
         yield url, folder
 
@@ -61,7 +61,7 @@ def check(failed: dict, name: str, code: int, words: str) -> None:
 
 def test_a_model_of_the_hub_is_downloaded_and_stays(hub, tmp_path):
     url, _ = hub
-    vectors = llmcond.load_embedder(PRETRAINED, device="cpu").encode(
+    vectors = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encode(
         ["two men play in the park", "a dog"], "the place"
     )
     (loaded,) = load(tmp_path, url, ("me/tiny", COMMIT))

@@ -18,7 +18,7 @@ from helpers.waiting import PATIENCE, wait_until
 from llmcond import extract
 from llmcond.cli import run
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import SplitInputs, row_inputs
+from llmcond.prompts.inputs import SplitInputs, render_rows
 from llmcond.runs import open_run
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
@@ -136,7 +136,7 @@ def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(
     inputs = SplitInputs(splits, prompt)
     by_row = []
     for rows in splits:
-        of = row_inputs(rows, prompt)
+        of = render_rows(rows, prompt)
         columns = (of.first, of.first_unconditional, of.second, of.second_unconditional)
         by_row += [item for row in zip(*columns, strict=True) for item in row]
     assert list(inputs) == list(inputs) == by_row

@@ -25,7 +25,7 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.errors import UserError
 from llmcond.runs import open_any_run
-from llmcond.scale.extraction import EncoderOf, FragmentWriter
+from llmcond.scale.extraction import ActorEncoderSpec, FragmentWriter
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
@@ -229,7 +229,7 @@ def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
 
 def test_an_actor_refuses_another_encoder(model, tmp_path):
     resolved = resolve(model, OPTIONS)
-    other = EncoderOf(
+    other = ActorEncoderSpec(
         model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
     )
     with pytest.raises(UserError, match="is a different encoder on"):

@@ -9,12 +9,12 @@ from helpers.ray import Squares
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.scale import pool
-from llmcond.scale.pool import Cluster, actors
+from llmcond.scale.pool import RayCluster, actor_pool
 
 
 @pytest.fixture
 def squares(ray, tmp_path):
-    with actors(Cluster(actors=2), Squares, tmp_path) as found:
+    with actor_pool(RayCluster(actors=2), Squares, tmp_path) as found:
         yield found
 
 
@@ -56,7 +56,7 @@ def test_an_error_for_people_arrives_as_it_was_raised(squares, ray, tmp_path):
         list(squares.map([1, "wrong"]))
     (tmp_path / "broken").touch()
     with (
-        actors(Cluster(actors=1), Squares, tmp_path) as none,
+        actor_pool(RayCluster(actors=1), Squares, tmp_path) as none,
         pytest.raises(UserError, match=r"^there is no model here$"),
     ):
         list(none.map([1]))
@@ -71,7 +71,7 @@ def test_an_error_for_people_arrives_as_it_was_raised(squares, ray, tmp_path):
     ],
 )
 def test_what_there_cannot_be_is_told(ray, cluster, words):
-    with pytest.raises(UserError, match=words), actors(Cluster(**cluster), Squares):
+    with pytest.raises(UserError, match=words), actor_pool(RayCluster(**cluster), Squares):
         pass
 
 
@@ -179,7 +179,7 @@ def test_a_ray_that_lets_strangers_in_is_not_started(monkeypatch, installed, mod
     monkeypatch.setitem(sys.modules, "ray", None)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(UserError, match=said), actors(Cluster(actors=1), Squares):
+    with pytest.raises(UserError, match=said), actor_pool(RayCluster(actors=1), Squares):
         pass
 
 

@@ -118,7 +118,7 @@ def test_the_script_writes_what_the_commands_read(script, tiny_run, tmp_path, ca
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads(out.read_text())
     assert printed["measured"]["sets"] == {"one": 5, "two": 5}
-    assert find_calibration(out.parent).is_own
+    assert find_calibration(out.parent).is_of_model
     lines = kept.read_text().splitlines()
     assert len(lines) == 10
     assert script.main([*given, "--fit-only"]) == 0  # from what was kept

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmcond.errors import UserError
 from llmcond.search.filters import MAX_LENGTH, MAX_NESTING, parse_filter
-from llmcond.search.table import Table
+from llmcond.search.table import TextTable
 
 DAY = datetime.datetime(2024, 5, 1)
 COLUMNS = {
@@ -36,14 +36,14 @@ COLUMNS = {
 def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filters")
     lance.write_dataset(pa.table(COLUMNS), str(folder / "texts.lance"))
-    return Table(folder)
+    return TextTable(folder)
 
 
-def matching(table: Table, where: str) -> str:
-    return "".join(np.array(COLUMNS["id"])[table.matching(where)])
+def matching(table: TextTable, where: str) -> str:
+    return "".join(np.array(COLUMNS["id"])[table.match_filter(where)])
 
 
-def by_lance(table: Table, where: str) -> str:
+def by_lance(table: TextTable, where: str) -> str:
     return "".join(table._dataset.to_table(columns=["id"], filter=where)["id"].to_pylist())
 
 

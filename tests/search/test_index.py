@@ -112,7 +112,7 @@ def test_several_conditions_are_a_weighted_sum_of_cosines(build):
 def test_several_queries_at_once(build, monkeypatch):
     index = build(TEXTS)
     alone = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
-    monkeypatch.setattr("llmcond.search.searching._MAX_SCORES", 100)  # two queries at a time
+    monkeypatch.setattr("llmcond.search.prepared._MAX_SCORES", 100)  # two queries at a time
     together = index.search(TEXTS[:5], PLACE, 3)
     assert [[row["id"] for row in hits.rows] for hits in together] == [
         [row["id"] for row in rows] for rows in alone
@@ -170,7 +170,7 @@ def test_only_new_texts_are_encoded_and_projected(build, caplog):
     caplog.clear()
     index.add(TEXTS)
     assert "texts under 'the place': 10 of 10 inputs encoded" in caplog.text
-    segments = views.Views(index.folder / "views").read(PLACE)
+    segments = views.ConditionViews(index.folder / "views").read(PLACE)
     assert [len(segment.numbers) for segment in segments] == [40, 10]
 
 
@@ -613,7 +613,7 @@ def killed_at(module: str, name: str) -> None:
 @pytest.mark.parametrize(
     "where",
     [
-        ("llmcond.search.rows", "Plan.write"),  # texts are encoded
+        ("llmcond.search.rows", "IndexUpdatePlan.write"),  # texts are encoded
         ("llmcond.search.views", "np.save"),  # texts are written, their vectors are not
         ("llmcond.search.views", "write_json"),  # vectors are written, and not named yet
     ],
@@ -625,15 +625,15 @@ def test_a_kill_loses_nothing_and_leaves_nothing_half(build, tmp_path: Path, whe
     arguments = ["index", tmp_path / "texts.txt", "--out", index.folder, "--condition", NUMBER]
     killed = Command(tmp_path / "killed", arguments, first=partial(killed_at, *where))
     status, _, err = killed.finish()
-    encoded = 1 if where[1] == "Plan.write" else 2
+    encoded = 1 if where[1] == "IndexUpdatePlan.write" else 2
     assert (status, err.count("inputs encoded")) == (-signal.SIGKILL, encoded)
     found = Index.open(index.folder, device="cpu")
-    assert len(found) == (30 if where[1] == "Plan.write" else 50)
+    assert len(found) == (30 if where[1] == "IndexUpdatePlan.write" else 50)
     if len(found) == 30:
         check_against_all(found, TEXTS[:30])
     capsys.readouterr()
     assert run([str(argument) for argument in arguments]) == 0
-    assert capsys.readouterr().err.count("inputs encoded") == (where[1] == "Plan.write")
+    assert capsys.readouterr().err.count("inputs encoded") == (where[1] == "IndexUpdatePlan.write")
     check_against_all(Index.open(index.folder, device="cpu"), TEXTS)
     assert not (index.folder / "encoding").exists()
     for record in (index.folder / "views").glob("*/view.json"):

@@ -9,9 +9,9 @@ from helpers.serving import served
 from llmcond.conditions import Condition
 from llmcond.errors import UserError
 from llmcond.search import Index
-from llmcond.search.table import Table
-from llmcond.serving.running import load_model
-from llmcond.serving.settings import Served
+from llmcond.search.table import TextTable
+from llmcond.serving.model_server import load_model
+from llmcond.serving.settings import ServedSource
 
 PLACE = "the place"
 TEXTS = [f"{who} play {where}" for who in ("two men", "children") for where in ("at night", "now")]
@@ -27,7 +27,7 @@ def folder(tiny_run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def searched(folder):
-    model = load_model(Served(device="cpu", index=folder))
+    model = load_model(ServedSource(device="cpu", index=folder))
     with served(model) as (client, _):
         yield client, model.index
 
@@ -53,7 +53,7 @@ def test_values_are_those_of_the_index_or_of_the_request(tiny_run, tmp_path):
     index.search("two men", "the mood")  # which encodes the texts under it
     index.search("two men", Condition(PLACE))
     asked = {"query": "two men", "condition": PLACE}
-    with served(load_model(Served(device="cpu", index=index.folder))) as (client, _):
+    with served(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
         found = client.post("/v1/search", asked).json
         assert found["conditions"] == {place: 1.0}
         assert found["results"] == index.search("two men", place).to_json()["results"]
@@ -100,7 +100,7 @@ def test_what_the_index_refuses_is_told(searched, changes, words):
 def test_a_filter_delays_neither_the_model_nor_others(searched, monkeypatch):
     client, _ = searched
     begun, go = threading.Event(), threading.Event()
-    matching = Table.matching
+    matching = TextTable.match_filter
 
     def held(table, where, seconds):
         assert 0 < seconds < 60
@@ -109,7 +109,7 @@ def test_a_filter_delays_neither_the_model_nor_others(searched, monkeypatch):
         return matching(table, where, seconds)
 
     asked = {"query": "two men", "condition": PLACE}
-    monkeypatch.setattr(Table, "matching", held)
+    monkeypatch.setattr(TextTable, "matching", held)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.post, "/v1/search", {**asked, "where": "year > 2021"})
         assert begun.wait(60)
@@ -137,7 +137,7 @@ def test_the_folder_of_the_index_is_named_without_its_path(folder, searched):
 
 def test_a_damaged_index_is_told_without_its_path(tiny_run, tmp_path):
     Index.build(tmp_path / "texts", TEXTS, conditions=[PLACE], run=tiny_run, device="cpu")
-    with served(load_model(Served(device="cpu", index=tmp_path / "texts"))) as (client, _):
+    with served(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
         for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
             path.unlink()
         answer = client.post("/v1/search", {"query": "two men", "condition": PLACE})
@@ -159,11 +159,11 @@ def test_texts_that_are_added_meanwhile_are_found(folder, searched, tiny_run):
 
 def test_an_index_is_served_by_its_own_model_only(folder, tiny_run, tmp_path):
     found = load_model(
-        Served(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
+        ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
     )
     assert found.index is not None
     assert found.model.encoder is found.index.embedder.encoder
     with pytest.raises(UserError, match="was built with"):
-        load_model(Served(model="minilm-csts", device="cpu", index=folder))
+        load_model(ServedSource(model="minilm-csts", device="cpu", index=folder))
     with pytest.raises(UserError, match="does not exist"):
-        load_model(Served(run=tiny_run, device="cpu", index=tmp_path / "none"))
+        load_model(ServedSource(run=tiny_run, device="cpu", index=tmp_path / "none"))

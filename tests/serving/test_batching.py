@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture
 def batcher(model):
-    found = Batcher(model, max_tokens=12, longest=64)
+    found = Batcher(model, max_tokens=12, max_row_tokens=64)
     yield found
     model.free()
     found.close()
@@ -161,7 +161,7 @@ def test_closing_finishes_what_was_accepted_and_takes_no_more(batcher, model):
 
 
 def test_long_texts_count_as_what_they_are_cut_to(model):
-    batcher = Batcher(model, max_tokens=100, longest=40)
+    batcher = Batcher(model, max_tokens=100, max_row_tokens=40)
     first = busy(batcher, model)
     others = [batcher.submit([("1" * 10, "c" * 10_000)]) for _ in range(3)]
     model.free()

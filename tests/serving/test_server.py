@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from llmcond.conditions import Condition
 from llmcond.errors import UserError
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.prompts.template import load_prompt
 from llmcond.runs.embedder import Embedder
 from llmcond.serving.model import ServedModel
-from llmcond.serving.server import bound
+from llmcond.serving.server import bind_socket
 
 TEXTS = ["two men play in the park", "three women sit at the beach", "children read a number 7"]
 PLACE = "the place"
@@ -337,7 +337,7 @@ def test_paths_of_this_machine_are_not_told(embedder, tmp_path):
 
 def test_texts_without_a_token_of_their_own_are_counted(minilm):
     texts = ["\ufeff", TEXTS[0], "\u200d"]
-    subtracting = Embedder(minilm, View((load_prompt("concat-sent-cond"),), subtract=True))
+    subtracting = Embedder(minilm, FeatureView((load_prompt("concat-sent-cond"),), subtract=True))
     pairs = {"sentence1": texts, "sentence2": texts, "condition": PLACE}
     with served(ServedModel(subtracting)) as (client, _):
         answer = client.post("/v1/embeddings", {"input": texts, "condition": PLACE})
@@ -530,10 +530,10 @@ def test_what_was_accepted_is_answered_and_nothing_more(embedder, held):
 
 
 def test_an_address_that_is_taken_is_refused():
-    with bound("127.0.0.1", 0) as first:
+    with bind_socket("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port}: Address already in use"):
-            bound("127.0.0.1", port)
+            bind_socket("127.0.0.1", port)
     with pytest.raises(UserError, match="cannot listen on no such host"):
-        bound("no such host", 0)
+        bind_socket("no such host", 0)

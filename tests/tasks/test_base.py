@@ -10,7 +10,7 @@ from helpers.commands import ok
 
 from llmcond import plugins
 from llmcond.cli import run
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -116,7 +116,7 @@ def test_folds_and_parts_of_dev_are_scored_by_it(
     pair = np.unique([row["sentence1"] + row["sentence2"] for row in rows], return_inverse=True)[1]
     new_condition = np.array([row["condition"].startswith("the mood") for row in rows])
     new_sentences = np.array([row["sentence1"] != small_rows[0][0] for row in rows])
-    metric = metric_of(name)
+    metric = get_metric(name)
     for kind, chosen in (("seen", ~new_condition), ("unseen", new_condition)):
         expected = metric(predicted[chosen], rating[chosen], pair[chosen])
         assert set(result[kind]) == {"n", name}

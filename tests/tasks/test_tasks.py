@@ -11,7 +11,7 @@ from llmcond.data.rows import load_rows, save_rows
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.prompts import load_prompt
-from llmcond.prompts.inputs import SplitInputs, row_inputs
+from llmcond.prompts.inputs import SplitInputs, render_rows
 from llmcond.tasks import find_task
 
 ANSWERS = """
@@ -64,7 +64,7 @@ def test_what_is_not_given_of_columns_and_scale_is_the_tasks(answers):
     assert dataset.columns == Columns("question", "answer", "topic", "score")
     assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
     read_by = DataOptions(None, {"label": "mark"}, {"low": 0, "unrated": 9}, 4, ("note",))
-    like = asked.like(read_by)
+    like = asked.with_defaults(read_by)
     assert like.columns == {"label": "score"}
     assert like.scale == {"low": 0, "high": 3, "unrated": 9}
     assert (like.split_seed, like.extra) == (4, ("note",))
@@ -72,7 +72,7 @@ def test_what_is_not_given_of_columns_and_scale_is_the_tasks(answers):
 
 def test_a_text_without_a_condition_is_rendered_as_it_is_and_has_nothing_subtracted(answers):
     rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
-    inputs = row_inputs(rows, load_prompt("concat-sent-cond"))
+    inputs = render_rows(rows, load_prompt("concat-sent-cond"))
     assert inputs.second == [EncoderInput("", text) for text in rows.sentence2]
     assert inputs.second_unconditional == inputs.second
     assert all("rain" in item.text for item in inputs.first)
@@ -85,7 +85,7 @@ def test_a_template_may_render_such_texts_in_words_of_its_own(answers, tmp_path)
     (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "Answer: {{sentence}}"\n')
     rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
     prompt = load_prompt(str(tmp_path / "t.toml"))
-    assert row_inputs(rows, prompt).second[0].text == f"Answer: {rows.sentence2[0]}"
+    assert render_rows(rows, prompt).second[0].text == f"Answer: {rows.sentence2[0]}"
     assert prompt.digest != load_prompt("concat-sent-cond").digest
     (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "{{condition}}"\n')
     with pytest.raises(UserError, match="plain"):
@@ -105,9 +105,9 @@ def test_templates_name_further_columns(answers, tmp_path):
     again = load_rows(tmp_path / "rows.parquet", task.conditioned)["train"]
     for own in (rows, again):
         number = own.sentence1[0].removeprefix("q")
-        assert row_inputs(own, prompt).first[0].text == f"q{number} (n{number}) rain"
+        assert render_rows(own, prompt).first[0].text == f"q{number} (n{number}) rain"
     with pytest.raises(UserError, match=r"'note'.*not read"):
-        row_inputs(task.read(DataOptions(ROWS)).splits["train"], prompt)
+        render_rows(task.read(DataOptions(ROWS)).splits["train"], prompt)
     (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
     with pytest.raises(UserError, match=r"nite.*note.*fields"):
         load_prompt(str(tmp_path / "t.toml"))

@@ -15,10 +15,10 @@ from helpers.pages import HOSTILE, Parsed, faults, opened, sideways
 from sklearn.metrics import v_measure_score
 
 import llmcond
-from llmcond.bundled import PRETRAINED
+from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.clustering.methods import kmeans
-from llmcond.runs.embedder import unit_length
+from llmcond.runs.embedder import normalise_vectors
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
@@ -143,12 +143,12 @@ def test_an_adapter_is_compared_with_its_base(minilm):
         condition="the place",
         clusters=4,
         labels=["place"],
-        model=PRETRAINED,
+        model=DEFAULT_MODEL,
         device="cpu",
     )
     scores, truth = found.clusterings[0].scores, [place for *_, place in ROWS]
     assert scores.base_name == "minilm, no condition"
-    plain = kmeans(unit_length(minilm.encode(TEXTS)), 4, 0)
+    plain = kmeans(normalise_vectors(minilm.encode(TEXTS)), 4, 0)
     assert scores.base["v_measure"].value == pytest.approx(v_measure_score(truth, plain), abs=0.05)
 
 

@@ -14,8 +14,8 @@ import pytest
 import llmcond
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
-from llmcond.evaluation.paired import Difference, holm
-from llmcond.evaluation.results import ComparedResult, Counts
+from llmcond.evaluation.paired import PairedDifference, holm
+from llmcond.evaluation.results import ComparedResult, RowCounts
 from llmcond.metrics import Estimate
 from llmcond.report.comparisons import comparison_table, summary
 from llmcond.runs import open_run
@@ -264,12 +264,14 @@ def result(prompt, head, spearman, difference=None, accuracy=(0.6, 0.8), **other
     if difference is not None:
         value, p = difference
         verdict = "no evidence" if p > 0.05 else "better" if value > 0 else "worse"
-        found = {"spearman": Difference(value, value - 0.05, value + 0.05, 0, p, p, 0.071, verdict)}
+        found = {
+            "spearman": PairedDifference(value, value - 0.05, value + 0.05, 0, p, p, 0.071, verdict)
+        }
     figures = (nan,) if spearman is None else (spearman, spearman - 0.1, spearman + 0.1)
     known = {
         "name": f"{head}@{prompt}",
         "subtract": True,
-        "counts": Counts(n=100, n_pairs=50),
+        "counts": RowCounts(n=100, n_pairs=50),
         "metrics": {"spearman": Estimate(*figures), "accuracy": Estimate(0.7, *accuracy)},
     }
     return ComparedResult(
@@ -308,7 +310,7 @@ def test_a_comparison_is_told_in_plain_words():
     assert "1 are not at chance: zero-shot on shuffled (" in " ".join(
         summary([*RESULTS, *off], "base")
     )
-    few = [replace(row, counts=Counts(n=100, n_pairs=12)) for row in RESULTS]
+    few = [replace(row, counts=RowCounts(n=100, n_pairs=12)) for row in RESULTS]
     assert "12 sentence pairs are few" in " ".join(summary(few, "base"))
 
 
@@ -349,10 +351,10 @@ def test_the_first_sentence_says_no_more_than_is_shown(results, said):
 
 
 def test_the_table_has_the_evidence_and_draws_intervals(capsys):
-    from llmcond.report.terminal import show
+    from llmcond.report.terminal import print_table
 
     table = comparison_table(RESULTS, "base", "runs/[/x]")
-    show(table)
+    print_table(table)
     out = capsys.readouterr().out
     assert "runs/[/x]" in out
     lines = {line.split()[1]: line for line in out.splitlines() if "mlp" in line}
@@ -370,10 +372,10 @@ def test_the_table_has_the_evidence_and_draws_intervals(capsys):
 
 @pytest.mark.parametrize("form", ["markdown", "latex"])
 def test_tables_come_for_other_documents(capsys, form):
-    from llmcond.report.terminal import show
+    from llmcond.report.terminal import print_table
 
     rows = [*RESULTS, result("50%_[bold]|x", "mlp", 0.1, (-0.1, 0.5))]
-    show(comparison_table(rows, "base", "runs/x", bars=False), form)
+    print_table(comparison_table(rows, "base", "runs/x", bars=False), form)
     out = capsys.readouterr().out
     assert "●" not in out
     if form == "markdown":

@@ -194,7 +194,7 @@ def test_each_file_is_read_once_wherever_links_lead(capsys, fitted, source):
 
 def test_rows_that_are_skipped_are_read_forward(source):
     files = streams.open_texts("src")
-    columns = streams.Columns("text", None, pa.schema([("id", pa.int64())]))
+    columns = streams.StreamColumns("text", None, pa.schema([("id", pa.int64())]))
     for start, stop in ((0, 10), (35, 95), (95, 100), (5, 31), (31, 31), (99, 100)):
         found = files.read("a/1.parquet", start, stop, columns)
         assert found["id"].to_pylist() == list(range(start, stop))
@@ -583,7 +583,7 @@ def test_nobody_else_writes_meanwhile(capsys, fitted, source):
 @pytest.mark.parametrize("change", ["delete", "append", "unit"])
 def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, monkeypatch, change):
     monkeypatch.setattr(outputs, "_COMMIT_FRAGMENTS", 2)
-    original, seen = outputs.LanceOutput.add, []
+    original, seen = outputs.LanceOutput.add_unit, []
 
     def add(self, *args):
         original(self, *args)

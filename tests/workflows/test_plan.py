@@ -17,8 +17,8 @@ from llmcond.features.fragments import row_bytes
 from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.runs import open_any_run
-from llmcond.scale.extraction import fragments_and_commits
-from llmcond.scale.pool import Cluster
+from llmcond.scale.extraction import estimate_commits
+from llmcond.scale.pool import RayCluster
 from llmcond.workflows.plan import _count_tokens, _estimate_seconds, _estimate_tokens
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
@@ -172,8 +172,8 @@ def test_hours_are_those_of_a_recorded_machine(given, tmp_path):
     ],
 )
 def test_fragments_are_what_actors_write_in_ten_seconds(hours, gpus, expected):
-    cluster = Cluster(actors=64, gpus_per_actor=gpus)
-    assert fragments_and_commits(10**9, 3_600 * hours / 64, cluster, 64) == expected
+    cluster = RayCluster(actors=64, gpus_per_actor=gpus)
+    assert estimate_commits(10**9, 3_600 * hours / 64, cluster, 64) == expected
 
 
 def test_records_that_are_none_are_one_line(given, tmp_path):

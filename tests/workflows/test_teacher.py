@@ -15,7 +15,7 @@ from llmcond.errors import UserError
 from llmcond.files import digest_file
 from llmcond.runs.embedder import Embedder
 from llmcond.workflows import teacher as teachers
-from llmcond.workflows.teacher import find_teacher, unrated_rows
+from llmcond.workflows.teacher import find_teacher, sample_unrated_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +58,7 @@ def train(made, tmp_path, capsys):
 
 def test_rows_have_conditions_that_their_pairs_lack(made):
     rows = read_dataset(str(made / "rows.csv")).splits["train"]
-    found = unrated_rows(rows, 12, seed=3)
+    found = sample_unrated_rows(rows, 12, seed=3)
     assert len(found) == 12
     assert np.isnan(found.rating).all()
     known = set(zip(rows.sentence1, rows.sentence2, rows.condition, strict=True))
@@ -67,10 +67,10 @@ def test_rows_have_conditions_that_their_pairs_lack(made):
     assert not drawn & known
     assert {own[:2] for own in drawn} <= {own[:2] for own in known}
     assert set(found.condition) <= set(rows.condition)
-    assert unrated_rows(rows, 12, seed=3).texts == found.texts
-    assert unrated_rows(rows, 12, seed=4).texts != found.texts
+    assert sample_unrated_rows(rows, 12, seed=3).texts == found.texts
+    assert sample_unrated_rows(rows, 12, seed=4).texts != found.texts
     with pytest.raises(UserError, match="28 new combinations of sentence pairs and conditions"):
-        unrated_rows(rows, 15, seed=3)
+        sample_unrated_rows(rows, 15, seed=3)
 
 
 def test_what_is_rated_is_trained_on_and_recorded(train, made, tmp_path):

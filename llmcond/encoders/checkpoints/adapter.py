@@ -25,8 +25,8 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 #: The weights of a router inside the encoder; see ``llmcond.encoders.routers``.
 ROUTER = "router.safetensors"
-#: The file with the facts that training records about an encoder; see ``Tuned``.
-TUNED = "encoder.json"
+#: The file with the facts that training records about an encoder; see ``EncoderRecord``.
+ENCODER_RECORD = "encoder.json"
 
 FORMAT = 1
 
@@ -45,7 +45,7 @@ _TRAINING_FIELDS = {
 }  # fmt: skip
 #: The values of ``init_lora_weights`` that leave the base's weights as they are; all others modify
 #: them.
-BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
+NEUTRAL_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 #: peft's name for the only adapter of a model.
 _ADAPTER_NAME = "default"
@@ -54,12 +54,12 @@ PREFIX = "base_model.model."
 #: Heads of other tasks, which an encoder does not load.
 _HEADS = re.compile(r"(lm_head|embed_out|score|cls|classifier|qa_outputs)\.")
 _HEADS_AND_POOLER = re.compile(rf"{_HEADS.pattern}|(\w+\.)?pooler\.")
-#: The fields of ``Tuned`` that are texts, or None.
+#: The fields of ``EncoderRecord`` that are texts, or None.
 _TEXT_FIELDS = ("base", "revision", "like", "base_weights", "dev_of")
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class EncoderRecord:
     """The facts that training records about an encoder, so that it is used as it was trained.
 
     Attributes:
@@ -92,26 +92,26 @@ def member_folders(folder: Path, members: int) -> tuple[Path, ...]:
     return tuple(folder / f"adapter-{number}" for number in range(members))
 
 
-def write_tuned(folder: Path, tuned: Tuned) -> None:
+def write_encoder_record(folder: Path, tuned: EncoderRecord) -> None:
     """Write the training facts of an encoder into its folder; raises as ``write_json``."""
-    write_json(folder / TUNED, {"format": FORMAT, **asdict(tuned)})
+    write_json(folder / ENCODER_RECORD, {"format": FORMAT, **asdict(tuned)})
 
 
-def read_tuned(folder: Path) -> Tuned | None:
-    """Read the file of ``write_tuned``; None if the folder has none.
+def read_encoder_record(folder: Path) -> EncoderRecord | None:
+    """Read the file of ``write_encoder_record``; None if the folder has none.
 
     Raises:
         UserError: the file cannot be read, or a newer version wrote it.
         LlmcondError: the file is damaged.
     """
-    path = folder / TUNED
+    path = folder / ENCODER_RECORD
     if not path.is_file():
         return None
     record = read_json(path)
     if record.get("format") != FORMAT and all(type(value) is int for value in record.values()):
         return None  # the vocabulary of GPT-2, whose authors used the same file name
     check_format(record, FORMAT, str(path))
-    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(Tuned)}
+    values: dict[str, Any] = {field.name: record.get(field.name) for field in fields(EncoderRecord)}
     # Older records lack these two fields.
     values |= {"cross": record.get("cross", False), "members": record.get("members", 1)}
     settings = values["settings"]
@@ -130,7 +130,7 @@ def read_tuned(folder: Path) -> Tuned | None:
             f"{path} has {name} = {value!r}, which training never writes, so the file is damaged. "
             "Copy it again."
         )
-    return Tuned(**values)
+    return EncoderRecord(**values)
 
 
 def _is_setting(name: str, value: Any) -> bool:
@@ -176,7 +176,7 @@ def identify(folder: Path, name: str, base_weights: str) -> str:
     Raises:
         UserError: the adapter was trained on another base.
     """
-    tuned = read_tuned(folder)
+    tuned = read_encoder_record(folder)
     if tuned is not None and tuned.base_weights not in (None, base_weights):
         raise UserError(
             f"{name} was trained on {tuned.base} with the weights {tuned.base_weights}, but the "
@@ -245,9 +245,9 @@ def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
             architecture.
         LlmcondError: the adapter's file is broken.
     """
-    from llmcond.encoders.loading.quantization import require
+    from llmcond.encoders.loading.quantization import require_libraries
 
-    require(f"{name} is an adapter", "peft", extra="lora")
+    require_libraries(f"{name} is an adapter", "peft", extra="lora")
     # peft imports bitsandbytes if that is installed, which then warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import get_peft_model_state_dict, inject_adapter_in_model
@@ -317,7 +317,8 @@ def _read_tensors(folder: Path, name: str) -> dict[str, Any]:
     broken = [key for key, value in tensors.items() if not value.isfinite().all()]
     if broken:
         raise LlmcondError(
-            f"{name} has NaN or infinity in {counted(broken, 'tensors')}, so its vectors would be "
+            f"{name} has NaN or infinity in {summarize_names(broken, 'tensors')}, so its vectors "
+            "would be "
             "invalid. Train it again with a lower learning rate."
         )
     return tensors
@@ -355,7 +356,7 @@ def _build_lora_config(record: Mapping[str, Any], name: str, root: Any) -> Any:
     from peft import LoraConfig, PeftConfig
 
     initialisation = record.get("init_lora_weights")
-    if initialisation not in BEGUN:
+    if initialisation not in NEUTRAL_INITIALISATIONS:
         raise UserError(
             f"{name} was initialised with init_lora_weights = {initialisation!r}, which changes "
             "the base's weights too. Convert it to a standard adapter with peft: "
@@ -398,9 +399,9 @@ def _check_tensors(
     """Raise a ``UserError`` for missing tensors, unexpected ones, and ones of a wrong shape."""
     missing = [name for name in adapter_keys if name not in tensors]
     unexpected = [name for name in tensors if name not in expected]
-    problems = [f"lacks {counted(missing, 'tensors')}"] if missing else []
+    problems = [f"lacks {summarize_names(missing, 'tensors')}"] if missing else []
     if unexpected:
-        problems.append(f"has {counted(unexpected, 'tensors')} that do not belong to it")
+        problems.append(f"has {summarize_names(unexpected, 'tensors')} that do not belong to it")
     if problems:
         raise UserError(
             f"{description} {' and '.join(problems)}. It was trained on another base, or its file "
@@ -415,7 +416,7 @@ def _check_tensors(
             )
 
 
-def counted(names: Iterable[str], what: str) -> str:
+def summarize_names(names: Iterable[str], what: str) -> str:
     """Return the number of names, with the first three: ``5 tensors (a, b, c, …)``."""
     names = sorted(names)
     return f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmcond.bundled import pretrained
+from llmcond.bundled import pretrained_folder
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
-    TUNED,
+    ENCODER_RECORD,
     WEIGHTS,
-    Tuned,
+    EncoderRecord,
     identify,
     member_folders,
+    read_encoder_record,
     read_lora,
-    read_tuned,
 )
 from llmcond.encoders.known import KnownModel, Package, find_model, known_names
 from llmcond.errors import LlmcondError, UserError, first_line, nearest
@@ -46,7 +46,7 @@ SETTINGS = (
     *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
 )  # fmt: skip
 #: Weights that an encoder may ignore: heads of other tasks, and buffers of older versions.
-NOT_OURS = re.compile(
+IGNORED_WEIGHTS = re.compile(
     r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
     r"vocab_(transform|layer_norm|projector)|(discriminator|generator)_predictions(_head)?)\.|"
     r"^(mlp|head|decoder)\.|(^|\.)pooler\.|\.(position_ids|inv_freq|masked_bias)$"
@@ -65,11 +65,11 @@ class Checkpoint:
         known: its entry among the known models, if any.
         repo: its repository on the hub, if it comes from there; for an adapter, that of its base.
         adapter: the folder of the adapter that is applied to it, if any.
-        stated: settings that training recorded, by their names in ``EncoderOptions``; includes
-            ``quantize`` if the base of an adapter was quantised.
+        recorded_settings: settings that training recorded, by their names in ``EncoderOptions``;
+            includes ``quantize`` if the base of an adapter was quantised.
         cross: whether it was trained as a cross-encoder, whose vectors are not embeddings.
-        dev_of: digest of the dataset whose dev rows it was trained on; None: no dev rows.
-        drawn_on: the device that generates its random weights, for benchmarks without weight
+        dev_digest: digest of the dataset whose dev rows it was trained on; None: no dev rows.
+        random_device: the device that generates its random weights, for benchmarks without weight
             files. None: the weights are read from files.
         members: the folders of an ensemble's adapters, each applied to a copy of the base;
             otherwise empty.
@@ -81,10 +81,10 @@ class Checkpoint:
     known: KnownModel | None = None
     repo: str | None = None
     adapter: Path | None = None
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    recorded_settings: Mapping[str, Any] = field(default_factory=dict)
     cross: bool = False
-    dev_of: str | None = None
-    drawn_on: str | None = None
+    dev_digest: str | None = None
+    random_device: str | None = None
     members: tuple[Path, ...] = ()
     base: Checkpoint | None = None
 
@@ -153,7 +153,7 @@ def find_checkpoint(
         )
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        folder = pretrained(name_or_path) or folder
+        folder = pretrained_folder(name_or_path) or folder
     if known is None and folder.is_dir():
         if revision is not None:
             raise UserError(
@@ -165,16 +165,16 @@ def find_checkpoint(
         packaged = _find_package_folder(known.package)
         if packaged is not None:
             return Checkpoint(known.name, packaged, known)
-    if known is None and not looks_like_hub_name(name_or_path):
+    if known is None and not is_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
             f"(OWNER/NAME). {nearest(name_or_path, known_names())}"
         )
     repo = known.repo if known else name_or_path
     with hub_errors(repo, revision, known):
-        snapshot = _download(repo, revision, (*SETTINGS, "*/config.json", TUNED))
+        snapshot = _download(repo, revision, (*SETTINGS, "*/config.json", ENCODER_RECORD))
         if not (snapshot / "config.json").is_file():
-            snapshot = _download(repo, snapshot.name, (CONFIG, WEIGHTS, TUNED))
+            snapshot = _download(repo, snapshot.name, (CONFIG, WEIGHTS, ENCODER_RECORD))
     return _read_folder(known.name if known else repo, snapshot, entry, repo, adapter)
 
 
@@ -279,7 +279,7 @@ def settings_files(folder: Path) -> list[Path]:
     """Return the files that belong to a checkpoint, without its weights but with dense layers.
 
     Raises:
-        UserError: one of them is a link out of the folder; see ``check_own``.
+        UserError: one of them is a link out of the folder; see ``check_inside_folder``.
     """
     paths = {path for pattern in SETTINGS for path in folder.glob(pattern)}
     modules = read_settings(folder / "modules.json", [])
@@ -287,11 +287,11 @@ def settings_files(folder: Path) -> list[Path]:
     paths |= {folder / name / "model.safetensors" for name in dense_folders(folder)}
     files = sorted(path for path in paths if path.is_file())
     for path in files:
-        check_own(path, folder)
+        check_inside_folder(path, folder)
     return files
 
 
-def check_own(path: Path, folder: Path) -> None:
+def check_inside_folder(path: Path, folder: Path) -> None:
     """Raise a ``UserError`` for a link to a file outside of its folder.
 
     Otherwise, a checkpoint from somebody else could link to private files, which would be copied
@@ -309,7 +309,7 @@ def check_own(path: Path, folder: Path) -> None:
 def dense_folders(folder: Path) -> list[str]:
     """Return the folders of the sentence-transformers layers after the pooling, in their order."""
     modules = read_settings(folder / "modules.json", [])
-    dense = (module for module in modules if kind_of(module) == "Dense")
+    dense = (module for module in modules if module_class(module) == "Dense")
     return [str(module["path"]) for module in dense if module.get("path")]
 
 
@@ -350,12 +350,12 @@ def check_dense(checkpoint: Checkpoint) -> dict[str, str]:
     return activations
 
 
-def kind_of(module: Mapping[str, Any]) -> str:
+def module_class(module: Mapping[str, Any]) -> str:
     """Return the class name of a module in modules.json, without its Python module."""
     return str(module.get("type", "")).rpartition(".")[2]
 
 
-def looks_like_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
     """Return whether a name has the form of hub names, ``OWNER/NAME``."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
@@ -368,7 +368,7 @@ def _read_folder(
     for path in (path for name in (*SETTINGS, *WEIGHT_FILES) for path in folder.glob(name)):
         _check_regular(path)
     if (folder / "config.json").is_file():
-        tuned = read_tuned(folder)
+        tuned = read_encoder_record(folder)
         known = _find_recorded_like(tuned, folder) or entry
         _check_like(name, known, entry)
         config = {} if known else read_settings(folder / "config.json", {})
@@ -377,7 +377,7 @@ def _read_folder(
         record = (tuned.settings, tuned.cross, tuned.dev_of) if tuned else ({}, False, None)
         return Checkpoint(name, folder, known, repo, None, *record)
     if not (folder / CONFIG).is_file():
-        tuned = read_tuned(folder)
+        tuned = read_encoder_record(folder)
         if tuned is not None and tuned.members > 1:
             members = member_folders(folder, tuned.members)
             return replace(_read_adapter(name, members[0], entry), members=members)
@@ -395,10 +395,10 @@ def _read_folder(
 
 def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoint:
     """Return the checkpoint of an adapter's base, with the adapter."""
-    config, tuned = read_lora(folder, name), read_tuned(folder)
+    config, tuned = read_lora(folder, name), read_encoder_record(folder)
     recorded = _find_recorded_like(tuned, folder)
     if tuned is not None:
-        config_file, key, base_name, revision = TUNED, "base", tuned.base, tuned.revision
+        config_file, key, base_name, revision = ENCODER_RECORD, "base", tuned.base, tuned.revision
     else:
         config_file, key, revision = CONFIG, "base_model_name_or_path", config.get("revision")
         base_name = config.get(key)
@@ -411,7 +411,7 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
     if known_base is None and not local and (folder / base_name).is_dir():
         base_name, local = str(folder / base_name), True
     description = f"{name} is an adapter of {base_name}, according to its {config_file}"
-    if not (known_base or local or looks_like_hub_name(base_name)):
+    if not (known_base or local or is_hub_name(base_name)):
         raise UserError(
             f"{description}, but {base_name} is not an existing folder, a known name or a hub name "
             f"(OWNER/NAME). Restore the base, or change {key} in {config_file}."
@@ -424,20 +424,28 @@ def _read_adapter(name: str, folder: Path, entry: KnownModel | None) -> Checkpoi
     except LlmcondError as error:
         raise type(error)(f"{description}, but its base cannot be loaded: {error}") from error
     _check_like(name, base.known, entry)
-    stated = {**base.stated, **(tuned.settings if tuned else {})}
+    settings = {**base.recorded_settings, **(tuned.settings if tuned else {})}
     if tuned is not None and tuned.quantize != "none":
-        stated["quantize"] = tuned.quantize
+        settings["quantize"] = tuned.quantize
     cross = base.cross or (tuned is not None and tuned.cross)
-    dev_of = tuned.dev_of if tuned and tuned.dev_of else base.dev_of
+    dev_digest = tuned.dev_of if tuned and tuned.dev_of else base.dev_digest
     return replace(
-        base, name=name, adapter=folder, stated=stated, cross=cross, dev_of=dev_of, base=base
+        base,
+        name=name,
+        adapter=folder,
+        recorded_settings=settings,
+        cross=cross,
+        dev_digest=dev_digest,
+        base=base,
     )
 
 
-def _find_recorded_like(tuned: Tuned | None, folder: Path) -> KnownModel | None:
+def _find_recorded_like(tuned: EncoderRecord | None, folder: Path) -> KnownModel | None:
     """Return the known model whose settings a checkpoint was trained with, if any."""
     like = tuned.like if tuned else None
-    return None if like is None else _find_like(like, f"{folder / TUNED} says like {like!r}")
+    return (
+        None if like is None else _find_like(like, f"{folder / ENCODER_RECORD} says like {like!r}")
+    )
 
 
 def _find_like(like: str, what: str) -> KnownModel:

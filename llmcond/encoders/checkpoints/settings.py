@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, kind_of, read_settings
+from llmcond.encoders.checkpoints.checkpoint import Checkpoint, module_class, read_settings
 from llmcond.encoders.known import known_names
 from llmcond.encoders.poolings import POOLINGS
 from llmcond.encoders.settings import TOKENIZER_DECIDES
@@ -22,7 +22,7 @@ _NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class CheckpointSettings:
     """The contents of a checkpoint's small JSON files; those of missing files are empty.
 
     Attributes:
@@ -42,7 +42,7 @@ class Settings:
     sentence_transformers: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> Settings:
+    def read(cls, folder: Path) -> CheckpointSettings:
         """Read the files of a folder.
 
         Raises:
@@ -57,7 +57,7 @@ class Settings:
                     f"modules.json of the checkpoint names {str(path)!r}, a path outside of its "
                     "folder."
                 )
-            if kind_of(module) == "Pooling":
+            if module_class(module) == "Pooling":
                 pooling_config = read_settings(folder / path / "config.json", {})
         return cls(
             config=read_settings(folder / "config.json", {}),
@@ -69,7 +69,7 @@ class Settings:
         )
 
     @property
-    def stated(self) -> dict[str, Any]:
+    def encoder_settings(self) -> dict[str, Any]:
         """The encoder settings that the files state; None or missing where they do not."""
         special_tokens = self.special_tokens
         return {
@@ -98,10 +98,10 @@ class Settings:
     @property
     def normalize(self) -> bool | None:
         """Whether vectors have unit norm; None if the files do not say."""
-        return any(kind_of(m) == "Normalize" for m in self.modules) if self.modules else None
+        return any(module_class(m) == "Normalize" for m in self.modules) if self.modules else None
 
     @property
-    def left_out(self) -> list[str]:
+    def ignored_steps(self) -> list[str]:
         """Steps of sentence-transformers that are not applied, as phrases for the user."""
         config, notes = self.sentence_transformers, []
         name, prompts = config.get("default_prompt_name"), config.get("prompts")
@@ -162,7 +162,9 @@ class Settings:
 
 
 #: Our names of poolings, keyed by their names in the pooling module of sentence-transformers.
-_POOLING_MODES = {pooling.module: name for name, pooling in POOLINGS.items() if pooling.routed}
+_POOLING_MODES = {
+    pooling.module: name for name, pooling in POOLINGS.items() if pooling.supports_routers
+}
 
 
 def _token_text(token: Any) -> str | None:
@@ -184,7 +186,7 @@ _HARMLESS_ARGUMENTS = {
 _SUPPORTED_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 
 
-def read_checked(checkpoint: Checkpoint) -> Settings:
+def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
     """Read a checkpoint's settings, and check that llmcond can compute its vectors as intended.
 
     Raises:
@@ -192,7 +194,7 @@ def read_checked(checkpoint: Checkpoint) -> Settings:
             from its repository, has unsupported modules or an unsupported order of them, or has
             unsupported settings that would change its vectors.
     """
-    settings = Settings.read(checkpoint.folder)
+    settings = CheckpointSettings.read(checkpoint.folder)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
@@ -200,9 +202,9 @@ def read_checked(checkpoint: Checkpoint) -> Settings:
     return settings
 
 
-def _check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
+def _check_modules(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
     """Raise a ``UserError`` for steps of sentence-transformers that are not supported."""
-    name, kinds = checkpoint.name, [kind_of(module) for module in settings.modules]
+    name, kinds = checkpoint.name, [module_class(module) for module in settings.modules]
     consequence = "without it, the vectors would be different."
     for kind in kinds:
         if kind not in _SUPPORTED_MODULES:
@@ -238,7 +240,7 @@ def _check_modules(checkpoint: Checkpoint, settings: Settings) -> None:
         )
 
 
-def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
+def read_adapter_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the settings that sentence-transformers wrote next to an adapter; {} without any.
 
     Raises:
@@ -246,9 +248,9 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     if checkpoint.adapter is None or not (checkpoint.adapter / "modules.json").is_file():
         return {}
-    settings = Settings.read(checkpoint.adapter)
+    settings = CheckpointSettings.read(checkpoint.adapter)
     _check_modules(checkpoint, settings)
-    if "Dense" in map(kind_of, settings.modules):
+    if "Dense" in map(module_class, settings.modules):
         raise UserError(
             f"{checkpoint.name} is an adapter with a dense layer after its pooling, which is not "
             "supported; without it, the vectors would be different. Merge the adapter into its "
@@ -259,7 +261,7 @@ def stated_beside(checkpoint: Checkpoint) -> dict[str, Any]:
     return stated | ({"max_length": max_length} if isinstance(max_length, int) else {})
 
 
-def _check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
+def _check_kind(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
     """Raise a ``UserError`` for redirected files, another architecture, or an unapplied adapter."""
     for key, values, file in (
         ("transformers_weights", settings.config, "config.json"),
@@ -286,7 +288,7 @@ def _check_kind(checkpoint: Checkpoint, settings: Settings) -> None:
         )
 
 
-def _check_code(checkpoint: Checkpoint, settings: Settings) -> None:
+def _check_code(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
     """Raise a ``UserError`` for an unknown checkpoint that needs code from its repository."""
     if _has_nested_code(settings.config):
         raise UserError(

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from llmcond.encoders.checkpoints.adapter import counted
+from llmcond.encoders.checkpoints.adapter import summarize_names
 from llmcond.encoders.checkpoints.checkpoint import (
-    NOT_OURS,
+    IGNORED_WEIGHTS,
     WEIGHT_FILES,
     Checkpoint,
     check_dense,
@@ -20,7 +20,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.encoders.loading.architecture import build_on_meta, load_config, network_class
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import digest_bytes
@@ -52,7 +52,7 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
     """
     folder, name = resolved.checkpoint.folder, resolved.checkpoint.name
     slices: dict[str, Any] = {}
-    if (device := resolved.checkpoint.drawn_on) is not None:
+    if (device := resolved.checkpoint.random_device) is not None:
         dtype = TORCH_DTYPES[resolved.identity.dtype]
         for key, value in build_on_meta(config).state_dict().items():
             slices[key] = _RandomWeight(key, value.shape, dtype, device)
@@ -71,25 +71,26 @@ def read_network(resolved: ResolvedEncoder, config: Any, arguments: dict[str, An
         weights_only=True,
         **arguments,
     )
-    pooler = () if pooling_named(resolved.identity.pooling).part == "pooler" else "pooler."
+    pooler = () if get_pooling(resolved.identity.pooling).part == "pooler" else "pooler."
     missing = [key for key in report["missing_keys"] if not key.startswith(pooler)]
-    unexpected = [key for key in report["unexpected_keys"] if not NOT_OURS.search(key)]
+    unexpected = [key for key in report["unexpected_keys"] if not IGNORED_WEIGHTS.search(key)]
     if missing:
-        also = f" It also has {counted(unexpected, 'weights')} of another architecture."
+        also = f" It also has {summarize_names(unexpected, 'weights')} of another architecture."
         raise LlmcondError(
-            f"{name} lacks {counted(missing, 'weights')} of its architecture; vectors from random "
+            f"{name} lacks {summarize_names(missing, 'weights')} of its architecture; vectors "
+            "from random "
             f"weights would be noise.{also if unexpected else ''}"
         )
     if unexpected:
         raise LlmcondError(
-            f"{name} has {counted(unexpected, 'weights')} that its architecture "
+            f"{name} has {summarize_names(unexpected, 'weights')} that its architecture "
             f"({config.model_type}) does not have. Its real architecture is another one, so its "
             "vectors would be wrong."
         )
     return network
 
 
-def all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def read_all_weights(network: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return all weights of a loaded network, keyed by the names in its architecture.
 
     Weights that loading skipped or folded into others are read from the checkpoint again.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llmcond.encoders.engine import attention_kernels
 from llmcond.encoders.engine.attention import AttentionPlan
-from llmcond.encoders.engine.batching import Batch, Segment
-from llmcond.system import to_device
+from llmcond.encoders.engine.batching import PackedRow, RowSegment
+from llmcond.system import move_to_device
 
 #: Most tokens of adjacent branches that attend in one masked call: on a CPU, and on a GPU.
 BRANCH_TOKENS, _BRANCH_TOKENS_ON_GPU = 192, 1_024
@@ -117,7 +117,7 @@ class _BranchBlock:
 
 
 def plan_attention(
-    batch: Batch, causal: bool, device: torch.device, dtype: torch.dtype
+    batch: PackedRow, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> AttentionPlan:
     """Plan the attention of a packed row for PyTorch's scaled dot product attention."""
     if batch.shared:
@@ -129,7 +129,7 @@ def plan_attention(
     return Blocks(blocks, batch.n_tokens)
 
 
-def _group_runs(segments: Sequence[Segment], call_cost: int) -> list[list[tuple[int, int, int]]]:
+def _group_runs(segments: Sequence[RowSegment], call_cost: int) -> list[list[tuple[int, int, int]]]:
     """Group runs of texts of one length, (start, rows, length), where padding them pays.
 
     One more call costs as much as ``call_cost`` tokens of padding.
@@ -163,9 +163,9 @@ def _plan_group(
     real = offsets < torch.tensor(lengths)[:, None]
     positions = torch.where(real, torch.tensor(starts)[:, None] + offsets, starts[0])
     if not causal:
-        mask = _make_mask(to_device(real, device), dtype)[:, None, None]
+        mask = _make_mask(move_to_device(real, device), dtype)[:, None, None]
     positions, token_indices = (
-        to_device(value, device) for value in (positions, real.flatten().nonzero()[:, 0])
+        move_to_device(value, device) for value in (positions, real.flatten().nonzero()[:, 0])
     )
     return _UnevenBlock(len(lengths), positions.flatten(), token_indices, causal, mask)
 
@@ -178,7 +178,9 @@ def _make_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 # -- prefix trees ------------------------------------------------------------------------------
 
 
-def _plan_branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> list[AttentionPlan]:
+def _plan_branches(
+    batch: PackedRow, device: torch.device, dtype: torch.dtype
+) -> list[AttentionPlan]:
     """Cut a prefix tree into blocks, in the order of the row; each attends in one call.
 
     Adjacent branches are joined up to ``BRANCH_TOKENS`` tokens. A longer branch is split: the
@@ -192,7 +194,7 @@ def _plan_branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> li
     for index, segment in enumerate(segments):
         children.setdefault(segment.parent, []).append(index)
     lengths = torch.tensor([segment.length for segment in segments])
-    until = torch.tensor([segment.until for segment in segments]).repeat_interleave(lengths)
+    until = torch.tensor([segment.subtree_stop for segment in segments]).repeat_interleave(lengths)
 
     def make_block(path: Tensor, begin: int, start: int, stop: int) -> AttentionPlan:
         """Plan queries ``start`` to ``stop``; keys are the path and ``begin`` to ``stop``."""
@@ -200,20 +202,22 @@ def _plan_branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> li
         queries = torch.arange(start, stop)[:, None]
         # A token is visible to its own query and to those of later tokens in its branch.
         mask = _make_mask((keys <= queries) & (queries < until[keys]), dtype)[None, None]
-        return _BranchBlock(start, stop, to_device(keys, device), to_device(mask, device))
+        return _BranchBlock(start, stop, move_to_device(keys, device), move_to_device(mask, device))
 
     blocks: list[AttentionPlan] = []
     # Families (siblings) that still have to be cut, as a stack.
     waiting = [children[-1]]
     while waiting:
         family = waiting.pop()
-        first, path = segments[family[0]], positions_of(batch.path(family[0]))
-        sizes = accumulate(segments[index].until - segments[index].start for index in family)
+        first, path = segments[family[0]], token_positions(batch.ancestors(family[0]))
+        sizes = accumulate(segments[index].subtree_stop - segments[index].start for index in family)
         n_joined = sum(size <= max_tokens for size in sizes)
         waiting.append(family[max(n_joined, 1) :])
         if n_joined:
             blocks.append(
-                make_block(path, first.start, first.start, segments[family[n_joined - 1]].until)
+                make_block(
+                    path, first.start, first.start, segments[family[n_joined - 1]].subtree_stop
+                )
             )
         elif not len(path):
             blocks.append(_plan_group([(first.start, 1, first.length)], True, device, dtype))
@@ -229,7 +233,7 @@ def _plan_branches(batch: Batch, device: torch.device, dtype: torch.dtype) -> li
     return blocks
 
 
-def positions_of(path: list[Segment]) -> Tensor:
+def token_positions(path: list[RowSegment]) -> Tensor:
     """Return the positions of the tokens of some segments, in the order of the segments."""
     return torch.cat(
         [torch.arange(segment.start, segment.stop) for segment in path]

@@ -22,7 +22,7 @@ _WORTH_SHARING = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RowSegment:
     """Tokens ``begin`` to ``end`` of an input, in a packed row.
 
     Attributes:
@@ -30,7 +30,8 @@ class Segment:
         begin: Index of the first of these tokens in the input.
         end: Index behind the last of these tokens in the input.
         start: Position of the first of these tokens in the row.
-        until: Position in the row behind the last token of all inputs that continue this segment.
+        subtree_stop: Position in the row behind the last token of all inputs that continue this
+            segment.
         parent: Index of the preceding segment of the same inputs, -1 for none.
     """
 
@@ -38,7 +39,7 @@ class Segment:
     begin: int
     end: int
     start: int
-    until: int
+    subtree_stop: int
     parent: int
 
     @property
@@ -53,7 +54,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PackedRow:
     """One packed row.
 
     Attributes:
@@ -62,7 +63,7 @@ class Batch:
         leaves: For each of these inputs, the index of the segment with its last token.
     """
 
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
     inputs: tuple[int, ...]
     leaves: tuple[int, ...]
 
@@ -76,7 +77,7 @@ class Batch:
         """Whether inputs share prefixes, that is, whether any segment has a parent."""
         return any(segment.parent >= 0 for segment in self.segments)
 
-    def path(self, index: int) -> list[Segment]:
+    def ancestors(self, index: int) -> list[RowSegment]:
         """Return the ancestors of a segment, outermost first."""
         ancestors = []
         while (index := self.segments[index].parent) >= 0:
@@ -111,7 +112,7 @@ def plan_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return batches
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
+def pack(lengths: Sequence[int], max_tokens: int) -> list[PackedRow]:
     """Pack inputs of similar length into rows of at most ``max_tokens`` tokens, without padding.
 
     Rows have about the same number of tokens. Every input is in exactly one row, longest first. An
@@ -132,24 +133,24 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[Batch]:
             used = 0
         groups[-1].append(index)
         used += lengths[index]
-    return [flat(group, lengths) for group in groups]
+    return [concatenate_inputs(group, lengths) for group in groups]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
-def flat(group: Sequence[int], lengths: Sequence[int]) -> Batch:
+def concatenate_inputs(group: Sequence[int], lengths: Sequence[int]) -> PackedRow:
     """Concatenate inputs, given by their positions in ``lengths``, to one packed row."""
     segments, start = [], 0
     for index in group:
         stop = start + lengths[index]
-        segments.append(Segment(index, 0, lengths[index], start, stop, -1))
+        segments.append(RowSegment(index, 0, lengths[index], start, stop, -1))
         start = stop
-    return Batch(tuple(segments), tuple(group), tuple(range(len(group))))
+    return PackedRow(tuple(segments), tuple(group), tuple(range(len(group))))
 
 
-def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
+def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[PackedRow]:
     """Pack inputs into rows in which a prefix that several inputs share appears once.
 
     This is exact for a causal encoder that pools its last token, because a token's vector depends
@@ -165,7 +166,7 @@ def pack_shared(ids: Sequence[Sequence[int]], max_tokens: int) -> list[Batch]:
     return batches
 
 
-def _pack_trees(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[Batch]:
+def _pack_trees(ids: Sequence[Sequence[int]], max_tokens: int) -> Iterator[PackedRow]:
     """Add inputs in the order of their tokens to a prefix tree; yield it when it is full."""
     order = sorted(range(len(ids)), key=lambda i: (list(ids[i]), i))
     common = [
@@ -263,7 +264,7 @@ class _PrefixTree:
         self._nodes.insert(self._nodes.index(lower), upper)
         self._path.append(upper)
 
-    def batch(self) -> Batch:
+    def batch(self) -> PackedRow:
         """Return the tree as a packed row."""
         nodes = self._nodes
         index_of: dict[_Node | None, int] = {node: index for index, node in enumerate(nodes)}
@@ -275,8 +276,8 @@ class _PrefixTree:
                 until[parent] = max(until[parent], until[index_of[node]])
         starts = [0, *ends]
         segments = tuple(
-            Segment(node.source, node.begin, node.end, *extent, index_of.get(node.parent, -1))
+            RowSegment(node.source, node.begin, node.end, *extent, index_of.get(node.parent, -1))
             for node, extent in zip(nodes, zip(starts, until, strict=False), strict=True)
         )
         leaves = [(source, leaf) for leaf, node in enumerate(nodes) for source in node.inputs]
-        return Batch(segments, *zip(*leaves, strict=True))
+        return PackedRow(segments, *zip(*leaves, strict=True))

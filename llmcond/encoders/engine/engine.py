@@ -27,24 +27,29 @@ from llmcond.encoders.engine import attention, varlen
 from llmcond.encoders.engine.batching import STEP, pack, pack_shared, plan_batches
 from llmcond.encoders.engine.forward import (
     Forward,
+    ForwardSettings,
     PackedForward,
     PaddedForward,
-    Runtime,
     skipped_id,
 )
-from llmcond.encoders.engine.interface import OutOfMemoryError, Pooled, check_ids, n_routes
+from llmcond.encoders.engine.interface import (
+    BatchVectors,
+    OutOfMemoryError,
+    check_token_ids,
+    n_routes,
+)
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer, token_embeddings
-from llmcond.encoders.loading.device import TORCH_DTYPES, default_token_budget, fetch
+from llmcond.encoders.loading.device import TORCH_DTYPES, copy_to_cpu, default_token_budget
 from llmcond.encoders.loading.direction import check_direction
 from llmcond.encoders.loading.loading import LoadedModel, load_model
 from llmcond.encoders.loading.memory import tokens_that_fit
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.inside import passes_of
+from llmcond.encoders.routers.passes import passes_class
 from llmcond.errors import LlmcondError, first_line
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 _log = logging.getLogger(__name__)
 
@@ -69,11 +74,11 @@ class _PendingBatch:
     vectors: Tensor
     copied: torch.cuda.Event | None
 
-    def finish(self) -> Pooled:
+    def finish(self) -> BatchVectors:
         """Wait for the vectors, without the engine's lock: other threads can queue work."""
         if self.copied is not None:
             self.copied.synchronize()
-        return Pooled(self.inputs, self.vectors.numpy(), self.n_tokens)
+        return BatchVectors(self.inputs, self.vectors.numpy(), self.n_tokens)
 
 
 class Engine:
@@ -83,16 +88,16 @@ class Engine:
         model: The network and its dense layers.
         identity: The settings that decide the encoder's vectors.
         dim: Size of the vectors.
-        shares: Whether inputs share the computation of common prefixes.
+        shares_prefixes: Whether inputs share the computation of common prefixes.
         budget: Most tokens of one batch. It is halved when memory runs out, and never raised again.
         packs: Whether inputs are packed; False if the architecture does not support it.
         device: Where token ids are put.
-        out: Where vectors are returned.
-        ahead: Number of batches that are started before the engine waits for the vectors of the
-            first. A GPU computes a batch while the previous one's vectors are copied back and the
-            next one is prepared.
+        output_device: Where vectors are returned.
+        batches_ahead: Number of batches that are started before the engine waits for the vectors of
+            the first. A GPU computes a batch while the previous one's vectors are copied back and
+            the next one is prepared.
         passes: Creates the forward passes of batches.
-        inside: See ``Passes``.
+        routes_inside: See ``Passes``.
         reads_routers: See ``Passes``.
     """
 
@@ -115,7 +120,7 @@ class Engine:
             frozen: False if the network is going to be trained.
         """
         self.model, self.identity, self.dim = model, resolved.identity, model.dim
-        self.shares = resolved.shares_prefixes
+        self.shares_prefixes = resolved.shares_prefixes
         config = model.network.config
         # A GPU gets one batch at a time, however many threads there are.
         count = concurrency if resolved.device == "cpu" else 1
@@ -125,11 +130,11 @@ class Engine:
         )
         table = token_embeddings(model.network)
         self.device, self._n_ids, self._name = table.device, len(table), resolved.checkpoint.name
-        self.out = torch.device(resolved.device)
-        self.ahead = 1 if self.out.type == "cuda" else 0
-        self._runtime = Runtime(
+        self.output_device = torch.device(resolved.device)
+        self.batches_ahead = 1 if self.output_device.type == "cuda" else 0
+        self._runtime = ForwardSettings(
             network=model.network,
-            pooling=pooling_named(self.identity.pooling),
+            pooling=get_pooling(self.identity.pooling),
             pool=find_pooling(self.identity.pooling),
             attention=self.identity.attention,
             # A token that was added for padding often has no embedding. Padding is masked, so any
@@ -139,22 +144,25 @@ class Engine:
             dtype=TORCH_DTYPES[self.identity.dtype],
             max_length=self.identity.max_length,
             skipped_id=skipped_id(model.network),
-            spread=len(set(getattr(model.network, "hf_device_map", {}).values())) > 1,
+            on_several_devices=len(set(getattr(model.network, "hf_device_map", {}).values())) > 1,
         )
         self._longest = _max_packed_length(config)
         # Only one thread at a time queues work on a GPU, because the activations of two batches
         # would need twice the memory.
-        self._device_lock = nullcontext() if self.out.type == "cpu" else threading.Lock()
+        self._device_lock = nullcontext() if self.output_device.type == "cpu" else threading.Lock()
         self._can_pack = getattr(config, "_attn_implementation", None) == "sdpa" and bool(
             getattr(model.network, "_supports_attention_backend", False)
         )
-        self.passes = passes_of(self.identity)(model.network, self.identity, self._name)
-        self.inside, self.reads_routers = self.passes.inside, self.passes.reads_routers
+        self.passes = passes_class(self.identity)(model.network, self.identity, self._name)
+        self.routes_inside, self.reads_routers = (
+            self.passes.routes_inside,
+            self.passes.reads_routers,
+        )
         self.packs = self._choose_packing()
         # oneDNN prepares 16-bit products for each number of rows, so the lengths of packed rows are
         # rounded up. In training, a float32 network may compute in 16 bit as well (autocast).
         in_16_bit = self.identity.dtype != "float32" or not frozen
-        if self.packs and in_16_bit and self.out.type == "cpu":
+        if self.packs and in_16_bit and self.output_device.type == "cpu":
             self._runtime = replace(self._runtime, step=STEP)
 
     # -- batches -------------------------------------------------------------------------------
@@ -166,13 +174,13 @@ class Engine:
         routes: Sequence[Any] = (),
         *,
         queries: bool = False,
-    ) -> Iterator[Pooled]:
+    ) -> Iterator[BatchVectors]:
         """Yield the vectors of inputs, batch by batch; arguments are as in ``AnyEngine.run``.
 
         A batch that runs out of memory is computed again in halves, and all batches after it are
         as small.
         """
-        check_ids(rows, self._n_ids, self._name)
+        check_token_ids(rows, self._n_ids, self._name)
         waiting = list(range(len(rows)))
         while waiting:
             budget, done = self.budget, set()
@@ -187,7 +195,7 @@ class Engine:
                     break
                 pending.append(batch)
                 done.update(inputs)
-                if len(pending) > self.ahead:
+                if len(pending) > self.batches_ahead:
                     yield pending.popleft().finish()
             yield from (batch.finish() for batch in pending)
             if too_large is not None:
@@ -217,7 +225,7 @@ class Engine:
             UserError: If the network has no embedding of a token.
             OutOfMemoryError: If the inputs do not fit into memory.
         """
-        check_ids(rows, self._n_ids, self._name)
+        check_token_ids(rows, self._n_ids, self._name)
         counts = [n_routes(route) for route in routes] or [1] * len(rows)
         starts = [0, *accumulate(counts)]
         order: list[int] = []
@@ -234,11 +242,14 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
-                f"ran out of memory on {self.out} with {sum(len(row.ids) for row in rows):,} "
+                f"ran out of memory on {self.output_device} with "
+                f"{sum(len(row.ids) for row in rows):,} "
                 "tokens in one step."
             ) from error
         # Indexing with [] would add up gradients in any order on several threads.
-        return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), self.out))
+        return torch.cat(parts).index_select(
+            0, move_to_device(torch.tensor(order).argsort(), self.output_device)
+        )
 
     def _plan_batches(
         self,
@@ -267,7 +278,7 @@ class Engine:
             [routes[i] for i in rest] if routes else [],
         )
         # A routed input pools several tokens, some of which may be in a shared prefix.
-        if self.shares and not routes:
+        if self.shares_prefixes and not routes:
             batches = pack_shared([row.ids for row in rest_rows], budget)
         else:
             batches = pack([len(row.ids) for row in rest_rows], budget) if rest_rows else []
@@ -291,26 +302,26 @@ class Engine:
             with torch.inference_mode():
                 forward.prepare()
                 with self._device_lock:
-                    vectors, copied = fetch(self._compute_vectors(forward, queries=queries))
+                    vectors, copied = copy_to_cpu(self._compute_vectors(forward, queries=queries))
                 return _PendingBatch(inputs, forward.n_tokens, vectors, copied)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
         # This is outside the handler, because the error keeps references to the activations.
-        if self.out.type == "cuda":
+        if self.output_device.type == "cuda":
             torch.cuda.empty_cache()
         return None
 
     def _compute_vectors(self, forward: Forward, *, queries: bool) -> Tensor:
         """Run a prepared pass; apply the dense layers unless the vectors are router queries."""
         pooled = forward.pooled()
-        return pooled.to(self.out) if queries else self.finish(pooled)
+        return pooled.to(self.output_device) if queries else self.finish(pooled)
 
     def finish(self, pooled: Tensor) -> Tensor:
         """Apply the dense layers and normalisation to pooled vectors, (n, width) to (n, dim)."""
-        pooled = pooled.to(self.out)
+        pooled = pooled.to(self.output_device)
         # In training, autocast would compute the dense layers in 16 bit. Inference never does.
-        with torch.autocast(self.out.type, enabled=False):
+        with torch.autocast(self.output_device.type, enabled=False):
             pooled = self.model.dense(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.identity.normalize else pooled
 
@@ -330,7 +341,8 @@ class Engine:
         if len(rows) == 1 or budget == 1:
             longest = max(len(row.ids) for row in rows)
             raise OutOfMemoryError(
-                f"ran out of memory on {self.out} with a single input of {longest} tokens."
+                f"ran out of memory on {self.output_device} with a single input of {longest} "
+                "tokens."
             )
         self.budget = max(1, min(self.budget, min(budget, n_tokens) // 2))
 
@@ -354,7 +366,7 @@ class Engine:
             self._runtime = replace(self._runtime, kernel=kernel)
             if self._packing_agrees(expected, rows):
                 return True
-        if not self.inside:
+        if not self.routes_inside:
             network.set_attn_implementation("sdpa")
         return False
 
@@ -369,7 +381,7 @@ class Engine:
         )
         texts = [row.ids for row in rows]
         batches = pack([len(text) for text in texts], 1_000)
-        batches += pack_shared(texts, 1_000) if self.shares else []
+        batches += pack_shared(texts, 1_000) if self.shares_prefixes else []
         try:
             for batch in batches:
                 packed = PackedForward(self._runtime, batch, rows)
@@ -381,7 +393,7 @@ class Engine:
                     # Written so that NaN counts as a difference.
                     if not (hidden[positions] - padded).norm() <= tolerance * padded.norm():
                         return False
-            if self.inside and not self.reads_routers:
+            if self.routes_inside and not self.reads_routers:
                 return self._routed_packing_agrees(rows, tolerance)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             # Neither error says anything about the architecture, and after an AcceleratorError
@@ -411,7 +423,7 @@ class Engine:
         return bool((distances <= tolerance * expected.norm(dim=1)).all())
 
 
-def try_engine(
+def create_engine(
     model: LoadedModel,
     resolved: ResolvedEncoder,
     pad_id: int,
@@ -458,8 +470,8 @@ def load_torch_engines(
     tokenizer = load_tokenizer(resolved.checkpoint, config)
     inputs = InputTokenizer(tokenizer, resolved.identity, resolved.checkpoint.name)
     engines = [
-        try_engine(load_model(member, config), member, inputs.pad_id, threads)
-        for member in resolved.each_member()
+        create_engine(load_model(member, config), member, inputs.pad_id, threads)
+        for member in resolved.list_members()
     ]
     return inputs, engines
 

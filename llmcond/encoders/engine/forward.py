@@ -20,19 +20,19 @@ from torch import Tensor
 
 from llmcond.encoders.engine.attention import AttentionPlan
 from llmcond.encoders.engine.attention_plan import plan_attention
-from llmcond.encoders.engine.batching import Batch
+from llmcond.encoders.engine.batching import PackedRow
 from llmcond.encoders.engine.interface import Routes
-from llmcond.encoders.engine.pooling import PoolBatch, routed
+from llmcond.encoders.engine.pooling import PoolBatch, pool_routed
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.engine.varlen import plan_varlen
 from llmcond.encoders.poolings import POOLINGS, Pooling
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.encoders.spec import Attention
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class ForwardSettings:
     """The settings of a network's forward passes, the same for all batches.
 
     Attributes:
@@ -50,7 +50,7 @@ class Runtime:
         step: Packed rows are padded to a multiple of this number of tokens. oneDNN prepares a
             product for each number of rows that it meets, which takes milliseconds, and caches it,
             which takes megabytes.
-        spread: Whether the layers are on several devices.
+        on_several_devices: Whether the layers are on several devices.
     """
 
     network: Any
@@ -64,7 +64,7 @@ class Runtime:
     kernel: Callable[..., Any] | None = None
     skipped_id: int | None = None
     step: int = 1
-    spread: bool = False
+    on_several_devices: bool = False
 
 
 def skipped_id(network: Any) -> int | None:
@@ -108,7 +108,7 @@ class PaddedForward:
     """
 
     def __init__(
-        self, runtime: Runtime, rows: Sequence[Tokens], routes: Sequence[Routes] = ()
+        self, runtime: ForwardSettings, rows: Sequence[Tokens], routes: Sequence[Routes] = ()
     ) -> None:
         """Create the pass of inputs.
 
@@ -122,7 +122,7 @@ class PaddedForward:
         self.arguments: dict[str, Any] = {}
         self.n_tokens = len(rows) * self.width
 
-    def place(self, index: int, token: int) -> int:
+    def token_position(self, index: int, token: int) -> int:
         """Return the position of an input's token among the tokens of the pass."""
         return index * self.width + token
 
@@ -144,8 +144,8 @@ class PaddedForward:
         if self.runtime.pooling.part == "latent":
             arguments["pooled"] = counted.flatten().nonzero()[:, 0]
         device = self.runtime.device
-        self.arguments = {key: to_device(value, device) for key, value in arguments.items()}
-        self._counted = to_device(counted, device)
+        self.arguments = {key: move_to_device(value, device) for key, value in arguments.items()}
+        self._counted = move_to_device(counted, device)
 
     def hidden(self) -> Tensor:
         """Run the network; return the vectors of all tokens, (inputs, longest, width)."""
@@ -157,7 +157,7 @@ class PaddedForward:
         output: Any = self.runtime.network(**self.arguments)
         if self._routes:
             spans = [(row.first, row.last) for row in self.rows]
-            return routed(output.last_hidden_state, spans, self._routes)
+            return pool_routed(output.last_hidden_state, spans, self._routes)
         if self.runtime.pooling.part == "pooler":
             vectors: Tensor = output.pooler_output.float()
             return vectors
@@ -172,7 +172,7 @@ class PackedForward:
     Attributes:
         runtime: The network and its settings.
         batch: The row as it enters the network.
-        leaving: The row as it leaves the network.
+        output_batch: The row as it leaves the network.
         rows: The inputs, in the order of their vectors.
         width: Number of tokens of the row as it enters the network, including padding.
         arguments: The network's arguments, once the pass is prepared.
@@ -181,11 +181,11 @@ class PackedForward:
 
     def __init__(
         self,
-        runtime: Runtime,
-        batch: Batch,
+        runtime: ForwardSettings,
+        batch: PackedRow,
         rows: Sequence[Tokens],
         routes: Sequence[Routes] = (),
-        leaving: Batch | None = None,
+        leaving: PackedRow | None = None,
     ) -> None:
         """Create the pass of a packed row.
 
@@ -197,15 +197,18 @@ class PackedForward:
             leaving: The row as it leaves the network, if inputs are repeated within the network.
         """
         self.runtime, self.batch, self._sources = runtime, batch, rows
-        self.leaving = leaving or batch
-        self.rows = [rows[index] for index in self.leaving.inputs]
+        self.output_batch = leaving or batch
+        self.rows = [rows[index] for index in self.output_batch.inputs]
         self._routes = [routes[index] for index in batch.inputs] if routes else []
         self.arguments: dict[str, Any] = {}
-        self.width, self.n_tokens = filled(batch, runtime), filled(self.leaving, runtime)
+        self.width, self.n_tokens = (
+            padded_length(batch, runtime),
+            padded_length(self.output_batch, runtime),
+        )
 
-    def place(self, index: int, token: int) -> int:
+    def token_position(self, index: int, token: int) -> int:
         """Return the position of an input's token in the row as it leaves the network."""
-        return self.leaving.position(self.leaving.leaves[index], token)
+        return self.output_batch.position(self.output_batch.leaves[index], token)
 
     def prepare(self) -> None:
         """Create the network's arguments. This needs no lock of the device."""
@@ -227,16 +230,16 @@ class PackedForward:
         positions[:n] = within if skipped is None else _roberta_positions(skipped, ids[:n], lengths)
         types[:n] = within >= np.repeat([row.second for row in sources], lengths)
         names = ["input_ids", "position_ids", *(["token_type_ids"] if types.any() else [])]
-        tensors = to_device(torch.from_numpy(values[: len(names)]), runtime.device)
+        tensors = move_to_device(torch.from_numpy(values[: len(names)]), runtime.device)
         self.arguments = dict(zip(names, tensors, strict=True))
         # transformers passes a mask of four dimensions on as it is, and creates none for the row.
         self.arguments["attention_mask"] = torch.zeros(1, 1, 1, 1, device=runtime.device)
-        self.arguments["packed"] = attention_plan(runtime, self.batch)
+        self.arguments["packed"] = plan_row_attention(runtime, self.batch)
         pooled, counted = self._pooled_positions()
         if runtime.pooling.part == "latent":
-            self.arguments["pooled"] = to_device(pooled[counted], runtime.device)
-        self._pooled = to_device(pooled, runtime.device)
-        self._counted = to_device(counted, runtime.device)
+            self.arguments["pooled"] = move_to_device(pooled[counted], runtime.device)
+        self._pooled = move_to_device(pooled, runtime.device)
+        self._counted = move_to_device(counted, runtime.device)
 
     def _pooled_positions(self) -> tuple[Tensor, Tensor]:
         """Return the positions in the row of each input's pooled tokens, and which of them count.
@@ -247,7 +250,7 @@ class PackedForward:
         # Routed inputs weight all tokens that count, whatever the encoder's own pooling needs.
         pooling = POOLINGS["mean"] if self._routes else self.runtime.pooling
         ranges = [pooling.tokens(row.first, row.last, len(row.ids)) for row in rows]
-        starts = [self.place(index, first) for index, (first, _) in enumerate(ranges)]
+        starts = [self.token_position(index, first) for index, (first, _) in enumerate(ranges)]
         self._lengths = [last - first for first, last in ranges]
         offsets = torch.arange(max(self._lengths))
         positions = offsets + torch.tensor([first for first, _ in ranges])[:, None]
@@ -268,19 +271,19 @@ class PackedForward:
         # The backward pass of hidden[pooled] would add up gradients one by one, in any order.
         hidden = hidden.index_select(0, pooled.flatten()).view(*pooled.shape, -1)
         if self._routes:
-            return routed(hidden, [(0, length) for length in self._lengths], self._routes)
+            return pool_routed(hidden, [(0, length) for length in self._lengths], self._routes)
         if self.runtime.pooling.part == "pooler":
             vectors: Tensor = self.runtime.network.pooler(hidden).float()
             return vectors
         return self.runtime.pool(hidden, self._counted.to(hidden.device), self._lengths)
 
 
-def filled(batch: Batch, runtime: Runtime) -> int:
+def padded_length(batch: PackedRow, runtime: ForwardSettings) -> int:
     """Return the length of a packed row including its padding, in tokens."""
     return -(-batch.n_tokens // runtime.step) * runtime.step
 
 
-def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
+def plan_row_attention(runtime: ForwardSettings, batch: PackedRow) -> AttentionPlan:
     """Plan the attention of a packed row for the runtime's kernel."""
     causal = runtime.attention == "causal"
 
@@ -289,7 +292,7 @@ def attention_plan(runtime: Runtime, batch: Batch) -> AttentionPlan:
             return plan_attention(batch, causal, device, runtime.dtype)
         return plan_varlen(batch, causal, device, runtime.kernel)
 
-    return _PlanPerDevice(cache(plan)) if runtime.spread else plan(runtime.device)
+    return _PlanPerDevice(cache(plan)) if runtime.on_several_devices else plan(runtime.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,21 +330,22 @@ class Passes:
     the network has a subclass.
 
     Attributes:
-        inside: Whether routers act inside the network, so that each router needs its own pass.
+        routes_inside: Whether routers act inside the network, so that each router needs its own
+            pass.
         reads_routers: Whether the network reads the router's text along with each input, so that
             routers have no query vector.
     """
 
-    inside = reads_routers = False
+    routes_inside = reads_routers = False
 
     def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
         """Prepare the network of the encoder called ``name``."""
 
     def forward(
         self,
-        runtime: Runtime,
+        runtime: ForwardSettings,
         rows: Sequence[Tokens],
-        batch: Batch | None = None,
+        batch: PackedRow | None = None,
         routes: Sequence[Any] = (),
         *,
         queries: bool = False,

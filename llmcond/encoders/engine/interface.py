@@ -24,7 +24,7 @@ class OutOfMemoryError(LlmcondError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class BatchVectors:
     """The vectors of a batch.
 
     Attributes:
@@ -59,14 +59,15 @@ class AnyEngine(Protocol):
     Attributes:
         dim: Size of the vectors.
         budget: Most tokens of one batch.
-        inside: Whether routers act inside the network, so that each router needs its own pass.
+        routes_inside: Whether routers act inside the network, so that each router needs its own
+            pass.
         reads_routers: Whether the network reads the router's text along with each input, so that
             routers have no query vector.
     """
 
     dim: int
     budget: int
-    inside: bool
+    routes_inside: bool
     reads_routers: bool
 
     def run(
@@ -76,7 +77,7 @@ class AnyEngine(Protocol):
         routes: Sequence[Any] = (),
         *,
         queries: bool = False,
-    ) -> Iterator[Pooled]:
+    ) -> Iterator[BatchVectors]:
         """Yield the vectors of inputs, batch by batch; each input once.
 
         Args:
@@ -104,7 +105,7 @@ def n_routes(route: Any) -> int:
     return len(route.queries) if isinstance(route, Routes) else 1
 
 
-def check_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
+def check_token_ids(rows: Sequence[Tokens], n_ids: int, name: str) -> None:
     """Raise a UserError if the network of an encoder has no embedding of a token."""
     ids: set[int | None] = set(chain.from_iterable(row.ids for row in rows))
     for invalid in (token_id for token_id in ids if token_id is None or token_id >= n_ids):

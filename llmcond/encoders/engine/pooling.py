@@ -22,7 +22,7 @@ from llmcond import plugins
 from llmcond.encoders.engine.interface import Routes
 from llmcond.encoders.poolings import POOLINGS, identify_pooling
 from llmcond.errors import UserError, first_line
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 #: A pooling function for batches. Its arguments are token vectors, (inputs, tokens, dim); a mask of
 #: the tokens that count, (inputs, tokens) bool, with at least one for each input; and the number of
@@ -42,7 +42,7 @@ def last_token(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tenso
     return hidden[torch.arange(len(hidden), device=hidden.device), last].float()
 
 
-def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
+def mean_pooling(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the mean over the tokens that count.
 
     The sum is computed in float32: pooling in bfloat16 costs more accuracy than the whole encoder
@@ -52,7 +52,9 @@ def mean(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
     return (hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)
 
 
-def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]) -> Tensor:
+def pool_routed(
+    hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]
+) -> Tensor:
     """Pool each input under each of its routers; the formula is that of ``Router``.
 
     On a CPU inputs are pooled one by one, so that no vector depends on the other inputs of the
@@ -73,7 +75,7 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
     for states, (first, last), route in zip(hidden, spans, routes, strict=True):
         tokens = states[first:last].float()
         centred = tokens - tokens.mean(dim=0) if route.router.centre else tokens
-        queries = to_device(torch.as_tensor(route.queries), tokens.device)
+        queries = move_to_device(torch.as_tensor(route.queries), tokens.device)
         cosines = normalize(queries, dim=1) @ normalize(centred, dim=1).T
         if route.router.standardize:
             # The small constant keeps the divisor above 0, and its gradient finite, if all tokens
@@ -86,28 +88,28 @@ def routed(hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Ro
 def _pool_routed_at_once(
     hidden: Tensor, spans: Sequence[tuple[int, int]], routes: Sequence[Routes]
 ) -> Tensor:
-    """Compute what ``routed`` does, with the same number of routers for each input."""
+    """Compute what ``pool_routed`` does, with the same number of routers for each input."""
     device, width = hidden.device, hidden.shape[2]
     counts = torch.tensor([len(route.queries) for route in routes])
     router_indices = torch.arange(int(counts.max()))
     real = router_indices < counts[:, None]
     # An input with fewer routers is padded with its first one.
     rows = torch.where(real, router_indices, 0) + (counts.cumsum(0) - counts)[:, None]
-    real_indices = to_device(real.flatten().nonzero()[:, 0], device)
+    real_indices = move_to_device(real.flatten().nonzero()[:, 0], device)
     first, last = torch.tensor(spans).T[:, :, None]
     tokens = torch.arange(hidden.shape[1])
-    counted = to_device((first <= tokens) & (tokens < last), device)[:, None]
+    counted = move_to_device((first <= tokens) & (tokens < last), device)[:, None]
     routers = [route.router for route in routes]
     settings = [(router.temperature, router.centre, router.standardize) for router in routers]
-    columns = to_device(torch.tensor(settings, dtype=torch.float32), device)
+    columns = move_to_device(torch.tensor(settings, dtype=torch.float32), device)
     temperature, centre, standardize = columns.T[:, :, None, None]
 
     tokens_float32 = hidden.float()
     weights = counted.float() / counted.sum(dim=2, keepdim=True)
     centred = tokens_float32 - centre * (weights @ tokens_float32)
     all_queries = torch.cat([torch.as_tensor(route.queries) for route in routes])
-    all_queries = normalize(to_device(all_queries, device), dim=1)
-    queries = all_queries.index_select(0, to_device(rows.flatten(), device)).view(
+    all_queries = normalize(move_to_device(all_queries, device), dim=1)
+    queries = all_queries.index_select(0, move_to_device(rows.flatten(), device)).view(
         *rows.shape, width
     )
     cosines = queries @ normalize(centred, dim=2).transpose(1, 2)
@@ -121,7 +123,11 @@ def _pool_routed_at_once(
 
 #: The pooling functions by ``Pooling.takes``. They get the output of the part of the network that
 #: the pooling needs.
-_FUNCTIONS: Mapping[str, PoolBatch] = {"first": first_token, "last": last_token, "mean": mean}
+_FUNCTIONS: Mapping[str, PoolBatch] = {
+    "first": first_token,
+    "last": last_token,
+    "mean": mean_pooling,
+}
 
 
 def find_pooling(name: str) -> PoolBatch:
@@ -132,9 +138,9 @@ def find_pooling(name: str) -> PoolBatch:
             changed since it was recorded.
     """
     if not plugins.is_plugin(name):
-        return _FUNCTIONS[POOLINGS[name].takes]
+        return _FUNCTIONS[POOLINGS[name].states]
     identify_pooling(name, "the encoder")
-    function = plugins.recorded(name.partition("@")[0], "the encoder")
+    function = plugins.get_registered(name.partition("@")[0], "the encoder")
 
     def pool(hidden: Tensor, counted: Tensor, lengths: Sequence[int]) -> Tensor:
         try:

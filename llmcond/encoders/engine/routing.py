@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmcond.encoders.engine.interface import AnyEngine, Routes
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.spec import EncoderInput, Router
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmcond.encoders.engine.engine import Engine
 
 
-def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
+def strip_router(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
     """Return an input without its router, and the router's settings without its text.
 
     Inputs for which these are the same go through the network once.
@@ -26,27 +26,27 @@ def unrouted(item: EncoderInput) -> tuple[EncoderInput, Router | None]:
     return replace(item, router=None), settings
 
 
-def grouped(items: Sequence[EncoderInput]) -> list[list[int]]:
+def group_routed_inputs(items: Sequence[EncoderInput]) -> list[list[int]]:
     """Group the positions of inputs with a router; in a group, only the routers' texts differ."""
     groups: dict[object, list[int]] = {}
     for position, item in enumerate(items):
         if item.router is not None:
-            groups.setdefault(unrouted(item), []).append(position)
+            groups.setdefault(strip_router(item), []).append(position)
     return list(groups.values())
 
 
-def routers_of(items: Sequence[EncoderInput]) -> list[Router]:
+def list_routers(items: Sequence[EncoderInput]) -> list[Router]:
     """Return the routers of the inputs that have one."""
     return [item.router for item in items if item.router is not None]
 
 
 def router_inputs(items: Sequence[EncoderInput]) -> dict[str, EncoderInput]:
     """Return the distinct texts of routers, each with the input that encodes it, in text order."""
-    texts = sorted({router.text for router in routers_of(items)})
+    texts = sorted({router.text for router in list_routers(items)})
     return {text: EncoderInput("", text) for text in texts}
 
 
-def routes_of(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
+def make_routes(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
     """Return the routes of one input for several routers.
 
     This is a single ``Routes`` with all of them, or one route per router if routers act inside the
@@ -58,7 +58,7 @@ def routes_of(engine: AnyEngine, queries: Any, router: Router) -> list[Any]:
             inside the network.
         router: One of the routers, for their common settings.
     """
-    if engine.inside:
+    if engine.routes_inside:
         return list(queries)
     return [Routes(queries, router)]
 
@@ -86,7 +86,7 @@ def embed_routed(
     parts, order = [], [position for position, item in enumerate(items) if item.router is None]
     if order:
         parts.append(engine.embed([tokens[position] for position in order]))
-    groups = grouped(items)
+    groups = group_routed_inputs(items)
     if groups:
         texts = list(router_inputs(items))
         router_tokens = [queries[text] for text in texts]
@@ -95,18 +95,20 @@ def embed_routed(
         rows: list[Tokens] = []
         routes: list[Any] = []
         for group in groups:
-            routers = routers_of([items[position] for position in group])
+            routers = list_routers([items[position] for position in group])
             row_indices = [row_of[router.text] for router in routers]
             if states is None:
                 group_queries: Any = [router_tokens[index] for index in row_indices]
             else:
                 # The backward pass of states[...] would add up gradients in any order.
                 group_queries = states.index_select(
-                    0, to_device(torch.tensor(row_indices), states.device)
+                    0, move_to_device(torch.tensor(row_indices), states.device)
                 )
-            group_routes = routes_of(engine, group_queries, routers[0])
+            group_routes = make_routes(engine, group_queries, routers[0])
             routes += group_routes
             rows += [tokens[group[0]]] * len(group_routes)
         parts.append(engine.embed(rows, routes=routes))
         order += [position for group in groups for position in group]
-    return torch.cat(parts).index_select(0, to_device(torch.tensor(order).argsort(), engine.out))
+    return torch.cat(parts).index_select(
+        0, move_to_device(torch.tensor(order).argsort(), engine.output_device)
+    )

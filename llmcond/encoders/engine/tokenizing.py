@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, InputError, Span
 from llmcond.errors import UserError, first_line
@@ -140,7 +140,7 @@ class InputTokenizer:
                 )
         return windows
 
-    def joined(self, rows: Sequence[tuple[str, str, str]]) -> list[Tokens]:
+    def join_rows(self, rows: Sequence[tuple[str, str, str]]) -> list[Tokens]:
         """Join two sentences and a condition to one sequence, with separators between the three.
 
         This is the input of the cross-encoder of C-STS, within the special tokens of a single text.
@@ -308,7 +308,7 @@ class InputTokenizer:
                 "pair of context and text. Use a prompt with an instruction (cond), or one that "
                 "joins both."
             )
-        if not pooling_named(pooling).counts:
+        if not get_pooling(pooling).supports_pool_over:
             raise UserError(
                 f"{self._name} pools by {pooling}, but an input with a context is pooled over the "
                 "tokens of its text only. Choose --pooling mean, or a prompt without a context."

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcond.encoders.engine.attention_plan import positions_of
-from llmcond.encoders.engine.batching import Batch, Segment
-from llmcond.system import to_device
+from llmcond.encoders.engine.attention_plan import token_positions
+from llmcond.encoders.engine.batching import PackedRow, RowSegment
+from llmcond.system import move_to_device
 
 #: Most keys and values that are gathered for one call of a kernel, as a multiple of the row's
 #: tokens.
@@ -67,7 +67,7 @@ class Varlen:
 
 
 def plan_varlen(
-    batch: Batch, causal: bool, device: torch.device, kernel: Callable[..., Any]
+    batch: PackedRow, causal: bool, device: torch.device, kernel: Callable[..., Any]
 ) -> Varlen:
     """Plan the attention of a packed row for a kernel that takes segments of any length.
 
@@ -77,7 +77,7 @@ def plan_varlen(
     if not batch.shared:
         return Varlen([_make_call(batch.segments, None, device)], causal, kernel)
     limit = _MAX_GATHERED * batch.n_tokens
-    positions = [positions_of([*batch.path(i), s]) for i, s in enumerate(batch.segments)]
+    positions = [token_positions([*batch.ancestors(i), s]) for i, s in enumerate(batch.segments)]
     cuts, size = [0], 0
     for index, keys in enumerate(positions):
         if size and size + len(keys) > limit:
@@ -90,7 +90,7 @@ def plan_varlen(
 
 
 def _make_call(
-    segments: Sequence[Segment], positions: list[Tensor] | None, device: torch.device
+    segments: Sequence[RowSegment], positions: list[Tensor] | None, device: torch.device
 ) -> _KernelCall:
     """Create the kernel call for some segments.
 
@@ -99,7 +99,7 @@ def _make_call(
 
     def accumulate_lengths(lengths: list[int]) -> tuple[Tensor, int]:
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return to_device(offsets, device), max(lengths)
+        return move_to_device(offsets, device), max(lengths)
 
     queries = slice(segments[0].start, segments[-1].stop)
     offsets, longest = accumulate_lengths([segment.length for segment in segments])
@@ -108,7 +108,7 @@ def _make_call(
     key_offsets, most_keys = accumulate_lengths([len(keys) for keys in positions])
     return _KernelCall(
         queries,
-        to_device(torch.cat(positions), device),
+        move_to_device(torch.cat(positions), device),
         (offsets, key_offsets, longest, most_keys),
     )
 

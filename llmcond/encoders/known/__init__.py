@@ -74,7 +74,7 @@ class KnownModel:
         return self.alias or self.repo
 
     @property
-    def stated(self) -> dict[str, Any]:
+    def all_settings(self) -> dict[str, Any]:
         """All settings in ``STATED``; unknown ones have their default, or None without one."""
         defaults = {name: SETTINGS[name].settled_default for name in STATED}
         return {

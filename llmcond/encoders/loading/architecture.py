@@ -21,7 +21,7 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.settings import encoder_types
 from llmcond.encoders.spec import Attention
-from llmcond.errors import UserError, brief, first_line
+from llmcond.errors import UserError, first_line, shortened_repr
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 #: Passed to all loading functions. Without it, transformers asks on the terminal whether to run a
@@ -30,7 +30,7 @@ _NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence transformers within a block, because llmcond reports problems in its own messages.
 
     transformers does not ask whether it may run code either, as it otherwise does for parts whose
@@ -50,7 +50,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-@quiet()
+@silence_transformers()
 def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> Any:
     """Load a checkpoint's config, and set the direction of its attention.
 
@@ -107,7 +107,8 @@ def _check_counts(config: Mapping[str, Any], name: str) -> None:
             most = _MAX_COUNTS.get(key.rpartition("_")[2])
             if most is not None and isinstance(value, int | float) and value > most:
                 raise UserError(
-                    f"config.json of {name} has {key} = {brief(value)}; no encoder has more than "
+                    f"config.json of {name} has {key} = {shortened_repr(value)}; no encoder has "
+                    "more than "
                     f"{most:,}. The file may be damaged: copy it again."
                 )
 
@@ -123,7 +124,7 @@ def _use_builtin_attention(config: Any) -> Any:
     return config
 
 
-@quiet()
+@silence_transformers()
 def build_on_meta(config: Any) -> Any:
     """Build the network without allocating memory for its weights.
 
@@ -173,7 +174,7 @@ def token_embeddings(network: Any) -> torch.Tensor:
     return table
 
 
-@quiet()
+@silence_transformers()
 def load_tokenizer(checkpoint: Checkpoint, config: Any) -> Any:
     """Load the checkpoint's tokenizer, for the architecture of ``config``.
 

@@ -14,7 +14,7 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
 }
 
 
-def fetch(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def copy_to_cpu(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Copy a tensor to the CPU.
 
     Returns:

@@ -13,16 +13,25 @@ from torch import nn
 from llmcond.encoders.checkpoints.adapter import ROUTER, attach, inject
 from llmcond.encoders.checkpoints.checkpoint import check_dense, fetch_weights
 from llmcond.encoders.checkpoints.weights import check_size, load_dense, read_network
-from llmcond.encoders.loading.architecture import build_on_meta, quiet
+from llmcond.encoders.loading.architecture import build_on_meta, silence_transformers
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.memory import Footprint, available, footprint, release
-from llmcond.encoders.loading.quantization import installed, quantization, require
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.loading.memory import (
+    Footprint,
+    available_memory,
+    measure_footprint,
+    release_memory,
+)
+from llmcond.encoders.loading.quantization import (
+    is_installed,
+    quantization_config,
+    require_libraries,
+)
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.inside import passes_of
+from llmcond.encoders.routers.passes import passes_class
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
-from llmcond.files import gib
+from llmcond.files import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class LoadedModel:
     dim: int
 
 
-@quiet()
+@silence_transformers()
 def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     """Load the checkpoint's weights in the resolved type, on the resolved device.
 
@@ -52,23 +61,23 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
         LlmcondError: If the weights do not match the architecture, or do not fit into memory.
     """
     if resolved.device != "cpu":
-        release(resolved.device)  # the memory of a previous encoder
+        release_memory(resolved.device)  # the memory of a previous encoder
     checkpoint, identity = resolved.checkpoint, resolved.identity
     arguments: dict[str, Any] = {"dtype": TORCH_DTYPES[identity.dtype]}
     if identity.quantize != "none":
-        arguments["quantization_config"] = quantization(identity.quantize, identity.dtype)
+        arguments["quantization_config"] = quantization_config(identity.quantize, identity.dtype)
     empty = build_on_meta(config)
-    size = footprint(empty)
+    size = measure_footprint(empty)
     placement = _choose_placement(resolved, size)
     if placement == "auto":
-        require(f"{checkpoint.name} must be spread over several devices", "accelerate")
-    check_parts(resolved, empty)
-    if checkpoint.drawn_on is None:
+        require_libraries(f"{checkpoint.name} must be spread over several devices", "accelerate")
+    check_dense_and_adapter(resolved, empty)
+    if checkpoint.random_device is None:
         fetch_weights(checkpoint)
         check_size(checkpoint, size.n_parameters)
     # With accelerate, each weight goes to a GPU separately. Otherwise all of them would first have
     # to fit into the host's memory.
-    if (placement != "cpu" and installed("accelerate")) or identity.quantize != "none":
+    if (placement != "cpu" and is_installed("accelerate")) or identity.quantize != "none":
         arguments["device_map"] = placement
     network = _read_weights(resolved, config, arguments, size)
     _drop_pooler(network, resolved)
@@ -83,13 +92,13 @@ def load_model(resolved: ResolvedEncoder, config: Any) -> LoadedModel:
     if "device_map" not in arguments:
         network = network.to(resolved.device)
     weights = (checkpoint.adapter or checkpoint.folder) / ROUTER
-    passes_of(identity).load_weights(network, identity, weights, resolved.device)
+    passes_class(identity).load_weights(network, identity, weights, resolved.device)
     network = network.eval().requires_grad_(False)
     dense, dim = load_dense(resolved, int(config.hidden_size))
     return LoadedModel(network, dense, dim)
 
 
-def check_parts(resolved: ResolvedEncoder, network: Any) -> None:
+def check_dense_and_adapter(resolved: ResolvedEncoder, network: Any) -> None:
     """Check the dense layers and the adapter before weights are downloaded.
 
     ``network`` is a network without memory for its weights. It is modified and cannot be used any
@@ -133,7 +142,7 @@ def _read_weights(
 
 def _drop_pooler(network: Any, resolved: ResolvedEncoder) -> None:
     """Remove the network's pooler unless the encoder's pooling uses it."""
-    needed = pooling_named(resolved.identity.pooling).part == "pooler"
+    needed = get_pooling(resolved.identity.pooling).part == "pooler"
     if not needed and getattr(network, "pooler", None) is not None:
         # Quantising a pooler whose weights are missing fails.
         network.pooler = None
@@ -150,12 +159,12 @@ def _choose_placement(resolved: ResolvedEncoder, size: Footprint) -> str:
     """
     identity = resolved.identity
     needed = size.loading(identity.dtype, identity.quantize)
-    if needed <= available(resolved.device):
+    if needed <= available_memory(resolved.device):
         return resolved.device
     # Quantised weights are not offloaded to the CPU, where they would be other numbers.
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     devices += ["cpu"] if identity.quantize == "none" else []
-    total = sum(available(device) for device in devices)
+    total = sum(available_memory(device) for device in devices)
     # If the user chose a GPU by its number, no other device is used.
     spreads = resolved.options.device in ("auto", "cuda") and resolved.device != "cpu"
     if spreads and needed <= total:
@@ -167,7 +176,7 @@ def _memory_error(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
     """Return an error that says how much memory is needed and what needs less."""
     dtype, quantize = resolved.identity.dtype, resolved.identity.quantize
     kinds: tuple[str, ...] = get_args(Quantize)
-    needed = {kind: gib(size.loading(dtype, kind)) for kind in kinds}
+    needed = {kind: format_bytes(size.loading(dtype, kind)) for kind in kinds}
     smaller = kinds[kinds.index(quantize) + 1 :]
     advice = [f"--quantize {kind} ({needed[kind]})" for kind in smaller]
     named = resolved.options.device.startswith("cuda:")
@@ -177,6 +186,6 @@ def _memory_error(resolved: ResolvedEncoder, size: Footprint) -> LlmcondError:
     return LlmcondError(
         f"{resolved.checkpoint.name} does not fit into the memory of {resolved.device}: as "
         f"{dtype}, quantize {quantize}, it needs {needed[quantize]}, but only "
-        f"{gib(available(resolved.device))} are free. Try "
+        f"{format_bytes(available_memory(resolved.device))} are free. Try "
         f"{' or '.join(advice) or 'a smaller model'}."
     )

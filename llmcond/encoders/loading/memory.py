@@ -14,7 +14,7 @@ from llmcond.encoders.spec import Dtype
 from llmcond.system import free_memory
 
 #: Modules that pool. They are not quantised, because they are small and decide the vector.
-POOLS = ("latent_attention_model", "pooler")
+POOLING_MODULES = ("latent_attention_model", "pooler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Footprint:
         return tokens * self.per_token * TORCH_DTYPES[dtype].itemsize
 
 
-def footprint(model: nn.Module) -> Footprint:
+def measure_footprint(model: nn.Module) -> Footprint:
     """Return the size of a model, which may be on the ``meta`` device."""
     linear = [
         module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and not any(part in name for part in POOLS)
+        if type(module) is nn.Linear and not any(part in name for part in POOLING_MODULES)
     ]
     n_folded = 0
     block: Any = getattr(model, "latent_attention_model", None)
@@ -86,7 +86,7 @@ def tokens_that_fit(config: Any, dtype: Dtype, device: str, concurrency: int) ->
     computed simultaneously.
     """
     size = _values_per_token(config) * TORCH_DTYPES[dtype].itemsize * concurrency
-    return max(1, available(device) // 2 // size)
+    return max(1, available_memory(device) // 2 // size)
 
 
 def _values_per_token(config: Any) -> int:
@@ -95,7 +95,7 @@ def _values_per_token(config: Any) -> int:
     return 8 * int(config.hidden_size) + 3 * int(inner)
 
 
-def available(device: str) -> int:
+def available_memory(device: str) -> int:
     """Return the free memory of a device in bytes.
 
     On a GPU, this includes memory that PyTorch has cached for this process but does not use.
@@ -107,7 +107,7 @@ def available(device: str) -> int:
     return free_memory()
 
 
-def release(device: str) -> None:
+def release_memory(device: str) -> None:
     """Free unused memory, on a GPU including what PyTorch has cached for this process."""
     gc.collect()
     if device != "cpu":

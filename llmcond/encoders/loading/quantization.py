@@ -8,12 +8,12 @@ import logging
 from transformers import BitsAndBytesConfig
 
 from llmcond.encoders.loading.device import TORCH_DTYPES
-from llmcond.encoders.loading.memory import POOLS
+from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import UserError, install_command
 
 
-def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
+def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     """Return the quantisation config: LLM.int8, or NF4 with double quantisation.
 
     Modules that pool stay in ``dtype``, and 4-bit layers compute in ``dtype``. LLM.int8 multiplies
@@ -23,7 +23,7 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     Raises:
         UserError: If bitsandbytes or accelerate is not installed.
     """
-    require(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
+    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
     # bitsandbytes warns of each product that it casts, and of faster kernels that it could
     # download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -33,24 +33,24 @@ def quantization(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
-        llm_int8_skip_modules=list(POOLS),
+        llm_int8_skip_modules=list(POOLING_MODULES),
     )
 
 
-def require(what: str, *names: str, extra: str = "quantize") -> None:
+def require_libraries(what: str, *names: str, extra: str = "quantize") -> None:
     """Raise a UserError unless the libraries ``names`` are installed.
 
     ``what`` says what needs them, as the beginning of the message. ``extra`` is the extra of
     llmcond that installs them.
     """
-    absent = [name for name in names if not installed(name)]
+    absent = [name for name in names if not is_installed(name)]
     if absent:
         raise UserError(
             f"{what}, which needs {' and '.join(absent)}. Install it: {install_command(extra)}."
         )
 
 
-def installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether a library is installed, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None

@@ -18,16 +18,21 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import gelu
 from llmcond.encoders.checkpoints.checkpoint import fetch_weights, read_settings
-from llmcond.encoders.engine.interface import OutOfMemoryError, Pooled, Routes, check_ids
+from llmcond.encoders.engine.interface import (
+    BatchVectors,
+    OutOfMemoryError,
+    Routes,
+    check_token_ids,
+)
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.openvino.architectures import bytes_needed
 from llmcond.encoders.openvino.graph import STEP, PackedInputs, Tensors, make_graph, pack_inputs
 from llmcond.encoders.openvino.library import import_openvino
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.openvino.weights import CannotRunError, read_dense, read_tensors
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.files import gib
+from llmcond.files import format_bytes
 from llmcond.system import cpu_threads, free_memory
 
 Vectors = NDArray[np.float32]
@@ -51,10 +56,10 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
     """
     checkpoint = resolved.checkpoint
     config = read_settings(checkpoint.folder / "config.json", {})
-    pooling = pooling_named(resolved.identity.pooling)
+    pooling = get_pooling(resolved.identity.pooling)
     needed = bytes_needed(config, pooler=pooling.part == "pooler")
     if needed > free_memory():
-        raise CannotRunError(f"it needs {gib(needed)} of memory")
+        raise CannotRunError(f"it needs {format_bytes(needed)} of memory")
     fetch_weights(checkpoint)
     if can_read(checkpoint.folder):
         tokenizer: Any = JsonTokenizer(checkpoint.folder, checkpoint.name)
@@ -63,7 +68,7 @@ def load_engines(resolved: ResolvedEncoder) -> tuple[InputTokenizer, list[OpenVi
 
         tokenizer = load_tokenizer(checkpoint, load_config(checkpoint, resolved.identity.attention))
     inputs = InputTokenizer(tokenizer, resolved.identity, checkpoint.name)
-    return inputs, [OpenVinoEngine(member) for member in resolved.each_member()]
+    return inputs, [OpenVinoEngine(member) for member in resolved.list_members()]
 
 
 def compile_network(
@@ -89,11 +94,11 @@ class OpenVinoEngine:
         dim: Size of the vectors.
         budget: Most tokens of one batch.
         streams: Number of batches that are computed simultaneously.
-        inside: See ``AnyEngine``; False.
+        routes_inside: See ``AnyEngine``; False.
         reads_routers: See ``AnyEngine``; False.
     """
 
-    inside = reads_routers = False
+    routes_inside = reads_routers = False
 
     def __init__(self, resolved: ResolvedEncoder) -> None:
         """Read a checkpoint's weights and compile its network.
@@ -104,7 +109,7 @@ class OpenVinoEngine:
         """
         self._identity, self._name = resolved.identity, resolved.checkpoint.name
         config = read_settings(resolved.checkpoint.folder / "config.json", {})
-        self._pooling = pooling_named(self._identity.pooling)
+        self._pooling = get_pooling(self._identity.pooling)
         pooler = self._pooling.part == "pooler"
         tensors = read_tensors(resolved.checkpoint, config, pooler=pooler)
         self._pooler = [tensors[f"pooler.dense.{name}"] for name in ("weight", "bias") if pooler]
@@ -143,9 +148,9 @@ class OpenVinoEngine:
         routes: Sequence[Routes] = (),
         *,
         queries: bool = False,
-    ) -> Iterator[Pooled]:
+    ) -> Iterator[BatchVectors]:
         """Yield the vectors of inputs, batch by batch; arguments are as in ``AnyEngine.run``."""
-        check_ids(rows, self._n_ids, self._name)
+        check_token_ids(rows, self._n_ids, self._name)
         lengths = [len(row.ids) for row in rows]
         waiting = deque(plan_packed(lengths, self.budget, self.streams))
         idle, running = self._idle_requests(), deque[_RunningBatch]()
@@ -156,7 +161,7 @@ class OpenVinoEngine:
                     batch = waiting.popleft()
                     inputs = pack_inputs([rows[index] for index in batch], self._config)
                     running.append(_RunningBatch(batch, inputs, idle.pop()))
-                    running[-1].request.start_async(inputs.given, share_inputs=True)
+                    running[-1].request.start_async(inputs.arrays, share_inputs=True)
                     continue
                 done = running.popleft()
                 try:
@@ -169,7 +174,7 @@ class OpenVinoEngine:
                 batch_routes = [routes[index] for index in done.batch] if routes else []
                 pooled = self._pool(states, [rows[index] for index in done.batch], batch_routes)
                 vectors = pooled if queries else self.finish_states(pooled)
-                yield Pooled(done.batch, vectors, len(states))
+                yield BatchVectors(done.batch, vectors, len(states))
         finally:
             for unfinished in running:
                 with suppress(RuntimeError):  # only the first error is raised
@@ -198,9 +203,9 @@ class OpenVinoEngine:
         counted = (states[start + row.first : start + row.last] for start, row in spans)
         if routes:
             return _pool_routed(counted, routes)
-        if self._pooling.takes == "mean":
+        if self._pooling.states == "mean":
             return np.stack([tokens.mean(axis=0) for tokens in counted])
-        last = self._pooling.takes == "last"
+        last = self._pooling.states == "last"
         pooled: Vectors = states[starts + [row.last - 1 if last else 0 for row in rows]]
         if not self._pooler:
             return pooled

@@ -131,7 +131,7 @@ class PackedInputs(NamedTuple):
     buckets: NDArray[np.int64] | None
 
     @property
-    def given(self) -> list[NDArray[Any]]:
+    def arrays(self) -> list[NDArray[Any]]:
         """The inputs that are not None, in the order of the graph's parameters."""
         return [part for part in self if part is not None]
 

@@ -10,7 +10,7 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.openvino import library
 from llmcond.encoders.openvino.architectures import ACTIVATIONS, ARCHITECTURES
 from llmcond.encoders.openvino.weights import CannotRunError, check_files
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import install_command
 
@@ -24,7 +24,7 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def reason_against(
+def find_reason_against(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> str | None:
     """Return why OpenVINO does not run an encoder on a CPU; None if it does.
@@ -41,14 +41,14 @@ def _find_reasons(
     checkpoint: Checkpoint, identity: EncoderIdentity, config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield the reasons; those after the first are meaningless, as checks build on earlier ones."""
-    kind, pooling = str(config.get("model_type")), pooling_named(identity.pooling)
-    has_file_weights = identity.quantize == "none" and checkpoint.drawn_on is None
+    kind, pooling = str(config.get("model_type")), get_pooling(identity.pooling)
+    has_file_weights = identity.quantize == "none" and checkpoint.random_device is None
     unsupported = {
         f"OpenVINO is not installed ({install_command('openvino')})": not library.is_installed(),
         f"its architecture is {kind}": kind not in ARCHITECTURES,
         "its attention is causal": identity.attention != "bidirectional",
         "a router acts inside its network": identity.routes_inside,
-        f"it pools by {identity.pooling}": pooling.takes == "all" or pooling.part == "latent",
+        f"it pools by {identity.pooling}": pooling.states == "all" or pooling.part == "latent",
         "its weights are not those of its files": not has_file_weights,
         "OpenVINO does not compute float16 on a CPU": identity.dtype == "float16",
     }

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmcond.encoders.checkpoints.adapter import BEGUN, CONFIG, PREFIX, WEIGHTS
+from llmcond.encoders.checkpoints.adapter import CONFIG, NEUTRAL_INITIALISATIONS, PREFIX, WEIGHTS
 from llmcond.encoders.checkpoints.checkpoint import (
-    NOT_OURS,
+    IGNORED_WEIGHTS,
     Checkpoint,
     check_dense,
     has_weights,
@@ -197,7 +197,7 @@ def _find_tensors(
                 name = name.replace(f"LayerNorm.{old}", f"LayerNorm.{new}")
             if name in shapes:
                 tensors[name] = tensor
-            elif not NOT_OURS.search(tensor.key):
+            elif not IGNORED_WEIGHTS.search(tensor.key):
                 raise CannotRunError(f"its weights have the tensor {tensor.key}")
     for name, shape in shapes.items():
         if name not in tensors:
@@ -221,7 +221,7 @@ def _find_factors(
         for key, value in settings.items()
         if value and key not in _PLAIN_LORA and _ALLOWED_VALUES.get(key) != value
     ]
-    if unsupported or settings.get("init_lora_weights") not in BEGUN:
+    if unsupported or settings.get("init_lora_weights") not in NEUTRAL_INITIALISATIONS:
         raise CannotRunError(f"its adapter has {', '.join(unsupported) or 'init_lora_weights'}")
     rank, alpha, targets = (settings.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if not (isinstance(rank, int) and isinstance(alpha, int | float)):

@@ -32,20 +32,20 @@ from torch.nn.functional import linear, pad, scaled_dot_product_attention
 from typing_extensions import override
 
 from llmcond.encoders.engine import attention
-from llmcond.encoders.engine.batching import Batch, flat
+from llmcond.encoders.engine.batching import PackedRow, concatenate_inputs
 from llmcond.encoders.engine.forward import (
     Forward,
+    ForwardSettings,
     PackedForward,
     PaddedForward,
     Passes,
-    Runtime,
-    attention_plan,
+    plan_row_attention,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.routers.settings import RELEASED
+from llmcond.encoders.routers.settings import RELEASED_MODES
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import LlmcondError, UserError
-from llmcond.system import to_device
+from llmcond.system import move_to_device
 
 #: Computes the attention of a layer without the router.
 PlainAttention = Callable[[], Tensor]
@@ -81,7 +81,7 @@ class CsrPasses(Passes):
         first_layer: Index of the first routed layer.
     """
 
-    inside = True
+    routes_inside = True
 
     def __init__(self, network: Any, identity: EncoderIdentity, name: str) -> None:
         """Find the network's layers, and register the router's hooks.
@@ -91,7 +91,10 @@ class CsrPasses(Passes):
                 few layers or no trained router.
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
-        self.causal, self.reads_routers = identity.attention == "causal", self.mode in RELEASED
+        self.causal, self.reads_routers = (
+            identity.attention == "causal",
+            self.mode in RELEASED_MODES,
+        )
         self._heavy: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
             raise UserError(
@@ -129,9 +132,9 @@ class CsrPasses(Passes):
     @override
     def forward(
         self,
-        runtime: Runtime,
+        runtime: ForwardSettings,
         rows: Sequence[Tokens],
-        batch: Batch | None = None,
+        batch: PackedRow | None = None,
         routes: Sequence[Any] = (),
         *,
         queries: bool = False,
@@ -152,7 +155,9 @@ class CsrPasses(Passes):
         if batch is None:
             return _RoutedForward(self, PaddedForward(runtime, rows), routes)
         groups = [list(group) for _, group in groupby(batch.inputs, key=lambda i: id(rows[i]))]
-        distinct = flat([group[0] for group in groups], [len(row.ids) for row in rows])
+        distinct = concatenate_inputs(
+            [group[0] for group in groups], [len(row.ids) for row in rows]
+        )
         distinct_indices = [number for number, group in enumerate(groups) for _ in group]
         forward = PackedForward(runtime, distinct, rows, leaving=batch)
         return _RoutedForward(
@@ -194,7 +199,7 @@ class CsrPasses(Passes):
 
     # -- the router's formula ------------------------------------------------------------------
 
-    def routes(self, module: nn.Module) -> bool:
+    def is_routed(self, module: nn.Module) -> bool:
         """Return whether the layer with this attention module is routed."""
         return self._layer_of[module] >= self.first_layer
 
@@ -360,7 +365,7 @@ class _Router:
         attention without the router.
         """
         attended = attend_plain()
-        if not self.csr.routes(module):
+        if not self.csr.is_routed(module):
             return attended
         return self.csr.scale(attended, self.weights(module, q, k, scale))
 
@@ -397,7 +402,10 @@ class _QueryRecorder(_Router):
     def __init__(self, csr: CsrPasses, positions: list[int], device: torch.device) -> None:
         """Record the queries of the tokens at m positions among all tokens of a pass."""
         super().__init__(csr)
-        self._positions, self.queries = to_device(torch.tensor(positions), device), torch.empty(0)
+        self._positions, self.queries = (
+            move_to_device(torch.tensor(positions), device),
+            torch.empty(0),
+        )
 
     @override
     def attend(
@@ -427,7 +435,7 @@ class _ConditionForward:
         forward.prepare()
         # A condition's query is that of a token that sees the whole condition.
         tokens = (len(row.ids) - 1 if self._csr.causal else 0 for row in forward.rows)
-        positions = [forward.place(index, token) for index, token in enumerate(tokens)]
+        positions = [forward.token_position(index, token) for index, token in enumerate(tokens)]
         self._router = _QueryRecorder(self._csr, positions, forward.runtime.device)
         forward.arguments["router"] = self._router
 
@@ -469,10 +477,10 @@ class _SentenceRouter(_Router):
         weight_indices = torch.full((n,), real.numel())
         weight_indices[positions[real]] = torch.arange(real.numel())[real.flatten()]
         # Tensors are copied to the device once, rather than in each layer.
-        self._queries, self._real = to_device(queries, device), to_device(real, device)
+        self._queries, self._real = move_to_device(queries, device), move_to_device(real, device)
         self._positions, self._weight_indices = (
-            to_device(positions, device),
-            to_device(weight_indices, device),
+            move_to_device(positions, device),
+            move_to_device(weight_indices, device),
         )
 
     @override
@@ -546,7 +554,7 @@ class _RoutedForward:
         forward, device = self._forward, self._forward.runtime.device
         forward.prepare()
         lengths = torch.tensor([len(row.ids) for row in forward.rows])
-        starts = torch.tensor([forward.place(index, 0) for index in range(len(lengths))])
+        starts = torch.tensor([forward.token_position(index, 0) for index in range(len(lengths))])
         offsets = torch.arange(int(lengths.max()))
         real = offsets < lengths[:, None]
         positions = torch.where(real, starts[:, None] + offsets, 0)
@@ -560,8 +568,10 @@ class _RoutedForward:
         ]
         expand = torch.zeros(self.n_tokens, dtype=torch.long)
         expand[positions[real]] = torch.where(real, segment_starts[:, None] + offsets, 0)[real]
-        plan = attention_plan(forward.runtime, forward.leaving)
-        forward.arguments["router"] = _ExpandingRouter(to_device(expand, device), plan, *arguments)
+        plan = plan_row_attention(forward.runtime, forward.output_batch)
+        forward.arguments["router"] = _ExpandingRouter(
+            move_to_device(expand, device), plan, *arguments
+        )
 
     def pooled(self) -> Tensor:
         """Run the network; return one vector per sentence, (m, width) in float32."""
@@ -582,7 +592,11 @@ class _TriEncoderForward(PaddedForward):
     """
 
     def __init__(
-        self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+        self,
+        csr: CsrPasses,
+        runtime: ForwardSettings,
+        rows: Sequence[Tokens],
+        queries: Sequence[Any],
     ) -> None:
         super().__init__(runtime, [_prepend_separator(row, runtime) for row in rows])
         distinct = {id(query): query for query in queries}
@@ -598,7 +612,7 @@ class _TriEncoderForward(PaddedForward):
     def prepare(self) -> None:
         super().prepare()
         self._conditions.prepare()
-        self._condition_indices = to_device(self._condition_indices, self.runtime.device)
+        self._condition_indices = move_to_device(self._condition_indices, self.runtime.device)
 
     @override
     def pooled(self) -> Tensor:
@@ -610,7 +624,7 @@ class _TriEncoderForward(PaddedForward):
         return super().pooled()
 
 
-def _prepend_separator(row: Tokens, runtime: Runtime) -> Tokens:
+def _prepend_separator(row: Tokens, runtime: ForwardSettings) -> Tokens:
     """Return a sentence with its last token, a separator, repeated at its beginning."""
     # A sentence of the maximum length loses its last word.
     words = row.ids[:-1] if len(row.ids) < runtime.max_length else row.ids[:-2]
@@ -646,7 +660,7 @@ class _TriEncoderRouter(_Router):
         queries, visible = q[:, :, self._n :], self._visible.to(q.device)
         attended = scaled_dot_product_attention(queries, k, v, attn_mask=visible, scale=scale)
         attended = attended.transpose(1, 2)
-        if self.csr.routes(module):
+        if self.csr.is_routed(module):
             weights = _attention_weights(queries[:, :, :1], k, visible, scale)
             attended = self.csr.scale(attended, weights[:, self._n :])
         # The module expects as many tokens as there were states. leave_attention removes those of
@@ -667,7 +681,11 @@ class _BiEncoderForward(PaddedForward):
     """
 
     def __init__(
-        self, csr: CsrPasses, runtime: Runtime, rows: Sequence[Tokens], queries: Sequence[Any]
+        self,
+        csr: CsrPasses,
+        runtime: ForwardSettings,
+        rows: Sequence[Tokens],
+        queries: Sequence[Any],
     ) -> None:
         joined_rows, lengths = [], []
         for row, condition in zip(rows, queries, strict=True):
@@ -692,7 +710,7 @@ class _BiEncoderForward(PaddedForward):
         device = self.runtime.device
         real = self.arguments["attention_mask"].bool()
         lengths, offsets = (
-            to_device(self._lengths, device),
+            move_to_device(self._lengths, device),
             torch.arange(self.width, device=device),
         )
         first = lengths + 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from llmcond.encoders.poolings import pooling_named
+from llmcond.encoders.poolings import get_pooling
 from llmcond.errors import UserError
 
 #: Where a router weights the tokens of an input: as they are pooled (``none``), or inside the last
 #: layers of the network (``csr``, see llmcond/encoders/routers/csr.py).
-RouterPlace = Literal["none", "csr"]
+RouterKind = Literal["none", "csr"]
 #: What CSR compares. The condition is represented by its first token, or by its last token in a
 #: causal encoder. ``paper`` compares this token's query in the last layer with the keys of the
 #: sentence's tokens (section 2). ``hidden`` compares the states from which queries and keys are
@@ -18,7 +18,7 @@ RouterPlace = Literal["none", "csr"]
 #: ``released-tri`` and ``released-bi`` are the variants in the authors' code, where sentences also
 #: attend to the condition in each layer.
 RouterMode = Literal["paper", "hidden", "heavy", "released-tri", "released-bi"]
-RELEASED: tuple[RouterMode, ...] = ("released-tri", "released-bi")
+RELEASED_MODES: tuple[RouterMode, ...] = ("released-tri", "released-bi")
 
 
 def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: str | None) -> None:
@@ -44,7 +44,7 @@ def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: s
                 f"{setting} is {options[setting]!r}, but the encoder has no router. Add --router "
                 "csr."
             )
-    elif options.get("router_mode") in RELEASED and pooling not in (None, "cls"):
+    elif options.get("router_mode") in RELEASED_MODES and pooling not in (None, "cls"):
         raise UserError(
             f"router_mode is {options['router_mode']!r}, which always uses the vector of the first "
             f"token, but pooling is {pooling!r}. Leave out --pooling."
@@ -53,7 +53,11 @@ def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: s
 
 def check_layers(name: str, mode: RouterMode, layers: int, pooling: str) -> None:
     """Raise a UserError for a router in so few layers that it has almost no effect."""
-    if layers == 1 and mode not in RELEASED and pooling_named(pooling).takes in ("first", "last"):
+    if (
+        layers == 1
+        and mode not in RELEASED_MODES
+        and get_pooling(pooling).states in ("first", "last")
+    ):
         raise UserError(
             f"router_layers is 1, but {name} pools by {pooling}, so the router could only change "
             "the weight of one token. Use --router-layers 3, or --pooling mean."

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from llmcond.kinds.dialogue.inputs import UtteranceInputs, obstacle_to
 from llmcond.kinds.dialogue.run import DialogueRun
-from llmcond.kinds.dialogue.task import Dialogue
+from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.prompts import Prompt
 from llmcond.runs.kind import CardText, Kind
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.kinds.dialogue.data import Dialogues
     from llmcond.kinds.dialogue.examples import DialogueExamples
-    from llmcond.workflows.account import TrainingResult
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
+    from llmcond.workflows.training_record import TrainingResult
 
 
 class DialogueKind(Kind):
@@ -39,7 +39,7 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
     )
 
     @override
-    def inputs(self, task: Dialogue, data: Dialogues, prompt: Prompt) -> UtteranceInputs:
+    def inputs(self, task: DialogueTask, data: Dialogues, prompt: Prompt) -> UtteranceInputs:
         return UtteranceInputs(data.texts, prompt)
 
     @override
@@ -49,20 +49,20 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
         return DialogueExamples(run)
 
     @override
-    def evaluate(self, run: DialogueRun, asked: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: DialogueRun, options: EvaluateOptions) -> Results[Any]:
         from llmcond.kinds.dialogue.evaluate import evaluate_dialogues, evaluate_plans
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import DialogueOptions
 
-        evaluation = evaluate_plans if asked.plans else evaluate_dialogues
-        return write_ranks(evaluation(run, asked), run, asked, DialogueOptions)
+        evaluation = evaluate_plans if options.plans else evaluate_dialogues
+        return write_ranks(evaluation(run, options), run, options, DialogueOptions)
 
     @override
-    def train(self, asked: TrainLoraOptions, task: Dialogue) -> TrainingResult:
+    def train(self, options: TrainLoraOptions, task: DialogueTask) -> TrainingResult:
         from llmcond.kinds.dialogue.train import train_dialogues
 
-        return train_dialogues(asked, task)
+        return train_dialogues(options, task)
 
     @override
-    def obstacle(self, prompt: Prompt) -> str:
+    def prompt_error(self, prompt: Prompt) -> str:
         return obstacle_to(prompt)

@@ -27,11 +27,11 @@ from llmcond.data.readers import (
     suffix_of,
 )
 from llmcond.data.rows import split_keys
-from llmcond.errors import UserError, brief, first_line
-from llmcond.files import digest_bytes, digest_text, replacing
+from llmcond.errors import UserError, first_line, shortened_repr
+from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
 from llmcond.progress import ReadBar
-from llmcond.tasks.base import OTHERS
+from llmcond.tasks.base import OTHER_SPLIT
 
 Positions = NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class Turns:
     ids: Sequence[str] = ()
 
     @classmethod
-    def of_lists(cls, dialogues: Sequence[Sequence[int]], ids: Sequence[str] = ()) -> Turns:
+    def from_lists(cls, dialogues: Sequence[Sequence[int]], ids: Sequence[str] = ()) -> Turns:
         """Create the turns of dialogues that are lists of positions."""
         starts = np.cumsum([0, *map(len, dialogues)], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(dialogues), dtype=np.int64, count=int(starts[-1]))
@@ -84,11 +84,11 @@ class Turns:
         """The dialogue of each utterance, (t,)."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    def of(self, i: int) -> Positions:
+    def utterances_of(self, i: int) -> Positions:
         """Return the utterances of dialogue ``i``."""
         return self.utterances[self.starts[i] : self.starts[i + 1]]
 
-    def context(self, h: int) -> tuple[Positions, Positions, Positions]:
+    def contexts(self, h: int) -> tuple[Positions, Positions, Positions]:
         """Return the contexts of h turns, and the next turns, of all dialogues longer than that.
 
         Returns:
@@ -131,7 +131,7 @@ class Dialogues:
         ]
         return digest_text(json.dumps(list(self.texts)), *splits)
 
-    def of(self, split: str) -> Turns:
+    def turns_of(self, split: str) -> Turns:
         """Return the dialogues of a split.
 
         Raises:
@@ -173,7 +173,7 @@ class Dialogues:
                 "text": [self.texts[i] for i in flat.tolist()],
             }
         ).replace_schema_metadata({"llmcond": json.dumps(about)})
-        with replacing(folder / "dialogues.parquet") as path:
+        with replace_atomically(folder / "dialogues.parquet") as path:
             # The path is absolute because Arrow reads a colon in a relative path as the end of a
             # URI scheme.
             pq.write_table(table, path.absolute())
@@ -285,8 +285,10 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
     return replace(data, split_seed=split_seed, drop_leaks=drop_leaks)
 
 
-def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple[Dialogues, str]:
-    """Return a dataset with an additional split, ``OTHERS``, of dialogues from another source.
+def add_external_split(
+    data: Dialogues, source: Any, split: str | None = None
+) -> tuple[Dialogues, str]:
+    """Return a dataset with an additional split, ``OTHER_SPLIT``, of dialogues from another source.
 
     New utterances are appended to the texts of the dataset. A warning gives the number of dialogues
     that leak from the dataset's train split; see ``read_dialogues``.
@@ -314,8 +316,8 @@ def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple
     dialogues = _read_files(opened, files, "", notes)
     for note in notes:
         log.info(f"{opened.name}: {note}")
-    train = data.of("train")
-    texts = ([data.texts[k] for k in train.of(i)] for i in range(len(train)))
+    train = data.turns_of("train")
+    texts = ([data.texts[k] for k in train.utterances_of(i)] for i in range(len(train)))
     train_dialogues = _KnownDialogues(_Dialogue("", utterances) for utterances in texts)
     n_leaked = sum(train_dialogues.overlap_with(dialogue) for dialogue in dialogues)
     if n_leaked:
@@ -327,7 +329,9 @@ def with_others(data: Dialogues, source: Any, split: str | None = None) -> tuple
     turns = _index_turns(dialogues, index_of_text)
     split = split or "test"
     log.info(f"scoring all {len(turns):,} dialogues of {opened.name}, as {split}")
-    return replace(data, texts=tuple(index_of_text), splits={**data.splits, OTHERS: turns}), split
+    return replace(
+        data, texts=tuple(index_of_text), splits={**data.splits, OTHER_SPLIT: turns}
+    ), split
 
 
 @dataclass(frozen=True)
@@ -354,7 +358,7 @@ def _build_dialogues(
 
 def _index_turns(dialogues: Sequence[_Dialogue], index_of_text: dict[str, int]) -> Turns:
     """Replace utterances by their positions; ``index_of_text`` is extended by new ones."""
-    return Turns.of_lists(
+    return Turns.from_lists(
         [
             [index_of_text.setdefault(text, len(index_of_text)) for text in dialogue.texts]
             for dialogue in dialogues
@@ -466,7 +470,7 @@ def _read_table(
             notes += [] if note in notes else [note]
         read_rows = _read_dialogue_rows if "utterances" in columns else _read_utterance_rows
         return read_rows(count(chain([first], records)), offset, problems)
-    raise UserError(f"{missing.found} {_EXPECTED}")
+    raise UserError(f"{missing.finding} {_EXPECTED}")
 
 
 def _read_dialogue_rows(
@@ -476,7 +480,7 @@ def _read_dialogue_rows(
     for number, record in enumerate(records, 1):
         turns, key = record["utterances"], record.get("id")
         if not isinstance(turns, list | tuple):
-            problems.add(number, f"utterances is {brief(turns)}, not a list of texts")
+            problems.add(number, f"utterances is {shortened_repr(turns)}, not a list of texts")
             turns = []
         name = str(offset + number) if key is None else str(key)
         dialogues.append(_Dialogue(name, _check_utterances(problems, number, turns)))
@@ -495,9 +499,9 @@ def _read_utterance_rows(
         turns = turns_by_dialogue.setdefault(key, {})
         turn = _parse_turn(record["turn"]) if "turn" in record else float(len(turns))
         if turn is None:
-            problems.add(number, f"turn is {brief(record['turn'])}, not a number")
+            problems.add(number, f"turn is {shortened_repr(record['turn'])}, not a number")
         elif turn in turns:
-            problems.add(number, f"turn {turn:g} of dialogue {brief(key)} occurs twice")
+            problems.add(number, f"turn {turn:g} of dialogue {shortened_repr(key)} occurs twice")
         else:
             turns[turn] = problems.text(number, "text", record["text"]).strip()
     return [

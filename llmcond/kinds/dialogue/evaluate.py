@@ -14,8 +14,8 @@ import numpy as np
 from llmcond.arrays import Positions
 from llmcond.data.candidates import read_candidates
 from llmcond.errors import UserError
-from llmcond.evaluation.ranked import DialogueResult, PlanResult, RankedResults
-from llmcond.evaluation.results import Counts
+from llmcond.evaluation.ranking_results import DialogueResult, PlanResult, RankedResults
+from llmcond.evaluation.results import RowCounts
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
 from llmcond.kinds.dialogue.generate import generate
@@ -24,30 +24,35 @@ from llmcond.kinds.dialogue.queries import (
     PLAN_DISTANCES,
     PLAN_HISTORIES,
     PLAN_METRICS,
-    Drawn,
+    CandidatePoolFunction,
     NextQueries,
     PlanQueries,
-    Pool,
-    Retrieved,
-    figures,
-    histories_of,
+    RandomPool,
+    RetrievedPool,
+    index_candidates,
+    measure_subsets,
     next_queries,
-    own_candidates,
     plan_queries,
-    queries_of,
     query_rows,
     rank_next,
     rank_plans,
     read_samples,
+    resolve_histories,
+    stack_queries,
 )
 from llmcond.kinds.dialogue.run import DialogueRun
-from llmcond.kinds.dialogue.turns import Score
+from llmcond.kinds.dialogue.turns import ContextScore
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.runs.extraction import extract_others
-from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
-from llmcond.workflows.evaluate import ranked_data
+from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.predictors import (
+    AnyPredictor,
+    resolve_heads_and_prompts,
+    result_without_metrics,
+    zero_shot_heads,
+)
+from llmcond.workflows.evaluate import read_ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
@@ -64,7 +69,7 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
     for name in ("distance", "samples"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} is for planning. Add --plan POOL, or leave it out.")
-    score_names = tuple(str(Score.parse(score)) for score in options.score)
+    score_names = tuple(str(ContextScore.parse(score)) for score in options.score)
     histories = _parse_numbers(options.history, "--history")
     computed = choose_metrics(run.task.metrics, options.metric)
     setup = _EvaluationSetup(run, options)
@@ -73,7 +78,7 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
     extra_texts: Sequence[str] = ()
     if pool not in _RANKING_POOLS:
         _check_pool("--candidates", pool, _RANKING_POOLS, "a file of texts, one per line")
-        candidates, extra_texts = own_candidates(setup.data, read_candidates(Path(pool)))
+        candidates, extra_texts = index_candidates(setup.data, read_candidates(Path(pool)))
     queries = next_queries(setup.data, setup.split_key, histories, candidates)
     examples, ties = setup.examples(extra_texts), setup.ties
     used_texts = np.unique(
@@ -100,7 +105,7 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
             if score == "weighted" and roles.head.weights is None:
                 log.info(f"{predictor.name} has no learned weights: the score weighted is left out")
                 continue
-            predictor_ranks = rank_next(queries, roles.scored_by(score).scores).of(ties)
+            predictor_ranks = rank_next(queries, roles.with_score(score).scores).resolve_ties(ties)
             ranks.append(predictor_ranks)
             about = {
                 "score": score,
@@ -127,23 +132,23 @@ def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[
     distances = _parse_numbers(options.distance, "--distance") or PLAN_DISTANCES
     setup = _EvaluationSetup(run, options)
     split_key, examples = setup.split_key, None
-    pool: Pool
+    pool: CandidatePoolFunction
     if options.generate is not None or options.plan not in _PLANNING_POOLS:
         source = Path(str(options.plan))
         if options.generate is None:
             _check_pool("--plan", str(options.plan), _PLANNING_POOLS, "a file of samples (.jsonl)")
         else:
             samples = 100 if options.samples is None else options.samples
-            turns = histories_of(setup.data, split_key, histories)
+            turns = resolve_histories(setup.data, split_key, histories)
             source = generate(run, options.generate, split_key, turns, samples, options.device)
         pool = read_samples(str(source), setup.data, split_key)
-        examples = setup.examples(pool.further)
+        examples = setup.examples(pool.extra_texts)
     elif options.plan == "retrieved":
         examples = setup.examples()
         # Candidates are retrieved by the features alone, so that all heads rank the same ones.
-        pool = Retrieved(examples.features(run.zero_shot_views(setup.prompts[0])[0]))
+        pool = RetrievedPool(examples.features(run.zero_shot_views(setup.prompts[0])[0]))
     else:
-        pool = Drawn(same_depth=options.plan == "same-depth")
+        pool = RandomPool(same_depth=options.plan == "same-depth")
     examples = examples or setup.examples()
     queries = plan_queries(setup.data, split_key, pool, histories, distances)
     used_texts = np.unique(
@@ -157,8 +162,8 @@ def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[
     results, ranks = [], []
     for predictor in setup.predictors:
         roles = examples.roles(predictor, used_texts)
-        for goal, scorer in ((False, roles.nexts), (True, roles.plans)):
-            ranks.append(rank_plans(queries, scorer).of(setup.ties))
+        for goal, scorer in ((False, roles.score_next_turns), (True, roles.score_plans)):
+            ranks.append(rank_plans(queries, scorer).resolve_ties(setup.ties))
             score, suffix = ("plan", "") if goal else (str(roles.head.score), " no goal")
             about = {"score": score, "plan": pool_name, "goal": goal}
             results.append(setup.create_result(PlanResult, predictor, suffix, **about))
@@ -185,23 +190,25 @@ class _EvaluationSetup:
     def __init__(self, run: DialogueRun, options: EvaluateOptions) -> None:
         """Resolve the options; raise a UserError if heads or dialogues do not exist."""
         self._run, self._device = run, options.device
-        fitted, self.prompts = asked_for(run, options.head)
-        zero_shot = [zero for prompt in self.prompts for zero in zeroshots(run, prompt)]
+        fitted, self.prompts = resolve_heads_and_prompts(run, options.head)
+        zero_shot = [zero for prompt in self.prompts for zero in zero_shot_heads(run, prompt)]
         self.predictors: list[AnyPredictor] = [*zero_shot, *fitted]
         self.ties: Ties = options.ties or "realistic"
-        self.data, self.split_key, self.split = ranked_data(run, options)
+        self.data, self.split_key, self.split = read_ranked_data(run, options)
 
     def examples(self, extra_texts: Sequence[str] = ()) -> DialogueExamples:
         """Return examples with additional texts; features that the run lacks are extracted."""
         texts, store = [*self.data.texts[len(self._run.data.texts) :], *extra_texts], None
         if texts:
             inputs = partial(UtteranceInputs, texts)
-            store = extract_others(self._run, self.prompts, inputs, self._device)
+            store = extract_other_data(self._run, self.prompts, inputs, self._device)
         return DialogueExamples(self._run, self.data, extra_texts, store)
 
     def create_result(self, kind: type[Q], predictor: AnyPredictor, suffix: str, **about: Any) -> Q:
         """Create a predictor's result without metrics; ``suffix`` is appended to its name."""
-        result = unscored(kind, predictor, self.split, self._run.task.name, ties=self.ties, **about)
+        result = result_without_metrics(
+            kind, predictor, self.split, self._run.task.name, ties=self.ties, **about
+        )
         return replace(result, name=f"{result.name}{suffix}")
 
 
@@ -214,8 +221,8 @@ def _add_figures(
     parts: str,
 ) -> RankedResults[Q]:
     """Return results with their metrics, and with those of each subset in the field ``parts``."""
-    counts = Counts.of(queries_of(queries))
-    overall, figures_by_query = figures(
+    counts = RowCounts.of(stack_queries(queries))
+    overall, figures_by_query = measure_subsets(
         queries, [predictor_ranks[None] for predictor_ranks in ranks], metrics
     )
     complete_results = []

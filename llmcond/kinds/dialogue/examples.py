@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Array, Concatenated, Matrix, MatrixLike, Positions, as_matrix
+from llmcond.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
 from llmcond.data.queries import QueryRows
-from llmcond.evaluation.results import Queries
+from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.kinds.dialogue.data import Dialogues
@@ -24,29 +24,29 @@ from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.queries import (
     NextQueries,
     next_queries,
-    queries_of,
     query_rows,
     rank_next,
+    stack_queries,
 )
-from llmcond.kinds.dialogue.roles import FittedRoles
+from llmcond.kinds.dialogue.roles import FittedRoleHead
 from llmcond.kinds.dialogue.run import DialogueRun
 from llmcond.kinds.dialogue.turns import plan_scores, turn_scores
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor
 
 
-def head_of(predictor: AnyPredictor, dim: int) -> FittedRoles:
+def resolve_head(predictor: AnyPredictor, dim: int) -> FittedRoleHead:
     """Return a predictor's head; for zero-shot, a head with the features (n, dim) in all roles."""
     if predictor.is_fitted:
-        head: FittedRoles = predictor.head
+        head: FittedRoleHead = predictor.head
         return head
     recipe = load_recipe("none", "dialogue")
     module: Any = recipe.family(recipe.settings, dim)
-    return FittedRoles(recipe.kind, recipe.family, module.finished(), 0)
+    return FittedRoleHead(recipe.kind, recipe.family, module.finished(), 0)
 
 
-class Roles:
+class UtteranceRoles:
     """Some utterances in their roles, with scores of contexts and candidates.
 
     Contexts, candidates and goals are given by their positions among all texts.
@@ -55,7 +55,7 @@ class Roles:
         head: head that maps the utterances; its ``score`` compares them.
     """
 
-    def __init__(self, head: FittedRoles, features: MatrixLike, indices: Positions) -> None:
+    def __init__(self, head: FittedRoleHead, features: MatrixLike, indices: Positions) -> None:
         """Map utterances to their roles.
 
         Args:
@@ -70,10 +70,10 @@ class Roles:
         self._row_of = np.full(len(features), -1)
         self._row_of[indices] = np.arange(len(indices))
 
-    def scored_by(self, score: str) -> Roles:
+    def with_score(self, score: str) -> UtteranceRoles:
         """Return a copy that compares the same vectors by another score."""
         roles = copy.copy(self)
-        roles.head = self.head.scoring(score)
+        roles.head = self.head.with_score(score)
         return roles
 
     def scores(self, contexts: Positions, candidates: Positions) -> Array:
@@ -82,13 +82,15 @@ class Roles:
         head = self.head
         return turn_scores(self._b1[rows], self._b2[rows], after, head.score, head.weights)
 
-    def nexts(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
+    def score_next_turns(
+        self, contexts: Positions, candidates: Positions, goals: Positions
+    ) -> Array:
         """Return the scores (n, c) of candidates (n, c) as next turns; goals are ignored."""
         distinct = np.unique(candidates)
         scores = self.scores(contexts, distinct)
         return np.take_along_axis(scores, np.searchsorted(distinct, candidates), axis=1)
 
-    def plans(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
+    def score_plans(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
         """Score how likely candidates (n, c) are to lead from contexts (n, h) to goals (n,)."""
         rows, goal = self._row_of[contexts], self._after[self._row_of[goals]]
         return plan_scores(self._b1[rows], self._b2[self._row_of[candidates]], goal)
@@ -125,50 +127,54 @@ class DialogueExamples(Examples):
         self._feature_cache: dict[tuple[str, ...], Matrix] = {}
         self._query_cache: dict[str, Sequence[NextQueries]] = {}
 
-    def features(self, view: View) -> Matrix:
+    def features(self, view: FeatureView) -> Matrix:
         """Return the features of all texts, (n, d)."""
         key = tuple(prompt.digest for prompt in view.prompts)
         if key not in self._feature_cache:
             columns = [
                 self._store.lookup(UtteranceInputs(self.texts, prompt)) for prompt in view.prompts
             ]
-            self._feature_cache[key] = columns[0] if len(columns) == 1 else Concatenated(columns)
+            self._feature_cache[key] = (
+                columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns)
+            )
         return self._feature_cache[key]
 
-    def roles(self, predictor: AnyPredictor, indices: Positions) -> Roles:
+    def roles(self, predictor: AnyPredictor, indices: Positions) -> UtteranceRoles:
         """Return utterances, by distinct positions, in the roles to which a predictor maps them."""
         features = self.features(predictor.view)
-        return Roles(head_of(predictor, int(features.shape[1])), features, indices)
+        return UtteranceRoles(resolve_head(predictor, int(features.shape[1])), features, indices)
 
     # -- the interface of Examples -------------------------------------------------------------
 
     @override
-    def dim(self, view: View) -> int:
+    def dim(self, view: FeatureView) -> int:
         return int(self.features(view).shape[1])
 
     @override
     def fit(
-        self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
-    ) -> FittedRoles:
-        train = self.data.of("train")
+        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+    ) -> FittedRoleHead:
+        train = self.data.turns_of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
-        dev: DevScore[FittedRoles] | None = None
+        dev: DevScore[FittedRoleHead] | None = None
         if "dev" in self.data.splits:
-            dev = DevScore(metric_of(self.run.dev_metric), lambda head: self.on_dev(head, view))
+            dev = DevScore(
+                get_metric(self.run.dev_metric), lambda head: self.score_on_dev(head, view)
+            )
         return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
 
     @override
-    def on_dev(self, head: FittedRoles, view: View) -> float:
+    def score_on_dev(self, head: FittedRoleHead, view: FeatureView) -> float:
         if "dev" not in self.data.splits:
             return math.nan
-        roles = Roles(head, self.features(view), self._distinct_utterances("dev"))
-        rank = rank_next(self._queries("dev"), roles.scores).of()
-        queries = self.scored("dev")
-        return metric_of(self.run.dev_metric)(rank, queries.rating, queries.pair)
+        roles = UtteranceRoles(head, self.features(view), self._distinct_utterances("dev"))
+        rank = rank_next(self._queries("dev"), roles.scores).resolve_ties()
+        queries = self.scored_rows("dev")
+        return get_metric(self.run.dev_metric)(rank, queries.rating, queries.pair)
 
     @override
-    def scored(self, split: str) -> Queries:
-        return queries_of(self._queries(split))
+    def scored_rows(self, split: str) -> RankedQueries:
+        return stack_queries(self._queries(split))
 
     @override
     def rows(self, split: str) -> QueryRows:
@@ -178,7 +184,7 @@ class DialogueExamples(Examples):
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         roles = self.roles(predictor, self._distinct_utterances(split))
         # The rank of each query's answer; ties get their mean rank.
-        return rank_next(self._queries(split), roles.scores).of().astype(np.float32)
+        return rank_next(self._queries(split), roles.scores).resolve_ties().astype(np.float32)
 
     def _queries(self, split: str) -> Sequence[NextQueries]:
         if split not in self._query_cache:
@@ -186,4 +192,4 @@ class DialogueExamples(Examples):
         return self._query_cache[split]
 
     def _distinct_utterances(self, split: str) -> Positions:
-        return np.unique(self.data.of(split).utterances)
+        return np.unique(self.data.turns_of(split).utterances)

@@ -13,11 +13,11 @@ from torch import Tensor
 from llmcond.arrays import MatrixLike, Positions
 from llmcond.errors import UserError
 from llmcond.heads.batches import UnitRows
-from llmcond.heads.fit import Fitting, fit_members
+from llmcond.heads.fit import HeadTrainer, fit_members
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
-from llmcond.kinds.dialogue.roles import FittedRoles, Roles
-from llmcond.schedules import scheduled
+from llmcond.kinds.dialogue.roles import FittedRoleHead, RoleHead
+from llmcond.schedules import learning_rate_factor
 from llmcond.system import choose_device
 
 
@@ -39,11 +39,11 @@ class TurnArrays:
 def fit_turns(
     recipe: Recipe,
     arrays: TurnArrays,
-    dev: DevScore[FittedRoles] | None,
+    dev: DevScore[FittedRoleHead] | None,
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
-) -> FittedRoles:
+) -> FittedRoleHead:
     """Fit a head on the windows of dialogues.
 
     The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The same seed
@@ -57,16 +57,16 @@ def fit_turns(
     dims, torch_device = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
     fitting = partial(_TurnFitting, recipe, dims, arrays, dev, torch_device)
     module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch)
-    return FittedRoles(recipe.kind, family, module, seed, fit)
+    return FittedRoleHead(recipe.kind, family, module, seed, fit)
 
 
-def check_turns(recipe: Recipe) -> type[Roles]:
+def check_turns(recipe: Recipe) -> type[RoleHead]:
     """Return the family of a recipe's head.
 
     Raises:
         UserError: The family does not map utterances to roles.
     """
-    if not issubclass(recipe.family, Roles):
+    if not issubclass(recipe.family, RoleHead):
         raise UserError(
             f"the head {recipe.name} does not map utterances to roles. `llmcond heads` lists the "
             "heads for dialogues."
@@ -74,13 +74,13 @@ def check_turns(recipe: Recipe) -> type[Roles]:
     return recipe.family
 
 
-class _TurnFitting(Fitting[Roles, FittedRoles]):
+class _TurnFitting(HeadTrainer[RoleHead, FittedRoleHead]):
     """Fits one head on the windows of dialogues."""
 
     data: TurnArrays
 
-    def make(self) -> Roles:
-        module = super().make()
+    def create_module(self) -> RoleHead:
+        module = super().create_module()
         module.start_at_identity()
         return module
 
@@ -98,41 +98,41 @@ class _TurnFitting(Fitting[Roles, FittedRoles]):
         self._features = UnitRows(self.data.utterances)
         self.n_rows = len(self._windows)
 
-    def rate(self, step: int, steps: int) -> float:
-        return scheduled(step, steps, self.settings.warmup, self.settings.schedule)
+    def learning_rate_factor(self, step: int, steps: int) -> float:
+        return learning_rate_factor(step, steps, self.settings.warmup, self.settings.schedule)
 
     def loss(self, batch: Positions) -> Tensor:
-        utterances, rows = distinct(self._windows[batch])
+        utterances, rows = distinct_utterances(self._windows[batch])
         features = self._features.read(utterances).to(self.device)
         return self.module.loss(features, torch.from_numpy(rows).to(self.device), self._rng)
 
     def record(self) -> dict[str, Any]:
         return {"n_windows": self.n_rows}
 
-    def current(self) -> FittedRoles:
+    def current_head(self) -> FittedRoleHead:
         module = self.finished_copy()
-        return FittedRoles(self.recipe.kind, type(module), module, self.seed)
+        return FittedRoleHead(self.recipe.kind, type(module), module, self.seed)
 
 
-def windows(starts: Positions, size: int, least: int) -> Positions:
+def windows(starts: Positions, size: int, min_context: int) -> Positions:
     """Return the windows of dialogues as positions of turns, (m, size), with the target last.
 
-    Every turn with at least ``least`` turns before it is a target, including the last turn of a
-    dialogue. Windows with fewer than ``size`` - 1 turns before the target are padded with -1 on the
-    left.
+    Every turn with at least ``min_context`` turns before it is a target, including the last turn of
+    a dialogue. Windows with fewer than ``size`` - 1 turns before the target are padded with -1 on
+    the left.
 
     Args:
         starts: first turn of each dialogue, followed by the number of turns, (dialogues + 1,).
         size: turns of a window, including the target.
-        least: minimum number of turns before a target.
+        min_context: minimum number of turns before a target.
     """
     n_before = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-    targets = np.flatnonzero(n_before >= least)
+    targets = np.flatnonzero(n_before >= min_context)
     offsets = np.arange(size - 1, -1, -1)
     return np.where(n_before[targets, None] >= offsets, targets[:, None] - offsets, -1)
 
 
-def distinct(utterances: Positions) -> tuple[Positions, Positions]:
+def distinct_utterances(utterances: Positions) -> tuple[Positions, Positions]:
     """Return the distinct utterances of windows, (u,), and the windows' indices of them, (m, w).
 
     Padding is -1 in both the given windows and the result.

@@ -53,7 +53,7 @@ def generate(
         UserError: The model cannot be loaded, it generates only empty texts, or dialogues have the
             same id.
     """
-    turns, texts = run.data.of(split), run.data.texts
+    turns, texts = run.data.turns_of(split), run.data.texts
     if len(set(turns.ids)) < len(turns.ids):
         raise UserError(
             f"several {split} dialogues of {run.folder} have the same id, but candidates are saved "
@@ -62,7 +62,7 @@ def generate(
     histories = [
         (turns.ids[row], h, [texts[i] for i in context])
         for h in history
-        for row, context in zip(*(column.tolist() for column in turns.context(h)[:2]), strict=True)
+        for row, context in zip(*(column.tolist() for column in turns.contexts(h)[:2]), strict=True)
     ]
     identity = [
         run.manifest["data"]["digest"],

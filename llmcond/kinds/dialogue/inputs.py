@@ -18,7 +18,7 @@ class UtteranceInputs(list[EncoderInput]):
         Raises:
             UserError: The template cannot be used for texts without a condition.
         """
-        obstacle, part = obstacle_to(prompt), prompt.alone
+        obstacle, part = obstacle_to(prompt), prompt.sentence_part
         if obstacle or part is None:
             raise UserError(
                 f"the prompt {prompt.name} cannot be used for dialogues: {obstacle}. Choose "
@@ -27,11 +27,11 @@ class UtteranceInputs(list[EncoderInput]):
         super().__init__(part.render(text, "") for text in texts)
         self._texts = texts
 
-    def where(self, item: EncoderInput) -> str | None:
+    def describe_user(self, item: EncoderInput) -> str | None:
         """Return a description of the text that needs an input, such as ``the utterance 'Hi!'``."""
         return f"the utterance {self._texts[self.index(item)]!r}" if item in self else None
 
-    def check_differ(self) -> None:
+    def check_distinct(self) -> None:
         """Do nothing, because utterances have no conditions that inputs must distinguish."""
 
 
@@ -41,6 +41,6 @@ def obstacle_to(prompt: Prompt) -> str:
         return f"it names the column {prompt.fields[0]!r}, and utterances have none"
     if prompt.control is not None:
         return "it is a control for conditions, and utterances have none"
-    if prompt.alone is None:
+    if prompt.sentence_part is None:
         return "it encodes no sentence without its condition"
     return ""

@@ -24,13 +24,13 @@ from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import ranks_among
-from llmcond.finetune.base import Shared, TrainedModel
+from llmcond.finetune.base import DistributedCompute, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import SCORE
+from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.kinds.dialogue.data import Turns
-from llmcond.kinds.dialogue.fit import check_turns, distinct, windows
-from llmcond.kinds.dialogue.roles import FittedRoles, Roles, RoleSettings
+from llmcond.kinds.dialogue.fit import check_turns, distinct_utterances, windows
+from llmcond.kinds.dialogue.roles import FittedRoleHead, RoleHead, RoleSettings
 from llmcond.kinds.dialogue.turns import turn_scores
 from llmcond.metrics import METRICS, Metric
 
@@ -55,7 +55,7 @@ class DialogueInputs:
     @cached_property
     def window_turns(self) -> Positions:
         """The turns of each window, (m, w); see ``fit.windows``."""
-        return windows(self.turns.starts, self.settings.window, self.settings.least)
+        return windows(self.turns.starts, self.settings.window, self.settings.min_context)
 
     def __len__(self) -> int:
         return len(self.window_turns)
@@ -65,10 +65,10 @@ class DialogueInputs:
         return np.append(self.turns.utterances, -1)[self.window_turns[rows]]
 
     @cached_property
-    def scored(self) -> list[tuple[Positions, Positions]]:
+    def dev_sample(self) -> list[tuple[Positions, Positions]]:
         """The sample of the split that is scored: contexts (n, h) and answers (n,) for each h."""
         sample = np.sort(np.random.default_rng(0).permutation(len(self.turns))[:_DEV_DIALOGUES])
-        contexts_by_length = [self.turns.context(h) for h in _DEV_HISTORIES]
+        contexts_by_length = [self.turns.contexts(h) for h in _DEV_HISTORIES]
         in_sample = [np.isin(dialogues, sample) for dialogues, _, _ in contexts_by_length]
         queries = [
             (context[1][mask], context[2][mask])
@@ -77,18 +77,18 @@ class DialogueInputs:
         return [(contexts, answers) for contexts, answers in queries if len(answers) > 1]
 
 
-class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
+class TurnModel(TrainedModel[DialogueInputs, FittedRoleHead]):
     """Computes the objective of a head that maps utterances to roles, on windows of dialogues."""
 
-    on_dev = SCORE
-    head: Roles
+    dev_score_name = DEV_SCORE_KEY
+    head: RoleHead
 
     def __init__(
         self,
         engine: Engine,
         recipe: Recipe,
         seed: int,
-        start: FittedRoles | None = None,
+        start: FittedRoleHead | None = None,
         metric: Metric = METRICS["average_rank"],
     ) -> None:
         """Add a head to an engine, with the weights of ``start`` or initialised with the seed.
@@ -113,7 +113,7 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
     def forward(self, inputs: DialogueInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of windows, a scalar."""
         self.seed_dropout(seed)
-        utterances, window_rows = distinct(inputs.windows(rows))
+        utterances, window_rows = distinct_utterances(inputs.windows(rows))
         vectors = self.engine.embed([inputs.tokens[i] for i in utterances])
         with torch.autocast(vectors.device.type, enabled=False):
             rng = np.random.Generator(np.random.SFC64(seed))
@@ -124,10 +124,10 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
             return self.head.loss(normalize(vectors.float()), batch, rng, dialogue)
 
     @override
-    def score(self, inputs: DialogueInputs, shared: Shared) -> float | None:
+    def score(self, inputs: DialogueInputs, shared: DistributedCompute) -> float | None:
         # The strata of the metric are the history lengths. Answers are ranked among the answers of
         # the sampled dialogues, as ``evaluate`` ranks them.
-        queries = inputs.scored
+        queries = inputs.dev_sample
         if not queries:
             return None
         utterances = np.unique(
@@ -139,7 +139,7 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
         )
         if not np.isfinite(vectors).all():
             return None
-        head = self.fitted()
+        head = self.fitted_head()
         (b1, b2), after = head.before(vectors), head.after(vectors)
         ranks = []
         for contexts, answers in queries:
@@ -152,7 +152,7 @@ class TurnModel(TrainedModel[DialogueInputs, FittedRoles]):
             scores = turn_scores(
                 b1[context_rows], b2[context_rows], after[texts], head.score, head.weights
             )
-            ranks.append(ranks_among(scores[:, which], np.arange(len(answer_rows))).of())
+            ranks.append(ranks_among(scores[:, which], np.arange(len(answer_rows))).resolve_ties())
         stratum = np.repeat(
             np.arange(len(ranks)), [len(ranks_of_length) for ranks_of_length in ranks]
         )

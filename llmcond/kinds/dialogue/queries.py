@@ -20,11 +20,11 @@ from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.data.datasets import Problems
 from llmcond.data.queries import QueryRows
 from llmcond.data.readers import MissingColumnError, Source, open_source, read_records
-from llmcond.errors import UserError, brief
-from llmcond.evaluation.ranking import Part, Ranks, measure_each, ranks_among
-from llmcond.evaluation.results import Queries
+from llmcond.errors import UserError, shortened_repr
+from llmcond.evaluation.ranking import QuerySubset, Ranks, ranks_among, score_rankings
+from llmcond.evaluation.results import RankedQueries
 from llmcond.kinds.dialogue.data import Dialogues, Positions, Turns
-from llmcond.metrics import METRICS, Floats, Metric, over_strata
+from llmcond.metrics import METRICS, Floats, Metric, mean_over_strata
 
 #: History lengths of the paper; those for which a split has no long dialogues are left out.
 HISTORIES = range(2, 11)
@@ -74,7 +74,9 @@ class NextQueries(DialogueQueries):
         return np.asarray(count[which[self.answer]] > 1)
 
 
-def histories_of(data: Dialogues, split: str, histories: Sequence[int] | None = None) -> list[int]:
+def resolve_histories(
+    data: Dialogues, split: str, histories: Sequence[int] | None = None
+) -> list[int]:
     """Return the history lengths of a split's queries, in ascending order.
 
     Args:
@@ -87,7 +89,7 @@ def histories_of(data: Dialogues, split: str, histories: Sequence[int] | None = 
         UserError: A length is below 1, or fewer than two dialogues are longer, so that there is
             nothing to rank.
     """
-    lengths = np.sort(data.of(split).lengths)[::-1]
+    lengths = np.sort(data.turns_of(split).lengths)[::-1]
     # The second longest dialogue is the limit, because a single candidate always ranks first.
     longest_history = int(lengths[1]) - 1 if len(lengths) > 1 else 0
     selected_histories = sorted(set(HISTORIES if histories is None else histories))
@@ -121,16 +123,18 @@ def next_queries(
     Args:
         data: the dataset.
         split: split of the dataset.
-        histories: history lengths; see ``histories_of``.
+        histories: history lengths; see ``resolve_histories``.
         pool: candidates: ``same-depth``, the answers of all queries with the same history length,
             as in the paper; ``all``, the answers of all queries; or positions of texts, see
-            ``own_candidates``. Duplicate texts are kept.
+            ``index_candidates``. Duplicate texts are kept.
 
     Raises:
-        UserError: An answer is not among the candidates, or as for ``histories_of``.
+        UserError: An answer is not among the candidates, or as for ``resolve_histories``.
     """
-    turns = data.of(split)
-    contexts_by_length = [(h, *turns.context(h)) for h in histories_of(data, split, histories)]
+    turns = data.turns_of(split)
+    contexts_by_length = [
+        (h, *turns.contexts(h)) for h in resolve_histories(data, split, histories)
+    ]
     all_answers = np.concatenate([answers for *_, answers in contexts_by_length])
     queries, n_before = [], 0
     for h, rows, contexts, answers in contexts_by_length:
@@ -152,13 +156,14 @@ def _find_answer_columns(data: Dialogues, candidates: Positions, answers: Positi
     if len(missing):
         raise UserError(
             f"the candidates lack {len(missing):,} of {len(answers):,} correct answers, the first "
-            f"one {brief(data.texts[missing[0]])}. Add them: a query without its answer has no "
+            f"one {shortened_repr(data.texts[missing[0]])}. Add them: a query without its answer "
+            "has no "
             "rank."
         )
     return np.asarray(first_columns[np.searchsorted(distinct, answers)])
 
 
-def own_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, list[str]]:
+def index_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, list[str]]:
     """Return the positions (c,) of texts, and the distinct texts that the dataset lacks.
 
     The positions of the latter continue those of the dataset, from ``len(data.texts)`` on.
@@ -211,7 +216,7 @@ def _concatenate_ranks(ranks: Sequence[Ranks]) -> Ranks:
 
 #: The paper's history lengths (except 10 turns), distances of goals and metrics.
 PLAN_HISTORIES, PLAN_DISTANCES = (2, 5), (1, 2, 3, 4)
-PLAN_METRICS = tuple(over_strata(METRICS[f"hits@{k}"]) for k in (5, 10, 25, 50))
+PLAN_METRICS = tuple(mean_over_strata(METRICS[f"hits@{k}"]) for k in (5, 10, 25, 50))
 #: Number of candidates in addition to the answer.
 POOL_SIZE = 100
 #: Number of queries that are scored at once; each candidate forms a pair with every turn.
@@ -247,13 +252,13 @@ class PlanQueries(DialogueQueries):
 
 #: Maps turns and h to candidates (n, c): for all dialogues longer than h turns, the positions of
 #: texts that might follow.
-Pool = Callable[[Turns, int], Positions]
+CandidatePoolFunction = Callable[[Turns, int], Positions]
 
 
 def plan_queries(
     data: Dialogues,
     split: str,
-    pool: Pool,
+    pool: CandidatePoolFunction,
     histories: Sequence[int] = PLAN_HISTORIES,
     distances: Sequence[int] = PLAN_DISTANCES,
 ) -> list[PlanQueries]:
@@ -264,7 +269,7 @@ def plan_queries(
     Raises:
         UserError: A number is below 1, or no dialogue is long enough.
     """
-    turns, queries = data.of(split), []
+    turns, queries = data.turns_of(split), []
     longest = int(turns.lengths.max())
     if min(*histories, *distances) < 1 or longest <= max(histories) + max(distances):
         raise UserError(
@@ -273,7 +278,7 @@ def plan_queries(
             f"{split} has {longest}. Give smaller values of --history and --distance, from 1."
         )
     for h in sorted(set(histories)):
-        rows, contexts, answers = turns.context(h)
+        rows, contexts, answers = turns.contexts(h)
         candidates = np.concatenate([answers[:, None], pool(turns, h)], axis=1)
         for g in sorted(set(distances)):
             rows_with_goal = np.flatnonzero(turns.lengths[rows] > h + g)
@@ -313,7 +318,7 @@ def rank_plans(queries: Sequence[PlanQueries], score: PlanScorer, block: int = P
 
 
 @dataclass(frozen=True, slots=True)
-class Retrieved:
+class RetrievedPool:
     """The texts of other dialogues of the split that are nearest to a context's last two turns.
 
     Texts are compared with the mean of the two turns. These candidates are on the topic of the
@@ -328,10 +333,10 @@ class Retrieved:
     size: int = POOL_SIZE
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """Return the candidates; see ``Pool``. Texts of the same dialogue are left out."""
+        """Return the candidates, without texts of the same dialogue."""
         texts, text_of_turn = np.unique(turns.utterances, return_inverse=True)
         vectors = _scale_to_unit(as_matrix(self.features).read(texts))
-        rows, _, _ = turns.context(h)
+        rows, _, _ = turns.contexts(h)
         dialogue_texts = [
             np.unique(text_of_turn[turns.starts[i] : turns.starts[i + 1]]) for i in rows
         ]
@@ -351,7 +356,7 @@ class Retrieved:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomPool:
     """Utterances of other dialogues, sampled without replacement.
 
     Attributes:
@@ -366,8 +371,8 @@ class Drawn:
     seed: int = 0
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """Return the candidates; see ``Pool``."""
-        rows, _, answers = turns.context(h)
+        """Return the candidates; see ``CandidatePoolFunction``."""
+        rows, _, answers = turns.contexts(h)
         pool, starts, counts = turns.utterances, turns.starts[rows], turns.lengths[rows]
         if self.same_depth:
             pool, starts, counts = answers, np.arange(len(rows)), np.ones_like(rows)
@@ -395,23 +400,23 @@ def _scale_to_unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplePool:
     """Candidates from a file, such as texts that a language model generated.
 
     Attributes:
         name: name of the file.
         positions: positions of the candidates' texts, (c,), by the dialogue and the number of turns
             before them.
-        further: distinct texts of the file that the dataset lacks; their positions continue those
-            of the dataset.
+        extra_texts: distinct texts of the file that the dataset lacks; their positions continue
+            those of the dataset.
     """
 
     name: str
     positions: Mapping[tuple[int, int], Positions]
-    further: Sequence[str]
+    extra_texts: Sequence[str]
 
     def __call__(self, turns: Turns, h: int, /) -> Positions:
-        """Return the candidates; see ``Pool``.
+        """Return the candidates; see ``CandidatePoolFunction``.
 
         Dialogues with fewer candidates than others are padded with the answer, whose duplicates
         are left out of the ranking.
@@ -419,7 +424,7 @@ class Samples:
         Raises:
             UserError: A dialogue has no candidates.
         """
-        rows, _, answers = turns.context(h)
+        rows, _, answers = turns.contexts(h)
         missing = [i for i in rows.tolist() if (i, h) not in self.positions]
         if missing:
             raise UserError(
@@ -434,7 +439,7 @@ class Samples:
         return padded
 
 
-def read_samples(source: Any, data: Dialogues, split: str) -> Samples:
+def read_samples(source: Any, data: Dialogues, split: str) -> SamplePool:
     """Read candidates of dialogues: rows of ``dialogue``, ``history`` and ``candidates``.
 
     ``dialogue`` is an id, or the number of the dialogue's row in its file (from 1) if it has no id.
@@ -445,7 +450,7 @@ def read_samples(source: Any, data: Dialogues, split: str) -> Samples:
         UserError: A column is missing, an id does not match exactly one dialogue of the split, a
             history is not a number of turns, or candidates are not texts.
     """
-    opened, turns = open_source(source), data.of(split)
+    opened, turns = open_source(source), data.turns_of(split)
     rows: dict[str, list[int]] = {}
     for i, key in enumerate(turns.ids):
         rows.setdefault(key, []).append(i)
@@ -458,11 +463,13 @@ def read_samples(source: Any, data: Dialogues, split: str) -> Samples:
             matching_rows = rows.get(key, [])
             if len(matching_rows) != 1:
                 quantity = "several" if matching_rows else "no"
-                problems.add(line, f"{quantity} {split} dialogues have the id {brief(key)}")
+                problems.add(
+                    line, f"{quantity} {split} dialogues have the id {shortened_repr(key)}"
+                )
             if type(h) is not int or h < 1:
-                problems.add(line, f"history is {brief(h)}, not a number of turns from 1")
+                problems.add(line, f"history is {shortened_repr(h)}, not a number of turns from 1")
             if not isinstance(texts, list) or not texts:
-                problems.add(line, f"candidates is {brief(texts)}, not a list of texts")
+                problems.add(line, f"candidates is {shortened_repr(texts)}, not a list of texts")
                 continue
             stripped = [
                 problems.text(line, f"candidate {column}", text).strip()
@@ -475,24 +482,24 @@ def read_samples(source: Any, data: Dialogues, split: str) -> Samples:
     arrays = {
         key: np.array(positions, dtype=np.int64) for key, positions in positions_by_query.items()
     }
-    return Samples(opened.name, arrays, list(index_of_text)[len(data.texts) :])
+    return SamplePool(opened.name, arrays, list(index_of_text)[len(data.texts) :])
 
 
 def _read_sample_rows(source: Source, file: str) -> Iterator[dict[str, Any]]:
     try:
         yield from read_records(source, file, ["dialogue", "history", "candidates"])
     except MissingColumnError as error:
-        raise UserError(f"{error.found} Expected dialogue, history and candidates.") from error
+        raise UserError(f"{error.finding} Expected dialogue, history and candidates.") from error
 
 
 # -- metrics -----------------------------------------------------------------------------------
 
 
-def queries_of(queries: Sequence[DialogueQueries]) -> Queries:
+def stack_queries(queries: Sequence[DialogueQueries]) -> RankedQueries:
     """Return the dialogue and the stratum (the subset) of each query."""
     dialogue = np.concatenate([subset.dialogue for subset in queries])
     stratum = np.repeat(np.arange(len(queries)), [len(subset.dialogue) for subset in queries])
-    return Queries(dialogue, "dialogues", stratum)
+    return RankedQueries(dialogue, "dialogues", stratum)
 
 
 def query_rows(
@@ -503,7 +510,7 @@ def query_rows(
     ``turn_before`` is empty after a single turn. Queries of planning also have the goal and its
     distance.
     """
-    ids = data.of(split).ids
+    ids = data.turns_of(split).ids
     heading, texts = ["dialogue", "history"], ["turn_before", "last_turn", "answer"]
     if isinstance(queries[0], PlanQueries):
         heading, texts = [*heading, "distance"], [*texts, "goal"]
@@ -527,14 +534,14 @@ def query_rows(
         else:
             columns["turn_before"] += [""] * n
         add("last_turn", subset.contexts[:, -1])
-    return QueryRows(columns, heading, texts, by="history")
+    return QueryRows(columns, heading, texts, group_column="history")
 
 
-def figures(
+def measure_subsets(
     queries_by_length: Sequence[DialogueQueries],
     systems: Sequence[Floats],
     metrics: Sequence[Metric],
-) -> tuple[list[Part], dict[str, list[Part]]]:
+) -> tuple[list[QuerySubset], dict[str, list[QuerySubset]]]:
     """Compute metrics of systems on all queries, and on each history length (and distance).
 
     Confidence intervals are by bootstrap over dialogues, with all queries of a dialogue together.
@@ -547,10 +554,10 @@ def figures(
     Returns:
         The metrics of each system on all queries, and those on each subset by its name.
     """
-    queries = queries_of(queries_by_length)
+    queries = stack_queries(queries_by_length)
     group, stratum = queries.pair, queries.rating
     parts = {
-        subset.name: measure_each(systems, group, metrics, chosen=stratum == number)
+        subset.name: score_rankings(systems, group, metrics, mask=stratum == number)
         for number, subset in enumerate(queries_by_length)
     }
-    return measure_each(systems, group, metrics, stratum=stratum), parts
+    return score_rankings(systems, group, metrics, stratum=stratum), parts

@@ -16,12 +16,12 @@ from safetensors.numpy import save as save_tensors
 from llmcond.arrays import Array
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, first_line
-from llmcond.files import digest_bytes, digest_text, replacing
-from llmcond.kinds.dialogue.examples import head_of
+from llmcond.files import digest_bytes, digest_text, replace_atomically
+from llmcond.kinds.dialogue.examples import resolve_head
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
-from llmcond.kinds.dialogue.roles import FittedRoles
+from llmcond.kinds.dialogue.roles import FittedRoleHead
 from llmcond.kinds.dialogue.run import DialogueRun
-from llmcond.kinds.dialogue.turns import Score, State
+from llmcond.kinds.dialogue.turns import ContextScore, ContextState
 from llmcond.prompts import Prompt
 from llmcond.runs.embedding_model import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
@@ -115,7 +115,7 @@ class Candidates:
         tensors: dict[str, NDArray[Any]] = {"after": self.after, "before": self.before}
         tensors["texts"] = texts
         metadata = {"format": _FORMAT, "model": self.model}
-        with replacing(Path(path)) as temporary:
+        with replace_atomically(Path(path)) as temporary:
             temporary.write_bytes(save_tensors(tensors, metadata))
 
     @classmethod
@@ -155,7 +155,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Talk:
+class DialogueState:
     """A dialogue up to its current turn; immutable, so that threads may share it.
 
     Create one with ``DialogueModel.start``.
@@ -178,9 +178,9 @@ class Talk:
 
     model: DialogueModel
     turns: tuple[str, ...]
-    state: State
+    state: ContextState
 
-    def add(self, turn: str) -> Talk:
+    def add(self, turn: str) -> DialogueState:
         """Add a turn, which is the only text that is encoded.
 
         Args:
@@ -199,7 +199,7 @@ class Talk:
         return len(self.turns)
 
     def __repr__(self) -> str:
-        return f"Talk({', '.join(map(repr, self.turns))})"
+        return f"DialogueState({', '.join(map(repr, self.turns))})"
 
 
 class DialogueModel:
@@ -233,7 +233,7 @@ class DialogueModel:
     """
 
     def __init__(
-        self, encoder: Encoder, prompts: Sequence[Prompt], head: FittedRoles, name: str
+        self, encoder: Encoder, prompts: Sequence[Prompt], head: FittedRoleHead, name: str
     ) -> None:
         self.encoder, self.head, self.name = encoder, head, name
         self._prompts = tuple(prompts)
@@ -270,7 +270,7 @@ class DialogueModel:
         after, before = self.head.after(vectors), self.head.before(vectors)[1]
         return Candidates(tuple(text_list), after, before, self.fingerprint)
 
-    def start(self, turns: Sequence[str] = ()) -> Talk:
+    def start(self, turns: Sequence[str] = ()) -> DialogueState:
         """Start a dialogue with some turns, which are encoded together.
 
         Args:
@@ -284,9 +284,9 @@ class DialogueModel:
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         turn_list = [turns] if isinstance(turns, str) else turns
-        return self.follow(Talk(self, (), self.head.start(np.empty((0, 0)))), turn_list)
+        return self.follow(DialogueState(self, (), self.head.start(np.empty((0, 0)))), turn_list)
 
-    def follow(self, talk: Talk, turns: Sequence[str]) -> Talk:
+    def follow(self, talk: DialogueState, turns: Sequence[str]) -> DialogueState:
         """Add several turns to a dialogue.
 
         Args:
@@ -305,7 +305,7 @@ class DialogueModel:
             state = state.add(vector)
         return replace(talk, turns=(*talk.turns, *turns), state=state)
 
-    def score(self, talk: Talk, pool: Candidates) -> Array:
+    def score(self, talk: DialogueState, pool: Candidates) -> Array:
         """Score candidates as the next turn.
 
         Args:
@@ -322,7 +322,7 @@ class DialogueModel:
         self._check_model(talk, pool)
         return talk.state.scores(pool.after)
 
-    def top(self, talk: Talk, pool: Candidates, k: int = 3) -> list[Reply]:
+    def top(self, talk: DialogueState, pool: Candidates, k: int = 3) -> list[Reply]:
         """Find the candidates that fit best as the next turn.
 
         Args:
@@ -338,7 +338,7 @@ class DialogueModel:
         """
         return _select_best(self.score(talk, pool), pool, k)
 
-    def plan(self, talk: Talk, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
+    def plan(self, talk: DialogueState, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
         """Find the candidates that are most likely to lead to a later turn.
 
         The score is equation 4 of Triple-Encoders (ACL 2024).
@@ -360,7 +360,7 @@ class DialogueModel:
         (goal_vector,) = self.head.after(self._encode([goal], "goal"))
         return _select_best(talk.state.plan(pool.before, goal_vector), pool, k)
 
-    def _check_model(self, talk: Talk, pool: Candidates) -> None:
+    def _check_model(self, talk: DialogueState, pool: Candidates) -> None:
         for label, fingerprint in (
             ("candidates", pool.model),
             ("dialogue", talk.model.fingerprint),
@@ -451,8 +451,8 @@ def load_dialogue(
     predictor = choose_head(opened, head, prompt)
     log_model(opened, predictor, head)
     if score is not None:
-        Score.parse(score)  # Report an invalid score before the encoder is loaded.
+        ContextScore.parse(score)  # Report an invalid score before the encoder is loaded.
     encoder = LazyEncoder(opened.resolve_encoder(device))()
-    roles = head_of(predictor, encoder.dim)
-    scored_roles = roles if score is None else roles.scoring(score)
+    roles = resolve_head(predictor, encoder.dim)
+    scored_roles = roles if score is None else roles.with_score(score)
     return DialogueModel(encoder, predictor.view.prompts, scored_roles, predictor.name)

@@ -22,15 +22,15 @@ from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike, as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import FittedModule
 from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import GradientSettings, SizeOrNone
 from llmcond.heads.storage import read_head
 from llmcond.kinds.dialogue.turns import (
+    ContextScore,
+    ContextState,
     DistanceWeights,
-    Score,
-    State,
     inverse_lengths,
     sum_of_pairs,
 )
@@ -91,7 +91,7 @@ class RoleSettings(GradientSettings):
     def __post_init__(self) -> None:
         """Raise a ValueError for settings that exclude each other."""
         try:
-            score = Score.parse(self.score)
+            score = ContextScore.parse(self.score)
         except UserError as error:
             raise ValueError(str(error)) from error
         if score.kind == "weighted" and self.objective != "weighted":
@@ -106,32 +106,32 @@ class RoleSettings(GradientSettings):
             )
 
     @property
-    def trained_score(self) -> Score:
+    def trained_score(self) -> ContextScore:
         """The score with which ``rank`` and ``weighted`` are trained; always a sum over pairs."""
         if self.objective == "weighted":
-            return Score("weighted")
-        score = Score.parse(self.score)
-        return Score("average") if score.kind == "maxsim" else score
+            return ContextScore("weighted")
+        score = ContextScore.parse(self.score)
+        return ContextScore("average") if score.kind == "maxsim" else score
 
     @property
-    def least(self) -> int:
+    def min_context(self) -> int:
         """The minimum number of utterances before a target: two if they are paired, else one."""
         return 1 if self.objective == "ccl" or self.trained_score.kind == "bi" else 2
 
 
 @dataclass(frozen=True, eq=False)
-class FittedRoles(Fitted):
+class FittedRoleHead(FittedModule):
     """A fitted head that maps utterances to roles; immutable, like other fitted heads.
 
     Attributes:
         scored_by: score that replaces the one of the recipe; None to use the recipe's.
     """
 
-    refusal = "does not map utterances of dialogues"
+    mismatch_reason = "does not map utterances of dialogues"
 
-    scored_by: Score | None = None
+    scored_by: ContextScore | None = None
 
-    module: Roles
+    module: RoleHead
 
     @property
     def dim_out(self) -> int:
@@ -139,9 +139,9 @@ class FittedRoles(Fitted):
         return self.dim_in
 
     @property
-    def score(self) -> Score:
+    def score(self) -> ContextScore:
         """The score of candidates."""
-        return self.scored_by or Score.parse(self.settings.score)
+        return self.scored_by or ContextScore.parse(self.settings.score)
 
     @property
     def weights(self) -> DistanceWeights | None:
@@ -149,13 +149,13 @@ class FittedRoles(Fitted):
         weights = self.module.distance_weights
         return weights and DistanceWeights(*(tensor.detach().numpy() for tensor in weights))
 
-    def scoring(self, score: str) -> FittedRoles:
+    def with_score(self, score: str) -> FittedRoleHead:
         """Return a copy of the head with another score.
 
         Raises:
             UserError: The score does not exist, or needs weights that this head did not learn.
         """
-        new_score = Score.parse(score)
+        new_score = ContextScore.parse(score)
         if new_score.kind == "weighted":
             new_score.coefficients(1, self.weights)
         return replace(self, scored_by=new_score)
@@ -177,9 +177,9 @@ class FittedRoles(Fitted):
         (vectors_after,) = self._map(vectors, lambda x: (self.module.after(x),))
         return vectors_after
 
-    def start(self, vectors: NDArray[Any]) -> State:
+    def start(self, vectors: NDArray[Any]) -> ContextState:
         """Return the state of a dialogue of utterances with features (n, d), in order."""
-        state = State(self.before, self.score, self.weights)
+        state = ContextState(self.before, self.score, self.weights)
         for vector in vectors:
             state = state.add(vector)
         return state
@@ -202,13 +202,13 @@ class FittedRoles(Fitted):
         return [np.concatenate(parts) for parts in zip(*blocks, strict=True)]
 
 
-def load_roles_head(folder: Path) -> tuple[FittedRoles, dict[str, Any]]:
+def load_roles_head(folder: Path) -> tuple[FittedRoleHead, dict[str, Any]]:
     """Load a head that maps utterances to roles; otherwise like ``load_head``."""
     files = read_head(folder)
-    return restore_head(files, FittedRoles), files.description
+    return restore_head(files, FittedRoleHead), files.description
 
 
-class Roles(HeadModule):
+class RoleHead(HeadModule):
     """A map for each role, with weights by distance if the objective learns them.
 
     The input has unit length. The roles before-1 and before-2 are not normalised, because pairs are
@@ -217,7 +217,7 @@ class Roles(HeadModule):
 
     Settings = RoleSettings
     features = "alone"
-    Fitted = FittedRoles
+    Fitted = FittedRoleHead
     multiplies_in_bfloat16 = True
 
     def __init__(self, settings: RoleSettings, dim_in: int, dim_condition: int = 0) -> None:
@@ -292,7 +292,7 @@ class Roles(HeadModule):
         return loss
 
 
-class NoRoles(Roles):
+class IdentityRoleHead(RoleHead):
     """All roles are the unchanged features: the zero-shot setting."""
 
     is_identity = True
@@ -306,7 +306,7 @@ class NoRoles(Roles):
         super().__init__(settings, dim_in, dim_condition)
 
 
-def curve(settings: RoleSettings) -> Tensor:
+def c3l_targets(settings: RoleSettings) -> Tensor:
     """Return the target values of the pairs (i, j), i < j, of a full window in c3l, (w - 1, w - 1).
 
     They are equation 1 of Triple-Encoders: the sum of the two utterances' values, 1 - d / w, after
@@ -375,7 +375,7 @@ def _mean_squared_error(errors: list[tuple[Tensor, Tensor]]) -> Tensor:
     return total / torch.stack([mask.sum() for _, mask in errors]).sum().clamp(min=1)
 
 
-def _ccl(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+def _ccl(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
     """Return the loss of curved contrastive learning (section 2.3).
 
     The negatives are reversed and random.
@@ -397,7 +397,7 @@ def _ccl(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> T
     )
 
 
-def _c3l(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+def _c3l(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
     """Return the loss of contextualised curved contrastive learning (Triple-Encoders, equation 1).
 
     The hard negatives of each utterance u (section 3.1) are the pairs (B1 u, B2 r), (B1 r, B2 u)
@@ -408,7 +408,7 @@ def _c3l(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> T
     b1, b2 = batch.gather(before1), batch.gather(before2)
     inverse = inverse_lengths(b1, b2)
     cosines = (b1 @ target + (b2 @ target).mT) * inverse
-    errors = [(cosines - curve(head.settings).to(x.device), batch.pairs)]
+    errors = [(cosines - c3l_targets(head.settings).to(x.device), batch.pairs)]
     if head.settings.hard_negatives:
         (first, is_negative1), (second, is_negative2) = (
             batch.sample_others(rng, "before") for _ in range(2)
@@ -424,7 +424,7 @@ def _c3l(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> T
     return _mean_squared_error(errors)
 
 
-def _rank(head: Roles, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
+def _rank(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) -> Tensor:
     """Return the cross-entropy of targets among those of the batch, without equal texts."""
     settings = head.settings
     weights, score = head.distance_weights, settings.trained_score

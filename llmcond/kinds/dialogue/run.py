@@ -6,31 +6,31 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.kinds.dialogue.data import Dialogues
-from llmcond.kinds.dialogue.task import Dialogue
+from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.prompts import Prompt
-from llmcond.runs.saved import Saved
-from llmcond.runs.task_runs import UnratedRun
+from llmcond.runs.run_heads import RunHead
+from llmcond.runs.task_runs import RankingRunBase
 
 if TYPE_CHECKING:
-    from llmcond.kinds.dialogue.roles import FittedRoles
+    from llmcond.kinds.dialogue.roles import FittedRoleHead
 
 
-class DialogueRun(UnratedRun):
+class DialogueRun(RankingRunBase):
     """A run of the dialogue task."""
 
     kind, own_command = "dialogue", "reply"
-    task: Dialogue
+    task: DialogueTask
     data: Dialogues
 
     @override
-    def zero_shot_views(self, prompt: Prompt) -> list[View]:
+    def zero_shot_views(self, prompt: Prompt) -> list[FeatureView]:
         # Utterances have no condition, so there is a single view.
-        return [View((prompt,), subtract=False, features="alone")]
+        return [FeatureView((prompt,), subtract=False, features="alone")]
 
     @override
-    def load_head(self, name: str) -> Saved[FittedRoles]:
+    def load_head(self, name: str) -> RunHead[FittedRoleHead]:
         from llmcond.kinds.dialogue.roles import load_roles_head
 
-        return self._loaded(name, load_roles_head(self.head_folder(name)))
+        return self._check_loaded_head(name, load_roles_head(self.head_folder(name)))

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from llmcond.data.datasets import DataOptions
-from llmcond.kinds.dialogue.data import Dialogues, read_dialogues, with_others
+from llmcond.kinds.dialogue.data import Dialogues, add_external_split, read_dialogues
 from llmcond.tasks.base import AnyTask
 
 
-class Dialogue(AnyTask[Dialogues]):
+class DialogueTask(AnyTask[Dialogues]):
     """Ranks the next turns of dialogues, each of which is a list of utterances."""
 
     name, kind, unit = "dialogue", "dialogue", "dialogues"
@@ -32,7 +32,7 @@ class Dialogue(AnyTask[Dialogues]):
         self.refuse_rated_options(data, "utterances")
         return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
 
-    def with_others(
+    def add_external_split(
         self, dataset: Dialogues, data: DataOptions, split: str | None
     ) -> tuple[Dialogues, str]:
         """Return a dataset with dialogues from another source; see ``data.with_others``.
@@ -41,7 +41,7 @@ class Dialogue(AnyTask[Dialogues]):
             UserError: An option is only for rated rows, or the dialogues are invalid.
         """
         self.refuse_rated_options(data, "utterances")
-        return with_others(dataset, data.source, split)
+        return add_external_split(dataset, data.source, split)
 
     @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Dialogues:

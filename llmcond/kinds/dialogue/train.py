@@ -10,24 +10,24 @@ from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.fit import check_turns
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
 from llmcond.kinds.dialogue.model import DialogueInputs, TurnModel
-from llmcond.kinds.dialogue.roles import FittedRoles, load_roles_head
-from llmcond.kinds.dialogue.task import Dialogue
-from llmcond.workflows.account import TrainingResult
+from llmcond.kinds.dialogue.roles import FittedRoleHead, load_roles_head
+from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.training import Parts, RankingJob, train
+from llmcond.workflows.training import RankingJob, TrainingParts, train
+from llmcond.workflows.training_record import TrainingResult
 
 if TYPE_CHECKING:
-    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loading import TrainableEncoder
 
 
-def train_dialogues(options: TrainLoraOptions, task: Dialogue) -> TrainingResult:
+def train_dialogues(options: TrainLoraOptions, task: DialogueTask) -> TrainingResult:
     """Train the adapters of an encoder and a head on dialogues; see ``train_lora``.
 
     Raises:
         UserError: The input is invalid, or the head is for another task.
         LlmcondError: The encoder cannot be loaded or trained.
     """
-    return train(_DialogueJob.of(options, task, load_roles_head, check_turns))
+    return train(_DialogueJob.from_options(options, task, load_roles_head, check_turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class _DialogueJob(RankingJob):
     """Trains an encoder of utterances, and a head that maps them to their roles."""
 
     unit: ClassVar[str] = "dialogues"
-    scored: ClassVar[str] = "next turns"
+    scored_noun: ClassVar[str] = "next turns"
 
-    task: Dialogue
+    task: DialogueTask
     dataset: Dialogues
-    start: FittedRoles | None
+    start: FittedRoleHead | None
 
-    def parts(self, trainable: Trainable) -> Parts:
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         splits, (prompt,) = self.dataset.splits, self.view.prompts
         metric = self.task.main_metric
         model = TurnModel(trainable.engine, self.recipe, self.seed, self.start, metric)
@@ -53,4 +53,4 @@ class _DialogueJob(RankingJob):
                 "dialogues."
             )
         dev = replace(train, turns=splits["dev"]) if "dev" in splits else None
-        return Parts(model, train, dev)
+        return TrainingParts(model, train, dev)

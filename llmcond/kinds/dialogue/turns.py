@@ -31,7 +31,7 @@ _MIN_SQUARED_LENGTH = 1e-6
 _BLOCK = 2**22
 
 #: Maps features of utterances to the roles before-1 and before-2, (n, k) each.
-Before = Callable[[Array], tuple[Array, Array]]
+RoleMap = Callable[[Array], tuple[Array, Array]]
 
 
 class DistanceWeights(NamedTuple):
@@ -50,7 +50,7 @@ class DistanceWeights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ContextScore:
     """A score that compares a context with a candidate.
 
     ``average`` sums over all pairs (equation 3; within a query, sum and mean give the same ranks).
@@ -61,14 +61,14 @@ class Score:
 
     Attributes:
         kind: name of the score, without a number.
-        rows: L of ``last:L``; 0 for other scores.
+        last: L of ``last:L``; 0 for other scores.
     """
 
     kind: str
-    rows: int = 0
+    last: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Score:
+    def parse(cls, text: str) -> ContextScore:
         """Return the score with a name.
 
         Raises:
@@ -85,7 +85,7 @@ class Score:
         return cls(text)
 
     def __str__(self) -> str:
-        return f"last:{self.rows}" if self.rows else self.kind
+        return f"last:{self.last}" if self.last else self.kind
 
     def coefficients(self, n: int, weights: DistanceWeights | None = None) -> tuple[Any, Any]:
         """Return the weights of pairs (n, n) and of before-2 alone (n,) for n utterances.
@@ -116,7 +116,7 @@ class Score:
         if self.kind == "bi" or n == 1:
             return torch.zeros(n, n), torch.ones(n)
         if self.kind == "last":
-            pairs[:, : -self.rows] = 0
+            pairs[:, : -self.last] = 0
         elif self.kind == "neighbours":
             pairs = pairs - pairs.triu(2)
         return pairs, torch.zeros(n)
@@ -155,7 +155,7 @@ def _sum_directions(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> 
 
 
 def query_vectors(
-    b1: Array, b2: Array, score: str | Score, weights: DistanceWeights | None = None
+    b1: Array, b2: Array, score: str | ContextScore, weights: DistanceWeights | None = None
 ) -> Array:
     """Return the vector of each context, (m, k) float32.
 
@@ -171,7 +171,7 @@ def query_vectors(
         UserError: As for ``Score.coefficients``.
     """
     first, second = _to_tensor(b1), _to_tensor(b2)
-    parsed = Score.parse(score) if isinstance(score, str) else score
+    parsed = ContextScore.parse(score) if isinstance(score, str) else score
     coefficients = parsed.coefficients(first.shape[1], weights)
     return sum_of_pairs(first, second, *coefficients).numpy()
 
@@ -229,7 +229,7 @@ def turn_scores(
     b1: Array,
     b2: Array,
     candidates: Array,
-    score: str | Score,
+    score: str | ContextScore,
     weights: DistanceWeights | None = None,
 ) -> Array:
     """Return the scores (m, c) float32 of contexts and candidates, by any score.
@@ -261,7 +261,7 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class ContextState:
     """The vectors of a dialogue up to its current turn; immutable, so that threads may share it.
 
     Adding an utterance needs only its two vectors and the lengths of its pairs with previous
@@ -276,8 +276,8 @@ class State:
         inverse: 1 / |B1_i + B2_j|, (n, n); only values with i < j are used.
     """
 
-    before: Before
-    score: Score
+    before: RoleMap
+    score: ContextScore
     weights: DistanceWeights | None = None
     b1: Array | None = None
     b2: Array | None = None
@@ -286,7 +286,7 @@ class State:
     def __len__(self) -> int:
         return 0 if self.b1 is None else len(self.b1)
 
-    def add(self, vector: NDArray[Any]) -> State:
+    def add(self, vector: NDArray[Any]) -> ContextState:
         """Return the state after one more utterance, whose features are ``vector`` (d,)."""
         new1, new2 = self.before(np.asarray(vector, dtype=np.float32)[None])
         n = len(self)

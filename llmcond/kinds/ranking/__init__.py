@@ -15,9 +15,9 @@ from llmcond.runs.kind import CardText, Kind
 if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.kinds.ranking.examples import QueryExamples
-    from llmcond.workflows.account import TrainingResult
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
+    from llmcond.workflows.training_record import TrainingResult
 
 
 class Ranking(Kind):
@@ -46,15 +46,15 @@ class Ranking(Kind):
         return QueryExamples(run)
 
     @override
-    def evaluate(self, run: RankingRun, asked: EvaluateOptions) -> Results[Any]:
+    def evaluate(self, run: RankingRun, options: EvaluateOptions) -> Results[Any]:
         from llmcond.kinds.ranking.evaluate import evaluate_ranking
         from llmcond.workflows.evaluate import write_ranks
         from llmcond.workflows.options.ranking import RankingOptions
 
-        return write_ranks(evaluate_ranking(run, asked), run, asked, RankingOptions)
+        return write_ranks(evaluate_ranking(run, options), run, options, RankingOptions)
 
     @override
-    def train(self, asked: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
+    def train(self, options: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
         from llmcond.kinds.ranking.train import train_queries
 
-        return train_queries(asked, task)
+        return train_queries(options, task)

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmcond.arrays import Array, MatrixLike, Positions
 from llmcond.errors import UserError
 from llmcond.heads.batches import UnitRows
-from llmcond.kinds.ranking.graph import Known, adjacency, both_directions
+from llmcond.kinds.ranking.graph import KnownTriples, adjacency, both_directions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,17 @@ class QueryArrays:
         known: known tails of the training split, in both directions.
         relations: features of relations, (2 R, d_c), for heads that read them.
         joint: features of the distinct joint inputs (h, r), (j, d), for heads that read them.
-        joint_of: keys of these joint inputs in ascending order, (j,) int64; see ``joint_keys``.
+        joint_input_keys: keys of these joint inputs in ascending order, (j,) int64; see
+            ``joint_keys``.
     """
 
     entities: MatrixLike
     triples: NDArray[np.integer[Any]]
     n_relations: int
-    known: Known
+    known: KnownTriples
     relations: MatrixLike | None = None
     joint: MatrixLike | None = None
-    joint_of: Positions | None = None
+    joint_input_keys: Positions | None = None
 
     @property
     def dims(self) -> tuple[int, int, int]:
@@ -76,9 +77,9 @@ class QueryFeatures:
         self._entities = UnitRows(arrays.entities)
 
     def with_joint(self, joint: MatrixLike, joint_of: Positions) -> QueryFeatures:
-        """Return a copy with other joint features, (j, d), whose keys are ``joint_of``, (j,)."""
+        """Return a copy with other joint features, (j, d), of the keys ``joint_of``, (j,)."""
         features = copy.copy(self)
-        features.arrays = replace(self.arrays, joint=joint, joint_of=joint_of)
+        features.arrays = replace(self.arrays, joint=joint, joint_input_keys=joint_of)
         features.__dict__.pop("_joint", None)
         return features
 
@@ -149,7 +150,7 @@ class QueryFeatures:
         return torch.cat([features, self._means(rows, drop)], dim=1) if neighbours else features
 
     def _joint_features(self, rows: Positions, relations: Positions) -> Tensor:
-        keys = self.arrays.joint_of
+        keys = self.arrays.joint_input_keys
         if self._joint is None or keys is None or not len(keys):
             raise UserError(
                 "this head reads joint features of head entities and relations, and the data has "

@@ -68,4 +68,6 @@ def complete(options: CompleteOptions) -> Completions:
         k=options.k,
         filtered=options.filtered,
     )
-    return Completions(completions, {"head": completer.name, **asdict(options.part(TripleOptions))})
+    return Completions(
+        completions, {"head": completer.name, **asdict(options.select(TripleOptions))}
+    )

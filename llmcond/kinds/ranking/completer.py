@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Dense, Matrix, MatrixLike
+from llmcond.arrays import DenseMatrix, Matrix, MatrixLike
 from llmcond.bundled import DEFAULT_RUN
 from llmcond.errors import UserError, did_you_mean
-from llmcond.evaluation.ranking import CandidatePool, Term, rank, top
-from llmcond.features.view import Part
+from llmcond.evaluation.ranking import CandidatePool, Term, rank, top_entities
+from llmcond.features.view import FeaturePart
 from llmcond.kinds.ranking.arrays import joint_keys
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph, Texts, both_directions
@@ -137,7 +137,7 @@ class Completer:
         excluded, exclude_head = known if filtered else None, self._terms.exclude_head
         pool = CandidatePool(self._candidates, excluded, self._added, exclude_head)
         k = min(k, self.graph.n_entities)
-        candidates, scores = top(self._vectors(query), pool, query[:, 0], query[:, 1], k)
+        candidates, scores = top_entities(self._vectors(query), pool, query[:, 0], query[:, 1], k)
         entities = self.graph.entities
         ordered = zip(candidates[0].tolist(), scores[0].tolist(), strict=True)
         return [
@@ -180,25 +180,25 @@ class Completer:
             self._added,
             self._terms.exclude_head,
         )
-        return ranks.of().reshape(2, -1).T
+        return ranks.resolve_ties().reshape(2, -1).T
 
     @cached_property
     def _candidates(self) -> Matrix:
         features = self._examples.features(self._predictor.view)
         candidates = self._examples.head(self._predictor, features).candidates()
-        return Dense(candidates.read())  # Every call reads all of them.
+        return DenseMatrix(candidates.read())  # Every call reads all of them.
 
     @cached_property
     def _added(self) -> list[Term]:
-        return self._terms.of(self._predictor)
+        return self._terms.for_predictor(self._predictor)
 
     def _vectors(self, queries: NDArray[Any]) -> MatrixLike:
         """Return the vectors of queries (m, 2); joint inputs that no split has are encoded."""
         features = self._examples.features(self._predictor.view)
         arrays = features.arrays
-        if arrays.joint is not None and arrays.joint_of is not None:
+        if arrays.joint is not None and arrays.joint_input_keys is not None:
             keys = joint_keys(queries[:, 0], queries[:, 1], arrays.n_relations)
-            if not np.isin(keys, arrays.joint_of).all():
+            if not np.isin(keys, arrays.joint_input_keys).all():
                 order = np.unique(keys, return_index=True)[1]
                 features = features.with_joint(self._encode_joint(queries[order]), keys[order])
         return self._examples.head(self._predictor, features).queries(queries[:, 0], queries[:, 1])
@@ -208,10 +208,12 @@ class Completer:
         view.check_texts()
         rows = [(texts.sentences[s], texts.conditions[c]) for s, c in queries.tolist()]
 
-        def read(prompt: Prompt, part: Part) -> Matrix:
-            return Dense(self._encoder.encode([getattr(prompt, part).render(*row) for row in rows]))
+        def read(prompt: Prompt, part: FeaturePart) -> Matrix:
+            return DenseMatrix(
+                self._encoder.encode([getattr(prompt, part).render(*row) for row in rows])
+            )
 
-        return view.sentence(read)
+        return view.sentence_features(read)
 
     @cached_property
     def _encoder(self) -> Encoder:

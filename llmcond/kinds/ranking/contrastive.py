@@ -23,7 +23,7 @@ from llmcond.config import STRICT
 from llmcond.heads.settings import LARGEST, Weight
 
 #: Scores, (m, k), and a mask of the same shape that is true where one is left out.
-Masked = tuple[Tensor, Tensor]
+MaskedScores = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,8 @@ class Contrast(nn.Module):
         scores: Tensor,
         target: Tensor,
         mask: Tensor,
-        others: Sequence[Masked] = (),
-        relations: Masked | None = None,
+        others: Sequence[MaskedScores] = (),
+        relations: MaskedScores | None = None,
     ) -> Tensor:
         """Return ``contrastive`` at the current temperature."""
         scale = self.log_scale.exp()
@@ -98,8 +98,8 @@ def contrastive(
     mask: Tensor,
     settings: ContrastSettings,
     scale: Tensor | float,
-    others: Sequence[Masked] = (),
-    relations: Masked | None = None,
+    others: Sequence[MaskedScores] = (),
+    relations: MaskedScores | None = None,
 ) -> Tensor:
     """Return the loss of a batch, a scalar: the sum over directions, each a mean over rows.
 

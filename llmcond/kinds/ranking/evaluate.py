@@ -10,21 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Positions
-from llmcond.evaluation.ranked import RankedResult, RankedResults
-from llmcond.evaluation.ranking import Part, measure_each
-from llmcond.evaluation.results import Counts
+from llmcond.evaluation.ranking import QuerySubset, score_rankings
+from llmcond.evaluation.ranking_results import RankedResult, RankedResults
+from llmcond.evaluation.results import RowCounts
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.inputs import QueryInputs
-from llmcond.kinds.ranking.rules import parts, rank_rule, relation_parts
+from llmcond.kinds.ranking.rules import query_subsets, rank_rule, relation_subsets
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.terms import GraphTerms
 from llmcond.log import log
 from llmcond.metrics import Floats, Metric, choose_metrics
 from llmcond.options import Ties
-from llmcond.runs.extraction import extract_others
-from llmcond.runs.predictors import AnyPredictor, asked_for, unscored, zeroshots
-from llmcond.workflows.evaluate import ranked_data
+from llmcond.runs.extraction import extract_other_data
+from llmcond.runs.predictors import (
+    AnyPredictor,
+    resolve_heads_and_prompts,
+    result_without_metrics,
+    zero_shot_heads,
+)
+from llmcond.workflows.evaluate import read_ranked_data
 from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: Name, in results, of the rule that ranks by reversed edges alone.
@@ -37,16 +42,16 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     Options and errors are those of ``Kind.evaluate``.
     """
     computed = choose_metrics(run.task.metrics, options.metric)
-    fitted, prompts = asked_for(run, options.head)
+    fitted, prompts = resolve_heads_and_prompts(run, options.head)
     # With --data, results name a split that differs from the key of the split in the data.
-    data, split_key, split = ranked_data(run, options)
+    data, split_key, split = read_ranked_data(run, options)
     store = run.store()
     if data is not run.data:
         inputs = partial(QueryInputs, run.task.texts(data))
-        store = extract_others(run, prompts, inputs, options.device)
+        store = extract_other_data(run, prompts, inputs, options.device)
     examples = QueryExamples(run, data, store)
-    rows = examples.scored(split_key)
-    zero_shot = [zero for prompt in prompts for zero in zeroshots(run, prompt)]
+    rows = examples.scored_rows(split_key)
+    zero_shot = [zero for prompt in prompts for zero in zero_shot_heads(run, prompt)]
     predictors: list[AnyPredictor] = [*zero_shot, *fitted]
     terms = GraphTerms(examples, options.rerank, options.reverse, options.exclude_head)
     ties = options.ties or "realistic"
@@ -55,17 +60,19 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     for predictor in predictors:
         neighbours = bool(getattr(predictor.head.settings, "neighbours", False))
         about = {"ties": ties, "added": terms.to_json(), "neighbours": neighbours}
-        results.append(unscored(RankedResult, predictor, split, run.task.name, **about))
-        systems.append(
-            examples.ranks(predictor, split_key, terms.of(predictor), terms.exclude_head)
+        results.append(
+            result_without_metrics(RankedResult, predictor, split, run.task.name, **about)
         )
-    if terms.context is not None:
+        systems.append(
+            examples.ranks(predictor, split_key, terms.for_predictor(predictor), terms.exclude_head)
+        )
+    if terms.train_graph is not None:
         # The rule follows the zero-shot predictors: neither is trained.
         results.insert(len(zero_shot), _reverse_rule_result(run, split, ties))
-        by_rule = rank_rule(terms.context, data.queries(split_key), examples.known)
+        by_rule = rank_rule(terms.train_graph, data.queries(split_key), examples.known)
         systems.insert(len(zero_shot), by_rule)
-    results_with_counts = [replace(result, counts=Counts.of(rows)) for result in results]
-    ranks = [system_ranks.of(ties) for system_ranks in systems]
+    results_with_counts = [replace(result, counts=RowCounts.of(rows)) for result in results]
+    ranks = [system_ranks.resolve_ties(ties) for system_ranks in systems]
     graph = data if isinstance(data, Graph) else None
     by_relation = options.by_relation
     results_with_figures = _add_figures(
@@ -100,20 +107,20 @@ def _add_figures(
     """Return results with their metrics, on all queries and on each subset of queries."""
     seeded = [system_ranks[None] for system_ranks in ranks]
 
-    def figures(chosen: NDArray[np.bool_] | None = None) -> list[Part]:
-        return measure_each(seeded, group, metrics, chosen=chosen)
+    def figures(chosen: NDArray[np.bool_] | None = None) -> list[QuerySubset]:
+        return score_rankings(seeded, group, metrics, mask=chosen)
 
     overall = figures()
-    subset_figures: dict[str, list[Part]] = {}
-    relation_figures: list[tuple[str, list[Part]]] = []
+    subset_figures: dict[str, list[QuerySubset]] = {}
+    relation_figures: list[tuple[str, list[QuerySubset]]] = []
     n_categories = 0
     if graph is not None:
         subset_figures = {
-            name: figures(in_subset) for name, in_subset in parts(graph, split).items()
+            name: figures(in_subset) for name, in_subset in query_subsets(graph, split).items()
         }
         if by_relation:
             relation_figures = [
-                (name, figures(in_subset)) for name, in_subset in relation_parts(graph, split)
+                (name, figures(in_subset)) for name, in_subset in relation_subsets(graph, split)
             ]
             n_categories = len(relation_figures) - graph.n_relations
     return [

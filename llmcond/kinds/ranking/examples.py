@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.arrays import Concatenated, Gathered, Matrix, MatrixLike
+from llmcond.arrays import ConcatenatedMatrix, Matrix, MatrixLike, SharedRows
 from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import Ranks, Term, rank
-from llmcond.evaluation.results import Queries
+from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
-from llmcond.features.view import Part, View
+from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.kinds.ranking.arrays import QueryFeatures
@@ -27,7 +27,7 @@ from llmcond.kinds.ranking.heads import FittedQueryHead
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.task import QueryData, QueryTexts
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor
@@ -63,7 +63,7 @@ class QueryExamples(Examples):
         """
         self.run, self.data, self.unit = run, data or run.data, run.task.unit
         self._store = store or run.store()
-        self._features: dict[View, QueryFeatures] = {}
+        self._features: dict[FeatureView, QueryFeatures] = {}
         self._columns: dict[tuple[str, str], Matrix] = {}
 
     @cached_property
@@ -78,30 +78,32 @@ class QueryExamples(Examples):
 
     # -- features ------------------------------------------------------------------------------
 
-    def features(self, view: View) -> QueryFeatures:
+    def features(self, view: FeatureView) -> QueryFeatures:
         """Return the features of queries and candidates under a view."""
         if view not in self._features:
             columns = [self._read_column(prompt, "candidates") for prompt in view.prompts]
             separate = view.features == "separate"
             arrays = self.run.task.arrays(
                 self.data,
-                candidates=columns[0] if len(columns) == 1 else Concatenated(columns),
-                conditions=view.condition(
+                candidates=columns[0] if len(columns) == 1 else ConcatenatedMatrix(columns),
+                conditions=view.condition_features(
                     lambda prompt, _: self._read_column(prompt, "conditions")
                 ),
-                joint=None if separate else view.sentence(self._read_sentences),
+                joint=None if separate else view.sentence_features(self._read_sentences),
                 asked=self.texts.asked,
             )
             self._features[view] = QueryFeatures(arrays)
         return self._features[view]
 
-    def _read_sentences(self, prompt: Prompt, text_part: Part) -> Matrix:
+    def _read_sentences(self, prompt: Prompt, text_part: FeaturePart) -> Matrix:
         """Return one part of a prompt's features for each pair of sentence and condition."""
         if text_part == "conditional":
             return self._read_column(prompt, "joint")
-        column = 1 if prompt.of_condition else 0
-        table = self._read_column(prompt, "conditions" if prompt.of_condition else "sentences")
-        return Gathered(table, self.texts.asked[:, column], unique_table=False)
+        column = 1 if prompt.subtracts_condition else 0
+        table = self._read_column(
+            prompt, "conditions" if prompt.subtracts_condition else "sentences"
+        )
+        return SharedRows(table, self.texts.asked[:, column], unique_table=False)
 
     def _read_column(self, prompt: Prompt, name: str) -> Matrix:
         key = prompt.digest, name
@@ -112,7 +114,7 @@ class QueryExamples(Examples):
     # -- the interface of Examples -------------------------------------------------------------
 
     @override
-    def dim(self, view: View) -> int:
+    def dim(self, view: FeatureView) -> int:
         return self.features(view).arrays.dims[0]
 
     @property
@@ -124,7 +126,7 @@ class QueryExamples(Examples):
 
     @override
     def fit(
-        self, recipe: Recipe, view: View, seed: int, on_epoch: OnEpoch, device: str
+        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
     ) -> FittedQueryHead:
         arrays = self.features(view).arrays
         dev: DevScore[FittedQueryHead] | None = None
@@ -134,29 +136,29 @@ class QueryExamples(Examples):
                 # The same sample in every fit.
                 sample = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
                 queries = queries[np.sort(sample)]
-            dev = DevScore(metric_of(self.run.dev_metric), lambda head: self._score(head, queries))
+            dev = DevScore(get_metric(self.run.dev_metric), lambda head: self._score(head, queries))
         return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
 
     @override
-    def on_dev(self, head: FittedQueryHead, view: View) -> float:
+    def score_on_dev(self, head: FittedQueryHead, view: FeatureView) -> float:
         if "dev" not in self.data.splits:
             return math.nan
-        return self._score(head.on(self.features(view)), self.data.queries("dev"))
+        return self._score(head.bind(self.features(view)), self.data.queries("dev"))
 
     def _score(self, head: FittedQueryHead, queries: NDArray[np.int32]) -> float:
         vectors = head.queries(queries[:, 0], queries[:, 1])
-        ranks = rank(vectors, head.candidates(), queries, self.known).of()
-        metric = metric_of(self.run.dev_metric)
+        ranks = rank(vectors, head.candidates(), queries, self.known).resolve_ties()
+        metric = get_metric(self.run.dev_metric)
         return metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
     @override
-    def scored(self, split: str) -> Queries:
+    def scored_rows(self, split: str) -> RankedQueries:
         if split not in self.data.splits:
             split_names = ", ".join(self.run.splits)
             raise UserError(f"{self.run.folder} has no {split} split; it has {split_names}.")
         # Several queries may come from one example, such as both directions of a triple.
         n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
-        return Queries(np.arange(n) % n_examples, self.unit)
+        return RankedQueries(np.arange(n) % n_examples, self.unit)
 
     @override
     def rows(self, split: str) -> QueryRows:
@@ -165,7 +167,7 @@ class QueryExamples(Examples):
     @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         # The rank of each query's answer; ties get their mean rank.
-        return self.ranks(predictor, split).of().astype(np.float32)
+        return self.ranks(predictor, split).resolve_ties().astype(np.float32)
 
     # -- ranks ---------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class QueryExamples(Examples):
             head = create_zero_shot_head(
                 features.arrays.dims[0], predictor.view.features != "separate"
             )
-        return head.on(features)
+        return head.bind(features)
 
     def ranks(
         self,

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from llmcond.arrays import Positions
 from llmcond.errors import UserError
-from llmcond.heads.fit import Fitting, fit_members
+from llmcond.heads.fit import HeadTrainer, fit_members
 from llmcond.heads.pairs import DevScore, OnEpoch
 from llmcond.heads.recipes import Recipe
 from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
-from llmcond.kinds.ranking.contrastive import Masked, Queue
+from llmcond.kinds.ranking.contrastive import MaskedScores, Queue
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryHead
-from llmcond.schedules import scheduled
+from llmcond.schedules import learning_rate_factor
 from llmcond.system import choose_device
 
 
@@ -72,14 +72,14 @@ def check_queries(recipe: Recipe) -> type[QueryHead]:
     return recipe.family
 
 
-class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
+class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
     """Fits one head on the queries of a graph."""
 
     data: QueryFeatures
 
-    def make(self) -> QueryHead:
-        module = super().make()
-        module.begin(self.data.relations)
+    def create_module(self) -> QueryHead:
+        module = super().create_module()
+        module.initialise(self.data.relations)
         return module
 
     def prepare(self) -> None:
@@ -94,13 +94,13 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
         temperature = list(self.module.contrast.parameters())
         return [{"params": parameters}, {"params": temperature, "weight_decay": 0.0}]
 
-    def rate(self, step: int, steps: int) -> float:
-        return scheduled(step, steps, 0.0, self.settings.schedule)
+    def learning_rate_factor(self, step: int, steps: int) -> float:
+        return learning_rate_factor(step, steps, 0.0, self.settings.schedule)
 
     def record(self) -> dict[str, Any]:
         return {"temperature": 1 / self.module.scale}
 
-    def current(self) -> FittedQueryHead:
+    def current_head(self) -> FittedQueryHead:
         module = self.finished_copy()
         return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
 
@@ -128,11 +128,11 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
         )
         return loss
 
-    def _score_other_candidates(self, triples: Positions, queries: Tensor) -> list[Masked]:
+    def _score_other_candidates(self, triples: Positions, queries: Tensor) -> list[MaskedScores]:
         """Return the scores of candidates that are not in the batch: own heads, and the queue."""
         settings, known = self.settings, self.data.arrays.known
         head, relation, tail = triples.T
-        negatives: list[Masked] = []
+        negatives: list[MaskedScores] = []
         if settings.self_negatives and settings.negatives == "tails":
             head_features = self.data.entities(head, settings.neighbours, drop=tail)
             scores = (queries * self.module.candidate(head_features.to(self.device))).sum(
@@ -183,7 +183,7 @@ class _QueryFitting(Fitting[QueryHead, FittedQueryHead]):
 
     def _score_other_relations(
         self, triples: Positions, head_features: Tensor, target_vectors: Tensor
-    ) -> Masked | None:
+    ) -> MaskedScores | None:
         """Return the scores (m, r) of tails with their heads under other relations, and a mask."""
         count, n = self.settings.relation_negatives, 2 * self.data.arrays.n_relations
         if not count:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
-from llmcond.errors import UserError, first_line, listed
-from llmcond.files import digest_bytes, digest_text, replacing
+from llmcond.errors import UserError, first_line, format_list
+from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
-from llmcond.tasks.base import OTHERS
+from llmcond.tasks.base import OTHER_SPLIT
 
 Triples = NDArray[np.int32]
-Numbers = NDArray[np.integer[Any]]
+IndexArray = NDArray[np.integer[Any]]
 Positions = NDArray[np.int64]
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class Graph:
         }
         for name, columns in tables.items():
             table = pa.table(columns).replace_schema_metadata({"llmcond": json.dumps(about)})
-            with replacing(folder / f"{name}.parquet") as path:
+            with replace_atomically(folder / f"{name}.parquet") as path:
                 # The path is absolute because Arrow reads a colon in a relative path as the end of
                 # a URI scheme.
                 pq.write_table(table, path.absolute())
@@ -213,13 +213,13 @@ class Graph:
         return graph
 
 
-def both_directions(triples: Numbers, n_relations: int) -> Triples:
+def both_directions(triples: IndexArray, n_relations: int) -> Triples:
     """Return triples (n, 3) followed by their inverses in the same order, (2n, 3)."""
     inverse = triples[:, ::-1] + np.array([0, n_relations, 0])
     return np.concatenate([triples, inverse]).astype(np.int32)
 
 
-def adjacency(triples: Numbers, n_entities: int) -> csr_array:
+def adjacency(triples: IndexArray, n_entities: int) -> csr_array:
     """Return the adjacency matrix, (n, n) float32: 1 for linked entities, without self-loops."""
     from scipy.sparse import csr_array
 
@@ -232,7 +232,7 @@ def adjacency(triples: Numbers, n_entities: int) -> csr_array:
     )
 
 
-class Known:
+class KnownTriples:
     """The known tails of each head and relation, which are left out of rankings.
 
     Args:
@@ -241,7 +241,7 @@ class Known:
         n_entities: number of entities of the graph; required if ``source`` is an array.
     """
 
-    def __init__(self, source: Graph | Numbers, n_entities: int | None = None) -> None:
+    def __init__(self, source: Graph | IndexArray, n_entities: int | None = None) -> None:
         if isinstance(source, Graph):
             n_entities = source.n_entities
             source = np.concatenate([source.queries(split) for split in source.splits])
@@ -252,7 +252,7 @@ class Known:
         # the tails of a head and relation are adjacent, so no table of offsets is needed.
         self._codes = np.unique(self._encode(source[:, 0], source[:, 1], source[:, 2]))
 
-    def _encode(self, head: Numbers, relation: Numbers, tail: Numbers) -> Positions:
+    def _encode(self, head: IndexArray, relation: IndexArray, tail: IndexArray) -> Positions:
         prefix = np.asarray(relation, dtype=np.int64) * self.n_entities + head
         return np.asarray(prefix * self.n_entities + tail)
 
@@ -260,7 +260,7 @@ class Known:
         """Return the number of distinct known triples."""
         return len(self._codes)
 
-    def gather(self, head: Numbers, relation: Numbers) -> tuple[Positions, Positions]:
+    def gather(self, head: IndexArray, relation: IndexArray) -> tuple[Positions, Positions]:
         """Return the known tails of m queries as flat arrays.
 
         Args:
@@ -278,7 +278,9 @@ class Known:
         offset = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
         return row, self._codes[begin[row] + offset] % self.n_entities
 
-    def mask(self, head: Numbers, relation: Numbers, columns: Numbers) -> NDArray[np.bool_]:
+    def mask(
+        self, head: IndexArray, relation: IndexArray, columns: IndexArray
+    ) -> NDArray[np.bool_]:
         """Return whether each of c entities is a known tail of each of m queries, (m, c).
 
         ``columns`` may hold an entity more than once, like the tails of a batch.
@@ -291,7 +293,7 @@ class Known:
         mask[row[is_column], positions[is_column]] = True
         return mask[:, which.reshape(-1)]
 
-    def contains(self, triples: Numbers) -> NDArray[np.bool_]:
+    def contains(self, triples: IndexArray) -> NDArray[np.bool_]:
         """Return whether each of the triples (m, 3) is known, (m,)."""
         code = self._encode(triples[:, 0], triples[:, 1], triples[:, 2])
         positions = np.searchsorted(self._codes, code)
@@ -377,8 +379,8 @@ def read_graph(source: str | Path | None = None) -> Graph:
     return replace(graph, notes=(*notes, *_describe_oddities(graph)))
 
 
-def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Graph, str]:
-    """Return a graph with an additional split, ``OTHERS``, of triples from another source.
+def add_external_split(graph: Graph, source: Any, split: str | None = None) -> tuple[Graph, str]:
+    """Return a graph with an additional split, ``OTHER_SPLIT``, of triples from another source.
 
     Args:
         graph: graph with the entities and relations of the triples, which are named by their ids.
@@ -410,24 +412,24 @@ def with_others(graph: Graph, source: Any, split: str | None = None) -> tuple[Gr
             f"{source} {problem}. Expected a .tsv or .txt file with head, relation and tail per "
             "line, separated by tabs, or a folder with such files: train, valid (or dev) and test."
         )
-    lines = {OTHERS: _read_triples(path)}
+    lines = {OTHER_SPLIT: _read_triples(path)}
     for column, kind in enumerate((graph.entities, graph.relations)):
         known = dict.fromkeys(kind.ids)
         label = "relations" if column else "entities"
-        _check_ids(lines, {OTHERS: path}, column, known, label, "the run's graph")
+        _check_ids(lines, {OTHER_SPLIT: path}, column, known, label, "the run's graph")
     entities, relations = _index_by_name(graph.entities.ids), _index_by_name(graph.relations.ids)
-    triples = _distinct_triples(lines[OTHERS], entities, relations)
-    n_duplicates = len(lines[OTHERS]) - len(triples)
+    triples = _distinct_triples(lines[OTHER_SPLIT], entities, relations)
+    n_duplicates = len(lines[OTHER_SPLIT]) - len(triples)
     if n_duplicates:
         log.info(f"{path.name}: duplicate triples, counted once: {n_duplicates:,}")
-    n_leaked = int(Known(graph.splits["train"], graph.n_entities).contains(triples).sum())
+    n_leaked = int(KnownTriples(graph.splits["train"], graph.n_entities).contains(triples).sum())
     if n_leaked:
         log.warning(
             f"{n_leaked:,} of {len(triples):,} triples of {path.name} are in the run's train split"
         )
     split = split or "test"
     log.info(f"scoring all {len(triples):,} triples of {path.name}, as {split}")
-    return replace(graph, splits={**graph.splits, OTHERS: triples}), split
+    return replace(graph, splits={**graph.splits, OTHER_SPLIT: triples}), split
 
 
 def _build_graph(
@@ -491,7 +493,7 @@ def _describe_files(folder: Path, roles: Mapping[str, str]) -> str:
     read = "; ".join(f"{role} from {', '.join(names)}" for role, names in by_role.items())
     visible = (path.name for path in folder.iterdir() if not path.name.startswith("."))
     others = sorted(name for name in visible if name not in roles)
-    return f"{read}; not used: {listed(others, 5)}" if others else read
+    return f"{read}; not used: {format_list(others, 5)}" if others else read
 
 
 def _find_file(folder: Path, names: Sequence[str], required: bool = False) -> Path | None:
@@ -677,7 +679,8 @@ def _check_ids(
             remedy = "Extract them into a new --run" if holder else "Add them to the table"
             raise UserError(
                 f"{path.name} has {kind} that {holder or f'the table of {kind}'} lacks, "
-                f"{len(missing):,} in all: {listed(list(missing), 5)} (triples: {n_rows:,}, the "
+                f"{len(missing):,} in all: {format_list(list(missing), 5)} (triples: {n_rows:,}, "
+                "the "
                 f"first in row {first}). {remedy}, or remove the triples."
             )
 
@@ -701,13 +704,15 @@ def _count_leaks(graph: Graph, split: str) -> Iterator[tuple[int, str]]:
     triples, train, n = graph.splits[split], graph.splits["train"], graph.n_entities
     for earlier in SPLITS[: SPLITS.index(split)]:
         if earlier in graph.splits:
-            leaked = Known(graph.splits[earlier], n).contains(triples)
+            leaked = KnownTriples(graph.splits[earlier], n).contains(triples)
             yield int(leaked.sum()), f"in {earlier} too"
-    known = Known(train, n)
+    known = KnownTriples(train, n)
     is_reversed = known.contains(triples[:, ::-1])
     yield int(is_reversed.sum()), "whose reversed edge is in train"
     pairs = np.array([1, 0, 1])
-    linked = Known(both_directions(train, graph.n_relations) * pairs, n).contains(triples * pairs)
+    linked = KnownTriples(both_directions(train, graph.n_relations) * pairs, n).contains(
+        triples * pairs
+    )
     yield (
         int((linked & ~is_reversed & ~known.contains(triples)).sum()),
         "that another relation links in train",
@@ -716,7 +721,7 @@ def _count_leaks(graph: Graph, split: str) -> Iterator[tuple[int, str]]:
     n_unseen = len(np.unique(triples[unseen]))
     yield int(unseen.any(axis=1).sum()), f"of the {n_unseen:,} entities that train lacks"
     new_relations = np.setdiff1d(triples[:, 1], train[:, 1])
-    names = listed([graph.relations.ids[i] for i in new_relations], 5)
+    names = format_list([graph.relations.ids[i] for i in new_relations], 5)
     yield (
         int(np.isin(triples[:, 1], new_relations).sum()),
         f"of relations that train lacks ({names})",

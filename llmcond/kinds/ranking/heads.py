@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from llmcond.arrays import Array, Matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import FittedModule
 from llmcond.heads.loading import restore_head
 from llmcond.heads.module import HeadModule, members_of
 from llmcond.heads.settings import GradientSettings, RecordedSize, Sizes, TrainingSettings
@@ -79,7 +79,7 @@ class QuerySizes(Sizes):
 
 
 @dataclass(frozen=True, eq=False)
-class FittedQueryHead(Fitted):
+class FittedQueryHead(FittedModule):
     """A fitted head that maps queries and candidates; immutable, like other fitted heads.
 
     Attributes:
@@ -88,7 +88,7 @@ class FittedQueryHead(Fitted):
     """
 
     Sizes = QuerySizes
-    refusal = "does not map queries of a graph"
+    mismatch_reason = "does not map queries of a graph"
 
     data: QueryFeatures | None = None
 
@@ -107,7 +107,7 @@ class FittedQueryHead(Fitted):
         """The number R of relations, in one direction."""
         return self.heads[0].n_relations
 
-    def check(self, dims: tuple[int, int, int]) -> None:
+    def check_sizes(self, dims: tuple[int, int, int]) -> None:
         """Check the sizes of a graph's features, which are ``QueryArrays.dims``.
 
         Raises:
@@ -123,7 +123,7 @@ class FittedQueryHead(Fitted):
                     f"{expected}."
                 )
 
-    def on(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
+    def bind(self, graph: QueryArrays | QueryFeatures) -> FittedQueryHead:
         """Return the head applied to a graph; several heads may share its features.
 
         Raises:
@@ -131,7 +131,7 @@ class FittedQueryHead(Fitted):
                 relations.
         """
         data = graph if isinstance(graph, QueryFeatures) else QueryFeatures(graph)
-        self.check(data.arrays.dims)
+        self.check_sizes(data.arrays.dims)
         return replace(self, data=data)
 
     def queries(self, heads: NDArray[Any], relations: NDArray[Any]) -> Array:
@@ -268,7 +268,7 @@ class QueryHead(HeadModule):
         """The factor of the scores in training, 1 / temperature."""
         return self.contrast.scale
 
-    def begin(self, relations: Tensor | None) -> None:
+    def initialise(self, relations: Tensor | None) -> None:
         """Initialise the basis of the relations' space and the weights, before fitting.
 
         Random numbers come from PyTorch's global generator.
@@ -354,4 +354,4 @@ def _create_query_family(family: type[HeadModule]) -> type[QueryHead]:
 
 
 #: Cached, so that each family has one class of query heads.
-query_family: Callable[[Any], type[QueryHead]] = cache(_create_query_family)
+create_query_family: Callable[[Any], type[QueryHead]] = cache(_create_query_family)

@@ -8,8 +8,8 @@ from functools import cached_property
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.kinds.ranking.task import QueryTexts
-from llmcond.prompts.inputs import shuffled
-from llmcond.prompts.template import Part, Prompt
+from llmcond.prompts.inputs import shuffle_conditions
+from llmcond.prompts.template import InputTemplate, Prompt
 
 
 class QueryInputs:
@@ -34,7 +34,7 @@ class QueryInputs:
     @cached_property
     def candidates(self) -> list[EncoderInput]:
         """The inputs of the candidates."""
-        plain_part = self.prompt.plain or Part("{sentence}")
+        plain_part = self.prompt.plain or InputTemplate("{sentence}")
         return [plain_part.render(text, "") for text in self.texts.candidates]
 
     @cached_property
@@ -46,7 +46,9 @@ class QueryInputs:
         texts, pairs = self.texts, self.texts.asked.tolist()
         rows = [(texts.sentences[s], texts.conditions[c]) for s, c in pairs]
         if self.prompt.control == "shuffled":
-            shuffled_conditions = shuffled([c for _, c in rows], rows, self.prompt, "queries")
+            shuffled_conditions = shuffle_conditions(
+                [c for _, c in rows], rows, self.prompt, "queries"
+            )
             rows = [
                 (sentence, c) for (sentence, _), c in zip(rows, shuffled_conditions, strict=True)
             ]
@@ -55,7 +57,7 @@ class QueryInputs:
     @cached_property
     def sentences(self) -> list[EncoderInput]:
         """The inputs of the sentences without a condition."""
-        part = self.prompt.alone or self.prompt.conditional
+        part = self.prompt.sentence_part or self.prompt.conditional
         return [part.render(text, "") for text in self.texts.sentences]
 
     @cached_property
@@ -69,9 +71,9 @@ class QueryInputs:
         columns: dict[str, Sequence[EncoderInput]] = {"candidates": self.candidates}
         if not self.prompt.separate:
             columns["joint"] = self.joint
-        if self.prompt.separate or not self.prompt.of_condition:
+        if self.prompt.separate or not self.prompt.subtracts_condition:
             columns["sentences"] = self.sentences
-        if self.prompt.of_condition:
+        if self.prompt.subtracts_condition:
             columns["conditions"] = self.conditions
         return columns
 
@@ -82,7 +84,7 @@ class QueryInputs:
     def __len__(self) -> int:
         return sum(map(len, self.columns.values()))
 
-    def where(self, item: EncoderInput) -> str | None:
+    def describe_user(self, item: EncoderInput) -> str | None:
         """Return a description of the text that needs an input, such as ``the entity 'dog'``."""
         sentence, condition, candidate = self.texts.names
         tables = {
@@ -99,7 +101,7 @@ class QueryInputs:
                 return f"the {label} {texts[position]!r}"
         return None
 
-    def check_differ(self) -> None:
+    def check_distinct(self) -> None:
         """Raise a UserError if two queries with different conditions have the same input."""
         if self.prompt.control is not None or self.prompt.separate:
             return

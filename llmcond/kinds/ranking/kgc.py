@@ -19,7 +19,13 @@ from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import QueryRows
 from llmcond.errors import UserError
-from llmcond.kinds.ranking.graph import Graph, Known, both_directions, read_graph, with_others
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    KnownTriples,
+    add_external_split,
+    both_directions,
+    read_graph,
+)
 from llmcond.kinds.ranking.task import QueryTexts, RankingTask
 
 if TYPE_CHECKING:
@@ -41,7 +47,7 @@ class Kgc(RankingTask[Graph]):
         self, dataset: Graph, data: DataOptions, split: str | None
     ) -> tuple[Graph, str]:
         self._check_data(data)
-        return with_others(dataset, data.source, split)
+        return add_external_split(dataset, data.source, split)
 
     def _check_data(self, data: DataOptions) -> None:
         """Raise a UserError for options of other tasks, or for data that is not a path."""
@@ -69,7 +75,7 @@ class Kgc(RankingTask[Graph]):
             "answer_text": [entities.texts[i] for i in answer],
         }
         texts = ("head_text", "answer_text")
-        return QueryRows(columns, ("relation_text",), texts, by="relation_text")
+        return QueryRows(columns, ("relation_text",), texts, group_column="relation_text")
 
     @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Graph:
@@ -95,8 +101,8 @@ class Kgc(RankingTask[Graph]):
         )
 
     @override
-    def known(self, dataset: Graph) -> Known:
-        return Known(dataset)
+    def known(self, dataset: Graph) -> KnownTriples:
+        return KnownTriples(dataset)
 
     def arrays(
         self,
@@ -111,6 +117,6 @@ class Kgc(RankingTask[Graph]):
 
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]
-        known = Known(both_directions(train, n_relations), n)
+        known = KnownTriples(both_directions(train, n_relations), n)
         keys = None if joint is None else joint_keys(asked[:, 0], asked[:, 1], n_relations)
         return QueryArrays(candidates, train, n_relations, known, conditions, joint, keys)

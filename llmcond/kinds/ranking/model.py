@@ -24,14 +24,14 @@ from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import rank
-from llmcond.finetune.base import Shared, TrainedModel
+from llmcond.finetune.base import DistributedCompute, TrainedModel
 from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
-from llmcond.heads.pairs import SCORE
+from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.kinds.ranking.arrays import QueryArrays, joint_keys
-from llmcond.kinds.ranking.contrastive import Masked
+from llmcond.kinds.ranking.contrastive import MaskedScores
 from llmcond.kinds.ranking.fit import check_queries
-from llmcond.kinds.ranking.graph import Known, Triples, both_directions
+from llmcond.kinds.ranking.graph import KnownTriples, Triples, both_directions
 from llmcond.kinds.ranking.heads import FittedQueryHead, QueryHead
 from llmcond.metrics import METRICS, Metric
 
@@ -56,7 +56,7 @@ class GraphInputs:
 
     triples: Triples
     n_relations: int
-    known: Known
+    known: KnownTriples
     entities: list[Tokens]
     relations: Sequence[Tokens] = ()
     joint: Sequence[Tokens] = ()
@@ -74,7 +74,7 @@ class GraphInputs:
         return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
     @cached_property
-    def scored(self) -> tuple[Positions, Positions]:
+    def dev_sample(self) -> tuple[Positions, Positions]:
         """The sample of the split that is scored: queries (k, 3), and further candidates."""
         rng = np.random.default_rng(0)
         rows = np.sort(rng.permutation(len(self))[:_DEV_TRIPLES])
@@ -84,7 +84,7 @@ class GraphInputs:
 class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
     """Computes the contrastive objective of triples: their queries and tails."""
 
-    on_dev = SCORE
+    dev_score_name = DEV_SCORE_KEY
     head: QueryHead
 
     def __init__(
@@ -107,7 +107,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         dims = engine.dim, family.dim_of_relations(recipe.settings, engine.dim), inputs.n_relations
         head, _ = seeded(lambda: family(recipe.settings, *dims), seed)
         if start is not None:
-            start.check(dims)
+            start.check_sizes(dims)
             head.load_state_dict(start.module.state_dict())
         super().__init__(engine, head, recipe.kind, seed, metric)
         if start is None:
@@ -119,7 +119,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
                 if reads_relations
                 else None
             )
-            seeded(lambda: self.head.begin(features), seed)
+            seeded(lambda: self.head.initialise(features), seed)
 
     def forward(self, inputs: GraphInputs, rows: Positions, seed: list[int]) -> Tensor:
         """Return the mean loss of triples in both directions, a scalar."""
@@ -151,7 +151,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             mask = inputs.known.mask(head, relation, encoded.entities)
             if not settings.self_negatives:
                 mask |= encoded.entities == head[:, None]
-            contrast: Masked | None = None
+            contrast: MaskedScores | None = None
             if other_relations:
                 target_vectors = candidates.index_select(0, target)
                 other_queries = [np.stack([head, other, tail], axis=1) for other in other_relations]
@@ -205,10 +205,10 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         )
 
     @override
-    def score(self, inputs: GraphInputs, shared: Shared) -> float | None:
+    def score(self, inputs: GraphInputs, shared: DistributedCompute) -> float | None:
         # Filtered ranks of a sample of dev among a sample of the entities: ranking all entities
         # would take longer than an epoch of training on a small graph.
-        queries, further_candidates = inputs.scored
+        queries, further_candidates = inputs.dev_sample
         count = 2 * inputs.n_relations
         encoded = _EncodedTexts.of(self.head, inputs, queries, np.arange(count), further_candidates)
         vectors = shared(
@@ -227,21 +227,21 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             known=inputs.known,
             relations=relations if len(relations) else None,
             joint=joint if len(joint) else None,
-            joint_of=np.unique(joint_keys(head_positions, relation, inputs.n_relations)),
+            joint_input_keys=np.unique(joint_keys(head_positions, relation, inputs.n_relations)),
         )
         row, answers = inputs.known.gather(head, relation)
         is_encoded = np.isin(answers, encoded.entities)
         row, answers = row[is_encoded], np.searchsorted(encoded.entities, answers[is_encoded])
-        known = Known(
+        known = KnownTriples(
             np.stack([head_positions[row], relation[row], answers], axis=1), len(encoded.entities)
         )
-        fitted = self.fitted().on(arrays)
+        fitted = self.fitted_head().bind(arrays)
         local_queries = np.stack(
             [head_positions, relation, np.searchsorted(encoded.entities, tail)], axis=1
         )
         ranks = rank(
             fitted.queries(head_positions, relation), fitted.candidates(), local_queries, known
-        ).of()
+        ).resolve_ties()
         return self.metric(ranks, np.zeros(len(ranks)), np.arange(len(ranks)))
 
 

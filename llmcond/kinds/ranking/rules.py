@@ -13,11 +13,18 @@ from scipy.sparse import csr_array
 
 from llmcond.arrays import MatrixLike, Positions, as_matrix
 from llmcond.evaluation.ranking import BLOCK, Added, CandidatePool, Ranks, Term, rank, rank_each
-from llmcond.kinds.ranking.graph import Graph, Known, Numbers, Triples, adjacency, both_directions
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    IndexArray,
+    KnownTriples,
+    Triples,
+    adjacency,
+    both_directions,
+)
 from llmcond.metrics import Floats
 
 
-class Context:
+class TrainGraph:
     """The training graph: neighbours, hops and reversed edges.
 
     Args:
@@ -32,15 +39,15 @@ class Context:
 
     def __init__(self, triples: Triples, n_entities: int, n_relations: int) -> None:
         self.n_entities, self.n_relations = n_entities, n_relations
-        self.known = Known(both_directions(triples, n_relations), n_entities)
+        self.known = KnownTriples(both_directions(triples, n_relations), n_entities)
         self.adjacency = adjacency(triples, n_entities)
 
     @classmethod
-    def of(cls, graph: Graph) -> Context:
+    def from_graph(cls, graph: Graph) -> TrainGraph:
         """Create the training graph of a graph."""
         return cls(graph.splits["train"], graph.n_entities, graph.n_relations)
 
-    def within(self, head: Numbers, hops: int) -> tuple[Positions, Positions]:
+    def find_neighbourhood(self, head: IndexArray, hops: int) -> tuple[Positions, Positions]:
         """Return the entities within ``hops`` links of each of m heads, including the head.
 
         Returns:
@@ -56,7 +63,7 @@ class Context:
         entities = reached[inverse.reshape(-1)].tocoo()
         return entities.row.astype(np.int64), entities.col.astype(np.int64)
 
-    def hops(self, hops: int, alpha: float, head: bool = True) -> Term:
+    def create_hops_term(self, hops: int, alpha: float, head: bool = True) -> Term:
         """Return a term that adds ``alpha`` to entities near a query's head (SimKGC, section 3.4).
 
         Args:
@@ -65,8 +72,8 @@ class Context:
             head: whether to add it to the head itself, as SimKGC does.
         """
 
-        def term(heads: Numbers, _: Numbers, /) -> Added:
-            row, entity = self.within(heads, hops)
+        def term(heads: IndexArray, _: IndexArray, /) -> Added:
+            row, entity = self.find_neighbourhood(heads, hops)
             if not head:
                 others = entity != np.asarray(heads)[row]
                 row, entity = row[others], entity[others]
@@ -74,33 +81,33 @@ class Context:
 
         return term
 
-    def reverse(self, weights: float | NDArray[np.floating] = 1.0) -> Term:
+    def create_reverse_term(self, weights: float | NDArray[np.floating] = 1.0) -> Term:
         """Return a term that adds a weight to every t with the reversed edge (t, r, h) in train.
 
         Args:
             weights: value that is added, or an array (2R,) with a value for each relation; see
-                ``fit_reverse``.
+                ``fit_reverse_weights``.
         """
         by_relation = np.broadcast_to(
             np.asarray(weights, dtype=np.float32), (2 * self.n_relations,)
         )
 
-        def term(head: Numbers, relation: Numbers, /) -> Added:
+        def term(head: IndexArray, relation: IndexArray, /) -> Added:
             row, entity = self.reversed_edges(head, relation)
             return row, entity, by_relation[np.asarray(relation)[row]]
 
         return term
 
-    def reversed_edges(self, head: Numbers, relation: Numbers) -> tuple[Positions, Positions]:
+    def reversed_edges(self, head: IndexArray, relation: IndexArray) -> tuple[Positions, Positions]:
         """Return every t with (t, r, h) in train, for m queries (h, r, ?), as flat arrays."""
         inverse = (np.asarray(relation) + self.n_relations) % (2 * self.n_relations)
         return self.known.gather(head, inverse)
 
 
-def rank_rule(context: Context, triples: Triples, known: Known | None) -> Ranks:
+def rank_rule(context: TrainGraph, triples: Triples, known: KnownTriples | None) -> Ranks:
     """Rank by the reversed edge alone: entities with it come first, and all others tie."""
     nothing = np.zeros((len(triples), 0)), np.zeros((context.n_entities, 0))
-    return rank(*nothing, triples, known, [context.reverse()])
+    return rank(*nothing, triples, known, [context.create_reverse_term()])
 
 
 #: Weights that are tried, in standard deviations of the scores, in the order of preference if
@@ -112,12 +119,12 @@ _LEAST_QUERIES = 10
 _MOST_QUERIES = 1_000
 
 
-def fit_reverse(
+def fit_reverse_weights(
     queries: MatrixLike,
     candidates: MatrixLike,
     triples: Triples,
-    known: Known | None,
-    context: Context,
+    known: KnownTriples | None,
+    context: TrainGraph,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
 ) -> Floats:
@@ -151,10 +158,10 @@ def fit_reverse(
     vectors, affected_triples = matrix.read(affected), triples[affected]
     sample = slice(None, None, max(1, len(candidates) // 4_096))
     score_std = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
-    reverse_terms = [context.reverse(weight * score_std) for weight in _WEIGHTS[1:]]
+    reverse_terms = [context.create_reverse_term(weight * score_std) for weight in _WEIGHTS[1:]]
     pool = CandidatePool(candidates, known, terms, exclude_head)
     ranks = rank_each(vectors, pool, affected_triples, reverse_terms)
-    reciprocal_ranks = [1 / term_ranks.of() for term_ranks in ranks]
+    reciprocal_ranks = [1 / term_ranks.resolve_ties() for term_ranks in ranks]
     weights = np.zeros(context.n_relations)
     for relation_index in np.unique(relation[affected]):
         has_relation = relation[affected] == relation_index
@@ -164,7 +171,7 @@ def fit_reverse(
     return np.tile(weights, 2)
 
 
-def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
+def query_subsets(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
     """Return masks (2n,) of the subsets of a split's queries that are scored separately.
 
     ``forward`` and ``backward`` are the directions. ``reversible`` triples are those whose reversed
@@ -173,7 +180,7 @@ def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
     """
     triples, train = graph.splits[split], graph.splits["train"]
     forward = np.repeat([True, False], len(triples))
-    reversible = np.tile(Known(train, graph.n_entities).contains(triples[:, ::-1]), 2)
+    reversible = np.tile(KnownTriples(train, graph.n_entities).contains(triples[:, ::-1]), 2)
     seen = np.isin(triples[:, [0, 2]], train[:, [0, 2]]).all(axis=1)
     return {
         "forward": forward,
@@ -189,7 +196,7 @@ def parts(graph: Graph, split: str) -> dict[str, NDArray[np.bool_]]:
 _MANY = 1.5
 
 
-def categories(graph: Graph) -> list[str]:
+def relation_categories(graph: Graph) -> list[str]:
     """Return the category of each relation: ``1-1``, ``1-N``, ``N-1`` or ``N-N``.
 
     The category depends on the mean number of heads per tail, and of tails per head, in train
@@ -204,10 +211,10 @@ def categories(graph: Graph) -> list[str]:
     return labels
 
 
-def relation_parts(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+def relation_subsets(graph: Graph, split: str) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """Yield each category of relations, then each relation's id, with the mask (2n,) of queries."""
     relation = np.tile(graph.splits[split][:, 1], 2)
-    category = np.array(categories(graph))
+    category = np.array(relation_categories(graph))
     for name in sorted(set(category.tolist())):
         yield name, category[relation] == name
     for number, name in enumerate(graph.relations.ids):

@@ -106,7 +106,7 @@ class RankingTask(AnyTask[Q]):
         columns = {
             name: [source[i] for i in positions] for name, source, positions in positions_by_name
         }
-        return QueryRows(columns, ("condition",), ("sentence", "answer"), by="condition")
+        return QueryRows(columns, ("condition",), ("sentence", "answer"), group_column="condition")
 
     def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
         """Return a dataset with an additional split, ``OTHERS``, of queries from another source.

@@ -11,7 +11,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.ranking import Term
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
-from llmcond.kinds.ranking.rules import Context, fit_reverse
+from llmcond.kinds.ranking.rules import TrainGraph, fit_reverse_weights
 from llmcond.runs.predictors import AnyPredictor
 
 
@@ -39,7 +39,7 @@ class GraphTerms:
     """The terms of a run's graph.
 
     Attributes:
-        context: the training graph; None if the run has no graph.
+        train_graph: the training graph; None if the run has no graph.
         exclude_head: whether the head of a query is left out of the candidates.
     """
 
@@ -65,8 +65,8 @@ class GraphTerms:
         self._rerank_text, self._reverse = rerank, reverse
         self._rerank = None if rerank is None else _parse_rerank(rerank)
         data, folder = examples.data, examples.run.folder
-        self.context = Context.of(data) if isinstance(data, Graph) else None
-        if self.context is None and any(self.to_json().values()):
+        self.train_graph = TrainGraph.from_graph(data) if isinstance(data, Graph) else None
+        if self.train_graph is None and any(self.to_json().values()):
             raise UserError(
                 f"--rerank, --reverse and --exclude-head are for knowledge graphs, but {folder} "
                 "has none. Leave them out."
@@ -80,18 +80,18 @@ class GraphTerms:
             "reverse": self._reverse,
         }
 
-    def of(self, predictor: AnyPredictor) -> list[Term]:
+    def for_predictor(self, predictor: AnyPredictor) -> list[Term]:
         """Return the terms of a predictor's scores; weights of reversed edges are fitted on dev."""
         terms: list[Term] = []
-        if self.context is None:
+        if self.train_graph is None:
             return terms
         if self._rerank is not None:
-            terms.append(self.context.hops(*self._rerank))
+            terms.append(self.train_graph.create_hops_term(*self._rerank))
         if self._reverse:
             queries, known = self._examples.data.queries("dev"), self._examples.known
             vectors, candidates = self._examples.vectors(predictor, queries[:, 0], queries[:, 1])
-            weights = fit_reverse(
-                vectors, candidates, queries, known, self.context, terms, self.exclude_head
+            weights = fit_reverse_weights(
+                vectors, candidates, queries, known, self.train_graph, terms, self.exclude_head
             )
-            terms.append(self.context.reverse(weights))
+            terms.append(self.train_graph.create_reverse_term(weights))
         return terms

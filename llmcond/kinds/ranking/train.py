@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond.errors import UserError
 from llmcond.kinds.ranking.arrays import joint_keys
-from llmcond.kinds.ranking.graph import Graph, Known, both_directions
+from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions
 from llmcond.kinds.ranking.heads import FittedQueryHead, load_query_head
 from llmcond.kinds.ranking.inputs import QueryInputs
 from llmcond.kinds.ranking.model import GraphInputs, QueryModel, check_recipe
 from llmcond.kinds.ranking.task import RankingTask
-from llmcond.runs.trials import sized
+from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, Data
-from llmcond.workflows.account import TrainingResult
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.training import Parts, RankingJob, train
+from llmcond.workflows.training import RankingJob, TrainingParts, train
+from llmcond.workflows.training_record import TrainingResult
 
 if TYPE_CHECKING:
-    from llmcond.finetune.build import Trainable
+    from llmcond.finetune.loading import TrainableEncoder
 
 
 def train_queries(options: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
@@ -29,7 +29,7 @@ def train_queries(options: TrainLoraOptions, task: RankingTask[Any]) -> Training
         UserError: The input is invalid, or the head has settings that need cached features.
         LlmcondError: The encoder cannot be loaded or trained.
     """
-    return train(_QueryJob.of(options, task, load_query_head, check_recipe))
+    return train(_QueryJob.from_options(options, task, load_query_head, check_recipe))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class _QueryJob(RankingJob):
     """Trains an encoder of entities and relations, and a head that maps queries and candidates."""
 
     unit: ClassVar[str] = "triples"
-    scored: ClassVar[str] = "queries"
+    scored_noun: ClassVar[str] = "queries"
     of_sample: ClassVar[bool] = True
 
     task: RankingTask[Any]
@@ -51,29 +51,29 @@ class _QueryJob(RankingJob):
                 f"only knowledge graphs can train an encoder, and the task {task.name} has none."
             )
 
-    def parts(self, trainable: Trainable) -> Parts:
+    def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         graph, (prompt,) = self.dataset, self.view.prompts
         texts = self.task.texts(graph)
         inputs, tokenizer = QueryInputs(texts, prompt), trainable.tokenizer
         joint = self.view.features == "joint"
         if joint:
-            inputs.check_differ()
+            inputs.check_distinct()
         directions = both_directions(graph.splits["train"], graph.n_relations)
         train = GraphInputs(
             triples=graph.splits["train"],
             entities=tokenizer(inputs.candidates),
             relations=tokenizer(inputs.conditions) if self.view.conditioned else [],
-            known=Known(directions, graph.n_entities),
+            known=KnownTriples(directions, graph.n_entities),
             n_relations=graph.n_relations,
             joint=tokenizer(inputs.joint) if joint else (),
             joint_of=joint_keys(texts.asked[:, 0], texts.asked[:, 1], graph.n_relations),
         )
         dev = None
         if len(graph.splits.get("dev", ())):
-            dev = replace(train, triples=graph.splits["dev"], known=Known(graph))
+            dev = replace(train, triples=graph.splits["dev"], known=KnownTriples(graph))
         recipe = self.recipe
         if self.start is None:
-            recipe = sized(recipe, None, trainable.engine.dim)
+            recipe = size_recipe(recipe, None, trainable.engine.dim)
         metric = self.task.main_metric
         model = QueryModel(trainable.engine, recipe, train, self.seed, self.start, metric)
-        return Parts(model, train, dev)
+        return TrainingParts(model, train, dev)

@@ -43,18 +43,18 @@ ChartRows = Sequence[Mapping[str, Any]]
 _MARK_HEIGHT, _ROW_HEIGHT = 15, 40
 
 
-def look(i: int) -> tuple[str, str]:
+def series_style(i: int) -> tuple[str, str]:
     """Return the CSS colour and the Vega mark of the i-th series."""
     return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
 
 
 @cache
-def libraries() -> str:
+def javascript_bundle() -> str:
     """Return Vega, Vega-Lite and Vega-Embed as one self-contained script."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def intervals(
+def interval_chart(
     rows: ChartRows,
     series: Sequence[str],
     title: str,
@@ -99,7 +99,7 @@ def intervals(
     return _make_spec(alt.layer(*layers), description, height)
 
 
-def scatter() -> dict[str, Any]:
+def scatter_chart() -> dict[str, Any]:
     """Return a chart of predictions against ratings, with the quartiles at each rating.
 
     The page's script supplies the data sets ``points`` (x, y, row) and ``levels`` (rating, low,
@@ -120,7 +120,7 @@ def scatter() -> dict[str, Any]:
     return _make_spec(chart, description, 260)
 
 
-def calibration() -> dict[str, Any]:
+def calibration_chart() -> dict[str, Any]:
     """Return a chart of the mean prediction at each rating.
 
     The page's script supplies the data sets ``levels`` (series A or B, rating, place, n, mean, low,
@@ -154,7 +154,7 @@ def calibration() -> dict[str, Any]:
     return _make_spec(chart, "Mean prediction and quartiles at each rating.", 280)
 
 
-def hits() -> dict[str, Any]:
+def hits_chart() -> dict[str, Any]:
     """Return a chart of the share of answers among the first k candidates, by k.
 
     The page's script supplies the data set ``points`` (series A or B, name, k, share).
@@ -178,7 +178,7 @@ def hits() -> dict[str, Any]:
     )
 
 
-def curves(measure: str, title: str) -> dict[str, Any]:
+def curve_chart(measure: str, title: str) -> dict[str, Any]:
     """Return a chart of a measure against epochs.
 
     The page's script supplies the data sets ``chosen`` (seed, epoch, measure), with a line for each
@@ -208,7 +208,7 @@ def _chart_of(data: str) -> Any:
 
 
 def _series_encoding(field: str, names: Sequence[str]) -> tuple[Any, Any]:
-    colours, shapes = zip(*(look(i) for i in range(len(names))), strict=True)
+    colours, shapes = zip(*(series_style(i) for i in range(len(names))), strict=True)
     domain = list(names)
     return (
         alt.Color(field, legend=None, scale=alt.Scale(domain=domain, range=list(colours))),

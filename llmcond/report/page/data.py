@@ -20,18 +20,18 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
-from llmcond.heads.pairs import SCORE
-from llmcond.metrics import Floats, finite, metric_of, number
+from llmcond.heads.pairs import DEV_SCORE_KEY
+from llmcond.metrics import Floats, finite_or_none, format_number, get_metric
 from llmcond.report.format import range_text
 from llmcond.report.page import charts
 from llmcond.report.page.gather import Page
-from llmcond.report.page.tables import known, minus
+from llmcond.report.page.tables import interval_ends, with_minus_signs
 
 #: The series of a chart: name, colour and mark.
 Legend = Sequence[tuple[str, str, str]]
 
 
-def embedded(page: Page) -> dict[str, Any]:
+def page_data(page: Page) -> dict[str, Any]:
     """Return the data for the page's script as JSON; each distinct text is stored once."""
     curves = _learning_curves(page)
     data: dict[str, Any] = {"config": charts.CONFIG, "charts": {}, "curves": curves}
@@ -45,14 +45,14 @@ def embedded(page: Page) -> dict[str, Any]:
         else:
             row_data = _rated_data(page, rows, texts)
         data["charts"] |= row_data.pop("charts")
-        data |= {**row_data, "chosen": page.chosen(), "texts": list(texts)}
+        data |= {**row_data, "chosen": page.initial_systems(), "texts": list(texts)}
     epochs = [epoch for curve in curves for seed in curve["seeds"] for epoch in seed]
-    metric = metric_of(page.dev_metric)
+    metric = get_metric(page.dev_metric)
     data["dev"] = f"{metric.heading} on dev"
     scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
     for column, name, title in ((1, "loss", "loss"), (2, "dev", f"{data['dev']}{scale}")):
         if any(epoch[column] is not None for epoch in epochs):
-            data["charts"][name] = charts.curves(name, title)
+            data["charts"][name] = charts.curve_chart(name, title)
     return data
 
 
@@ -79,7 +79,7 @@ def _rated_data(page: Page, rows: Rows, texts: dict[str, int]) -> dict[str, Any]
             else None
         ),
         "spans": [list(span) for span in dict.fromkeys(spans)],
-        "charts": {"scatter": charts.scatter(), "levels": charts.calibration()},
+        "charts": {"scatter": charts.scatter_chart(), "levels": charts.calibration_chart()},
     }
 
 
@@ -101,8 +101,8 @@ def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str
         }
         for name, ranks in ranks_by_name.items()
     ]
-    metric, groups = page.results[0].primary, by_condition(rows.columns[rows.by])
-    noun = rows.by.removesuffix("_text")
+    metric, groups = page.results[0].primary, by_condition(rows.columns[rows.group_column])
+    noun = rows.group_column.removesuffix("_text")
     return {
         "systems": systems,
         "columns": [
@@ -126,7 +126,7 @@ def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str
             "decimals": metric.decimals,
             "better": "above" if metric.higher_is_better else "below",
         },
-        "charts": {"hits": charts.hits()},
+        "charts": {"hits": charts.hits_chart()},
     }
 
 
@@ -139,8 +139,8 @@ def _format_score(page: Page, name: str) -> str:
     """Format a system's primary metric with its interval."""
     result = next(result for result in page.results if result.name == name)
     metric, estimate = result.primary, result.main
-    bounds = minus(range_text(metric, estimate.low, estimate.high))
-    score = f"{metric.heading} {minus(metric.show(estimate.value))}"
+    bounds = with_minus_signs(range_text(metric, estimate.low, estimate.high))
+    score = f"{metric.heading} {with_minus_signs(metric.format(estimate.value))}"
     return f"{score} ({bounds})" if bounds else score
 
 
@@ -218,10 +218,10 @@ def _learning_curves(page: Page) -> list[dict[str, Any]]:
 def _epoch_figures(epoch: Mapping[str, Any], page: Page) -> list[float | None]:
     """Return an epoch, its loss and its score on dev; None for what the curve lacks."""
     # Heads that rank record a score without the metric's name.
-    key = SCORE if SCORE in epoch else f"dev_{page.dev_metric}"
+    key = DEV_SCORE_KEY if DEV_SCORE_KEY in epoch else f"dev_{page.dev_metric}"
     # A head whose epoch was selected by another metric has no curve of this one on dev.
     loss, dev = (np.array([epoch.get(name)], np.float64) for name in ("loss", key))
-    factor = metric_of(page.dev_metric).factor
+    factor = get_metric(page.dev_metric).factor
     return [epoch["epoch"], *_round_values(loss, 5), *_round_values(factor * dev, 5)]
 
 
@@ -241,24 +241,24 @@ def _round_values(values: NDArray[np.floating], digits: int) -> list[Any]:
 
 
 def _make_legend(names: Sequence[str]) -> Legend:
-    return [(name, *charts.look(i)) for i, name in enumerate(names)]
+    return [(name, *charts.series_style(i)) for i, name in enumerate(names)]
 
 
-def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
+def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     """Return a chart of the primary metric by head and template, best template first.
 
     Returns:
         The chart and its legend; None if the metric is defined for fewer than two results.
     """
     metric = page.results[0].primary
-    defined = [result for result in page.results if finite(result.main.value) is not None]
+    defined = [result for result in page.results if finite_or_none(result.main.value) is not None]
     if len(defined) < 2:
         return None
     heads = list(dict.fromkeys(result.head for result in defined))
     rows = []
     used: Counter[tuple[str, str]] = Counter()
     for i, result in enumerate(page.results):
-        if finite(result.main.value) is None:
+        if finite_or_none(result.main.value) is None:
             continue
         details = [("no subtraction", "minus c")[result.subtract]] if page.subtracts else []
         details += [page.variants[1][i]] if page.variants else []
@@ -269,28 +269,28 @@ def by_head(page: Page) -> tuple[dict[str, Any], Legend] | None:
         slot = heads.index(result.head) + len(heads) * used[label, result.head]
         used[label, result.head] += 1
         estimate = result.main
-        low, high = known(estimate.low, estimate.high)
+        low, high = interval_ends(estimate.low, estimate.high)
         rows.append(
             {
                 "label": label,
                 "slot": slot,
                 "series": result.head,
-                "value": metric.scaled(estimate.value),
-                "low": metric.scaled(low),
-                "high": metric.scaled(high),
+                "value": metric.in_display_unit(estimate.value),
+                "low": metric.in_display_unit(low),
+                "high": metric.in_display_unit(high),
                 "system": result.name,
-                metric.heading: minus(metric.show(estimate.value)),
-                "95 % interval": minus(range_text(metric, estimate.low, estimate.high))
+                metric.heading: with_minus_signs(metric.format(estimate.value)),
+                "95 % interval": with_minus_signs(range_text(metric, estimate.low, estimate.high))
                 or "undefined",
             }
         )
     baselines = list(page.baselines.values()) if len(page.baselines) == 1 else []
-    reference = metric.scaled(baselines[0].main.value) if baselines else None
+    reference = metric.in_display_unit(baselines[0].main.value) if baselines else None
     description = (
         f"{metric.heading} of each system with its 95 % confidence interval, by template and head."
     )
     title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
-    return charts.intervals(rows, heads, title, description, reference), _make_legend(heads)
+    return charts.interval_chart(rows, heads, title, description, reference), _make_legend(heads)
 
 
 def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
@@ -321,9 +321,9 @@ def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
                     "low": None if sd is None else value - sd,
                     "high": None if sd is None else value + sd,
                     "system": row["name"],
-                    key.replace("_", " "): minus(number(value, 3)),
+                    key.replace("_", " "): with_minus_signs(format_number(value, 3)),
                 }
             )
         if rows:
-            specs.append(charts.intervals(rows, series, title, f"{title}, by template."))
+            specs.append(charts.interval_chart(rows, series, title, f"{title}, by template."))
     return (specs, _make_legend(series)) if specs else None

@@ -15,14 +15,14 @@ from llmcond.arrays import as_matrix
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.isotropy import MOST_VECTORS, measure_isotropy
-from llmcond.evaluation.ranked import QueryResult
-from llmcond.evaluation.ranking import Part
+from llmcond.evaluation.isotropy import MAX_VECTORS, measure_isotropy
+from llmcond.evaluation.ranking import QuerySubset
+from llmcond.evaluation.ranking_results import QueryResult
 from llmcond.evaluation.results import ComparedResult, Result
 from llmcond.prompts import Prompt
 from llmcond.runs import AnyRun
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.predictors import zeroshots
+from llmcond.runs.predictors import zero_shot_heads
 from llmcond.system import provenance
 
 
@@ -41,12 +41,12 @@ class Page:
             none. For queries they are ranks.
         isotropy: name, head, prompt, subtract, mean_cosine, std_cosine and partition_ratio of each
             set of vectors.
-        made: the provenance of the page, as nested JSON.
+        provenance: the provenance of the page, as nested JSON.
         baseline: the name of the first of the results that others are compared with; None if
             nothing is compared.
         variants: a heading, and each result's value under it, which distinguish results of the
             same head and prompt; None if there is nothing to distinguish.
-        parts: the scores of each result on subsets of the rows, by the kind of subset.
+        subsets: the scores of each result on subsets of the rows, by the kind of subset.
         dev_metric: the metric by which heads are selected on dev.
 
     Raises:
@@ -60,10 +60,10 @@ class Page:
     scale: tuple[float, float] = (0.0, 1.0)
     similarity: Mapping[str, NDArray[np.floating]] = field(default_factory=dict)
     isotropy: Sequence[Mapping[str, Any]] = ()
-    made: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
     baseline: str | None = None
     variants: tuple[str, Sequence[str]] | None = None
-    parts: Mapping[str, Sequence[Mapping[str, Part]]] = field(default_factory=dict)
+    subsets: Mapping[str, Sequence[Mapping[str, QuerySubset]]] = field(default_factory=dict)
     dev_metric: str = "spearman"
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Page:
         against = (result.against for result in self.results if result.against)
         return {name: by_name[name] for name in (self.baseline, *against)}
 
-    def chosen(self) -> tuple[str, str | None]:
+    def initial_systems(self) -> tuple[str, str | None]:
         """Return the two systems selected at first: the best, and the baseline or the next best.
 
         The second is None if only one system has predictions.
@@ -113,7 +113,7 @@ class Page:
         return ranked[0], next(second, None)
 
 
-def page_of(
+def make_page(
     run: AnyRun,
     rows: Rows | QueryRows,
     results: Sequence[Result],
@@ -150,7 +150,7 @@ def page_of(
         scale=run.rating_range,
         similarity=similarity,
         isotropy=_measure_isotropy(run, prompts, rows) if isinstance(rows, Rows) else (),
-        made={
+        provenance={
             "encoder": manifest["encoder"],
             "store_dtype": manifest["store_dtype"],
             "data": manifest["data"],
@@ -159,9 +159,9 @@ def page_of(
             **provenance(),
         },
         variants=(ranked[0].variant[0], variants) if any(variants) else None,
-        parts={
-            kind: [result.grouped[kind] for result in ranked]
-            for kind in (ranked[0].grouped if ranked else ())
+        subsets={
+            kind: [result.subsets[kind] for result in ranked]
+            for kind in (ranked[0].subsets if ranked else ())
         },
         dev_metric=run.dev_metric,
     )
@@ -169,12 +169,12 @@ def page_of(
 
 def _measure_isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> list[dict[str, Any]]:
     """Measure the isotropy of every prompt's features, with and without subtraction."""
-    rated, store = np.flatnonzero(rows.rated)[:MOST_VECTORS], run.store()
+    rated, store = np.flatnonzero(rows.rated)[:MAX_VECTORS], run.store()
     measurements = []
     for prompt in prompts:
         # New features for each prompt, so that memory holds one prompt's features at a time.
         features = RowFeatures(rows, store)
-        for zeroshot in zeroshots(run, prompt):
+        for zeroshot in zero_shot_heads(run, prompt):
             pairs = features.pairs(zeroshot.view).take(rated)
             sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
             identity = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}

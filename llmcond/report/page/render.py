@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError, install_command
-from llmcond.files import check_output, replacing
+from llmcond.files import check_output, replace_atomically
 from llmcond.log import log
-from llmcond.metrics import metric_of
+from llmcond.metrics import get_metric
 from llmcond.report.format import factors_text, sentences_text
 from llmcond.report.page.gather import Page
-from llmcond.report.page.tables import difference_table, isotropy_table, main_table, parts_table
+from llmcond.report.page.tables import difference_table, isotropy_table, main_table, subsets_table
 
 if TYPE_CHECKING:
     import jinja2
@@ -39,10 +39,10 @@ def check_page(path: Path) -> None:
 
 def write_page(page: Page, path: Path) -> None:
     """Write a self-contained page of results to a path that ``check_page`` accepts."""
-    from llmcond.report.page.charts import libraries
-    from llmcond.report.page.data import by_head, embedded, isotropy_charts
+    from llmcond.report.page.charts import javascript_bundle
+    from llmcond.report.page.data import head_chart, isotropy_charts, page_data
 
-    data, heads, isotropy = embedded(page), by_head(page), isotropy_charts(page)
+    data, heads, isotropy = page_data(page), head_chart(page), isotropy_charts(page)
     if heads:
         data["charts"]["heads"] = heads[0]
     if isotropy:
@@ -51,16 +51,18 @@ def write_page(page: Page, path: Path) -> None:
     write_html(
         path,
         _FOLDER / "page.html.j2",
-        [libraries(), (_FOLDER / "page.js").read_text("utf-8")],
+        [javascript_bundle(), (_FOLDER / "page.js").read_text("utf-8")],
         "",
         data,
         page=page,
         counts=dict.fromkeys(counts),
         primary=page.results[0].primary,
-        factors=factors_text([metric_of(name) for name in page.results[0].metrics]),
+        factors=factors_text([get_metric(name) for name in page.results[0].metrics]),
         results=main_table(page),
         differences=difference_table(page.results if page.baselines else ()),
-        parts={kind: parts_table(kind, page.results, parts) for kind, parts in page.parts.items()},
+        parts={
+            kind: subsets_table(kind, page.results, parts) for kind, parts in page.subsets.items()
+        },
         heads=heads and heads[1],
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
     )
@@ -99,7 +101,7 @@ def write_html(
     )
     # A lone surrogate cannot be encoded; it is written as an escape, so that the run does not fail.
     content = f"{text.lstrip()}\n".encode("utf-8", "backslashreplace")
-    with replacing(path) as temporary:
+    with replace_atomically(path) as temporary:
         temporary.write_bytes(content)
     log.info(f"report -> {path}")
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmcond.evaluation.paired import Difference
-from llmcond.evaluation.ranking import Part
+from llmcond.evaluation.paired import PairedDifference
+from llmcond.evaluation.ranking import QuerySubset
 from llmcond.evaluation.results import ComparedResult
-from llmcond.metrics import Estimate, Metric, finite, metric_of, number
-from llmcond.report.format import MINUS, new_sentences_heading, probability, range_text
+from llmcond.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
+from llmcond.report.format import MINUS, new_sentences_heading, p_value_text, range_text
 from llmcond.report.page.gather import Page
 
 
@@ -82,14 +82,14 @@ class PageTable:
     baselines: frozenset[int] = frozenset()
 
 
-def minus(text: str) -> str:
+def with_minus_signs(text: str) -> str:
     """Replace hyphens by minus signs."""
     return text.replace("-", MINUS)
 
 
-def known(low: float, high: float) -> tuple[float | None, float | None]:
+def interval_ends(low: float, high: float) -> tuple[float | None, float | None]:
     """Return both ends of an interval, or None twice unless both are finite."""
-    ends = finite(low), finite(high)
+    ends = finite_or_none(low), finite_or_none(high)
     return (None, None) if None in ends else ends
 
 
@@ -111,7 +111,7 @@ def main_table(page: Page) -> PageTable:
     if page.variants:
         kind, texts = page.variants
         columns.append((Column(kind, numeric=False), [_text_cell(text or "–") for text in texts]))
-    metrics = [metric_of(name) for name in results[0].metrics]
+    metrics = [get_metric(name) for name in results[0].metrics]
     compared_with = [baselines.get(r.against or "") for r in results]
     # Secondary metrics come last.
     for metric in sorted(metrics, key=lambda metric: metric.secondary):
@@ -183,7 +183,7 @@ def _text_cell(text: str) -> Cell:
 
 
 def _figure_cell(metric: Metric, value: float | None, signed: bool = False) -> Cell:
-    return Cell(minus(metric.show(value, signed)), finite(value))
+    return Cell(with_minus_signs(metric.format(value, signed)), finite_or_none(value))
 
 
 def _count_cell(n: int | None, detail: str = "") -> Cell:
@@ -192,37 +192,37 @@ def _count_cell(n: int | None, detail: str = "") -> Cell:
 
 def _interval_cells(
     metric: Metric,
-    estimates: Sequence[Estimate | Difference | None],
+    estimates: Sequence[Estimate | PairedDifference | None],
     references: Sequence[float | None],
     signed: bool = False,
 ) -> list[Cell]:
     """Return cells with figures and interval bars on a common axis, which includes 0 if signed."""
-    values = [v for e in estimates if e for v in (e.value, *known(e.low, e.high))]
+    values = [v for e in estimates if e for v in (e.value, *interval_ends(e.low, e.high))]
     position_of = _make_axis([*values, 0.0] if signed else values)
     cells = []
     for estimate, reference in zip(estimates, references, strict=True):
-        if estimate is None or finite(estimate.value) is None:
+        if estimate is None or finite_or_none(estimate.value) is None:
             cells.append(Cell("undefined" if estimate else "–", None))
             continue
-        low, high = known(estimate.low, estimate.high)
+        low, high = interval_ends(estimate.low, estimate.high)
         bar = Bar(
             position_of(estimate.value), position_of(low), position_of(high), position_of(reference)
         )
-        text = minus(metric.show(estimate.value, signed))
-        detail = minus(range_text(metric, estimate.low, estimate.high, signed))
-        verdict = estimate.verdict if isinstance(estimate, Difference) else ""
+        text = with_minus_signs(metric.format(estimate.value, signed))
+        detail = with_minus_signs(range_text(metric, estimate.low, estimate.high, signed))
+        verdict = estimate.verdict if isinstance(estimate, PairedDifference) else ""
         cells.append(Cell(text, estimate.value, detail, verdict, bar=bar))
     return cells
 
 
 def _make_axis(values: Iterable[float | None]) -> Callable[[float | None], float | None]:
     """Return a function that maps values to 0 to 100 on an axis of all values, with a margin."""
-    defined = [v for value in values if (v := finite(value)) is not None] or [0.0, 1.0]
+    defined = [v for value in values if (v := finite_or_none(value)) is not None] or [0.0, 1.0]
     room = 0.04 * (max(defined) - min(defined))
     low, high = min(defined) - room, max(defined) + room
 
     def position_of(value: float | None) -> float | None:
-        if value is None or finite(value) is None:
+        if value is None or finite_or_none(value) is None:
             return None
         return round(100 * (value - low) / (high - low), 2) if high > low else 50.0
 
@@ -247,17 +247,18 @@ def difference_table(results: Sequence[ComparedResult]) -> PageTable:
     rows = []
     for result in results:
         for name, difference in (result.difference or {}).items():
-            metric = metric_of(name)
+            metric = get_metric(name)
             interval = (
-                minus(range_text(metric, difference.low, difference.high, signed=True)) or "–"
+                with_minus_signs(range_text(metric, difference.low, difference.high, signed=True))
+                or "–"
             )
             row = (
                 _text_cell(result.name),
                 _text_cell(metric.heading),
                 _figure_cell(metric, difference.value, signed=True),
-                Cell(interval, finite(difference.low)),
-                Cell(probability(difference.p), finite(difference.p)),
-                Cell(probability(difference.p_holm), finite(difference.p_holm)),
+                Cell(interval, finite_or_none(difference.low)),
+                Cell(p_value_text(difference.p), finite_or_none(difference.p)),
+                Cell(p_value_text(difference.p_holm), finite_or_none(difference.p_holm)),
                 _figure_cell(metric, difference.minimum),
                 Cell(difference.verdict or "–", difference.verdict),
             )
@@ -269,8 +270,8 @@ def difference_table(results: Sequence[ComparedResult]) -> PageTable:
 _MAX_SUBSET_COLUMNS = 12
 
 
-def parts_table(
-    kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, Part]]
+def subsets_table(
+    kind: str, results: Sequence[ComparedResult], parts: Sequence[Mapping[str, QuerySubset]]
 ) -> PageTable:
     """Return the primary metric of each result on subsets of the queries, on a common axis.
 
@@ -300,7 +301,10 @@ def isotropy_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
     keys = ("mean_cosine", "std_cosine", "partition_ratio")
     headings = ("mean cosine", "standard deviation", "partition ratio")
     cells = [
-        (_text_cell(row["name"]), *(Cell(minus(number(row[key], 3)), row[key]) for key in keys))
+        (
+            _text_cell(row["name"]),
+            *(Cell(with_minus_signs(format_number(row[key], 3)), row[key]) for key in keys),
+        )
         for row in rows
     ]
     return PageTable((Column("system", numeric=False), *map(Column, headings)), cells)

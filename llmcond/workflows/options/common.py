@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmcond.bundled import DEFAULT_RUN, PRETRAINED, pretrained_names
-from llmcond.conditions import MAX_VALUES, with_values
+from llmcond.bundled import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
+from llmcond.conditions import MAX_VALUES, combine_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
@@ -16,7 +16,7 @@ from llmcond.options import Amount, Options, Positive, option
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
-    from llmcond.scale.pool import Cluster
+    from llmcond.scale.pool import RayCluster
 
 Split = Literal["train", "dev", "test"]
 
@@ -40,7 +40,7 @@ _SCALE = "work distributed with Ray (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InRun(Options):
+class RunOption(Options):
     """Options of commands that work on a run."""
 
     run: str | Path = option(
@@ -57,7 +57,7 @@ def _parse_number(text: str) -> float | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithColumns(Options):
+class ColumnOptions(Options):
     """Options that say how rated rows are read.
 
     Subclasses redeclare ``data``, ``split_seed`` and ``drop_leaks`` as flags if they have them.
@@ -110,14 +110,14 @@ class WithColumns(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithDevice(Options):
+class DeviceOption(Options):
     """Options of commands that compute on a device."""
 
     device: str = option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOptions(WithDevice):
+class HeadOptions(DeviceOption):
     """Options that choose one of a run's heads."""
 
     head: str | None = option(
@@ -132,19 +132,19 @@ class HeadOptions(WithDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithHead(InRun, HeadOptions):
+class RunHeadOptions(RunOption, HeadOptions):
     """Options of commands that use a run's encoder and one of its heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithEmbedder(HeadOptions):
+class EmbedderOptions(HeadOptions):
     """Options of commands that embed texts under conditions, by a run or a bundled model."""
 
     run: str | Path | None = option(
         None,
         metavar="DIR",
         help=f"folder of the run whose encoder and head are used (default: {DEFAULT_RUN} if it "
-        f"was extracted from your data, otherwise the bundled model {PRETRAINED})",
+        f"was extracted from your data, otherwise the bundled model {DEFAULT_MODEL})",
     )
     model: str | None = option(
         None,
@@ -152,19 +152,19 @@ class WithEmbedder(HeadOptions):
         help=f"bundled model to use instead of a run: {' or '.join(pretrained_names())}",
     )
 
-    def folder(self) -> Path:
+    def resolve_folder(self) -> Path:
         """Return the folder of the chosen run or bundled model.
 
         Raises:
             UserError: both a run and a bundled model are named, or there is no such bundled model.
         """
-        from llmcond.runs.open import usual_run
+        from llmcond.runs.open import resolve_run
 
-        return usual_run(self.run, self.model)
+        return resolve_run(self.run, self.model)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithConditions(Options):
+class ConditionOptions(Options):
     """Options of commands that take several conditions; subclasses declare ``condition``."""
 
     condition: Sequence[str] = ()
@@ -178,11 +178,11 @@ class WithConditions(Options):
 
     def conditions(self) -> list[str]:
         """Combine each condition with its example values."""
-        return with_values(self.condition, self.values)
+        return combine_values(self.condition, self.values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithGuide(Options):
+class GuideOption(Options):
     """Options of commands whose embeddings a few labelled texts can guide."""
 
     guide: Any = option(
@@ -195,7 +195,7 @@ class WithGuide(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithScale(Options):
+class ScaleOptions(Options):
     """Options of work that can be distributed over Ray actors."""
 
     scale: Literal["ray"] | None = option(
@@ -227,26 +227,26 @@ class WithScale(Options):
         help="number of GPUs per actor, which can be a fraction (default: 0, use CPUs)",
     )
 
-    def cluster(self) -> Cluster | None:
+    def cluster(self) -> RayCluster | None:
         """Return the Ray cluster to use, or None if the work is not distributed."""
         if self.scale is None:
             return None
-        from llmcond.scale.pool import Cluster
+        from llmcond.scale.pool import RayCluster
 
-        return Cluster(self.address, self.actors, self.gpus_per_actor or 0.0)
+        return RayCluster(self.address, self.actors, self.gpus_per_actor or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithEncoderSettings(Options, EncoderOptions):
+class EncoderFlags(Options, EncoderOptions):
     """Encoder settings as options."""
 
     def encoder_options(self) -> EncoderOptions:
         """Return the encoder settings separately from the other options."""
-        return self.part(EncoderOptions)
+        return self.select(EncoderOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithEncoder(WithEncoderSettings):
+class EncoderModelOptions(EncoderFlags):
     """Options that name an encoder."""
 
     model: str = option(
@@ -256,7 +256,7 @@ class WithEncoder(WithEncoderSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithTask(WithColumns):
+class TaskOptions(ColumnOptions):
     """Options of commands that create a run of a task from data."""
 
     data: Any = option(
@@ -285,7 +285,7 @@ class WithTask(WithColumns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithSplit(Options):
+class SplitOption(Options):
     """Options of commands that use one split."""
 
     split: Split | None = option(
@@ -294,7 +294,7 @@ class WithSplit(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithMetrics(Options):
+class MetricOption(Options):
     """Options of commands that score predictions."""
 
     metric: Sequence[str] = option(
@@ -303,5 +303,5 @@ class WithMetrics(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(InRun, WithTask, WithEncoder):
+class RunOptions(RunOption, TaskOptions, EncoderModelOptions):
     """Options of commands that encode a data set into a run."""

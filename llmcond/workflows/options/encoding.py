@@ -11,11 +11,11 @@ from llmcond.benchmark.shapes import Level, Shape
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import UserError
 from llmcond.options import Amount, Positive, option
-from llmcond.workflows.options.common import RunOptions, WithDevice, WithScale
+from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractOptions(RunOptions, WithScale):
+class ExtractOptions(RunOptions, ScaleOptions):
     """Options of ``llmcond extract``: data, prompts, encoder, and where features are stored."""
 
     prompt: Sequence[str] = option(
@@ -66,7 +66,7 @@ class ExtractOptions(RunOptions, WithScale):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(WithDevice):
+class BenchOptions(DeviceOption):
     """Options of ``llmcond bench``: the encoders to check and time."""
 
     model: Sequence[str] = option(

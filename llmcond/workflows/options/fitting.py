@@ -11,7 +11,7 @@ from annotated_types import Ge, Le
 
 from llmcond.errors import UserError
 from llmcond.options import Options, Positive, Seed, option
-from llmcond.workflows.options.common import InRun, WithDevice, WithMetrics, WithSplit
+from llmcond.workflows.options.common import DeviceOption, MetricOption, RunOption, SplitOption
 
 _WITH_DEV = "fitting on dev as well"
 
@@ -50,7 +50,7 @@ class DevOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitHeadOptions(InRun, WithDevice, DevOptions):
+class FitHeadOptions(RunOption, DeviceOption, DevOptions):
     """Options of ``llmcond fit-head``: the recipe, and the features to fit it on."""
 
     head: str = option(
@@ -82,7 +82,7 @@ class FitHeadOptions(InRun, WithDevice, DevOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithTrials(Options):
+class TrialOptions(Options):
     """Options of commands that fit every head with several seeds."""
 
     seeds: Annotated[int, Ge(1), Le(2**32)] = option(
@@ -100,7 +100,7 @@ class WithTrials(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(InRun, WithSplit, WithMetrics, WithTrials, WithDevice):
+class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOption):
     """Options of ``llmcond sweep``: the heads and settings to fit."""
 
     head: Sequence[str] = option(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from llmcond.options import Positive, Ties, option
-from llmcond.workflows.options.common import WithHead
+from llmcond.workflows.options.common import RunHeadOptions
 
 _RANKING = "ranking (tasks kgc and dialogue)"
 _GRAPH = "ranking entities of a knowledge graph (task kgc)"
@@ -57,7 +57,7 @@ class TripleOptions(GraphOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompleteOptions(TripleOptions, WithHead):
+class CompleteOptions(TripleOptions, RunHeadOptions):
     """Options of ``llmcond complete``: the triple, and the run and head that complete it."""
 
 
@@ -66,10 +66,10 @@ class TiesOption:
     """Options of every task that ranks candidates: how ties are ranked.
 
     Attributes:
-        of: the kind of task that the options apply to, and its name in messages.
+        task_kind: the kind of task that the options apply to, and its name in messages.
     """
 
-    of: ClassVar[tuple[str, str]] = "", "tasks that rank candidates"
+    task_kind: ClassVar[tuple[str, str]] = "", "tasks that rank candidates"
 
     ties: Ties | None = option(
         None,
@@ -83,7 +83,7 @@ class TiesOption:
 class RankingOptions(GraphOptions, TiesOption):
     """Options of ranking in runs of knowledge graphs."""
 
-    of: ClassVar[tuple[str, str]] = "ranking", "knowledge graphs"
+    task_kind: ClassVar[tuple[str, str]] = "ranking", "knowledge graphs"
 
     exclude_head: bool = option(
         False,
@@ -101,7 +101,7 @@ class RankingOptions(GraphOptions, TiesOption):
 class DialogueOptions(TiesOption):
     """Options of ranking, or planning towards, the next turn of a dialogue."""
 
-    of: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
+    task_kind: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
 
     history: str | None = option(
         None,
@@ -158,7 +158,7 @@ class DialogueOptions(TiesOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplyOptions(WithHead):
+class ReplyOptions(RunHeadOptions):
     """Options of ``llmcond reply``: the dialogue so far, and the candidates for its next turn."""
 
     turns: Sequence[str] = option(

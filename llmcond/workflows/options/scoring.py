@@ -12,14 +12,14 @@ from annotated_types import Ge
 from llmcond.options import Seed, option
 from llmcond.workflows.options.common import (
     DATA,
-    InRun,
+    ColumnOptions,
+    DeviceOption,
+    MetricOption,
+    RunOption,
     RunOptions,
-    WithColumns,
-    WithDevice,
-    WithMetrics,
-    WithSplit,
+    SplitOption,
 )
-from llmcond.workflows.options.fitting import WithTrials
+from llmcond.workflows.options.fitting import TrialOptions
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions
 
 Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
@@ -27,7 +27,13 @@ Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(
-    InRun, WithColumns, WithSplit, WithMetrics, WithDevice, DialogueOptions, RankingOptions
+    RunOption,
+    ColumnOptions,
+    SplitOption,
+    MetricOption,
+    DeviceOption,
+    DialogueOptions,
+    RankingOptions,
 ):
     """Options of ``llmcond evaluate``: the heads and rows to score, and the files to write."""
 
@@ -53,7 +59,7 @@ class EvaluateOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyseOptions(InRun, WithSplit):
+class AnalyseOptions(RunOption, SplitOption):
     """Options of ``llmcond analyse``: the heads to explain, and the analyses."""
 
     head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
@@ -70,7 +76,7 @@ class AnalyseOptions(InRun, WithSplit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(WithSplit, WithMetrics, WithTrials):
+class CompareOptions(SplitOption, MetricOption, TrialOptions):
     """Options that say which prompts are compared, and how.
 
     Prompts that the encoder cannot use are skipped with a message.

@@ -18,12 +18,12 @@ from llmcond.workflows.options.common import (
     DATA,
     TEXT_HELP,
     VALUES_HELP,
+    ColumnOptions,
+    ConditionOptions,
+    EmbedderOptions,
+    GuideOption,
+    ScaleOptions,
     Split,
-    WithColumns,
-    WithConditions,
-    WithEmbedder,
-    WithGuide,
-    WithScale,
 )
 
 _SERVER = "server"
@@ -37,7 +37,7 @@ def _parse_clusters(text: str) -> int | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(WithGuide, WithEmbedder, WithScale):
+class EmbedOptions(GuideOption, EmbedderOptions, ScaleOptions):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
     source: Any = option(
@@ -92,7 +92,7 @@ class EmbedOptions(WithGuide, WithEmbedder, WithScale):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(WithGuide, WithConditions, WithEmbedder):
+class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
     """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
 
     texts: Any = option(
@@ -148,7 +148,7 @@ class ClusterOptions(WithGuide, WithConditions, WithEmbedder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConditionOptions(WithConditions, WithEmbedder):
+class CheckConditionOptions(ConditionOptions, EmbedderOptions):
     """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
 
     texts: Any = option(
@@ -165,7 +165,7 @@ class CheckConditionOptions(WithConditions, WithEmbedder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(WithConditions, WithEmbedder):
+class IndexOptions(ConditionOptions, EmbedderOptions):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
     texts: str | None = option(
@@ -200,7 +200,7 @@ class IndexOptions(WithConditions, WithEmbedder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateOptions(WithColumns):
+class AnnotateOptions(ColumnOptions):
     """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
 
     data: Any = option(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmcond.encoders.spec import Orders
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
-from llmcond.options import Positive, Seed, option, optional
-from llmcond.workflows.options.common import InRun, RunOptions
+from llmcond.options import Positive, Seed, all_optional, option
+from llmcond.workflows.options.common import RunOption, RunOptions
 
 _HEAD = "head and inputs"
 _TEACHER = "distillation"
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     _TuneOptions = TuneSettings
 else:
     # Options that are None may be set in the recipe's [finetune] table.
-    _TuneOptions = optional(TuneSettings)
+    _TuneOptions = all_optional(TuneSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(RunOptions, _TuneOptions):
+class TrainingOptions(RunOptions, _TuneOptions):
     """Options of every command that trains an encoder."""
 
     merge: bool = option(
@@ -57,7 +57,7 @@ class TeacherOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadChoice:
+class HeadTrainingOptions:
     """Options of the head that is trained on top of an encoder.
 
     ``start`` also decides the prompt and the settings that its head was fitted with.
@@ -107,12 +107,14 @@ class HeadChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLoraOptions(HeadChoice, StageSettings, TeacherOptions, AspectSettings, Training):
+class TrainLoraOptions(
+    HeadTrainingOptions, StageSettings, TeacherOptions, AspectSettings, TrainingOptions
+):
     """Options of ``llmcond train-lora``: an encoder and the head on top of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainCrossOptions(StageSettings, Training):
+class TrainCrossOptions(StageSettings, TrainingOptions):
     """Options of ``llmcond train-cross``, which trains a cross-encoder."""
 
     orders: Orders = option(
@@ -129,7 +131,7 @@ class TrainCrossOptions(StageSettings, Training):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(InRun):
+class PushOptions(RunOption):
     """Options of ``llmcond push``: the repository to upload a run to."""
 
     repo: str = option(

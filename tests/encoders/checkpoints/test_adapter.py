@@ -26,13 +26,13 @@ from llmcond.cli import run
 from llmcond.encoders import EncoderInput, EncoderOptions, find_model, resolve, resolve_base
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
-    TUNED,
+    ENCODER_RECORD,
     WEIGHTS,
-    Tuned,
+    EncoderRecord,
     attach,
     inject,
-    read_tuned,
-    write_tuned,
+    read_encoder_record,
+    write_encoder_record,
 )
 from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
 from llmcond.encoders.engine.nv_embed import NVEmbedModel
@@ -342,14 +342,14 @@ def test_vectors_on_4_bit_weights_are_those_of_peft(tmp_path, dora):
     from peft import PeftModel
     from transformers import BertModel
 
-    from llmcond.encoders.loading.quantization import quantization
+    from llmcond.encoders.loading.quantization import quantization_config
 
     made = checkpoints.make("simcse-bert", tmp_path / "base", hidden=64)
     tune(made.network, tmp_path / "tuned", made.folder, target_modules=["query"], use_dora=dora)
     base = BertModel.from_pretrained(
         made.folder,
         dtype=torch.float32,
-        quantization_config=quantization("4bit", "float32"),
+        quantization_config=quantization_config("4bit", "float32"),
         device_map="cpu",
     )
     model = PeftModel.from_pretrained(base, tmp_path / "tuned").eval()
@@ -808,15 +808,15 @@ def record(folder, **changes):
         "base_weights": None,
         **changes,
     }
-    write_tuned(folder, Tuned(**given))
+    write_encoder_record(folder, EncoderRecord(**given))
 
 
 def test_record_of_training_is_read_as_it_was_written(tmp_path):
-    assert read_tuned(tmp_path) is None
-    tuned = Tuned("a/b", "0" * 40, "minilm", SETTINGS, "4bit", "hub:a/b@" + "0" * 40)
-    write_tuned(tmp_path, tuned)
-    assert json.loads((tmp_path / TUNED).read_text())["format"] == 1
-    assert read_tuned(tmp_path) == tuned
+    assert read_encoder_record(tmp_path) is None
+    tuned = EncoderRecord("a/b", "0" * 40, "minilm", SETTINGS, "4bit", "hub:a/b@" + "0" * 40)
+    write_encoder_record(tmp_path, tuned)
+    assert json.loads((tmp_path / ENCODER_RECORD).read_text())["format"] == 1
+    assert read_encoder_record(tmp_path) == tuned
 
 
 def test_settings_of_training_are_used_where_none_are_given(tuned):
@@ -901,22 +901,24 @@ def test_base_that_was_quantised_in_training_is_told(tuned):
 )
 def test_damaged_record_is_named(tuned, change, named):
     record(tuned)
-    checkpoints.change_json(tuned / TUNED, **change)
+    checkpoints.change_json(tuned / ENCODER_RECORD, **change)
     with pytest.raises(LlmcondError, match=named) as raised:
         load_identity(tuned)
-    assert TUNED in str(raised.value)
+    assert ENCODER_RECORD in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_record_that_is_no_json_is_refused(tuned):
-    (tuned / TUNED).write_text("{")
+    (tuned / ENCODER_RECORD).write_text("{")
     with pytest.raises(UserError, match="is not a readable JSON file"):
         load_identity(tuned)
 
 
 def test_record_without_a_base_is_refused_for_an_adapter(tuned):
     record(tuned, base=None)
-    with pytest.raises(UserError, match=rf"its {TUNED} does not name the encoder .* Set base to"):
+    with pytest.raises(
+        UserError, match=rf"its {ENCODER_RECORD} does not name the encoder .* Set base to"
+    ):
         load_identity(tuned)
 
 
@@ -932,7 +934,7 @@ def test_whole_checkpoint_has_the_settings_it_was_trained_with(bert):
     assert load_identity(base, **{name: getattr(plain, name) for name in SETTINGS}) == plain
     given = {name: SETTINGS[name] for name in ("pooling", "normalize", "max_length")}
     expected = vectors(base)
-    (base / TUNED).unlink()
+    (base / ENCODER_RECORD).unlink()
     np.testing.assert_array_equal(vectors(base, **given), expected)
 
 
@@ -948,7 +950,7 @@ def test_whole_checkpoint_is_taken_for_the_model_it_was_trained_as(tmp_path):
 def test_vocabulary_of_the_same_name_is_passed_by(bert):
     base, _ = bert
     expected = fingerprint(base)
-    (base / TUNED).write_text(json.dumps({"the": 5, "format": 18_982, "settings": 33_692}))
+    (base / ENCODER_RECORD).write_text(json.dumps({"the": 5, "format": 18_982, "settings": 33_692}))
     assert fingerprint(base) == expected
 
 

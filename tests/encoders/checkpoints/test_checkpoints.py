@@ -33,7 +33,7 @@ from llmcond.encoders.checkpoints.checkpoint import (
     has_weights,
     settings_files,
 )
-from llmcond.encoders.checkpoints.settings import Settings
+from llmcond.encoders.checkpoints.settings import CheckpointSettings
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_file
@@ -442,7 +442,7 @@ def test_settings_file_that_is_no_json_is_named(folder):
 )
 def test_attention_is_read_from_the_config(decoder, config, expected):
     change_json(decoder / "config.json", **config)
-    assert Settings.read(decoder).attention == expected
+    assert CheckpointSettings.read(decoder).attention == expected
     resolved = settle(decoder)
     assert resolved.identity.attention == (expected or "causal")
     assert any("--attention" in sentence for sentence in resolved.assumed) == (expected is None)
@@ -498,7 +498,7 @@ def test_encoder_that_was_made_a_decoder_is_causal(folder):
 def test_end_that_the_tokenizer_asks_for_is_put_there(decoder, tokenizer, expected):
     ends = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     change_json(decoder / "tokenizer_config.json", **{**ends, **tokenizer})
-    assert Settings.read(decoder).special_tokens == expected
+    assert CheckpointSettings.read(decoder).special_tokens == expected
     assert settle(decoder).identity.special_tokens == expected
     assert settle(decoder, special_tokens="{text}").identity.special_tokens == "{text}"
 
@@ -512,7 +512,7 @@ def test_special_tokens_may_be_written_as_objects(decoder):
         bos_token=first,
         eos_token=last,
     )
-    assert Settings.read(decoder).special_tokens == "<s> {text} </s>"
+    assert CheckpointSettings.read(decoder).special_tokens == "<s> {text} </s>"
 
 
 # -- a copy of a known model -------------------------------------------------------------------

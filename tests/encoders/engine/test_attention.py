@@ -269,7 +269,7 @@ def test_keys_for_a_kernel_are_gathered_few_segments_at_a_time(nasty):
     assert len(output) == batch.n_tokens
     assert max(calls) <= limit
     gathered = sum(
-        segment.length + sum(before.length for before in batch.path(at))
+        segment.length + sum(before.length for before in batch.ancestors(at))
         for at, segment in enumerate(batch.segments)
     )
     assert sum(calls) == gathered

@@ -283,7 +283,7 @@ def test_chain_of_thousands_that_each_go_on_from_the_last_is_planned(budget):
     if budget > depth:
         (batch,) = batches
         assert batch.n_tokens == depth
-        assert len(batch.path(depth - 1)) == depth - 1
+        assert len(batch.ancestors(depth - 1)) == depth - 1
         assert [batch.position(depth - 1, token) for token in (0, 1_234, depth - 1)] == [
             0,
             1_234,

@@ -30,7 +30,7 @@ def tokenizer(folder):
 
 
 def joined(tokenizer, *row, **changes):
-    (tokens,) = InputTokenizer(tokenizer, replace(IDENTITY, **changes), "tiny").joined([row])
+    (tokens,) = InputTokenizer(tokenizer, replace(IDENTITY, **changes), "tiny").join_rows([row])
     return tokens, tokenizer.decode(tokens.ids)
 
 

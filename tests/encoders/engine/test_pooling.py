@@ -11,7 +11,7 @@ from llmcond.encoders.checkpoints.checkpoint import Checkpoint
 from llmcond.encoders.engine.pooling import find_pooling
 from llmcond.encoders.known import find_model
 from llmcond.encoders.poolings import POOLINGS
-from llmcond.encoders.resolve import settle
+from llmcond.encoders.resolve import resolve_checkpoint
 from llmcond.errors import UserError
 from llmcond.files import write_json
 from llmcond.runs import open_run
@@ -111,7 +111,7 @@ def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
     write_json(source.parent / "config.json", dict(known.architecture))
     options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
     with pytest.raises(UserError, match="may be pooled by latent only"):
-        settle(checkpoint, options, "cpu", identify=False)
+        resolve_checkpoint(checkpoint, options, "cpu", identify=False)
 
 
 def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(

@@ -121,7 +121,7 @@ def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
 def test_gradients_are_finite_where_all_tokens_are_alike():
     own = torch.ones(2, 4, 8, requires_grad=True)
     routes = [Routes(torch.eye(8)[:2], Router("", 0.7, False, True))] * 2
-    pooling.routed(own, [(0, 1), (0, 4)], routes).square().sum().backward()
+    pooling.pool_routed(own, [(0, 1), (0, 4)], routes).square().sum().backward()
     assert torch.isfinite(own.grad).all()
 
 

@@ -23,7 +23,7 @@ from llmcond.encoders.spec import InputError
 from llmcond.errors import UserError
 from llmcond.files import digest_bytes
 from llmcond.prompts import load_prompt
-from llmcond.prompts.template import Part
+from llmcond.prompts.template import InputTemplate
 
 FORMAT = "Instruct: {instruction}\nQuery: {text}"
 SHORT = replace(IDENTITY, max_length=62)
@@ -286,7 +286,7 @@ def test_a_long_sentence_does_not_hide_the_condition(minilm):
 
 
 def test_a_sentence_that_stands_twice_is_cut_twice(tokenizers):
-    part = Part("{sentence} red , {condition} : {sentence} blue")
+    part = InputTemplate("{sentence} red , {condition} : {sentence} blue")
     item = part.render("dogs play in the park at night", "rain")
     (row,) = tokenise(tokenizers["bert"], [item], max_length=12)
     words = tokenizers["bert"].convert_ids_to_tokens(row.ids)
@@ -294,13 +294,17 @@ def test_a_sentence_that_stands_twice_is_cut_twice(tokenizers):
 
 
 def test_braces_and_other_placeholders_are_not_the_sentence():
-    item = Part("{condition}: {sentence}", instruction="about {sentence}").render("a {b}", "c")
+    item = InputTemplate("{condition}: {sentence}", instruction="about {sentence}").render(
+        "a {b}", "c"
+    )
     assert item.sentence == (("instruction", 6, 11), ("text", 3, 8))
     assert item == EncoderInput("about a {b}", "c: a {b}")
     assert item.key == EncoderInput("about a {b}", "c: a {b}").key != item.key_when_cut
 
 
-@pytest.mark.parametrize("part", [Part("{condition}"), Part("{sentence} {condition}")])
+@pytest.mark.parametrize(
+    "part", [InputTemplate("{condition}"), InputTemplate("{sentence} {condition}")]
+)
 def test_a_condition_is_never_cut(tokenizers, part):
     item = part.render("dogs", LONG)
     with pytest.raises(InputError, match=r"too long without its sentence.*--max-length") as error:
@@ -309,7 +313,7 @@ def test_a_condition_is_never_cut(tokenizers, part):
 
 
 def test_slow_tokenizers_keep_the_condition_as_well(tokenizers, monkeypatch):
-    item = Part("{sentence} : {condition}").render(LONG, "rain")
+    item = InputTemplate("{sentence} : {condition}").render(LONG, "rain")
     (fast,) = tokenise(tokenizers["bert"], [item], max_length=20)
     monkeypatch.setattr(type(tokenizers["bert"]), "is_fast", False)
     assert tokenise(tokenizers["bert"], [item], max_length=20) == [fast]
@@ -317,7 +321,7 @@ def test_slow_tokenizers_keep_the_condition_as_well(tokenizers, monkeypatch):
 
 @pytest.mark.parametrize(("over", "first"), [("text", 6), ("after-instruction", 5)])
 def test_a_cut_instruction_is_still_left_out_of_what_is_pooled(tokenizers, over, first):
-    item = Part("{condition}", instruction="retrieve : {sentence}").render(LONG, "red hat")
+    item = InputTemplate("{condition}", instruction="retrieve : {sentence}").render(LONG, "red hat")
     settings = {"instruction_format": "{instruction} {text}", "pool_over": over}
     (row,) = tokenise(tokenizers["bert"], [item], **settings, max_length=9)
     words = tokenizers["bert"].convert_ids_to_tokens(row.ids)
@@ -334,7 +338,7 @@ def test_what_a_tokenizer_cannot_read_is_one_line():
 
 def test_windows_hold_the_whole_sentence_and_each_the_condition(tokenizers):
     tokenizer = tokenizers["minilm"]
-    item = Part("{sentence} : {condition}").render(LONG, "rain")
+    item = InputTemplate("{sentence} : {condition}").render(LONG, "rain")
     identity = replace(SHORT, max_length=20, long_texts="windows")
     (rows,) = InputTokenizer(tokenizer, identity, "tiny").windows([item])
     behind = tokenizer(": rain")["input_ids"][1:]

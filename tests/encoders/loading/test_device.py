@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from llmcond import system
-from llmcond.encoders.loading.device import fetch
+from llmcond.encoders.loading.device import copy_to_cpu
 from llmcond.errors import UserError
-from llmcond.system import check_capability, choose_device, to_device
+from llmcond.system import check_capability, choose_device, move_to_device
 
 BUILT_FOR = ["sm_75", "sm_80", "sm_90a", "sm_120", "compute_120"]
 DEVICES = [
@@ -18,9 +18,9 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 def test_tensors_go_to_a_device_and_come_back(device):
     values = torch.arange(6).view(2, 3)
-    there = to_device(values, torch.device(device))
+    there = move_to_device(values, torch.device(device))
     assert there.device.type == device
-    back, copied = fetch(there * 2)
+    back, copied = copy_to_cpu(there * 2)
     assert (copied is None) == (device == "cpu")
     if copied is not None:
         copied.synchronize()

@@ -17,8 +17,8 @@ from llmcond.encoders.encoder import Encoder
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.loading.architecture import build_on_meta, load_config
 from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.loading.memory import footprint
-from llmcond.encoders.loading.quantization import quantization
+from llmcond.encoders.loading.memory import measure_footprint
+from llmcond.encoders.loading.quantization import quantization_config
 from llmcond.errors import LlmcondError
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
@@ -251,7 +251,7 @@ def from_transformers(folder, quantize, kind, dtype="float32"):
     return kind.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
-        quantization_config=quantization(quantize, dtype),
+        quantization_config=quantization_config(quantize, dtype),
         device_map="cpu",
     )
 
@@ -345,7 +345,7 @@ def test_memory_is_foretold(make, name, config, pooling, quantize, dtype):
     wide = {"hidden_size": 256, "intermediate_size": 1_024, "vocab_size": 256}
     folder = make(name, **config, **wide)
     resolved = resolve(str(folder), replace(CPU, quantize=quantize, dtype=dtype, pooling=pooling))
-    size = footprint(build_on_meta(load_config(resolved.checkpoint)))
+    size = measure_footprint(build_on_meta(load_config(resolved.checkpoint)))
     foretold, found = size.weights(dtype, quantize), bytes_of(unused(resolved))
     # Tables of a kilobyte for each layer in 4 bit are not counted: at real sizes they are nothing.
     assert foretold == pytest.approx(found, rel=0.03 if quantize == "4bit" else 1e-6)
@@ -366,7 +366,7 @@ def latent_config():
 
 
 def test_folding_is_foretold(latent_config):
-    size = footprint(build_on_meta(latent_config))
+    size = measure_footprint(build_on_meta(latent_config))
     network = NVEmbedModel(latent_config)
     before = sum(parameter.numel() for parameter in network.parameters())
     network.latent_attention_model.fold()
@@ -378,10 +378,10 @@ def test_folding_is_foretold(latent_config):
 
 
 def test_latent_block_is_not_counted_as_quantised(latent_config):
-    size = footprint(build_on_meta(latent_config))
+    size = measure_footprint(build_on_meta(latent_config))
     backbone = build_on_meta(latent_config).embedding_model
-    assert size.n_quantized == footprint(backbone).n_quantized > 0
-    assert footprint(backbone).n_folded == 0
+    assert size.n_quantized == measure_footprint(backbone).n_quantized > 0
+    assert measure_footprint(backbone).n_folded == 0
 
 
 #: In millions, as the hub shows them for the weights; without a head that is not loaded.
@@ -415,7 +415,7 @@ def test_known_architecture_has_the_published_size(name):
     values = dict(known.architecture)
     nested = values["model_type"] == "nvembed"
     config = read_config(values) if nested else AutoConfig.for_model(**values)
-    size = footprint(build_on_meta(config))
+    size = measure_footprint(build_on_meta(config))
     assert size.n_parameters == known.n_parameters
     assert size.n_parameters / 1e6 == pytest.approx(PUBLISHED[name], rel=0.005)
     assert config.hidden_size == known.dim
@@ -438,7 +438,7 @@ def free(monkeypatch):
         gpus = sum(name.startswith("cuda") for name in devices)
         monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
         monkeypatch.setattr(
-            "llmcond.encoders.loading.loading.available",
+            "llmcond.encoders.loading.loading.available_memory",
             lambda device: devices[device.replace(":", "")],
         )
 
@@ -451,7 +451,7 @@ def test_too_little_memory_is_told_before_weights_are_fetched(bert, free):
     with pytest.raises(LlmcondError) as raised:
         load(bert)
     message = str(raised.value)
-    needed = footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
+    needed = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
     assert type(raised.value) is LlmcondError
     assert f"{bert} does not fit into the memory of cpu" in message
     assert f"needs {needed.weights('float32', 'none') / 2**20:.1f} MiB" in message
@@ -469,7 +469,7 @@ def test_what_does_not_fit_in_4_bit_is_answered_with_a_smaller_model(bert, free)
 
 
 def test_enough_memory_lets_weights_be_fetched(bert, free):
-    size = footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
+    size = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
     free(cpu=size.loading("float32", "none"))
     with pytest.raises(FetchedError):
         load(bert)

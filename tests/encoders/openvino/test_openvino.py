@@ -282,7 +282,7 @@ def test_cpu_without_bfloat16_computes_it_by_pytorch(monkeypatch):
     monkeypatch.setattr(library, "computes_bfloat16", lambda: False)
     resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
     assert resolved.runtime == "torch"
-    assert "does not compute bfloat16 on this CPU" in resolved.not_openvino
+    assert "does not compute bfloat16 on this CPU" in resolved.openvino_obstacle
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_cpu_without_bfloat16_computes_it_by_pytorch(monkeypatch):
 def test_settings_that_are_left_to_pytorch(tiny_checkpoint, options, reason):
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(**{**FLOAT32, **options}))
     assert resolved.runtime == "torch"
-    assert reason in resolved.not_openvino
+    assert reason in resolved.openvino_obstacle
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_reasons_against_a_checkpoint(tiny_checkpoint, tmp_path, change, reason)
     identity = resolve(str(folder), EncoderOptions(**FLOAT32))
     checkpoints.change_json(folder / "config.json", **change)
     config = json.loads((folder / "config.json").read_text())
-    found = support.reason_against(identity.checkpoint, identity.identity, config)
+    found = support.find_reason_against(identity.checkpoint, identity.identity, config)
     assert reason in str(found)
 
 
@@ -326,9 +326,9 @@ def test_config_without_a_size_is_told_before_weights_are_there(tiny_checkpoint,
     resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
     (folder / "model.safetensors").unlink()
     config = json.loads((folder / "config.json").read_text())
-    assert support.reason_against(resolved.checkpoint, resolved.identity, config) is None
+    assert support.find_reason_against(resolved.checkpoint, resolved.identity, config) is None
     del config["hidden_size"]
-    found = support.reason_against(resolved.checkpoint, resolved.identity, config)
+    found = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
     assert "lacks a size ('hidden_size')" in str(found)
 
 

@@ -17,7 +17,7 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.routers.csr import HeavyRouter
-from llmcond.encoders.routers.settings import RELEASED
+from llmcond.encoders.routers.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
@@ -36,7 +36,7 @@ def load(name, folder, mode="paper", layers=2, **options):
     if not (folder / "model").exists():
         checkpoints.make(case.kind, folder / "model", **case.made)
         checkpoints.change_json(folder / "model/config.json", **case.config)
-    usual = case.options if mode not in RELEASED else {}
+    usual = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
     router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **usual, **options}
     if mode == "heavy":
@@ -223,7 +223,7 @@ def released_bi(encoder, item, *, layers):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("mode", RELEASED)
+@pytest.mark.parametrize("mode", RELEASED_MODES)
 @pytest.mark.parametrize("name", ABSOLUTE)
 def test_the_released_modes_are_the_authors_code(name, mode, layers, tmp_path):
     encoder = load(name, tmp_path, mode, layers)
@@ -238,7 +238,7 @@ def test_the_released_modes_are_the_authors_code(name, mode, layers, tmp_path):
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", RELEASED)
+@pytest.mark.parametrize("mode", RELEASED_MODES)
 def test_the_released_modes_do_not_depend_on_the_batch(mode, tmp_path):
     encoder = load("simcse-roberta", tmp_path, mode)
     items = mixed(4)
@@ -286,7 +286,7 @@ def test_equal_keys_have_equal_weights(tmp_path):
     torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
 
 
-@pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED])
+@pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED_MODES])
 def test_gradients_are_those_of_finite_differences(mode, tmp_path):
     encoder = load("e5-xlm-r", tmp_path, mode)
     network = encoder.engine.model.network

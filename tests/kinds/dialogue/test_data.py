@@ -45,7 +45,7 @@ def jsonl(rows) -> str:
 
 def told(data: Dialogues, split: str) -> list[list[str]]:
     turns = data.splits[split]
-    return [[data.texts[i] for i in turns.of(k)] for k in range(len(turns))]
+    return [[data.texts[i] for i in turns.utterances_of(k)] for k in range(len(turns))]
 
 
 def many(n: int, word: str = "talk") -> list[list[str]]:
@@ -64,16 +64,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_context_is_the_first_turns_of_every_longer_dialogue():
-    turns = Turns.of_lists([[0, 1, 2], [3, 4], [5, 6, 7, 8]])
-    rows, contexts, answers = turns.context(2)
+    turns = Turns.from_lists([[0, 1, 2], [3, 4], [5, 6, 7, 8]])
+    rows, contexts, answers = turns.contexts(2)
 
     assert (len(turns), turns.lengths.tolist()) == (3, [3, 2, 4])
     assert rows.tolist() == [0, 2]
     assert contexts.tolist() == [[0, 1], [5, 6]]
     assert answers.tolist() == [2, 7]
-    assert turns.of(1).tolist() == [3, 4]
+    assert turns.utterances_of(1).tolist() == [3, 4]
     assert turns.dialogue.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
-    assert [own.shape for own in turns.context(4)] == [(0,), (0, 4), (0,)]
+    assert [own.shape for own in turns.contexts(4)] == [(0,), (0, 4), (0,)]
 
 
 # -- formats -----------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_options_of_rated_rows_are_refused(folder: Path):
     with pytest.raises(UserError, match="the template names the column 'place'"):
         task.read(DataOptions(folder, extra=("place",)))
     with pytest.raises(UserError, match="has no test dialogues; it has train, dev"):
-        replace(read_dialogues(folder), splits={"train": None, "dev": None}).of("test")
+        replace(read_dialogues(folder), splits={"train": None, "dev": None}).turns_of("test")
 
 
 # -- the sample --------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_the_sample_takes_roles_and_no_sum_of_turns():
             query = begin * vectors[contexts[:, 0]] + end * vectors[contexts[:, 1]]
             return query @ matrix @ vectors[candidates].T
 
-        return float(rank_next(asked, score).of().mean())
+        return float(rank_next(asked, score).resolve_ties().mean())
 
     assert ranked(-1, 1) == 1
     assert 25 < ranked(1, 1) < 40

@@ -9,13 +9,13 @@ from helpers.training import alone, on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.finetune.build import load_trainable
+from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import StateFolder
+from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import Turns
-from llmcond.kinds.dialogue.fit import TurnArrays, distinct, fit_turns
+from llmcond.kinds.dialogue.fit import TurnArrays, distinct_utterances, fit_turns
 from llmcond.kinds.dialogue.model import DialogueInputs, TurnModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +25,7 @@ TEXTS = [f"two {first} {second}" for first in WORDS[:6] for second in WORDS[8:12
 N = len(TEXTS)
 #: Of five different utterances, each follows from the two before it.
 DIALOGUES = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 60) if i % 2 and i % 3]
-TRAIN, DEV = Turns.of_lists(DIALOGUES[:12]), Turns.of_lists(DIALOGUES[12:])
+TRAIN, DEV = Turns.from_lists(DIALOGUES[:12]), Turns.from_lists(DIALOGUES[12:])
 
 
 def recipe(name, **changes):
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_cached_features(tiny, name):
     encoded, embed = [], model.engine.embed
     model.engine.embed = lambda tokens: encoded.append(len(tokens)) or embed(tokens)
     loss = model(inputs, rows, [5, 0])
-    used, places = distinct(inputs.windows(rows))
+    used, places = distinct_utterances(inputs.windows(rows))
     assert encoded == [len(used)]
     features = torch.nn.functional.normalize(torch.from_numpy(model.vectors(inputs.tokens)))
     drawn = np.random.Generator(np.random.SFC64([5, 0]))
@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_cached_features(tiny, name):
     expected = model.head.loss(features[used], torch.from_numpy(places), drawn, of)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
-    reached = [key for key, value in model.trained().items() if value.grad is not None]
+    reached = [key for key, value in model.trained_parameters().items() if value.grad is not None]
     assert any(key.startswith("encoder.") for key in reached)
     assert (name == "none") == (not any(key.startswith("head.") for key in reached))
 
@@ -76,7 +76,7 @@ def test_windows_of_a_dialogue_stay_together(tiny):
 def test_the_score_is_the_average_rank_on_dev(tiny, name):
     model, _, dev = parts_of(tiny, name)
     vectors = model.vectors(dev.tokens)
-    head = model.fitted()
+    head = model.fitted_head()
     after, means = head.after(vectors), []
     for h in (2, 3, 4):
         answers, ranks = [d[h] for d in DIALOGUES[12:]], []
@@ -92,7 +92,7 @@ def test_the_score_is_the_average_rank_on_dev(tiny, name):
 def trainer_of(tiny, folder, name="weighted", changes=(), **settings):
     tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
     model, train, dev = parts_of(tiny, name, tuning=tuning, **dict(changes))
-    state = StateFolder(folder, {"settings": tuning.to_json()})
+    state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
@@ -106,7 +106,7 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
     whole = trainer_of(tiny, tmp_path / "whole", name, changes, **settings)
     whole.run(lambda *_: None)
     assert whole.steps == (8 if name == "ccl" else 6)
-    expected = {key: value.clone() for key, value in whole.model.trained().items()}
+    expected = {key: value.clone() for key, value in whole.model.trained_parameters().items()}
     for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
         again = resumed(
             partial(trainer_of, tiny, tmp_path / str(stop), name, changes, **settings), stop
@@ -114,7 +114,7 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
         assert again.progress.step == stop - 1
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve
-        for key, value in again.model.trained().items():
+        for key, value in again.model.trained_parameters().items():
             assert torch.equal(value, expected[key]), (stop, key)
 
 
@@ -126,7 +126,7 @@ def test_it_learns_and_keeps_the_best(tiny, tmp_path, name):
     curve = trainer.progress.curve
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.1
     assert trainer.progress.best_score == min(entry["dev_score"] for entry in curve)
-    trainer.keep_best()
+    trainer.load_best_weights()
     assert trainer.model.score(trainer._dev, alone) == trainer.progress.best_score
 
 

@@ -11,17 +11,17 @@ from llmcond.errors import UserError
 from llmcond.kinds.dialogue.data import Dialogues, Turns
 from llmcond.kinds.dialogue.queries import (
     PLAN_METRICS,
-    Drawn,
-    Retrieved,
-    figures,
-    histories_of,
+    RandomPool,
+    RetrievedPool,
+    index_candidates,
+    measure_subsets,
     next_queries,
-    own_candidates,
     plan_queries,
-    queries_of,
     rank_next,
     rank_plans,
     read_samples,
+    resolve_histories,
+    stack_queries,
 )
 from llmcond.metrics import choose_metrics
 
@@ -32,7 +32,7 @@ TALKS = [[1, 2, 0, 3], [0, 4, 0], [5, 6], [2, 0, 6, 1, 5]]
 
 @pytest.fixture
 def data() -> Dialogues:
-    turns = Turns.of_lists(TALKS, ["p", "q", "r", "s"])
+    turns = Turns.from_lists(TALKS, ["p", "q", "r", "s"])
     return Dialogues("made", TEXTS, {"train": turns, "test": turns})
 
 
@@ -41,7 +41,7 @@ def many() -> Dialogues:
     """Return 40 dialogues of 3 to 9 turns, some of whose utterances are the same."""
     rng = np.random.default_rng(0)
     talks = [rng.integers(120, size=length).tolist() for length in rng.integers(3, 10, size=40)]
-    turns = Turns.of_lists(talks, [str(i) for i in range(40)])
+    turns = Turns.from_lists(talks, [str(i) for i in range(40)])
     return Dialogues("made", [f"t{i}" for i in range(120)], {"test": turns})
 
 
@@ -65,7 +65,7 @@ def test_all_answers_can_be_the_candidates_of_every_length(data):
 
 
 def test_candidates_of_ones_own_may_be_new_texts(data):
-    pool, further = own_candidates(data, ["new", "x", " c", "f", "a", "new", "c"])
+    pool, further = index_candidates(data, ["new", "x", " c", "f", "a", "new", "c"])
     assert (pool.tolist(), further) == ([7, 0, 3, 6, 1, 7, 3], ["new"])
     two, three = next_queries(data, "test", [2, 3], pool)
     assert (two.answer.tolist(), three.answer.tolist()) == ([1, 1, 3], [2, 4])
@@ -96,19 +96,21 @@ def test_ranks_are_those_of_each_row_whatever_the_blocks(many):
             above = sum(scores > scores[answer])
             expected.append((1 + above, above + sum(scores == scores[answer])))
     for found in (ranks, blocked):
-        got = np.stack([found.of("optimistic"), found.of("pessimistic")], axis=1)
+        got = np.stack(
+            [found.resolve_ties("optimistic"), found.resolve_ties("pessimistic")], axis=1
+        )
         np.testing.assert_array_equal(got, expected)
-    assert (ranks.of("optimistic") < ranks.of("pessimistic")).any()
+    assert (ranks.resolve_ties("optimistic") < ranks.resolve_ties("pessimistic")).any()
 
 
 def test_histories_are_those_that_two_dialogues_go_beyond(data, many):
-    assert histories_of(data, "test") == [2, 3]
-    assert histories_of(data, "test", [3, 1, 3]) == [1, 3]
-    assert histories_of(many, "test") == list(range(2, 9))
+    assert resolve_histories(data, "test") == [2, 3]
+    assert resolve_histories(data, "test", [3, 1, 3]) == [1, 3]
+    assert resolve_histories(many, "test") == list(range(2, 9))
     for asked in ([2, 4], [0], [-1, 2]):
         with pytest.raises(UserError, match=r"the longest have 5 and 4 turns.*from 1 to 3"):
             next_queries(data, "test", asked)
-    single = Dialogues("made", TEXTS, {"test": Turns.of_lists(TALKS[:1])})
+    single = Dialogues("made", TEXTS, {"test": Turns.from_lists(TALKS[:1])})
     with pytest.raises(UserError, match="Add data"):
         next_queries(single, "test")
     with pytest.raises(UserError, match="has no dev dialogues; it has train, test"):
@@ -118,11 +120,11 @@ def test_histories_are_those_that_two_dialogues_go_beyond(data, many):
 def test_figures_are_means_over_histories_by_dialogue(many):
     asked = next_queries(many, "test")
     rng = np.random.default_rng(3)
-    queries = queries_of(asked)
+    queries = stack_queries(asked)
     n = len(queries.pair)
     systems = [rng.integers(1, 20, size=(1, n)).astype(float) for _ in range(2)]
     metrics = choose_metrics(["average_rank", "average_rank_micro", "hits@1"])
-    overall, parts = figures(asked, systems, metrics)
+    overall, parts = measure_subsets(asked, systems, metrics)
 
     assert (queries.unit, len(queries.rated)) == ("dialogues", n)
     np.testing.assert_array_equal(queries.pair, np.concatenate([one.dialogue for one in asked]))
@@ -142,7 +144,7 @@ def test_figures_are_means_over_histories_by_dialogue(many):
 
 
 def test_goals_are_so_many_turns_later(data):
-    one, two = plan_queries(data, "test", Drawn(True), histories=[2], distances=[2, 1])
+    one, two = plan_queries(data, "test", RandomPool(True), histories=[2], distances=[2, 1])
     assert [own.name for own in (one, two)] == ["2+1", "2+2"]
     assert (one.dialogue.tolist(), one.goals.tolist()) == ([0, 3], [3, 1])
     assert (two.dialogue.tolist(), two.goals.tolist()) == ([3], [5])
@@ -154,7 +156,7 @@ def test_goals_are_so_many_turns_later(data):
 
 
 def test_equal_texts_are_not_counted_as_wrong(data):
-    (asked,) = plan_queries(data, "test", Drawn(True), [2], [1])
+    (asked,) = plan_queries(data, "test", RandomPool(True), [2], [1])
     seen = []
 
     def score(contexts, candidates, goals):
@@ -163,11 +165,13 @@ def test_equal_texts_are_not_counted_as_wrong(data):
         return np.where(candidates == candidates[:, :1], 0.5, 1.0)
 
     ranks = rank_plans([asked], score, block=1)
-    assert ranks.of("pessimistic").tolist() == [2, 3]
+    assert ranks.resolve_ties("pessimistic").tolist() == [2, 3]
     assert seen == [([[1, 2]], [3]), ([[2, 0]], [1])]
 
 
-@pytest.mark.parametrize("pool", [Drawn(True, size=7, seed=3), Drawn(False, size=7, seed=3)])
+@pytest.mark.parametrize(
+    "pool", [RandomPool(True, size=7, seed=3), RandomPool(False, size=7, seed=3)]
+)
 def test_drawn_candidates_are_of_other_dialogues(many, pool):
     turns = many.splits["test"]
     for h in (2, 5):
@@ -182,7 +186,7 @@ def test_drawn_candidates_are_of_other_dialogues(many, pool):
             assert (np.bincount(own, minlength=120) <= among).all()
         np.testing.assert_array_equal(found, pool(turns, h))
         assert not np.array_equal(found, replace(pool, seed=4)(turns, h))
-    assert Drawn(True, size=10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
+    assert RandomPool(True, size=10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
 
 
 @pytest.mark.parametrize("h", [1, 4])
@@ -190,7 +194,7 @@ def test_retrieved_candidates_are_the_nearest_of_a_sort(many, h):
     turns = many.splits["test"]
     features = np.random.default_rng(2).standard_normal((120, 6)).astype(np.float32)
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
-    found = Retrieved(features, 9)(turns, h)
+    found = RetrievedPool(features, 9)(turns, h)
     rows, contexts, _ = turns.context(h)
     said = np.unique(turns.utterances)
     for row, context, own in zip(rows.tolist(), contexts, found, strict=True):
@@ -202,9 +206,9 @@ def test_retrieved_candidates_are_the_nearest_of_a_sort(many, h):
 def test_a_plan_that_no_dialogue_is_long_enough_for_is_refused(data):
     for histories, distances in (([2, 3], [2]), ([2], [0]), ([0], [1])):
         with pytest.raises(UserError, match="the longest of test has 5"):
-            plan_queries(data, "test", Drawn(True), histories, distances)
-    single = Dialogues("made", TEXTS, {"test": Turns.of_lists(TALKS[:1])})
-    for pool in (Drawn(True), Drawn(False), Retrieved(np.ones((7, 2)))):
+            plan_queries(data, "test", RandomPool(True), histories, distances)
+    single = Dialogues("made", TEXTS, {"test": Turns.from_lists(TALKS[:1])})
+    for pool in (RandomPool(True), RandomPool(False), RetrievedPool(np.ones((7, 2)))):
         with pytest.raises(UserError, match="no candidates in addition to the answer"):
             plan_queries(single, "test", pool, [2], [1])
 
@@ -222,7 +226,7 @@ def test_candidates_may_be_samples_from_a_file(data, tmp_path: Path):
     rows = [sample("p", 2, "new", "x"), sample("q", 2, "f"), sample("s", 2, "b", "new"),
             sample("s", 2, "other")]  # fmt: skip
     pool = read_samples(write_samples(tmp_path / "s.jsonl", rows), data, "test")
-    assert pool.further == ["new", "other"]
+    assert pool.extra_texts == ["new", "other"]
     (asked,) = plan_queries(data, "test", pool, [2], [1])
     assert asked.candidates.tolist() == [[0, 7, 0, 0], [6, 2, 7, 8]]
     # What fills up is the right answer itself, which is left out.
@@ -250,10 +254,12 @@ def test_samples_that_are_wrong_are_told_by_row(data, tmp_path: Path, row, messa
 
 
 def test_planning_figures_count_each_cell_the_same(many):
-    asked = plan_queries(many, "test", Drawn(False, size=20), [2, 5], [1, 2])
+    asked = plan_queries(many, "test", RandomPool(False, size=20), [2, 5], [1, 2])
     rng = np.random.default_rng(4)
-    ranks = rank_plans(asked, lambda contexts, candidates, goals: rng.random(candidates.shape)).of()
-    overall, cells = figures(asked, [ranks[None]], PLAN_METRICS)
+    ranks = rank_plans(
+        asked, lambda contexts, candidates, goals: rng.random(candidates.shape)
+    ).resolve_ties()
+    overall, cells = measure_subsets(asked, [ranks[None]], PLAN_METRICS)
     assert list(cells) == ["2+1", "2+2", "5+1", "5+2"]
     assert len({own[0].n for own in cells.values()}) > 1
     for metric in PLAN_METRICS:

@@ -12,8 +12,8 @@ from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DevScore, PairArrays
-from llmcond.kinds.dialogue.fit import TurnArrays, distinct, fit_turns, windows
-from llmcond.kinds.dialogue.roles import FittedRoles, Roles, curve, load_roles_head
+from llmcond.kinds.dialogue.fit import TurnArrays, distinct_utterances, fit_turns, windows
+from llmcond.kinds.dialogue.roles import FittedRoleHead, RoleHead, c3l_targets, load_roles_head
 from llmcond.kinds.dialogue.turns import query_vectors
 from llmcond.metrics import METRICS
 
@@ -41,7 +41,7 @@ def module_of(name, seed=0, **changes):
     """A module whose parameters are not at their start, in float64."""
 
     def make():
-        made = Roles(recipe(name, dropout=0.0, **changes).settings, D)
+        made = RoleHead(recipe(name, dropout=0.0, **changes).settings, D)
         for own in made.parameters():
             torch.nn.init.normal_(own, std=0.3)
         return made.double()
@@ -55,7 +55,7 @@ def module_of(name, seed=0, **changes):
 def test_every_turn_that_has_enough_before_it_is_a_target():
     # Dialogues of 2, 3, 5 and 6 turns.
     starts = np.array([0, 2, 5, 10, 16])
-    found = windows(starts, 5, least=2)
+    found = windows(starts, 5, min_context=2)
     assert found.tolist() == [
         [-1, -1, 2, 3, 4],
         [-1, -1, 5, 6, 7],
@@ -66,15 +66,15 @@ def test_every_turn_that_has_enough_before_it_is_a_target():
         [10, 11, 12, 13, 14],
         [11, 12, 13, 14, 15],
     ]
-    assert windows(starts, 3, least=1)[:3].tolist() == [[-1, 0, 1], [-1, 2, 3], [2, 3, 4]]
-    assert windows(starts[:2], 5, least=2).shape == (0, 5)
+    assert windows(starts, 3, min_context=1)[:3].tolist() == [[-1, 0, 1], [-1, 2, 3], [2, 3, 4]]
+    assert windows(starts[:2], 5, min_context=2).shape == (0, 5)
 
 
 def test_distinct_utterances_are_read_once():
-    used, rows = distinct(np.array([[-1, 7, 3], [7, 7, 9]]))
+    used, rows = distinct_utterances(np.array([[-1, 7, 3], [7, 7, 9]]))
     assert used.tolist() == [3, 7, 9]
     assert rows.tolist() == [[-1, 1, 0], [1, 1, 2]]
-    assert distinct(np.array([[4, 2]]))[1].tolist() == [[1, 0]]
+    assert distinct_utterances(np.array([[4, 2]]))[1].tolist() == [[1, 0]]
 
 
 # -- objectives --------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_distinct_utterances_are_read_once():
 
 def test_pairs_of_a_window_of_5_have_the_released_labels():
     def labels(**changes):
-        wanted = curve(recipe("c3l-released", **changes).settings)
+        wanted = c3l_targets(recipe("c3l-released", **changes).settings)
         return {(5 - 1 - i, 5 - 1 - j): float(wanted[i, j]) for j in range(4) for i in range(j)}
 
     released = {(2, 1): 1, (3, 1): 0.8, (4, 1): 0.6, (3, 2): 0.6, (4, 2): 0.4, (4, 3): 0.2}
@@ -91,7 +91,7 @@ def test_pairs_of_a_window_of_5_have_the_released_labels():
     assert paper[2, 1] == pytest.approx(1)
     assert paper[4, 3] == pytest.approx(7 / 15)
     assert set(labels(curved=False).values()) == {1.0}
-    assert curve(recipe("c3l-released", window=3).settings)[0, 1] == 1
+    assert c3l_targets(recipe("c3l-released", window=3).settings)[0, 1] == 1
 
 
 class Recorded:
@@ -208,7 +208,7 @@ def test_objectives_are_their_formulas(name, changes):
     module, arrays = module_of(name, **changes), dialogues()
     settings = module.settings
     places = windows(arrays.starts, settings.window, 2)
-    used, rows = distinct(np.append(arrays.turns, -1)[places])
+    used, rows = distinct_utterances(np.append(arrays.turns, -1)[places])
     x = unit(arrays.utterances[used].astype(np.float64))
     drawn = Recorded(3)
     loss = module.loss(torch.from_numpy(x), torch.from_numpy(rows), drawn)
@@ -259,9 +259,9 @@ def test_windows_of_a_dialogue_are_no_negatives_of_each_other(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["linear", "mlp"])
 def test_roles_are_the_features_at_first(name, form):
-    made = seeded(lambda: Roles(recipe(name, map=form).settings, D), 0)[0]
+    made = seeded(lambda: RoleHead(recipe(name, map=form).settings, D), 0)[0]
     made.start_at_identity()
-    head = FittedRoles("roles", Roles, made.finished(), 0)
+    head = FittedRoleHead("roles", RoleHead, made.finished(), 0)
     x = dialogues().utterances
     for role in (*head.before(x), head.after(x)):
         np.testing.assert_allclose(role, unit(x.astype(np.float32)), atol=1e-6)
@@ -346,12 +346,12 @@ def test_a_dialogue_is_scored_as_the_head_says():
     x = arrays.utterances[:4]
     b1, b2 = (own[None] for own in head.before(x))
     after = head.after(arrays.utterances)
-    for own in (head, head.scoring("last:2")):
+    for own in (head, head.with_score("last:2")):
         expected = query_vectors(b1, b2, own.score, own.weights)[0]
         np.testing.assert_allclose(own.start(x).query, expected, atol=1e-5)
         np.testing.assert_allclose(own.start(x).scores(after), after @ expected, atol=1e-5)
     with pytest.raises(UserError, match="the score weighted needs a head with learned weights"):
-        fit_turns(recipe("none"), arrays, None, 0, quiet).scoring("weighted")
+        fit_turns(recipe("none"), arrays, None, 0, quiet).with_score("weighted")
 
 
 def test_no_head_gives_the_features(tmp_path):

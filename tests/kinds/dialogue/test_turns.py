@@ -9,9 +9,9 @@ from helpers.vectors import unit
 
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.turns import (
+    ContextScore,
+    ContextState,
     DistanceWeights,
-    Score,
-    State,
     maxsim,
     plan_scores,
     query_vectors,
@@ -113,7 +113,7 @@ def test_a_state_is_at_every_turn_what_a_recomputation_gives(score, weights):
     def before(x):
         return x @ matrix[0], x @ matrix[1]
 
-    state = empty = State(before, Score.parse(score), weights)
+    state = empty = ContextState(before, ContextScore.parse(score), weights)
     for n in range(1, 21):
         state = state.add(vectors[n - 1])
         b1, b2 = before(vectors[None, :n])
@@ -125,7 +125,7 @@ def test_a_state_is_at_every_turn_what_a_recomputation_gives(score, weights):
 
 def test_states_are_values_that_threads_share():
     vectors, after = drawn(40, K), unit(drawn(5, K, seed=1))
-    start = State(lambda x: (x, x), Score("average")).add(vectors[0]).add(vectors[1])
+    start = ContextState(lambda x: (x, x), ContextScore("average")).add(vectors[0]).add(vectors[1])
     kept = start.scores(after)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda vector: start.add(vector).scores(after), vectors))
@@ -149,7 +149,7 @@ def test_plans_are_equation_4():
     # Candidates that all contexts share, and a state's own.
     shared = plan_scores(b1, own[0], goal)
     np.testing.assert_allclose(shared[0], expected[0], atol=1e-5)
-    state = State(lambda x: (x, x), Score("average"))
+    state = ContextState(lambda x: (x, x), ContextScore("average"))
     for vector in b1[0]:
         state = state.add(vector)
     np.testing.assert_allclose(state.plan(own[0], goal[0]), expected[0], atol=1e-5)
@@ -182,8 +182,8 @@ def test_what_has_no_vector_is_told(score, told):
 
 
 def test_an_empty_dialogue_has_no_reply():
-    empty = State(lambda x: (x, x), Score("average"))
+    empty = ContextState(lambda x: (x, x), ContextScore("average"))
     for ask in (lambda: empty.query, lambda: empty.plan(drawn(2, K), drawn(K))):
         with pytest.raises(UserError, match="no utterance yet"):
             ask()
-    assert str(Score.parse("last:12")) == "last:12"
+    assert str(ContextScore.parse("last:12")) == "last:12"

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, normalize
 from llmcond.config import build
 from llmcond.errors import UserError
 from llmcond.kinds.ranking.contrastive import Contrast, ContrastSettings, Queue, contrastive
-from llmcond.kinds.ranking.graph import Known
+from llmcond.kinds.ranking.graph import KnownTriples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,7 +80,7 @@ def test_the_objective_is_that_of_simkgc_as_released(seed, changes):
     settings = build(ContrastSettings, changes, "test")
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     every = graph(rng)
-    known, listed = Known(every, N), {tuple(row) for row in every.tolist()}
+    known, listed = KnownTriples(every, N), {tuple(row) for row in every.tolist()}
     table, queue, earlier = vectors(generator, N, 5), Queue(settings.queue), []
     for _ in range(3):  # so that two batches are in the queue, and one was dropped or kept out
         rows = every[rng.integers(len(every), size=10)]
@@ -144,7 +144,7 @@ def test_an_entity_that_is_a_column_once_counts_once(seed):
     loss = contrastive(
         scores[:, entities],
         torch.from_numpy(target[:10]),
-        torch.from_numpy(Known(every, N).mask(head, relation, entities)),
+        torch.from_numpy(KnownTriples(every, N).mask(head, relation, entities)),
         settings,
         1 / settings.temperature,
     )

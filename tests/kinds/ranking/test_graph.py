@@ -10,7 +10,13 @@ import pytest
 from helpers.paths import ROOT
 
 from llmcond.errors import UserError
-from llmcond.kinds.ranking.graph import Graph, Known, both_directions, read_graph, relation_text
+from llmcond.kinds.ranking.graph import (
+    Graph,
+    KnownTriples,
+    both_directions,
+    read_graph,
+    relation_text,
+)
 
 TRAIN = ["01\tlikes\t02", "02\tlikes\t03", "03\towns\t01"]
 
@@ -273,7 +279,7 @@ def random() -> tuple[np.ndarray, set[tuple[int, ...]]]:
 
 def test_known_tails_are_those_of_a_set(random):
     triples, there = random
-    known = Known(triples, 30)
+    known = KnownTriples(triples, 30)
     head, relation = (own.reshape(-1) for own in np.mgrid[:30, :4])
     row, tail = known.gather(head, relation)
 
@@ -287,7 +293,7 @@ def test_known_tails_are_those_of_a_set(random):
 
 def test_masks_are_those_of_two_loops(random):
     triples, there = random
-    known = Known(triples, 30)
+    known = KnownTriples(triples, 30)
     rng = np.random.default_rng(1)
     for _ in range(20):
         head, relation, columns = rng.integers(0, [[30], [4], [30]], size=(3, 25))
@@ -299,7 +305,7 @@ def test_masks_are_those_of_two_loops(random):
 
 
 def test_a_query_of_nothing_known_has_no_tails():
-    known = Known(np.array([[0, 0, 1]]), 3)
+    known = KnownTriples(np.array([[0, 0, 1]]), 3)
     row, tail = known.gather(np.array([2, 0]), np.array([5, 0]))
 
     assert (row.tolist(), tail.tolist()) == ([1], [1])
@@ -308,7 +314,7 @@ def test_a_query_of_nothing_known_has_no_tails():
 
 def test_a_graph_knows_all_splits_in_both_directions(tmp_path: Path):
     graph = read_graph(write(tmp_path))
-    known = Known(graph)
+    known = KnownTriples(graph)
 
     for triples in graph.splits.values():
         assert known.contains(both_directions(triples, 2)).all()
@@ -330,7 +336,7 @@ def test_the_sample_is_what_the_script_writes(tmp_path: Path):
 def test_in_the_sample_the_relation_decides():
     graph = read_graph()
     queries = graph.queries("test")
-    known = Known(graph)
+    known = KnownTriples(graph)
     right = of_things = things = 0
     for entity in np.unique(queries[:, 0]):
         own = queries[queries[:, 0] == entity]

@@ -9,7 +9,7 @@ from helpers.heads import quiet
 from helpers.heads import recipe as pair_recipe
 from helpers.vectors import unit
 
-from llmcond.arrays import Dense
+from llmcond.arrays import DenseMatrix
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import read_json, write_json
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
@@ -19,7 +19,7 @@ from llmcond.kinds.ranking import heads as query_maps
 from llmcond.kinds.ranking.arrays import QueryArrays, QueryFeatures
 from llmcond.kinds.ranking.contrastive import Contrast
 from llmcond.kinds.ranking.fit import fit_queries
-from llmcond.kinds.ranking.graph import Known
+from llmcond.kinds.ranking.graph import KnownTriples
 from llmcond.kinds.ranking.heads import load_query_head
 from llmcond.metrics import METRICS
 
@@ -52,10 +52,10 @@ def graph(seed=0, m=40, joint=False):
         entities=rng.normal(size=(N, D)).astype(np.float16),
         triples=triples,
         n_relations=R,
-        known=Known(both, N),
+        known=KnownTriples(both, N),
         relations=rng.normal(size=(2 * R, 5)).astype(np.float16),
         joint=rng.normal(size=(len(keys), D)).astype(np.float16) if joint else None,
-        joint_of=keys if joint else None,
+        joint_input_keys=keys if joint else None,
     )
 
 
@@ -127,7 +127,7 @@ def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
     monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
     monkeypatch.setattr(query_maps, "_BLOCK", 7)
     on_disk = QueryArrays(
-        Dense(stored), arrays.triples, R, arrays.known, relations=arrays.relations
+        DenseMatrix(stored), arrays.triples, R, arrays.known, relations=arrays.relations
     )
     streamed = fit("hypernet-full", on_disk, neighbours=True)
     for name, value in dense.tensors.items():
@@ -140,7 +140,10 @@ def test_joint_features_that_are_missing_are_counted():
     arrays = graph(joint=True)
     head = fit("linear", arrays)
     absent = next(
-        (h, r) for h in range(N) for r in range(2 * R) if h * 2 * R + r not in arrays.joint_of
+        (h, r)
+        for h in range(N)
+        for r in range(2 * R)
+        if h * 2 * R + r not in arrays.joint_input_keys
     )
     with pytest.raises(UserError, match="1 of 2 queries have no joint features"):
         head.queries([absent[0], arrays.triples[0, 0]], [absent[1], arrays.triples[0, 1]])
@@ -218,7 +221,7 @@ def test_a_fitted_head_is_its_equation(name, candidate, with_neighbours, score):
     for got, (h, r, _) in zip(found, rows, strict=True):
         own = vectors[h]
         if name in JOINT:
-            place = np.searchsorted(arrays.joint_of, h * 2 * R + r)
+            place = np.searchsorted(arrays.joint_input_keys, h * 2 * R + r)
             own = unit(arrays.joint.astype(np.float64))[place]
         expected = scored(mapped(head, read(own, h), r, arrays))
         np.testing.assert_allclose(got, expected, atol=2e-5)
@@ -298,7 +301,7 @@ def ring(n=24, d=8):
     entities = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
     both = np.concatenate([triples, triples[:, ::-1] + [0, 3, 0]])
     relations = rng.normal(size=(6, d))
-    return QueryArrays(entities, triples, 3, Known(both, n), relations=relations)
+    return QueryArrays(entities, triples, 3, KnownTriples(both, n), relations=relations)
 
 
 LONG = {"epochs": 40, "batch_size": 48, "learning_rate": 0.02, "patience": 40}
@@ -398,7 +401,7 @@ def test_a_head_without_parameters_is_the_features():
     arrays = graph(joint=True)
     head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, quiet)
     rows = arrays.queries()
-    place = np.searchsorted(arrays.joint_of, rows[:, 0] * 2 * R + rows[:, 1])
+    place = np.searchsorted(arrays.joint_input_keys, rows[:, 0] * 2 * R + rows[:, 1])
     expected = unit(arrays.joint.astype(np.float64))[place]
     np.testing.assert_allclose(head.queries(rows[:, 0], rows[:, 1]), expected, atol=1e-5)
     np.testing.assert_allclose(head.candidates()[:], unit(arrays.entities.astype(float)), atol=1e-5)
@@ -440,7 +443,7 @@ def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
         UserError, match=r"this head has no graph yet. Call head.on\(arrays\) first"
     ):
         loaded.candidates()
-    bound = loaded.on(arrays)
+    bound = loaded.bind(arrays)
     for part in ("queries", "candidates"):
         given = rows.T[:2] if part == "queries" else ()
         found = getattr(bound, part)(*given)[:]
@@ -469,13 +472,13 @@ def test_a_damaged_number_of_relations_is_told(n_relations, tmp_path):
 def test_a_head_is_for_graphs_of_its_sizes():
     arrays = graph()
     head, other = fit("hypernet", arrays), graph(seed=1)
-    assert head.on(other).queries([1], [2]).shape == (1, 4)  # other entities
+    assert head.bind(other).queries([1], [2]).shape == (1, 4)  # other entities
     wider = QueryArrays(np.ones((4, D + 1)), arrays.triples, R, arrays.known, arrays.relations)
     with pytest.raises(UserError, match=r"7 dimensions of features of entities; .* fitted on 6"):
-        head.on(wider)
+        head.bind(wider)
     more = QueryArrays(arrays.entities, arrays.triples, R + 1, arrays.known, arrays.relations)
     with pytest.raises(UserError, match=r"the graph has 4 relations; .* was fitted on 3"):
-        fit("matrices", arrays).on(more)
+        fit("matrices", arrays).bind(more)
 
 
 @pytest.mark.parametrize(

@@ -345,8 +345,8 @@ def test_a_query_that_no_split_asks_is_encoded(fitted):
     vector = joint._encode_joint(np.array([[joint.graph.entities.ids.index("p00"), 0]]))
     stored = joint._examples.features(joint._predictor.view)
     key = joint.graph.entities.ids.index("p00") * 6
-    place = int(np.searchsorted(stored.arrays.joint_of, key))
-    assert stored.arrays.joint_of[place] == key
+    place = int(np.searchsorted(stored.arrays.joint_input_keys, key))
+    assert stored.arrays.joint_input_keys[place] == key
     np.testing.assert_allclose(vector.read()[0], stored.arrays.joint[place], atol=2e-3)
     assert len(asked) == 23
 

@@ -10,15 +10,15 @@ from helpers.training import alone, on_cpu, resumed
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
-from llmcond.finetune.build import load_trainable
+from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
-from llmcond.finetune.state import StateFolder
+from llmcond.finetune.state import TrainingState
 from llmcond.heads import load_recipe
 from llmcond.kinds.ranking.arrays import QueryArrays
 from llmcond.kinds.ranking.contrastive import contrastive
 from llmcond.kinds.ranking.fit import fit_queries
-from llmcond.kinds.ranking.graph import Known, both_directions
+from llmcond.kinds.ranking.graph import KnownTriples, both_directions
 from llmcond.kinds.ranking.model import GraphInputs, QueryModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,8 +57,8 @@ def inputs_of(trainable):
     joint = tokens([f"{TEXTS[key // (2 * R)]}; {directions[key % (2 * R)]}" for key in keys])
     given = tokens(TEXTS), tokens(directions), joint, keys
     return (
-        GraphInputs(TRAIN, R, Known(train, N), *given),
-        GraphInputs(DEV, R, Known(every, N), *given),
+        GraphInputs(TRAIN, R, KnownTriples(train, N), *given),
+        GraphInputs(DEV, R, KnownTriples(every, N), *given),
     )
 
 
@@ -84,7 +84,7 @@ def test_the_loss_is_that_of_all_texts_encoded_at_once(tiny, name, negatives):
     rows = np.array([0, 4, 5, 30, 59])
     queries = both_directions(TRAIN[rows], R)
     head, relation, tail = queries.T
-    fitted = model.fitted().on(arrays_of(model, inputs))
+    fitted = model.fitted_head().bind(arrays_of(model, inputs))
     scores = torch.from_numpy(fitted.queries(head, relation) @ fitted.candidates()[:].T)
     used = np.unique(tail)
     mask = inputs.known.mask(head, relation, used)
@@ -100,7 +100,7 @@ def test_the_loss_is_that_of_all_texts_encoded_at_once(tiny, name, negatives):
     loss = model(inputs, rows, [5, 0])
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
-    reached = [name for name, value in model.trained().items() if value.grad is not None]
+    reached = [name for name, value in model.trained_parameters().items() if value.grad is not None]
     assert any(name.startswith("encoder.") for name in reached)
     assert "head.contrast.log_scale" in reached
 
@@ -118,7 +118,7 @@ def test_random_entities_and_other_relations_are_drawn_by_the_seed(tiny):
 @pytest.mark.parametrize("name", ["hypernet-full", "matrices", "linear"])
 def test_the_score_is_the_filtered_mrr_on_dev(tiny, name):
     model, _, dev = model_of(tiny, name)
-    fitted = model.fitted().on(arrays_of(model, dev))
+    fitted = model.fitted_head().bind(arrays_of(model, dev))
     reciprocal = []
     for h, r, t in both_directions(DEV, R):
         scores = fitted.queries([h], [r])[0] @ fitted.candidates()[:].T
@@ -149,7 +149,7 @@ def trainer_of(tiny, folder, name="hypernet-full", changes=(), **settings):
     trainable, tuning = trainable_of(tiny, **settings)
     train, dev = inputs_of(trainable)
     model = QueryModel(trainable.engine, recipe(name, **dict(changes)), train, 5)
-    state = StateFolder(folder, {"settings": tuning.to_json()})
+    state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
@@ -162,7 +162,7 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
     whole = trainer_of(tiny, tmp_path / "whole", name, changes, **settings)
     whole.run(lambda *_: None)
     expected = {key: value.clone() for key, value in whole.model.head.state_dict().items()}
-    expected |= {key: value.clone() for key, value in whole.model.trained().items()}
+    expected |= {key: value.clone() for key, value in whole.model.trained_parameters().items()}
     for stop in (1, 3, 5):
         again = resumed(
             partial(trainer_of, tiny, tmp_path / str(stop), name, changes, **settings), stop
@@ -170,7 +170,9 @@ def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes)
         assert again.progress.step < stop
         again.run(lambda *_: None)
         assert again.progress.curve == whole.progress.curve
-        for key, value in (again.model.head.state_dict() | again.model.trained()).items():
+        for key, value in (
+            again.model.head.state_dict() | again.model.trained_parameters()
+        ).items():
             assert torch.equal(value, expected[key]), (stop, key)
 
 
@@ -182,7 +184,7 @@ def test_it_learns_and_keeps_the_best(tiny, tmp_path, name):
     curve = trainer.progress.curve
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.2
     assert trainer.progress.best_score == max(entry["dev_score"] for entry in curve)
-    trainer.keep_best()
+    trainer.load_best_weights()
     assert trainer.model.score(trainer._dev, alone) == trainer.progress.best_score
 
 
@@ -194,7 +196,7 @@ def test_it_begins_from_a_head_on_cached_features(tiny):
     begun = model_of(tiny, start=fitted)[0]
     for name, value in fitted.module.state_dict().items():
         assert torch.equal(begun.head.state_dict()[name], value)
-    on_all = fitted.on(arrays_of(begun, dev))
+    on_all = fitted.bind(arrays_of(begun, dev))
     rows = both_directions(DEV, R)
     scores = on_all.queries(rows[:, 0], rows[:, 1]) @ on_all.candidates()[:].T
     own = scores[np.arange(len(rows)), rows[:, 2]][:, None]

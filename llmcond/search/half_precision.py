@@ -18,7 +18,7 @@ _MAX_NUMPY_VALUES = 2**22
 _BLOCK_ROWS = 4_096
 
 
-def converted(
+def convert_dtype(
     vectors: NDArray[Any], dtype: Literal["float16", "float32"], n_values: int
 ) -> NDArray[Any]:
     """Convert vectors to another float type.
@@ -36,7 +36,9 @@ def converted(
     return torch.from_numpy(vectors).to(getattr(torch, dtype)).numpy()
 
 
-def products(vectors: NDArray[np.float16], queries: NDArray[np.float32]) -> NDArray[np.float32]:
+def inner_products(
+    vectors: NDArray[np.float16], queries: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """Return the (q, n) inner products of queries, (q, k), with vectors, (n, k)."""
     if vectors.size <= _MAX_NUMPY_VALUES:
         return queries @ vectors.astype(np.float32).T
@@ -54,7 +56,7 @@ def products(vectors: NDArray[np.float16], queries: NDArray[np.float32]) -> NDAr
     return np.asarray(scores.numpy().T)
 
 
-def largest(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+def top_k(values: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Return the indices of the k largest of n values, in any order."""
     if values.size <= _MAX_NUMPY_VALUES:
         return np.argpartition(values, -k)[-k:] if k < len(values) else np.arange(len(values))

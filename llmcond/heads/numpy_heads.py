@@ -102,7 +102,7 @@ def projection_layers(settings: ProjectionSettings, dim_in: int) -> list[LayerSp
 
 #: Settings class and layers of each kind of head that consists of dense layers and does not depend
 #: on the condition.
-PLAIN_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerSpec]]]] = {
+DENSE_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerSpec]]]] = {
     "none": (NoSettings, lambda settings, dim_in: []),
     "linear": (SizedSettings, lambda settings, dim_in: [LayerSpec("weight", settings.dim, dim_in)]),
     "mlp": (MlpSettings, mlp_layers),
@@ -175,8 +175,8 @@ _Layers = Sequence[DenseLayer[Array]]
 
 
 @dataclass(frozen=True, eq=False)
-class PlainHead:
-    """A fitted head of a kind in ``PLAIN_KINDS``, with the interface of ``FittedHead``.
+class NumpyHead:
+    """A fitted head of a kind in ``DENSE_KINDS``, with the interface of ``FittedHead``.
 
     Attributes:
         kind: name of the kind in recipes and in head.json.
@@ -203,7 +203,7 @@ class PlainHead:
         Raises:
             ValueError: the tensors do not belong to a head with these settings.
         """
-        specs = PLAIN_KINDS[self.kind][1](self.settings, self.dim_in)
+        specs = DENSE_KINDS[self.kind][1](self.settings, self.dim_in)
         names = [name for spec in specs for name in (spec.name, spec.mean) if name is not None]
         n = getattr(self.settings, "members", 1)
         prefixes = [f"member{number}." for number in range(n)] if n > 1 else [""]
@@ -261,7 +261,7 @@ class PlainHead:
 
 
 #: The zero-shot head, which was not fitted: embeddings are the unchanged features.
-ZERO_SHOT = PlainHead("none", NoSettings(), 0, {})
+ZERO_SHOT = NumpyHead("none", NoSettings(), 0, {})
 
 
 def _build_layer(spec: LayerSpec, tensors: Mapping[str, Array]) -> DenseLayer[Array]:

@@ -12,7 +12,7 @@ from llmcond.encoders.spec import Dtype
 
 #: How a caller of the exported model selects the condition: it is fixed, one of several is selected
 #: by an argument (``prompt_name`` or ``task``), or any condition can be given.
-Chooses = Literal["fixed", "prompt_name", "task", "any"]
+ConditionSelector = Literal["fixed", "prompt_name", "task", "any"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ExportResult(Displayed):
 
     out: Path
     conditions: Sequence[str]
-    chosen_by: Chooses
+    chosen_by: ConditionSelector
     modules: Sequence[str]
     dtype: Dtype
     dim: int

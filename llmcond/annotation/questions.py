@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from llmcond.annotation.journal import Journal
-from llmcond.annotation.server import Answer, Server, ServerSettings, ask_all
-from llmcond.annotation.template import Template
-from llmcond.errors import UserError, brief
+from llmcond.annotation.server import Answer, ChatClient, ChatSettings, ask_all
+from llmcond.annotation.template import QuestionTemplate
+from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text
 from llmcond.progress import CountBar
 
@@ -26,14 +26,14 @@ class Question:
     Attributes:
         template: template of the question.
         values: texts for the template's placeholders.
-        read: function that parses an answer; it returns None if that is impossible.
+        parse: function that parses an answer; it returns None if that is impossible.
         sample: number of the question among equal questions.
         attempt: number of previous attempts whose answers could not be parsed.
     """
 
-    template: Template
+    template: QuestionTemplate
     values: Mapping[str, str]
-    read: Callable[[str], Any]
+    parse: Callable[[str], Any]
     sample: int = 0
     attempt: int = 0
 
@@ -56,7 +56,7 @@ class Forecast:
     seconds: float
 
     @property
-    def text(self) -> str:
+    def summary(self) -> str:
         """Summary for the user, without the time."""
         if self.tokens_in is None or self.tokens_out is None:
             tokens = "number of tokens unknown"
@@ -82,12 +82,12 @@ class Prices:
         return (tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)) / 1e6
 
 
-class Asker:
+class QuestionRunner:
     """Asks a server all questions that a journal has no answers to.
 
     Attributes:
         settings: settings of the server and the model.
-        asked: answers that this object has received.
+        new_answers: answers that this object has received.
 
     Args:
         settings: settings of the server and the model.
@@ -97,18 +97,18 @@ class Asker:
     """
 
     def __init__(
-        self, settings: ServerSettings, journal: Journal, seed: int, concurrency: int
+        self, settings: ChatSettings, journal: Journal, seed: int, concurrency: int
     ) -> None:
         self.settings, self._journal = settings, journal
         self._seed, self._concurrency = seed, concurrency
-        self._server: Server | None = None
-        self.asked: list[Answer] = []
+        self._server: ChatClient | None = None
+        self.new_answers: list[Answer] = []
 
-    def value(self, question: Question) -> Any:
+    def parsed_answer(self, question: Question) -> Any:
         """Return the parsed answer to a question; None if there is none that can be parsed."""
         return self._look_up(question)[1]
 
-    def missing(self, questions: Iterable[Question]) -> list[Question]:
+    def missing_questions(self, questions: Iterable[Question]) -> list[Question]:
         """Return the next attempt of each question without an answer that can be parsed."""
         attempts = (self._look_up(question)[0] for question in questions)
         return [question for question in attempts if question is not None]
@@ -123,7 +123,7 @@ class Asker:
             stored = self._journal.get(self._key(next_attempt))
             if stored is None:
                 return next_attempt, None
-            value = question.read(stored.text)
+            value = question.parse(stored.text)
             if value is not None:
                 return None, value
         return None, None
@@ -137,10 +137,10 @@ class Asker:
             UserError: the server rejects a request, or cannot be reached.
             LlmcondError: the server fails, after all retries.
         """
-        while missing := self.missing(questions):
+        while missing := self.missing_questions(questions):
             if self._server is None:
-                self._server = Server(self.settings)
-                self._server.reach()
+                self._server = ChatClient(self.settings)
+                self._server.check_connection()
             ask = partial(self._ask, self._server)
             with CountBar("asking") as bar:
                 answered = ask_all(ask, missing, min(self._concurrency, len(missing)))
@@ -152,7 +152,7 @@ class Asker:
                         "sample": question.sample,
                     }
                     self._journal.add(self._key(question), answer, about)
-                    self.asked.append(answer)
+                    self.new_answers.append(answer)
                     bar.on_item(number, len(missing))
 
     def check_readable(self, questions: Sequence[Question]) -> None:
@@ -161,25 +161,27 @@ class Asker:
         Raises:
             UserError: no answer can be parsed.
         """
-        if questions and all(self.value(question) is None for question in questions):
+        if questions and all(self.parsed_answer(question) is None for question in questions):
             answer = self._journal.get(self._key(questions[0]))
-            shown = brief(answer.text if answer else "", 200)
+            shown = shortened_repr(answer.text if answer else "", 200)
             raise UserError(
                 f"no answer of {self.settings.model} to the first {len(questions)} questions can "
                 f"be read; the first one is {shown}. Try another --model or --prompt; "
                 f"{self._journal.path} has the questions and answers."
             )
 
-    def forecast(self, left: Sequence[tuple[int, Sequence[Question]]], prices: Prices) -> Forecast:
+    def forecast(
+        self, remaining: Sequence[tuple[int, Sequence[Question]]], prices: Prices
+    ) -> Forecast:
         """Estimate the remaining questions from answered questions of the same kind.
 
         Args:
-            left: for each kind, the number of remaining questions, and some answered ones.
+            remaining: for each kind, the number of remaining questions, and some answered ones.
             prices: prices of tokens.
         """
         tokens: list[float | None] = [0.0, 0.0]
         seconds, total = 0.0, 0
-        for count, examples in left:
+        for count, examples in remaining:
             stored = [self._journal.get(self._key(question)) for question in examples]
             answers = [answer for answer in stored if answer is not None]
             if not count:
@@ -198,7 +200,7 @@ class Asker:
         rounded = [None if n_tokens is None else round(n_tokens) for n_tokens in tokens]
         return Forecast(total, rounded[0], rounded[1], prices.cost(*tokens), seconds)
 
-    def _ask(self, server: Server, question: Question) -> Answer:
+    def _ask(self, server: ChatClient, question: Question) -> Answer:
         number = digest_text(str(self._seed), str(question.sample), str(question.attempt), size=4)
         # The seed has 31 bits, because some servers store it in a signed integer.
         return server.ask(question.template, question.values, int(number, 16) >> 1)

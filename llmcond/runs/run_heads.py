@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from llmcond.errors import UserError
 from llmcond.evaluation.results import default_name
-from llmcond.features.view import View
+from llmcond.features.view import FeatureView
 from llmcond.heads.loading import EmbeddingHead
-from llmcond.heads.plain import ZERO_SHOT, PlainHead
-from llmcond.metrics import metric_of
+from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
+from llmcond.metrics import get_metric
 from llmcond.records import check_record
-from llmcond.runs.manifest import FittedOn
+from llmcond.runs.manifest import FittedHeadRecord
 
 if TYPE_CHECKING:
     from llmcond.heads import FittedHead
-    from llmcond.heads.base import Fitted
+    from llmcond.heads.base import FittedModule
 
-H_co = TypeVar("H_co", bound="Fitted | PlainHead", covariant=True)
+H_co = TypeVar("H_co", bound="FittedModule | NumpyHead", covariant=True)
 
 
 @dataclass(frozen=True)
-class Saved(Generic[H_co]):
-    """A head of a run with its view and record; for zero-shot see ``zero_shot``.
+class RunHead(Generic[H_co]):
+    """A head of a run with its view and record; for zero-shot see ``zero_shot_head``.
 
     Attributes:
         name: The name of its folder, unique in the run.
@@ -35,7 +35,7 @@ class Saved(Generic[H_co]):
 
     name: str
     head: H_co
-    view: View
+    view: FeatureView
     record: Mapping[str, Any]
 
     @property
@@ -56,30 +56,30 @@ class Saved(Generic[H_co]):
     @property
     def trained_on(self) -> tuple[str, ...]:
         """The splits that it was fitted on, as recorded."""
-        return fitted_splits(self.record)
+        return training_splits(self.record)
 
 
-SavedHead: TypeAlias = "Saved[FittedHead]"
-SavedEmbeddingHead: TypeAlias = "Saved[EmbeddingHead]"
+RunFittedHead: TypeAlias = "RunHead[FittedHead]"
+RunEmbeddingHead: TypeAlias = "RunHead[EmbeddingHead]"
 
 
 class StaleHeadError(UserError):
     """A head was fitted on features of another encoder, prompt or setting than the run's."""
 
 
-def head_name(recipe: str, view: View) -> str:
+def head_name(recipe: str, view: FeatureView) -> str:
     """Return the default name of a head in a run."""
     plain = not view.subtract and view.features not in ("separate", "alone")
     return default_name(recipe, [prompt.name for prompt in view.prompts], plain)
 
 
-def zero_shot(view: View) -> Saved[PlainHead]:
+def zero_shot_head(view: FeatureView) -> RunHead[NumpyHead]:
     """Return the zero-shot head ``none@PROMPT``, whose embeddings are the features of a view."""
     record = {"recipe": {"name": "none"}, "weights_sha256": None, "fit": {"trained_on": ()}}
-    return Saved(head_name("none", view), ZERO_SHOT, view, record)
+    return RunHead(head_name("none", view), ZERO_SHOT, view, record)
 
 
-def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+def check_head_record(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check that head.json describes the features of a head, and return its content.
 
     Raises:
@@ -87,11 +87,11 @@ def fitted_on(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     if "prompt" in record:  # written by a version whose heads had a single prompt
         record = {**record, "prompts": [record["prompt"]]}
-    check_record(record, FittedOn, where, "Fit it again.")
+    check_record(record, FittedHeadRecord, where, "Fit it again.")
     return dict(record)
 
 
-def fitted_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
+def training_splits(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the splits that a head was fitted on, as head.json records them."""
     return tuple(record["fit"].get("trained_on", ("train",)))
 
@@ -101,7 +101,7 @@ def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
 
     A head that was trained on dev has no dev score, even if dev chose its weights before that.
     """
-    if "dev" in fitted_splits(record):
+    if "dev" in training_splits(record):
         return None
     key = f"dev_{metric}"
     if key in record:
@@ -109,10 +109,10 @@ def dev_score(record: Mapping[str, Any], metric: str) -> float | None:
     else:  # written by a version that recorded the score of each epoch only
         entries = [entry.get(key) for entry in record["fit"].get("curve") or ()]
     scores = (score for score in entries if isinstance(score, float))
-    return cast(float | None, metric_of(metric).best(scores, default=None))
+    return cast(float | None, get_metric(metric).best(scores, default=None))
 
 
-def chosen_on_dev(summary: Mapping[str, Any]) -> bool:
+def is_selected_on_dev(summary: Mapping[str, Any]) -> bool:
     """Return whether a dev score chose the weights of a training, by its summary.
 
     The summary has the score as ``dev_METRIC``, or as ``dev_METRIC_before`` if a final stage

@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows, fold_of_pair, join_rows
 from llmcond.errors import UserError
-from llmcond.evaluation.folds import Folded, check_fold_count
-from llmcond.features.view import View
+from llmcond.evaluation.dev_gain import CrossValidatedGain, check_fold_count
+from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, Recipe, fit_recipe
 from llmcond.heads.pairs import OnEpoch
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
-from llmcond.runs.saved import Saved
+from llmcond.runs.run_heads import RunHead
 from llmcond.runs.task_runs import Run
 
 
 @dataclass(frozen=True)
-class WithDev:
+class DevFit:
     """The fit of a recipe on train and dev of a run, for all epochs of its settings.
 
     No split is left to choose the epoch, so the last epoch is used.
@@ -37,7 +37,7 @@ class WithDev:
 
     run: Run
     recipe: Recipe
-    view: View
+    view: FeatureView
     seed: int
     device: str
     weight: int
@@ -70,7 +70,7 @@ class WithDev:
         record = {**head.fit.record, "trained_on": ["train", "dev"], "weight": self.weight}
         return replace(head, fit=replace(head.fit, record=record))
 
-    def folds(self, count: int) -> Folded:
+    def folds(self, count: int) -> CrossValidatedGain:
         """Fit ``count`` times, each time without one fold of dev, and once without dev.
 
         All fits run for the same number of epochs.
@@ -88,7 +88,7 @@ class WithDev:
             head = self._fit(dev.take(~is_held_out))
             trained[is_held_out] = self._predict(head, dev.take(is_held_out))
         metric = self.run.task.main_metric
-        return Folded.of(count, without, trained, dev, self.run.rows("train"), metric)
+        return CrossValidatedGain.of(count, without, trained, dev, self.run.rows("train"), metric)
 
     @property
     def _dev(self) -> Rows:
@@ -103,4 +103,4 @@ class WithDev:
 
     def _predict(self, head: FittedHead, rows: Rows) -> NDArray[np.float32]:
         pairs = RowFeatures(rows, self.run.store()).pairs(self.view)
-        return predict(Saved("", head, self.view, {}), pairs)
+        return predict(RunHead("", head, self.view, {}), pairs)

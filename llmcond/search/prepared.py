@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array
 from llmcond.conditions import condition_flags
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, brief, plural
+from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.log import log
-from llmcond.runs.embedder import unit_length
-from llmcond.search.halves import largest
+from llmcond.runs.embedder import normalise_vectors
+from llmcond.search.half_precision import top_k
 from llmcond.search.hits import Hits
 from llmcond.search.model import short_name
-from llmcond.search.projection import ALONE
+from llmcond.search.projection import NO_CONDITION
 from llmcond.search.table import VECTOR, Positions, vectors_of
-from llmcond.search.version import Version
+from llmcond.search.version import IndexVersion
 
 #: Number of scores that are in memory at a time.
 _MAX_SCORES = 2**25
@@ -39,7 +39,7 @@ class _EncodedTexts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Searched:
+class PreparedSearch:
     """A search whose filter has been evaluated and which is ready to run.
 
     Attributes:
@@ -50,7 +50,7 @@ class Searched:
         explain: whether hits are explained.
     """
 
-    version: Version
+    version: IndexVersion
     weights: Mapping[str, float]
     mask: NDArray[np.bool_] | None
     n: int
@@ -58,34 +58,36 @@ class Searched:
     explain: bool
 
     @classmethod
-    def of(
+    def prepare(
         cls,
-        version: Version,
+        version: IndexVersion,
         weights: Mapping[str, float],
         k: int,
         where: str | None,
         explain: bool,
         seconds: float,
-    ) -> Searched:
+    ) -> PreparedSearch:
         """Evaluate the filter of a search for at most k hits.
 
         Raises:
             UserError: if the filter cannot be applied, or takes longer than ``seconds``.
         """
-        mask = None if where is None else version.table.matching(where, seconds)
+        mask = None if where is None else version.table.match_filter(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
             where_found = "in the index" if mask is None else "that match the filter"
-            log.info(f"only {plural(n, 'text')} {where_found}: fewer than the {k:,} hits requested")
+            log.info(
+                f"only {format_count(n, 'text')} {where_found}: fewer than the {k:,} hits requested"
+            )
         return cls(version, weights, mask, n, min(k, n), explain)
 
-    def exact(self, queries: Sequence[str]) -> list[Hits]:
+    def search_all(self, queries: Sequence[str]) -> list[Hits]:
         """Return the hits of each query among all texts.
 
         Raises:
             UserError: if texts would have to be encoded under a condition.
         """
-        n, joint = len(self.version.table), bool(self.version.model.sources.joint)
+        n, joint = len(self.version.table), bool(self.version.model.templates.joint)
         batch_size = max(1, _MAX_SCORES // max(1, n))
         hits: list[Hits] = []
         for start in range(0, len(queries), batch_size):
@@ -110,7 +112,7 @@ class Searched:
                 )
         return hits
 
-    def reranked(self, queries: Sequence[str], count: int) -> list[Hits]:
+    def search_nearest(self, queries: Sequence[str], count: int) -> list[Hits]:
         """Return the hits of each query among the ``count`` texts nearest without a condition.
 
         Raises:
@@ -118,12 +120,12 @@ class Searched:
                 vectors without a condition.
         """
         model = self.version.model
-        if not model.sources.joint:
+        if not model.templates.joint:
             raise UserError(
                 "--rerank is for models that encode each text together with the condition, but "
                 "this model encodes them separately and compares every text anyway. Leave it out."
             )
-        if not model.sources.alone:
+        if not model.templates.text_only:
             raise UserError(
                 f"--rerank first searches without a condition, but the prompt {model.view.name} "
                 "does not encode texts without one. Leave it out."
@@ -137,7 +139,7 @@ class Searched:
         for query in queries:
             encoded = self._encode([query])
             near = self._find_best(
-                self._score_all(encoded, ALONE)[0], min(count, self.n), self.mask
+                self._score_all(encoded, NO_CONDITION)[0], min(count, self.n), self.mask
             )
             rows, exact = self._read_rows(near), len(near) == self.n
             hits.append(
@@ -151,12 +153,12 @@ class Searched:
         return hits
 
     def _encode(self, texts: Sequence[str]) -> _EncodedTexts:
-        return _EncodedTexts(texts, self.version.model.projections.stored(texts))
+        return _EncodedTexts(texts, self.version.model.projections.encode_texts(texts))
 
     def _project(self, encoded: _EncodedTexts, condition: str | None) -> Array:
         """Return the unit vectors of encoded texts under a condition, (n, k)."""
         projections = self.version.model.projections
-        vectors = projections.of(condition)(encoded.texts, encoded.stored, projections.encode)
+        vectors = projections.get(condition)(encoded.texts, encoded.stored, projections.encode)
         guide = self.version.guides.get(condition)
         return vectors if guide is None else guide.transform(vectors)
 
@@ -164,18 +166,19 @@ class Searched:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
         view = self.version.view(condition)
         if view is None:
-            n_missing, n_texts = len(self.version.absent(condition)), len(self.version.table)
+            n_missing, n_texts = len(self.version.find_missing(condition)), len(self.version.table)
             raise UserError(
                 "this model encodes each text together with the condition, but "
-                f"{n_missing:,} of {plural(n_texts, 'text')} have no vectors under "
-                f"{brief(condition)}. Encode them: llmcond index --out {self.version.table.folder} "
+                f"{n_missing:,} of {format_count(n_texts, 'text')} have no vectors under "
+                f"{shortened_repr(condition)}. Encode them: llmcond index --out "
+                f"{self.version.table.folder} "
                 f"{condition_flags(condition or '')}"
             )
         return view.scores(self._project(queries, condition))
 
     def _read_rows(self, near: Positions) -> Any:
         """Return texts with their columns and stored vectors, as an Arrow table."""
-        vector_column = [VECTOR] if self.version.model.sources.alone else []
+        vector_column = [VECTOR] if self.version.model.templates.text_only else []
         return self.version.table.take(
             near, ["id", "text", *self.version.table.columns, *vector_column]
         )
@@ -193,7 +196,7 @@ class Searched:
     def _find_best(scores: Scores, k: int, mask: NDArray[np.bool_] | None = None) -> Positions:
         """Return the indices of the k best scores, best first; ties go to the lower index."""
         allowed = scores if mask is None else np.where(mask, scores, -np.inf)
-        candidates = largest(allowed, k)
+        candidates = top_k(allowed, k)
         return np.asarray(candidates[np.lexsort((candidates, -scores[candidates]))])
 
     def _make_hits(
@@ -240,15 +243,15 @@ class Searched:
         model = self.version.model
         if model.base is None:
             return [{"without": None, "rank_without": None} for _ in hits]
-        if model.sources.alone and model.base is model.encoder():
-            scores = self._score_all(query, ALONE)[0]
+        if model.templates.text_only and model.base is model.encoder():
+            scores = self._score_all(query, NO_CONDITION)[0]
             allowed = scores if self.mask is None else scores[self.mask]
             return [
                 {"without": _round(hit_score), "rank_without": 1 + int((allowed > hit_score).sum())}
                 for hit_score in scores[near]
             ]
         texts = [query.texts[0], *(hit["text"] for hit in hits)]
-        vectors = unit_length(model.base.encode([EncoderInput("", text) for text in texts]))
+        vectors = normalise_vectors(model.base.encode([EncoderInput("", text) for text in texts]))
         return [
             {"without": _round(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
         ]

@@ -13,15 +13,15 @@ import uvicorn
 
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
-from llmcond.runs.cross import load_comparing
+from llmcond.runs.cross import load_similarity_model
 from llmcond.runs.embedder import Embedder
-from llmcond.runs.open import usual_run
+from llmcond.runs.open import resolve_run
 from llmcond.serving.app import Endpoints
 from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
-from llmcond.serving.settings import Served, ServerSettings
+from llmcond.serving.settings import ServedSource, ServerSettings
 
 #: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2
@@ -29,7 +29,7 @@ _PASSES = 2
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
-def load_model(served: Served) -> ServedModel:
+def load_model(served: ServedSource) -> ServedModel:
     """Load the model, and the index if there is one; raises the errors of ``serve``."""
     index, condition, guide = served.index, served.condition, served.guide
     if guide is not None and index is not None:
@@ -49,8 +49,8 @@ def load_model(served: Served) -> ServedModel:
         else:
             opened_index = Index.open(index, device=served.device)
         return ServedModel(opened_index.embedder, condition, opened_index)
-    loaded = load_comparing(
-        usual_run(served.run, served.model), served.head, served.prompt, served.device
+    loaded = load_similarity_model(
+        resolve_run(served.run, served.model), served.head, served.prompt, served.device
     )
     if guide is not None:
         if not isinstance(loaded, Embedder):
@@ -69,7 +69,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
     return "WebSocket library" not in record.getMessage()
 
 
-class Running(uvicorn.Server):
+class ModelServer(uvicorn.Server):
     """A server of one model.
 
     Attributes:
@@ -88,7 +88,7 @@ class Running(uvicorn.Server):
         self.model, metrics = model, Metrics(model)
         model.encode([model.ready_row()])
         tokens = settings.max_batch_tokens or _PASSES * model.encoder.engine.budget
-        self._batcher = Batcher(model.encode, tokens, model.longest, metrics.on_batch)
+        self._batcher = Batcher(model.encode, tokens, model.max_row_tokens, metrics.on_batch)
         metrics.watch(self._batcher)
         endpoints = Endpoints(model, self._batcher, metrics, settings)
         self.gate = Gate(

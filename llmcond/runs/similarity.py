@@ -15,8 +15,8 @@ from llmcond.errors import UserError
 Vectors = NDArray[np.float32]
 
 
-class Comparing(ABC):
-    """A model that compares sentences under conditions. A subclass defines ``_compared``."""
+class SimilarityModel(ABC):
+    """A model that compares sentences under conditions."""
 
     __slots__ = ()
 
@@ -69,7 +69,9 @@ class Comparing(ABC):
                 "or two lists."
             )
         if isinstance(sentences1, str) and isinstance(sentences2, str):
-            return float(self.similarity([sentences1], [sentences2], one_text(conditions))[0])
+            return float(
+                self.similarity([sentences1], [sentences2], as_condition_list(conditions))[0]
+            )
         texts1, texts2 = as_list(sentences1), as_list(sentences2)
         if len(texts1) != len(texts2):
             raise UserError(
@@ -77,11 +79,14 @@ class Comparing(ABC):
                 "lists of the same length."
             )
         row_conditions = conditions if isinstance(conditions, str) else as_list(conditions)
-        rows1, rows2 = checked_texts(texts1, row_conditions), checked_texts(texts2, row_conditions)
-        return self._compared(rows1, rows2, show_progress)
+        rows1, rows2 = (
+            pair_with_conditions(texts1, row_conditions),
+            pair_with_conditions(texts2, row_conditions),
+        )
+        return self._compute_similarity(rows1, rows2, show_progress)
 
     @abstractmethod
-    def _compared(
+    def _compute_similarity(
         self,
         first: Sequence[tuple[str, str]],
         second: Sequence[tuple[str, str]],
@@ -90,7 +95,7 @@ class Comparing(ABC):
         """Return the similarities, (n,), of n (sentence, condition) rows and n other ones."""
 
 
-def one_text(conditions: str | Iterable[str]) -> Sequence[str]:
+def as_condition_list(conditions: str | Iterable[str]) -> Sequence[str]:
     """Return the condition of a single sentence as a list.
 
     Raises:
@@ -103,7 +108,7 @@ def one_text(conditions: str | Iterable[str]) -> Sequence[str]:
     return [conditions]
 
 
-def checked_texts(
+def pair_with_conditions(
     sentences: Iterable[str], conditions: str | Iterable[str]
 ) -> list[tuple[str, str]]:
     """Return (sentence, condition) rows. A single condition applies to all sentences.

@@ -10,29 +10,29 @@ from typing import Any, TypeVar
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.loading.quantization import require
+from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.errors import UserError
-from llmcond.finetune.settings import TuneSettings, renamed, usual_rate
+from llmcond.finetune.settings import TuneSettings, default_learning_rate, upgrade_setting_names
 from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.base import Fitted
+from llmcond.heads.base import FittedModule
 from llmcond.log import log
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
-from llmcond.runs.saved import fitted_on
-from llmcond.runs.trials import sized
+from llmcond.runs.run_heads import check_head_record
+from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, Task, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.options.training import HeadChoice, TeacherOptions, TrainLoraOptions
+from llmcond.workflows.options.training import HeadTrainingOptions, TeacherOptions, TrainLoraOptions
 
-F = TypeVar("F", bound=Fitted)
+F = TypeVar("F", bound=FittedModule)
 
 
-def refuse_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
+def check_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
     """Raise a UserError for options that only training on rated pairs supports."""
     is_set_by_option = {
         f"--then {options.then}": options.then is not None,
         f"--aspects {options.aspects}": options.aspects is not None,
         "--ensemble": options.ensemble != 1,
-        "--teacher": options.part(TeacherOptions) != TeacherOptions(),
+        "--teacher": options.select(TeacherOptions) != TeacherOptions(),
     }
     for option, is_set in is_set_by_option.items():
         if is_set:
@@ -41,20 +41,22 @@ def refuse_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
             )
 
 
-def tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
+def build_tune_settings(options: Mapping[str, Any], recipe: Recipe | None = None) -> TuneSettings:
     """Return the training settings from the options, then a recipe, and then the defaults."""
     defaults: dict[str, Any] = {}
     if recipe is not None:
-        defaults = renamed(recipe.finetune)
+        defaults = upgrade_setting_names(recipe.finetune)
         build(TuneSettings, defaults, f"{recipe.path}: [finetune]")
-    values = {**defaults, **renamed(options)}
+    values = {**defaults, **upgrade_setting_names(options)}
     if isinstance(values.get("rank"), int):
-        values.setdefault("learning_rate", usual_rate(values["rank"]))
+        values.setdefault("learning_rate", default_learning_rate(values["rank"]))
     return build(TuneSettings, values, "training")
 
 
-def named_head(
-    choice: HeadChoice, recipes: str | None, load: Callable[[Path], tuple[F, dict[str, Any]]]
+def load_named_head(
+    choice: HeadTrainingOptions,
+    recipes: str | None,
+    load: Callable[[Path], tuple[F, dict[str, Any]]],
 ) -> tuple[Recipe, tuple[Prompt, ...], F | None, dict[str, Any]]:
     """Return the recipe and the prompts to train with, and the head to start from.
 
@@ -83,7 +85,7 @@ def named_head(
     folder = Path(choice.start)
     start, record = load(folder)
     record_path = str(folder / "head.json")
-    record = fitted_on(record, record_path)
+    record = check_head_record(record, record_path)
     prompts = prompts or tuple(
         prompt_from_json(prompt_record, record_path) for prompt_record in record["prompts"]
     )
@@ -97,8 +99,8 @@ def named_head(
     return recipe, prompts, start, record
 
 
-def chosen_head(
-    choice: HeadChoice,
+def choose_head(
+    choice: HeadTrainingOptions,
     task: AnyTask[Any],
     load: Callable[[Path], tuple[F, dict[str, Any]]],
     check: Callable[[Recipe], object],
@@ -125,11 +127,11 @@ def chosen_head(
             f"nothing can be subtracted in the task {task.name}, because its candidates have no "
             "conditions. Leave out --subtract."
         )
-    recipe, prompts, start, _ = named_head(choice, task.recipes, load)
+    recipe, prompts, start, _ = load_named_head(choice, task.recipes, load)
     if choice.set:
         recipe = recipe.with_settings(recipe.parse_changes(dict(choice.set), "--set"), "--set")
     if choice.dim is not None:
-        recipe = sized(recipe, choice.dim, choice.dim)
+        recipe = size_recipe(recipe, choice.dim, choice.dim)
     check(recipe)
     if len(prompts) > 1:
         raise UserError(
@@ -141,7 +143,7 @@ def chosen_head(
 
 def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
     """Return whether a router weights tokens, inside the encoder or through a prompt."""
-    return resolved.identity.routes_inside or any(prompt.routes for prompt in prompts)
+    return resolved.identity.routes_inside or any(prompt.has_router for prompt in prompts)
 
 
 def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
@@ -153,7 +155,7 @@ def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None
         )
 
 
-def rated_task(name: str | None) -> Task:
+def find_rated_task(name: str | None) -> Task:
     """Return a task of rated pairs by its name.
 
     Raises:
@@ -169,7 +171,7 @@ def rated_task(name: str | None) -> Task:
     return task
 
 
-def rated_dataset(task: Task, options: DataOptions) -> Dataset:
+def read_rated_dataset(task: Task, options: DataOptions) -> Dataset:
     """Read a dataset whose train split has rated rows.
 
     Raises:
@@ -206,8 +208,8 @@ def resolve_trainable(
     resolved = resolve(model, replace(encoder_options, runtime="torch"))
     for assumption in resolved.assumed:
         log.info(f"assumed: {assumption}")
-    require("training an encoder", "accelerate", "peft", extra="lora")
-    from llmcond.finetune.build import check_trainable
+    require_libraries("training an encoder", "accelerate", "peft", extra="lora")
+    from llmcond.finetune.loading import check_trainable
 
     check_trainable(resolved, settings, merge)
     return resolved

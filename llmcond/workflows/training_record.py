@@ -17,8 +17,8 @@ from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
 from llmcond.errors import UserError
 from llmcond.files import read_json
-from llmcond.finetune.settings import TuneSettings, renamed
-from llmcond.finetune.state import differences
+from llmcond.finetune.settings import TuneSettings, upgrade_setting_names
+from llmcond.finetune.state import describe_differences
 from llmcond.heads import Recipe
 from llmcond.log import log
 from llmcond.metrics import Estimate
@@ -27,10 +27,10 @@ from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
 from llmcond.runs import open_any_run
 from llmcond.tasks import Data
-from llmcond.workflows.options.training import HeadChoice
+from llmcond.workflows.options.training import HeadTrainingOptions
 
 #: The version of the training record's format.
-FORMAT = 1
+TRAINING_FORMAT = 1
 #: The training record's file, and the folder that holds the state of a training in progress.
 RECORD, STATE = "training.json", "training"
 
@@ -100,12 +100,12 @@ class TrainingResult(Displayed):
         return dict(self.record)
 
 
-def made_of(
+def training_config(
     resolved: ResolvedEncoder,
     dataset: Data,
     prompts: Sequence[Prompt],
     recipe: Recipe,
-    choice: HeadChoice,
+    choice: HeadTrainingOptions,
     settings: TuneSettings,
     merge: bool,
 ) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def made_of(
     }
 
 
-def trained_prompts(folder: Path) -> dict[str, str]:
+def read_trained_prompts(folder: Path) -> dict[str, str]:
     """Return the digests, by name, of the prompts that a folder's encoder was trained with.
 
     The dictionary is empty if they are not recorded.
@@ -149,7 +149,7 @@ def trained_prompts(folder: Path) -> dict[str, str]:
     return prompts
 
 
-def finished(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a training that has finished in a folder, and log that it is reused.
 
     Args:
@@ -177,7 +177,7 @@ def finished(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
                 f"{folder} already holds {content}, which is a different kind of model. Name "
                 "another --run."
             )
-        changes = differences(_upgrade_config(record["made_of"]), config)
+        changes = describe_differences(_upgrade_config(record["made_of"]), config)
         if changes:
             raise UserError(
                 f"{folder} holds an encoder that was trained with other settings: "
@@ -200,7 +200,7 @@ def finished(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration of an older version with the names that settings have now."""
-    upgraded = {**config, "settings": renamed(config.get("settings", {}))}
+    upgraded = {**config, "settings": upgrade_setting_names(config.get("settings", {}))}
     added = {"objective": "", "objective_weight": 1.0}
     for part in ("head", "objective"):
         if "mse" in config.get(part, {}):

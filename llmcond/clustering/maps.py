@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmcond.clustering.methods import Vectors
 
-Places = NDArray[np.float64]
+MapPositions = NDArray[np.float64]
 
 #: Number of principal components that vectors are reduced to, as is customary before t-SNE.
 _COMPONENTS = 50
@@ -20,7 +20,7 @@ _PERPLEXITY = 30.0
 _EXAGGERATION, _NO_EXAGGERATION = 12.0, 1.0
 
 
-def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
+def compute_maps(systems: Iterable[Vectors], seed: int) -> list[MapPositions]:
     """Return positions, (n, 2) in 0 to 1, of the same n texts for each of several sets of vectors.
 
     t-SNE has many equally good solutions, and rounding decides between them. So that maps can be
@@ -28,7 +28,7 @@ def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
     already a solution if the vectors are the same, and is then rotated, mirrored, moved and scaled
     to fit onto it. Fewer than four texts are placed on a line, in their order.
     """
-    maps: list[Places] = []
+    maps: list[MapPositions] = []
     for vectors in systems:
         previous = maps[-1] if maps else None
         points = _compute_map(vectors, previous, seed)
@@ -39,7 +39,7 @@ def places(systems: Iterable[Vectors], seed: int) -> list[Places]:
     return [(points - (low + high) / 2) / width + 0.5 for points in maps]
 
 
-def _compute_map(vectors: Vectors, previous: Places | None, seed: int) -> Places:
+def _compute_map(vectors: Vectors, previous: MapPositions | None, seed: int) -> MapPositions:
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -65,7 +65,7 @@ def _compute_map(vectors: Vectors, previous: Places | None, seed: int) -> Places
     return np.asarray(reducer.fit_transform(components), dtype=np.float64)
 
 
-def _align(points: Places, onto: Places) -> Places:
+def _align(points: MapPositions, onto: MapPositions) -> MapPositions:
     """Rotate, mirror, move and scale a map so that its points are nearest to those of another.
 
     The scale makes both maps equally wide. The scale with the smallest distances would shrink a map

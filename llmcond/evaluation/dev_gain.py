@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
-from llmcond.evaluation.paired import Difference, differences, resample
-from llmcond.metrics import Estimate, Metric, estimates_json, finite
+from llmcond.evaluation.paired import PairedDifference, bootstrap_metrics, paired_differences
+from llmcond.metrics import Estimate, Metric, estimates_json, finite_or_none
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
+class DevGain:
     """The scores of rows without and with training on dev.
 
     Attributes:
@@ -33,7 +33,7 @@ class Gain:
     metric: Metric
     without: Estimate
     trained: Estimate
-    difference: Difference
+    difference: PairedDifference
 
     @classmethod
     def of(
@@ -42,11 +42,13 @@ class Gain:
         trained: NDArray[np.floating],
         rows: Rows,
         metric: Metric,
-    ) -> Gain:
+    ) -> DevGain:
         """Compare two predictions, (n,) each, of rated rows by a metric."""
-        resampled = resample([without[None], trained[None]], rows.rating, rows.pair, [metric])
+        resampled = bootstrap_metrics(
+            [without[None], trained[None]], rows.rating, rows.pair, [metric]
+        )
         before, after = (resampled.estimates(i)[metric.name] for i in (0, 1))
-        difference = differences(resampled, {0: [1]})[1][metric.name]
+        difference = paired_differences(resampled, {0: [1]})[1][metric.name]
         return cls(len(rows), len(rows.pair_keys()), metric, before, after, difference)
 
     def to_json(self) -> dict[str, Any]:
@@ -56,11 +58,16 @@ class Gain:
         figures = {
             name: estimates_json({self.metric.name: estimate}) for name, estimate in scores.items()
         }
-        return {"n": self.n, "n_pairs": self.n_pairs, **figures, "p": finite(self.difference.p)}
+        return {
+            "n": self.n,
+            "n_pairs": self.n_pairs,
+            **figures,
+            "p": finite_or_none(self.difference.p),
+        }
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class CrossValidatedGain:
     """The gain from dev, measured on each fold of dev with a model trained on the other folds.
 
     Attributes:
@@ -71,8 +78,8 @@ class Folded:
     """
 
     folds: int
-    gain: Gain
-    by_condition: Mapping[str, Gain]
+    gain: DevGain
+    by_condition: Mapping[str, DevGain]
 
     @classmethod
     def of(
@@ -83,7 +90,7 @@ class Folded:
         dev: Rows,
         train: Rows,
         metric: Metric,
-    ) -> Folded:
+    ) -> CrossValidatedGain:
         """Compare two predictions, (n,) each, of dev's rated rows by a metric.
 
         ``train`` are the rows of the train split, which determine the seen conditions.
@@ -91,11 +98,11 @@ class Folded:
         known = set(train.condition)
         seen = np.array([text in known for text in dev.condition], dtype=np.bool_)
         parts = {
-            name: Gain.of(without[rows], trained[rows], dev.take(rows), metric)
+            name: DevGain.of(without[rows], trained[rows], dev.take(rows), metric)
             for name, rows in (("seen", seen), ("unseen", ~seen))
             if rows.any()
         }
-        return cls(folds, Gain.of(without, trained, dev, metric), parts)
+        return cls(folds, DevGain.of(without, trained, dev, metric), parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value in records and in the output."""

@@ -15,14 +15,14 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from llmcond.encoders.checkpoints.checkpoint import settings_files
-from llmcond.encoders.engine.engine import Engine, is_out_of_memory, try_engine
+from llmcond.encoders.engine.engine import Engine, create_engine, is_out_of_memory
 from llmcond.encoders.engine.interface import OutOfMemoryError
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.loading.memory import POOLS
+from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
-from llmcond.encoders.routers.inside import passes_of
+from llmcond.encoders.routers.passes import passes_class
 from llmcond.errors import LlmcondError, UserError, did_you_mean, first_line
 from llmcond.finetune.settings import TuneSettings
 
@@ -32,27 +32,27 @@ GROUPS = ("auto", "attention", "mlp")
 
 
 @dataclass(frozen=True)
-class Trainable:
+class TrainableEncoder:
     """An encoder that can be trained.
 
     Attributes:
         resolved: settings and files of the encoder.
         tokenizer: its tokenizer.
         engine: engine that computes its vectors with gradients.
-        adapted: peft's model around the network; None if there are no adapters.
+        peft_model: peft's model around the network; None if there are no adapters.
     """
 
     resolved: ResolvedEncoder
     tokenizer: InputTokenizer
     engine: Engine
-    adapted: Any
+    peft_model: Any
 
     @property
     def network(self) -> Any:
         """Network of the encoder, including its adapters."""
         return self.engine.model.network
 
-    def counts(self) -> tuple[int, int]:
+    def count_weights(self) -> tuple[int, int]:
         """Return the number of trained weights, and the number of all weights of the encoder.
 
         Weights of adapters do not count as weights of the encoder. Quantised weights count
@@ -105,7 +105,9 @@ def check_trainable(resolved: ResolvedEncoder, settings: TuneSettings, merge: bo
         settings_files(resolved.checkpoint.folder)  # raises before training instead of after
 
 
-def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int) -> Trainable:
+def load_trainable(
+    resolved: ResolvedEncoder, settings: TuneSettings, seed: int
+) -> TrainableEncoder:
     """Load an encoder for training, frozen except for its adapters, or with all weights trainable.
 
     On a CPU, or if all weights are trained, weights are in float32 and products in the resolved
@@ -137,11 +139,11 @@ def load_trainable(resolved: ResolvedEncoder, settings: TuneSettings, seed: int)
     adapted = None if settings.full else add_adapters(loaded.network, settings, name)
     if settings.full:
         loaded.network.requires_grad_(True)
-    passes_of(identity).train_weights(loaded.network, identity, resolved.device)
-    engine = try_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
+    passes_class(identity).train_weights(loaded.network, identity, resolved.device)
+    engine = create_engine(loaded, resolved, tokenizer.pad_id, frozen=False)
     if settings.gradient_checkpointing:
         _enable_gradient_checkpointing(loaded.network, name)
-    trainable = Trainable(resolved, tokenizer, engine, adapted)
+    trainable = TrainableEncoder(resolved, tokenizer, engine, adapted)
     _check_gradients(trainable)
     return trainable
 
@@ -158,7 +160,7 @@ def _enable_gradient_checkpointing(network: Any, name: str) -> None:
         ) from error
 
 
-def _check_gradients(trainable: Trainable) -> None:
+def _check_gradients(trainable: TrainableEncoder) -> None:
     """Compute gradients of a short text, so that an unsupported combination fails at once."""
     identity, device = trainable.resolved.identity, trainable.resolved.device
     text = Tokens([0] * 4, 0, 4, 4, 4)
@@ -189,7 +191,7 @@ def projections(network: nn.Module) -> list[str]:
     names: dict[str, None] = {}
     for name, module in network.named_modules():
         # Quantised layers are subclasses of nn.Linear.
-        if not isinstance(module, nn.Linear) or any(part in name for part in POOLS):
+        if not isinstance(module, nn.Linear) or any(part in name for part in POOLING_MODULES):
             continue
         match = re.fullmatch(r".*\.\d+\.(.+)", f".{name}")
         if match:
@@ -197,7 +199,7 @@ def projections(network: nn.Module) -> list[str]:
     return list(names)
 
 
-def choose(network: nn.Module, target: Sequence[str], encoder: str) -> list[str]:
+def select_projections(network: nn.Module, target: Sequence[str], encoder: str) -> list[str]:
     """Return the projections that a target names by groups of ``GROUPS``, names, or ends of names.
 
     Raises:
@@ -246,7 +248,7 @@ def add_adapters(network: nn.Module, settings: TuneSettings, encoder: str) -> An
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, TaskType, get_peft_model
 
-    names = choose(network, settings.target, encoder)
+    names = select_projections(network, settings.target, encoder)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

@@ -9,15 +9,15 @@ from helpers.commands import ok, refused
 
 from llmcond import cli
 from llmcond.data.rows import join_rows
-from llmcond.evaluation.folds import Folded
-from llmcond.features.view import View
+from llmcond.evaluation.dev_gain import CrossValidatedGain
+from llmcond.features.view import FeatureView
 from llmcond.files import digest_file
 from llmcond.heads import load_recipe
-from llmcond.metrics import METRICS, finite, spearman
-from llmcond.report.format import folds_text
+from llmcond.metrics import METRICS, finite_or_none, spearman
+from llmcond.report.format import dev_gain_text
 from llmcond.runs import open_run
+from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.features import RowFeatures
-from llmcond.runs.with_dev import WithDev
 
 FIT = "--head mlp --dim 4 --set epochs=4 batch_size=16"
 
@@ -35,11 +35,11 @@ def fit(capsys, run, *given, command=ok):
 def test_rows_of_dev_are_taken_as_often_as_its_weight(run):
     opened = open_run(run)
     recipe = load_recipe("mlp").with_settings({"dim": 4, "epochs": 3, "batch_size": 16}, "test")
-    view = View((opened.prompt(None),), True)
+    view = FeatureView((opened.prompt(None),), True)
     train, dev = (opened.rows(split).take(opened.rows(split).rated) for split in ("train", "dev"))
     expected = RowFeatures(join_rows([train, dev, dev]), opened.store()).pairs(view)
     seen = []
-    both = WithDev(opened, recipe, view, 0, "cpu", 2, lambda *args: seen.append(args[0]))
+    both = DevFit(opened, recipe, view, 0, "cpu", 2, lambda *args: seen.append(args[0]))
     head = both.fit()
     assert len(expected) == len(train) + 2 * len(dev)
     assert [epoch for epoch in seen if epoch == int(epoch)] == [1, 2, 3]
@@ -57,7 +57,9 @@ def test_a_fold_is_predicted_by_heads_that_have_not_seen_it(run):
     dev = opened.rows("dev")
     drawn = np.random.default_rng(0).permutation(dev.rating)
     opened.data.splits["dev"] = dev = replace(dev, rating=drawn)
-    both = WithDev(opened, recipe, View((opened.prompt(None),), True), 0, "cpu", 8, lambda *_: None)
+    both = DevFit(
+        opened, recipe, FeatureView((opened.prompt(None),), True), 0, "cpu", 8, lambda *_: None
+    )
     folded = both.folds(3)
     assert (folded.folds, folded.gain.n, folded.gain.n_pairs) == (3, 12, 6)
     seen = spearman(both._predict(both.fit(), dev), drawn)
@@ -150,12 +152,14 @@ def test_rows_of_new_conditions_are_told_apart(run, metric):
     new = np.arange(len(dev)) % 3 == 0
     texts = [f"new {text}" if own else text for text, own in zip(dev.condition, new, strict=True)]
     without, trained = np.random.default_rng(0).random((2, len(dev)))
-    folded = Folded.of(2, without, trained, replace(dev, condition=texts), train, metric)
+    folded = CrossValidatedGain.of(
+        2, without, trained, replace(dev, condition=texts), train, metric
+    )
     assert folded.gain.trained.value == pytest.approx(metric(trained, dev.rating, dev.pair))
-    assert f"{metric.heading} {metric.show(folded.gain.trained.value)}" in folds_text(folded)
+    assert f"{metric.heading} {metric.show(folded.gain.trained.value)}" in dev_gain_text(folded)
     for name, rows in (("seen", ~new), ("unseen", new)):
         gain = folded.by_condition[name]
         assert gain.n == rows.sum()
         expected = metric(without[rows], dev.rating[rows], dev.pair[rows])
         assert gain.without.value == pytest.approx(expected, nan_ok=True)
-        assert gain.to_json()["without"][metric.name] == finite(gain.without.value)
+        assert gain.to_json()["without"][metric.name] == finite_or_none(gain.without.value)

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from llmcond.data.queries import QueryRows
-from llmcond.evaluation.ranking import Part
+from llmcond.evaluation.ranking import QuerySubset
 from llmcond.evaluation.results import Result, Results
-from llmcond.metrics import Floats, finite
+from llmcond.metrics import Floats, finite_or_none
 from llmcond.options import Ties
 
 
@@ -34,7 +34,7 @@ class QueryResult(Result):
 
     @property
     @abstractmethod
-    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+    def subsets(self) -> Mapping[str, Mapping[str, QuerySubset]]:
         """The figures of subsets of queries, by the kind of subset and by its name."""
 
 
@@ -69,9 +69,9 @@ class RankedResult(QueryResult):
 
     added: Mapping[str, Any] = field(default_factory=dict)
     neighbours: bool = False
-    parts: Mapping[str, Part] = field(default_factory=dict)
-    by_category: Mapping[str, Part] = field(default_factory=dict)
-    by_relation: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, QuerySubset] = field(default_factory=dict)
+    by_category: Mapping[str, QuerySubset] = field(default_factory=dict)
+    by_relation: Mapping[str, QuerySubset] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output of ``evaluate``."""
@@ -101,7 +101,7 @@ class RankedResult(QueryResult):
 
     @property
     @override
-    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+    def subsets(self) -> Mapping[str, Mapping[str, QuerySubset]]:
         groups = {
             "part": self.parts,
             "category of relations": self.by_category,
@@ -124,13 +124,13 @@ class DialogueResult(QueryResult):
     score: str = ""
     candidates: str = ""
     median_rank: float = math.nan
-    by_history: Mapping[str, Part] = field(default_factory=dict)
+    by_history: Mapping[str, QuerySubset] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output of ``evaluate``."""
         return {
             **self.scored_json(ties=self.ties, score=self.score, candidates=self.candidates),
-            "median_rank": finite(self.median_rank),
+            "median_rank": finite_or_none(self.median_rank),
             "by_history": {name: part.to_json() for name, part in self.by_history.items()},
         }
 
@@ -142,7 +142,7 @@ class DialogueResult(QueryResult):
 
     @property
     @override
-    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+    def subsets(self) -> Mapping[str, Mapping[str, QuerySubset]]:
         return {"number of turns before": self.by_history}
 
 
@@ -161,7 +161,7 @@ class PlanResult(QueryResult):
     score: str = ""
     plan: str = ""
     goal: bool = True
-    cells: Mapping[str, Part] = field(default_factory=dict)
+    cells: Mapping[str, QuerySubset] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output of ``evaluate``."""
@@ -177,5 +177,5 @@ class PlanResult(QueryResult):
 
     @property
     @override
-    def grouped(self) -> Mapping[str, Mapping[str, Part]]:
+    def subsets(self) -> Mapping[str, Mapping[str, QuerySubset]]:
         return {"turns before + turns to the goal": self.cells}

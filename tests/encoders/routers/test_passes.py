@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 import llmcond
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.checkpoints.adapter import read_tuned
+from llmcond.encoders.checkpoints.adapter import read_encoder_record
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.spec import Router
-from llmcond.finetune.build import load_trainable
+from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.settings import TuneSettings
 from llmcond.runs import open_run
 from llmcond.workflows.push import _stage
@@ -93,7 +93,7 @@ def test_a_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
     train("run", "--router-mode", "heavy", "--merge")
     folder, staged = tmp_path / "run", tmp_path / "staged"
     staged.mkdir()
-    _stage(open_run(folder), read_tuned(folder), staged)
+    _stage(open_run(folder), read_encoder_record(folder), staged)
     mine, others = (llmcond.load_encoder(one, dtype="float32") for one in (folder, staged))
     np.testing.assert_array_equal(mine.encode(ITEMS), others.encode(ITEMS))
 

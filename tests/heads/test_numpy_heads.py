@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save
 from llmcond.errors import LlmcondError, UserError
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.loading import load_embedding_head
-from llmcond.heads.plain import PLAIN_KINDS, PlainHead
+from llmcond.heads.numpy_heads import DENSE_KINDS, NumpyHead
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,14 +47,14 @@ def saved_head(folder, pairs, name):
 
 
 def test_every_plain_kind_is_compared():
-    assert {load_recipe(recipe).kind for recipe, _ in HEADS.values()} == set(PLAIN_KINDS)
+    assert {load_recipe(recipe).kind for recipe, _ in HEADS.values()} == set(DENSE_KINDS)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_plain_head_is_the_fitted_head(name, pairs, tmp_path):
     fitted, description = load_head(saved_head(tmp_path, pairs, name))
     plain, same = load_embedding_head(tmp_path)
-    assert isinstance(plain, PlainHead)
+    assert isinstance(plain, NumpyHead)
     assert same == description
     for attribute in (
         "kind settings dim_in dim_condition dim_out features conditioned is_identity "

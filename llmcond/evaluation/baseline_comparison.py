@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.evaluation.paired import differences
+from llmcond.evaluation.paired import paired_differences
 from llmcond.evaluation.results import (
     ComparedResult,
     Results,
     Scored,
+    add_metrics,
     best_first,
-    resampled,
-    with_figures,
+    bootstrap_results,
 )
-from llmcond.metrics import DEFAULT, Metric
+from llmcond.metrics import DEFAULT_METRICS, Metric
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class ComparedSystem:
     """A prompt under one head, to be compared with the baseline prompt under the same head.
 
     Attributes:
@@ -35,15 +35,18 @@ class System:
     similarity: NDArray[np.float32]
 
 
-def with_evidence(
-    systems: Sequence[System], baseline: str, rows: Scored, metrics: Sequence[Metric] = DEFAULT
+def compare_with_baseline(
+    systems: Sequence[ComparedSystem],
+    baseline: str,
+    rows: Scored,
+    metrics: Sequence[Metric] = DEFAULT_METRICS,
 ) -> Results[ComparedResult]:
     """Compute the figures of each system and its difference to the baseline, best first.
 
     Holm's correction covers the differences of all groups.
     """
     results = [system.result for system in systems]
-    draws = resampled(results, [system.similarity for system in systems], rows, metrics)
+    draws = bootstrap_results(results, [system.similarity for system in systems], rows, metrics)
     groups: dict[int, list[int]] = {}
     for group in dict.fromkeys(system.group for system in systems):
         members = [i for i, system in enumerate(systems) if system.group == group]
@@ -51,9 +54,9 @@ def with_evidence(
         if base is not None:
             groups[base] = [i for i in members if i != base]
     tested = [metric for metric in metrics if not metric.secondary]
-    compared = differences(draws, groups, tested)
+    compared = paired_differences(draws, groups, tested)
     against = {i: results[base].name for base, others in groups.items() for i in others}
     return best_first(
         replace(result, difference=compared.get(i), against=against.get(i))
-        for i, result in enumerate(with_figures(results, draws, rows))
+        for i, result in enumerate(add_metrics(results, draws, rows))
     )
