@@ -1,14 +1,15 @@
-"""Whether embeddings follow conditions, on texts with several attributes, for any models.
+"""Measure whether embeddings follow conditions, on texts with several attributes.
 
     python scripts/bench_aspects.py --data FOLDER
     python scripts/bench_aspects.py --data FOLDER --model minilm --variant routed --values 0 4
     python scripts/bench_aspects.py --data FOLDER --model RUN --only snips hwu --labels 8 64 --json
 
-FOLDER holds NAME.json of each data set and, where there are any, triples/NAME.json; see
-docs/aspects.md for the format and the measures. A model is a bundled model, the folder of a run,
-or an encoder. Variants: ``plain`` are sentence embeddings of the base encoder, without a condition;
-``joint`` and ``routed`` use the prompts concat-cond-sent (without subtraction) and routed;
-``model`` is the prompt and the head of a run. Figures are in percent, with 95 % intervals.
+FOLDER contains NAME.json for each dataset and, where a dataset has triples, triples/NAME.json.
+docs/aspects.md describes the format and the measures. A model is a bundled model, the folder of a
+run, or an encoder. There are four variants: ``plain`` measures sentence embeddings of the base
+encoder without a condition; ``joint`` uses the prompt concat-cond-sent, without subtraction;
+``routed`` uses the prompt routed; ``model`` uses the prompt and the head of a run. Figures are in
+percent, with 95 % confidence intervals.
 """
 
 from __future__ import annotations
@@ -52,13 +53,20 @@ from llmcond.runs.embedder import base_encoder
 VARIANTS = ("plain", "joint", "routed", "model")
 
 Vectors = Any
-#: From n texts and n conditions to (n, d) vectors.
+#: Maps n texts and n conditions to (n, d) vectors.
 Encode = Callable[[Sequence[str], Sequence[str]], Vectors]
 
 
 @dataclass(frozen=True)
 class System:
-    """What makes vectors: a model, its variant, and the number of example values of conditions."""
+    """A source of vectors.
+
+    Attributes:
+        model: name of the model.
+        variant: a value of ``VARIANTS``.
+        n_values: number of example values in each condition.
+        encode: the function that computes the vectors.
+    """
 
     model: str
     variant: str
@@ -67,7 +75,7 @@ class System:
 
     @property
     def label(self) -> str:
-        """Return what tables call it."""
+        """Name in the tables."""
         parts = [self.model, "" if self.variant == "model" else self.variant]
         return ", ".join(filter(None, [*parts, f"{self.n_values} values" * bool(self.n_values)]))
 
@@ -76,7 +84,7 @@ class System:
 
 
 def systems(options: argparse.Namespace) -> Iterator[System]:
-    """Yield every system, one model after the other; plain vectors of an encoder only once."""
+    """Yield every system, model by model; plain vectors of an encoder only once."""
     plain = set()
     for name in options.model:
         is_run = pretrained_folder(name) is not None or Path(name, "run.json").is_file()
@@ -99,8 +107,8 @@ def _encoder(name: str, model: Embedder | None, options: argparse.Namespace) -> 
         return load_encoder(name, dtype=options.dtype or "float32", device=options.device)
     if options.dtype not in (None, model.encoder.identity.dtype):
         raise UserError(
-            f"--dtype is {options.dtype}, and {name} was trained in "
-            f"{model.encoder.identity.dtype}. Leave it out: it is for encoders."
+            f"--dtype is {options.dtype}, but {name} was trained in "
+            f"{model.encoder.identity.dtype}. Omit --dtype: it applies to encoders only."
         )
     return model.encoder
 
@@ -108,8 +116,8 @@ def _encoder(name: str, model: Embedder | None, options: argparse.Namespace) -> 
 def _plain(encoder: Encoder) -> Encode:
     def encode(texts: Sequence[str], _: Sequence[str]) -> Vectors:
         distinct = list(dict.fromkeys(texts))
-        place = {text: i for i, text in enumerate(distinct)}
-        return encoder.encode(distinct)[[place[text] for text in texts]]
+        position = {text: i for i, text in enumerate(distinct)}
+        return encoder.encode(distinct)[[position[text] for text in texts]]
 
     return encode
 
@@ -121,13 +129,13 @@ def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder)
         return Embedder(encoder, FeatureView((load_prompt("routed"),)))
     if model is None:
         raise UserError(
-            f"{name} is an encoder, which has no prompt of its own. Name other variants than "
-            "model: plain, joint or routed."
+            f"{name} is an encoder, so it has no variant 'model', which is the prompt and head of "
+            "a run. Choose plain, joint or routed."
         )
     if not model.head.compares_by_cosine:
         raise UserError(
-            f"the head {model.name} of {name} does not compare embeddings by their cosine, which "
-            "is what is measured here."
+            f"the head {model.name} of {name} does not compare embeddings by their cosine. This "
+            "benchmark measures cosines only; choose another head."
         )
     return model
 
@@ -135,8 +143,8 @@ def _embedder(name: str, variant: str, model: Embedder | None, encoder: Encoder)
 # -- figures -----------------------------------------------------------------------------------
 
 
-def vectors_of(system: System, sample: AspectSample, wording: Wording) -> ConditionedVectors:
-    """Encode all that the figures of a sample need, in one call."""
+def encode_sample(system: System, sample: AspectSample, wording: Wording) -> ConditionedVectors:
+    """Encode all texts that the figures of a sample need, in one call."""
     conditions = {
         key: Condition(say(wordings, wording), sample.values[key][: system.n_values])
         for key, wordings in sample.conditions.items()
@@ -148,8 +156,8 @@ def vectors_of(system: System, sample: AspectSample, wording: Wording) -> Condit
     )
 
 
-def by_vectors(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
-    """Classify by the nearest mean of a label's vectors, and cluster."""
+def classify_by_mean(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
+    """Classify by the nearest mean of a label's vectors, and cluster with K-means."""
     classes, members = np.unique(labels, return_inverse=True)
     means = np.eye(len(classes))[members].T @ vectors[labelled]
     means /= np.linalg.norm(means, axis=1, keepdims=True)
@@ -157,13 +165,15 @@ def by_vectors(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelF
     return LabelFitted(predicted, kmeans(vectors, len(classes), seed=0), vectors)
 
 
-def by_guide(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
-    """Do the same with vectors that a guide maps."""
-    return by_vectors(fit_guide(vectors[labelled], labels).transform(vectors), labelled, labels)
+def classify_with_guide(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
+    """Classify and cluster the vectors after a guide has mapped them."""
+    return classify_by_mean(
+        fit_guide(vectors[labelled], labels).transform(vectors), labelled, labels
+    )
 
 
-def by_logistic_regression(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
-    """Classify by logistic regression; its classes are the clusters."""
+def classify_by_regression(vectors: Vectors, labelled: Any, labels: Sequence[str]) -> LabelFitted:
+    """Classify by logistic regression; the predicted classes serve as clusters."""
     from sklearn.linear_model import LogisticRegression
 
     predicted = LogisticRegression(max_iter=1_000).fit(vectors[labelled], labels).predict(vectors)
@@ -171,7 +181,7 @@ def by_logistic_regression(vectors: Vectors, labelled: Any, labels: Sequence[str
 
 
 class Benchmark:
-    """The figures of systems on samples, as they are computed."""
+    """The figures of all systems on all samples."""
 
     def __init__(self, samples: Sequence[AspectSample], options: argparse.Namespace) -> None:
         self.rows: list[tuple[System, str, AspectFigures]] = []
@@ -183,21 +193,21 @@ class Benchmark:
         options = self._options
         for sample in self._samples:
             began = time.process_time()
-            vectors = vectors_of(system, sample, options.wording)
+            vectors = encode_sample(system, sample, options.wording)
             figures = measure(sample, vectors, options.seed)
             self.rows.append((system, sample.name, figures))
-            # A long run that is interrupted has then shown what it measured.
+            # Print now, so that an interrupted run has reported what it measured.
             estimates = {key: getattr(figures, key) for key in FIGURES}
-            print(line(system.label, sample.name, estimates, figures.chance), flush=True)
-            ways: dict[str, LabelFit] = {
-                "nearest mean": by_vectors,
-                "guide": by_guide,
-                "logistic regression": by_logistic_regression,
+            print(format_row(system.label, sample.name, estimates, figures.chance), flush=True)
+            fits: dict[str, LabelFit] = {
+                "nearest mean": classify_by_mean,
+                "guide": classify_with_guide,
+                "logistic regression": classify_by_regression,
             }
-            for way, fit in ways.items() if options.labels else []:
+            for way, fit in fits.items() if options.labels else []:
                 self.labels += [
-                    (f"{system.label}, {way}", sample.name, own)
-                    for own in measure_labels(
+                    (f"{system.label}, {way}", sample.name, label_figures)
+                    for label_figures in measure_labels(
                         sample, vectors, options.labels, fit, options.draws, options.seed
                     )
                 ]
@@ -206,39 +216,40 @@ class Benchmark:
             )
 
     def means(self) -> list[tuple[System, dict[str, Estimate], float, int]]:
-        """Return for each system its means over data sets, of chance too, and their number."""
-        found = []
-        for system in dict.fromkeys(own for own, _, _ in self.rows):
-            of_sets = [figures for own, _, figures in self.rows if own is system]
-            means = {n: mean_estimate([getattr(f, n) for f in of_sets]) for n in FIGURES}
-            chance = mean_estimate([Estimate(f.chance) for f in of_sets]).value
-            found.append((system, means, chance, len(of_sets)))
-        return found
+        """Return (system, mean figures, mean chance, number of datasets) of each system."""
+        means = []
+        for system in dict.fromkeys(system for system, _, _ in self.rows):
+            of_system = [figures for other, _, figures in self.rows if other is system]
+            estimates = {n: mean_estimate([getattr(f, n) for f in of_system]) for n in FIGURES}
+            chance = mean_estimate([Estimate(f.chance) for f in of_system]).value
+            means.append((system, estimates, chance, len(of_system)))
+        return means
 
     def label_means(self) -> list[tuple[str, int, int, float, float, float]]:
-        """Return means over data sets.
+        """Return the means over datasets, by system and number of labels.
 
-        These are what is measured, labels, sets, accuracy, V-measure and nearest neighbours.
+        A row has the name, the number of labels, the number of datasets, and the means of accuracy,
+        V-measure and nearest neighbours.
         """
-        found = []
-        for name, size in dict.fromkeys((name, own.n_labels) for name, _, own in self.labels):
-            of_sets = [
-                own
-                for other, _, own in self.labels
-                if (other, own.n_labels) == (name, size) and own.n_conditions
+        rows = []
+        for name, size in dict.fromkeys((name, f.n_labels) for name, _, f in self.labels):
+            of_name = [
+                figures
+                for other, _, figures in self.labels
+                if (other, figures.n_labels) == (name, size) and figures.n_conditions
             ]
-            if of_sets:
-                names = ("accuracy", "v_measure", "nearest")
-                means = [float(np.mean([getattr(own, n) for own in of_sets])) for n in names]
-                found.append((name, size, len(of_sets), means[0], means[1], means[2]))
-        return found
+            if of_name:
+                keys = ("accuracy", "v_measure", "nearest")
+                means = [float(np.mean([getattr(f, key) for f in of_name])) for key in keys]
+                rows.append((name, size, len(of_name), means[0], means[1], means[2]))
+        return rows
 
 
 # -- tables and JSON ---------------------------------------------------------------------------
 
 
-def shown(estimate: Estimate) -> str:
-    """Return a figure in percent with its interval."""
+def format_estimate(estimate: Estimate) -> str:
+    """Format an estimate in percent, with its confidence interval."""
     text = format_number(100 * estimate.value, 1)
     if np.isfinite([estimate.low, estimate.high]).all():
         text += (
@@ -251,34 +262,34 @@ def shown(estimate: Estimate) -> str:
 HEADINGS = "vectors", "set", "accuracy", "right under both", "nearest", "chance", "V-measure"
 
 
-def line(label: str, name: str, figures: Mapping[str, Estimate], chance: float) -> str:
-    """Return a line of the table of figures."""
-    cells = [shown(figures[key]) for key in FIGURES]
+def format_row(label: str, name: str, figures: Mapping[str, Estimate], chance: float) -> str:
+    """Format a row of the table of figures."""
+    cells = [format_estimate(figures[key]) for key in FIGURES]
     cells.insert(3, format_number(100 * chance, 1))
     return f"| {' | '.join([label, name, *cells])} |"
 
 
-def summary(benchmark: Benchmark) -> Iterator[str]:
-    """Yield the lines of means, and the table of what labels bring."""
+def format_summary(benchmark: Benchmark) -> Iterator[str]:
+    """Yield the rows of means, then the table of figures by number of labels."""
     for system, means, chance, n in benchmark.means():
-        yield line(system.label, f"mean of {n}", means, chance)
+        yield format_row(system.label, f"mean of {n}", means, chance)
     if not benchmark.labels:
         return
     yield "\n| vectors | set | labels | accuracy | V-measure | nearest |\n|---|---|---|---|---|---|"
-    for label, name, own in benchmark.labels:
-        if own.n_conditions:
-            accuracy = f"{100 * own.accuracy:.1f} ± {format_number(100 * own.deviation, 1)}"
-            others = f"{100 * own.v_measure:.1f} | {format_number(100 * own.nearest, 1)}"
-            yield f"| {label} | {name} | {own.n_labels} | {accuracy} | {others} |"
+    for label, name, figures in benchmark.labels:
+        if figures.n_conditions:
+            accuracy = f"{100 * figures.accuracy:.1f} ± {format_number(100 * figures.deviation, 1)}"
+            others = f"{100 * figures.v_measure:.1f} | {format_number(100 * figures.nearest, 1)}"
+            yield f"| {label} | {name} | {figures.n_labels} | {accuracy} | {others} |"
     for label, size, n, *values in benchmark.label_means():
         cells = " | ".join(format_number(100 * value, 1) for value in values)
         yield f"| {label} | mean of {n} | {size} | {cells} |"
 
 
 def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]:
-    """Return everything that was measured; figures are fractions."""
+    """Return all results as JSON; figures are fractions."""
 
-    def named(system: System) -> dict[str, Any]:
+    def describe(system: System) -> dict[str, Any]:
         return {
             "vectors": system.label,
             "model": system.model,
@@ -287,35 +298,33 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
         }
 
     means = []
-    for system, figures, chance, n in benchmark.means():
-        row = {**named(system), "n_sets": n, "chance": finite_or_none(chance)}
-        for key, own in figures.items():
-            row |= {
-                key: finite_or_none(own.value),
-                f"{key}_ci": [finite_or_none(own.low), finite_or_none(own.high)],
-            }
+    for system, estimates, chance, n in benchmark.means():
+        row = {**describe(system), "n_sets": n, "chance": finite_or_none(chance)}
+        for key, estimate in estimates.items():
+            interval = [finite_or_none(estimate.low), finite_or_none(estimate.high)]
+            row |= {key: finite_or_none(estimate.value), f"{key}_ci": interval}
         means.append(row)
     return {
         "data": str(options.data),
         "wording": options.wording,
         "seed": options.seed,
         "results": [
-            {**named(system), "set": name, **own.to_json(), "conditions": own.conditions}
-            for system, name, own in benchmark.rows
+            {**describe(system), "set": name, **figures.to_json(), "conditions": figures.conditions}
+            for system, name, figures in benchmark.rows
         ],
         "means": means,
         "labels": [
             {
                 "vectors": label,
                 "set": name,
-                "labels": own.n_labels,
-                "n_conditions": own.n_conditions,
-                "accuracy": finite_or_none(own.accuracy),
-                "deviation": finite_or_none(own.deviation),
-                "v_measure": finite_or_none(own.v_measure),
-                "nearest": finite_or_none(own.nearest),
+                "labels": figures.n_labels,
+                "n_conditions": figures.n_conditions,
+                "accuracy": finite_or_none(figures.accuracy),
+                "deviation": finite_or_none(figures.deviation),
+                "v_measure": finite_or_none(figures.v_measure),
+                "nearest": finite_or_none(figures.nearest),
             }
-            for label, name, own in benchmark.labels
+            for label, name, figures in benchmark.labels
         ],
         "label_means": [
             {
@@ -331,14 +340,19 @@ def to_json(benchmark: Benchmark, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="FOLDER", help="folder with the data sets")
-    add("--model", nargs="+", default=[DEFAULT_MODEL], help="bundled models, runs or encoders")
+    add("--data", type=Path, required=True, metavar="FOLDER", help="folder with the datasets")
+    add(
+        "--model",
+        nargs="+",
+        default=[DEFAULT_MODEL],
+        help=f"bundled models, runs or encoders (default: {DEFAULT_MODEL})",
+    )
     add(
         "--variant",
         nargs="+",
@@ -346,41 +360,68 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="vectors to measure (default: plain and model for a bundled model or a run, plain, "
         "joint and routed for an encoder)",
     )
-    add("--wording", choices=WORDINGS, default="text", help="wording of the conditions")
+    add(
+        "--wording",
+        choices=WORDINGS,
+        default="text",
+        help="wording of the conditions (default: text)",
+    )
     add(
         "--values",
-        type=_count,
+        type=_parse_count,
         nargs="+",
         default=[0],
         metavar="N",
-        help="numbers of example values, which no text measured has, beside each condition",
+        help="numbers of example values to add to each condition, which no measured text has "
+        "(default: 0)",
     )
-    add("--labels", type=_positive, nargs="+", metavar="N", help="numbers of labelled texts")
-    add("--draws", type=_positive, default=5, help="draws of labelled texts (default: 5)")
-    add("--only", nargs="+", default=[], metavar="NAME", help="data sets to measure (default: all)")
-    add("--limit", type=_positive, metavar="N", help="triples of each set at most, for a quick try")
-    add("--dtype", help="dtype of encoders (default: float32); a run has its own")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=_count, default=0, help="random seed of samples, K-means and bootstrap")
+    add(
+        "--labels",
+        type=_parse_positive,
+        nargs="+",
+        metavar="N",
+        help="numbers of labelled texts (default: no labels)",
+    )
+    add(
+        "--draws",
+        type=_parse_positive,
+        default=5,
+        help="random samples of labelled texts (default: 5)",
+    )
+    add("--only", nargs="+", default=[], metavar="NAME", help="datasets to measure (default: all)")
+    add(
+        "--limit",
+        type=_parse_positive,
+        metavar="N",
+        help="maximum number of triples per dataset, for a quick try (default: all)",
+    )
+    add("--dtype", help="dtype of encoders (default: float32); the dtype of a run is fixed")
+    add("--device", default="auto", help="auto (the default), cpu, cuda or cuda:N")
+    add(
+        "--seed",
+        type=_parse_count,
+        default=0,
+        help="random seed of samples, K-means and bootstrap (default: 0)",
+    )
     add("--json", action="store_true", help="print one JSON object on the last line")
     return parser.parse_args(arguments)
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if _count(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+def _parse_positive(text: str) -> int:
+    if _parse_count(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print tables of every system and data set, and their means."""
-    options = parse(arguments)
+    """Print the figures of every system on every dataset, and their means."""
+    options = parse_options(arguments)
     log_to_terminal()
     try:
         samples = read_samples(options.data, options.only, options.seed)
@@ -393,7 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
     except LlmcondError as error:
         log.info(f"bench_aspects: {error}")
         return error.exit_code
-    print("\n".join(summary(benchmark)))
+    print("\n".join(format_summary(benchmark)))
     if options.json:
         print(json.dumps(to_json(benchmark, options), allow_nan=False))
     return 0

@@ -1,16 +1,17 @@
-"""Measure cross-encoders: training against sentence-transformers', and what a pair costs.
+"""Measure the training and the speed of cross-encoders against sentence-transformers.
 
-Both train all weights of the same encoder on the same rows, with the same batch size, epochs,
-learning rate, schedule, decay and loss, in float32. sentence-transformers' CrossEncoder is given
-(s1, "s2 [SEP] c") in the order of the data, and has its classifier on the first token; llmcond
-draws the order, and has a linear layer on what the encoder pools. Each has a process of its own:
-they train one after the other, and then score the rows of dev in turn, beside the cosine of a
-bi-encoder's joint vectors. Ratios are medians of rounds.
+Both libraries train all weights of the same encoder on the same rows, with the same batch size,
+epochs, learning rate, schedule, weight decay and loss, in float32. The CrossEncoder of
+sentence-transformers reads (s1, "s2 [SEP] c") in the order of the data and has a classifier on the
+first token. llmcond chooses the order of the sentences at random and has a linear layer on the
+encoder's pooled vector. Each library runs in a separate process. They train one after the other.
+Then they take turns to score the dev rows, and so does the cosine of a bi-encoder's joint vectors.
+Ratios are medians over rounds.
 
     python scripts/bench_cross.py
     python scripts/bench_cross.py --data CSTS_FOLDER --rows 11342 --epochs 4 --batch-size 64
 
-It needs sentence-transformers and datasets (pip install '.[dev]').
+The script needs sentence-transformers and datasets (pip install '.[dev]').
 """
 
 from __future__ import annotations
@@ -51,19 +52,20 @@ from llmcond.runs import portable_model_name
 from llmcond.runs.cross import CrossEncoder
 from llmcond.system import choose_device
 
-#: Of both: share of steps in which the learning rate rises, and decay of matrices.
+#: Of both libraries: share of the steps in which the learning rate rises, and weight decay of
+#: matrices.
 WARMUP, DECAY = 0.06, 0.01
 PROMPT = "concat-cond-sent"
 
-#: What a way scores rows by, by the name that the table has for it.
+#: Functions that score rows, by their name in the table.
 Scorers = dict[str, Callable[[Rows], Any]]
 
 
-# -- the ways ----------------------------------------------------------------------------------
+# -- systems -----------------------------------------------------------------------------------
 
 
-def peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
-    """Train sentence-transformers' CrossEncoder; return its seconds, and what scores."""
+def train_peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
+    """Train the CrossEncoder of sentence-transformers; return the seconds and the scorer."""
     from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from sentence_transformers import CrossEncoder as Peer
     from sentence_transformers.cross_encoder import (
@@ -74,12 +76,12 @@ def peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
 
     torch.manual_seed(task["seed"])
     resolved = resolve(task["model"], EncoderOptions(device=task["device"]), identify=False)
-    length, plain = resolved.identity.max_length, torch.nn.Identity()
+    length, identity = resolved.identity.max_length, torch.nn.Identity()
     model = Peer(
         str(resolved.checkpoint.folder),
         num_labels=1,
         max_length=length,
-        activation_fn=plain,
+        activation_fn=identity,
         device=resolved.device,
     )
 
@@ -108,7 +110,7 @@ def peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
         model=model,
         args=arguments,
         train_dataset=Dataset.from_dict(columns),
-        loss=MSELoss(model, activation_fn=plain),
+        loss=MSELoss(model, activation_fn=identity),
     )
     began = time.perf_counter()
     trainer.train()
@@ -116,8 +118,8 @@ def peer(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
     return seconds, {task["name"]: lambda rows: model.predict(pairs(rows))}
 
 
-def ours(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
-    """Train llmcond's; return its seconds, and what scores in both orders and in one."""
+def train_llmcond(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
+    """Train llmcond's cross-encoder; return the seconds, and scorers by both orders and by one."""
     options = EncoderOptions(dtype="float32", device=task["device"], normalize=False)
     resolved = resolve(task["model"], options)
     settings = TuneSettings(
@@ -132,7 +134,7 @@ def ours(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
     accelerator = prepare_accelerator(resolved)
     trainable = load_trainable(resolved, settings, task["seed"])
     rows = CrossInputs.from_rows(train, "both", trainable.tokenizer)
-    # As the rest, as the peer's classifier.
+    # The same rate as the encoder, as in the peer.
     head = RegressionSettings(learning_rate=task["learning_rate"])
     start, metric = float(rows.rating.mean()), METRICS["spearman"]
     model = CrossModel(trainable.engine, head, task["seed"], start, metric)
@@ -143,50 +145,53 @@ def ours(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Score
         trainable, portable_model_name(task["model"], resolved), scratch, merge=False, cross=True
     )
     options = EncoderOptions(dtype="float32", device=task["device"])
-    encoder, fitted = Encoder(resolve(str(scratch), options, cross=True)), model.fitted_head()
+    encoder, fitted_head = Encoder(resolve(str(scratch), options, cross=True)), model.fitted_head()
 
-    def scores(orders: Any) -> Callable[[Rows], Any]:
-        cross = CrossEncoder(encoder, fitted, orders)
+    def make_scorer(orders: Any) -> Callable[[Rows], Any]:
+        cross = CrossEncoder(encoder, fitted_head, orders)
         return lambda rows: cross.similarity(rows.sentence1, rows.sentence2, rows.condition)
 
-    one = f"{task['name']}, one order"
-    return trainer.progress.seconds, {task["name"]: scores("both"), one: scores("given")}
+    one_order = f"{task['name']}, one order"
+    return trainer.progress.seconds, {
+        task["name"]: make_scorer("both"),
+        one_order: make_scorer("given"),
+    }
 
 
-def joint(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
-    """Load a bi-encoder, which is not trained: it is there for what a pair costs."""
+def load_bi_encoder(task: dict[str, Any], train: Rows, scratch: Path) -> tuple[float, Scorers]:
+    """Load a bi-encoder; it is not trained, and only shows the cost of scoring a pair."""
     encoder, prompt = load_encoder(task["model"], dtype="float32", device=task["device"]), PROMPT
 
     def score(rows: Rows) -> Any:
         inputs = render_rows(rows, load_prompt(prompt))
         sides = list(dict.fromkeys([*inputs.first, *inputs.second]))
-        place = {item: at for at, item in enumerate(sides)}
+        position = {item: i for i, item in enumerate(sides)}
         vectors = encoder.encode(sides)
         first, second = (
-            vectors[[place[item] for item in side]] for side in (inputs.first, inputs.second)
+            vectors[[position[item] for item in side]] for side in (inputs.first, inputs.second)
         )
         return cosine(first, second)
 
     return 0.0, {task["name"]: score}
 
 
-WAYS = {
-    "sentence-transformers CrossEncoder": peer,
-    "llmcond": ours,
-    "bi-encoder, joint (not trained)": joint,
+SYSTEMS = {
+    "sentence-transformers CrossEncoder": train_peer,
+    "llmcond": train_llmcond,
+    "bi-encoder, joint (not trained)": load_bi_encoder,
 }
 
 
 def work(connection: Connection, task: dict[str, Any]) -> None:
-    """Train in the first turn; score the rows of dev in every turn."""
+    """Train in the first turn, and score the dev rows in every turn."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    train, dev = split(task)
+    train, dev = read_rows(task)
     connection.send("ready")
     device, seconds, scorers = choose_device(task["device"]), 0.0, Scorers()
     with tempfile.TemporaryDirectory() as scratch:
         while connection.recv() == "go":
             if not scorers:
-                seconds, scorers = WAYS[task["name"]](task, train, Path(scratch))
+                seconds, scorers = SYSTEMS[task["name"]](task, train, Path(scratch))
                 for score in scorers.values():
                     score(dev.take(np.arange(len(dev)) < 8))
             turn: dict[str, Any] = {"trained": seconds, "scored": {}, "spearman": {}}
@@ -200,58 +205,68 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
             connection.send(turn)
 
 
-def split(task: dict[str, Any]) -> tuple[Rows, Rows]:
-    """Return rated rows of train, so many of them in any order, and those of dev."""
+def read_rows(task: dict[str, Any]) -> tuple[Rows, Rows]:
+    """Return a random sample of the rated train rows, and the first rated dev rows."""
     splits = read_dataset(task["data"]).splits
     train, dev = (splits[name].take(splits[name].rated) for name in ("train", "dev"))
-    chosen = np.random.default_rng(0).permutation(len(train))[: task["rows"]]
-    return train.take(chosen), dev.take(np.arange(len(dev)) < (task["dev_rows"] or len(dev)))
+    sampled = np.random.default_rng(0).permutation(len(train))[: task["rows"]]
+    return train.take(sampled), dev.take(np.arange(len(dev)) < (task["dev_rows"] or len(dev)))
 
 
 # -- the table ---------------------------------------------------------------------------------
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way to score; ratios are to the first way, turn by turn."""
-    (first, *_) = found
-    for way, turns in found.items():
+def make_table(results: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each scorer; ratios compare with the first system, turn by turn."""
+    (first, *_) = results
+    for way, turns in results.items():
         for name in turns[0]["scored"]:
-            pairs = zip(found[first], turns, strict=True)
+            pairs = zip(results[first], turns, strict=True)
             ratios = [a["scored"][first] / b["scored"][name] for a, b in pairs]
             trained = turns[0]["trained"] if name == way else 0.0
             yield {
                 "way": name,
                 "spearman": turns[0]["spearman"][name] if turns[0]["trained"] else None,
                 "trained": trained or None,
-                "trained_ratio": found[first][0]["trained"] / trained if trained else None,
+                "trained_ratio": results[first][0]["trained"] / trained if trained else None,
                 "scored": statistics.median(turn["scored"][name] for turn in turns),
                 "scored_ratio": statistics.median(ratios),
             }
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="minilm", help="alias or folder")
-    parser.add_argument("--data", help="with train and dev (default: the bundled sample)")
-    parser.add_argument("--rows", type=int, default=1024, help="of train")
-    parser.add_argument("--dev-rows", type=int, help="(default: all)")
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--model", default="minilm", help="alias or folder of the encoder (default: minilm)"
+    )
+    parser.add_argument("--data", help="dataset with train and dev (default: the bundled sample)")
+    parser.add_argument(
+        "--rows", type=int, default=1024, help="number of train rows (default: 1024)"
+    )
+    parser.add_argument("--dev-rows", type=int, help="number of dev rows (default: all)")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs of training (default: 1)")
+    parser.add_argument("--batch-size", type=int, default=32, help="rows per step (default: 32)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=1e-4, help="peak learning rate (default: 1e-4)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed of training (default: 0)")
+    parser.add_argument(
+        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of scoring (default: 3)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
-    tasks = {name: {**vars(options), "name": name} for name in WAYS}
+    tasks = {name: {**vars(options), "name": name} for name in SYSTEMS}
     try:
-        train, dev = split(vars(options))
+        train, dev = read_rows(vars(options))
     except LlmcondError as error:
         parser.error(str(error))
-    rows = list(table(measure(tasks, options.rounds, work)))
+    rows = list(make_table(measure(tasks, options.rounds, work)))
     print(
         f"{options.model}, {len(train):,} rows, {options.epochs} epochs of batches of "
         f"{options.batch_size}, learning rate {options.learning_rate:g}; {len(dev):,} rows of dev\n"

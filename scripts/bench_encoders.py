@@ -1,8 +1,8 @@
-"""Measure an encoder's memory, speed and precision, with random weights of its true size.
+"""Measure the memory, speed and precision of an encoder of full size with random weights.
 
-Speed and memory do not depend on the values. The peer, in the same run, is a plain transformers
-loop: batches of 16 in the order given, and for NV-Embed-v2 its latent block as the original has it,
-with keys and values computed anew for every text.
+Speed and memory do not depend on the values of the weights. The peer, measured in the same run, is
+a plain loop of transformers over batches of 16 in the order of the inputs. For NV-Embed-v2 it uses
+the original latent block, which computes keys and values anew for every text.
 
     python scripts/bench_encoders.py --model nvidia/NV-Embed-v2 --precision 4bit bfloat16
     python scripts/bench_encoders.py --checkpoint FOLDER --precision float32 8bit 4bit
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_inputs import make_inputs, random_checkpoint
-from bench_process import alone
+from bench_process import run_in_process
 
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
@@ -33,11 +33,11 @@ from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.spec import EncoderInput
 from llmcond.system import choose_device
 
-# -- one measurement, in a process of its own --------------------------------------------------
+# -- one measurement, in a separate process ----------------------------------------------------
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
-    """Load an encoder as the task says and time it; return figures."""
+    """Load the encoder of a task, time it, save its vectors, and return the figures."""
     device = choose_device(task["device"])
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
@@ -56,7 +56,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     resolved = resolve(task["checkpoint"], options, identify=False)
     encoder = Encoder(resolved)
     loaded = time.perf_counter() - began
-    host = _peak_host()
+    host = _peak_host_bytes()
     inputs = make_inputs(task["inputs"], bool(resolved.identity.instruction_format))
     if task["plain"]:
         run = PlainLoop(encoder)
@@ -74,7 +74,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     return {
         "load_seconds": loaded,
         "load_host_gib": host / 2**30,
-        "weights_gib": _weights(encoder) / 2**30,
+        "weights_gib": _weight_bytes(encoder) / 2**30,
         "device_gib": None if device == "cpu" else torch.cuda.max_memory_allocated(device) / 2**30,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
@@ -82,7 +82,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
 
 
 class PlainLoop:
-    """The peer: batches of 16 in their order, padded to the longest, by the stock model."""
+    """The peer: the stock model on batches of 16 in their order, padded to the longest text."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder = encoder
@@ -103,7 +103,7 @@ class PlainLoop:
 
     @torch.inference_mode()
     def encode(self, inputs: list[EncoderInput]) -> np.ndarray[Any, Any]:
-        """Encode them; the mean over all tokens, whatever the model would pool."""
+        """Return normalised means over all tokens, whatever the pooling of the model is."""
         device = self.encoder.resolved.device
         rows = self._ids(inputs)
         vectors = []
@@ -116,7 +116,7 @@ class PlainLoop:
             if isinstance(self.network, NVEmbedModel):
                 hidden = self.network.embedding_model(input_ids=ids, attention_mask=mask)
                 block = self.network.latent_attention_model
-                # One text at a time: the original computes its keys and values for each.
+                # One text at a time, because the original computes keys and values for each text.
                 hidden = torch.cat([block(row[None]) for row in hidden.last_hidden_state])
             else:
                 hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -125,7 +125,7 @@ class PlainLoop:
         return torch.nn.functional.normalize(torch.cat(vectors), dim=1).numpy()
 
 
-def _weights(encoder: Encoder) -> int:
+def _weight_bytes(encoder: Encoder) -> int:
     network = torch_engine(encoder).model.network
     tensors = [*network.parameters(), *network.buffers()]
     extra = [
@@ -139,7 +139,7 @@ def _weights(encoder: Encoder) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *extra))
 
 
-def _peak_host() -> int:
+def _peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -152,7 +152,7 @@ def _synchronize(device: str) -> None:
 
 
 def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -> dict[str, Any]:
-    """Measure each precision and the peer, each in a fresh process."""
+    """Measure each precision and the peer, each in a new process."""
     nv_embed = json.loads((checkpoint / "config.json").read_text())["model_type"] == "nvembed"
     plans = [(precision, True, False) for precision in options.precision]
     if nv_embed:
@@ -173,12 +173,12 @@ def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -
                 "tokens_per_batch": options.max_tokens_per_batch,
                 "vectors": f"{scratch}/{number}.npy",
             }
-            found = alone(measure, task)
+            figures = run_in_process(measure, task)
             name = "plain loop" if plain else "llmcond"
             name += "" if fold or not nv_embed else ", not folded"
-            row = {"what": name, "precision": precision, **found}
+            row = {"what": name, "precision": precision, **figures}
             if not plain:
-                row |= _cosines(f"{scratch}/0.npy", task["vectors"])
+                row |= _compare_vectors(f"{scratch}/0.npy", task["vectors"])
             rows.append(row)
     peer = rows[-1]["tokens_per_second"]
     for row in rows:
@@ -186,7 +186,7 @@ def run_tasks(options: argparse.Namespace, checkpoint: Path, like: str | None) -
     return {"model": str(options.model or checkpoint), "torch": torch.__version__, "rows": rows}
 
 
-def _cosines(first: str, second: str) -> dict[str, float]:
+def _compare_vectors(first: str, second: str) -> dict[str, float]:
     cosine = (np.load(first) * np.load(second)).sum(axis=1)
     return {"min_cosine": float(cosine.min()), "mean_cosine": float(cosine.mean())}
 
@@ -210,19 +210,51 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", choices=known_names(), help="made with random weights")
-    parser.add_argument("--checkpoint", type=Path, help="an existing folder instead")
-    parser.add_argument("--like", choices=known_names(), help="what the folder is")
-    parser.add_argument("--folder", type=Path, help="where random checkpoints are kept")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--precision", nargs="+", default=["bfloat16", "8bit", "4bit"])
-    parser.add_argument("--dtype", default="bfloat16", help="computed in, for 8bit and 4bit")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--inputs", type=int, default=64)
-    parser.add_argument("--max-tokens-per-batch", type=int)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--model",
+        choices=known_names(),
+        help="known encoder, built with random weights (default: minilm)",
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="folder of an existing checkpoint, instead of --model"
+    )
+    parser.add_argument(
+        "--like",
+        choices=known_names(),
+        help="with --checkpoint: known encoder that the checkpoint is a copy of",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder that random checkpoints are saved in and read from (default: "
+        "llmcond-bench in the temporary folder)",
+    )
+    parser.add_argument("--layers", type=int, help="number of layers (default: as the model has)")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        default=["bfloat16", "8bit", "4bit"],
+        help="data types or quantisations to measure (default: bfloat16 8bit 4bit)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        help="data type of computation with 8bit and 4bit (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
+    )
+    parser.add_argument("--inputs", type=int, default=64, help="number of inputs (default: 64)")
+    parser.add_argument(
+        "--max-tokens-per-batch",
+        type=int,
+        help="token budget of a batch (default: chosen by llmcond)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
     checkpoint, like = options.checkpoint, options.like
     if checkpoint is None:

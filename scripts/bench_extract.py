@@ -1,20 +1,20 @@
-r"""Measure extraction: llmcond's ways through an encoder, and those of other libraries.
+r"""Measure how fast llmcond and other libraries encode texts.
 
-Every way has a process of its own, and all take turns on the same texts, so that a busy machine is
-busy for each of them; ratios are medians over rounds. Processor seconds are those of all threads
-of a way's process. Before each turn, that process measures the machine's matrix product in the
-type that the way computes in.
+A "way" is a library, or a mode of llmcond, that encodes the texts. Each way runs in a separate
+process. All ways take turns on the same texts, so that a busy machine slows all of them down;
+ratios are medians over rounds. Processor seconds cover all threads of a way's process. Before each
+turn, the process measures the speed of a matrix product in the way's data type.
 
     python scripts/bench_extract.py --model minilm --threads 2
     python scripts/bench_extract.py --model xlm-r-base --tokens 512 --inputs 64 --threads 1
     python scripts/bench_extract.py --model Salesforce/SFR-Embedding-Mistral --conditions 2 8 32 \
         --set num_hidden_layers=8 hidden_size=1024 intermediate_size=3584 --dtype float32
 
-A model is a known one, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. All but
-minilm and folders get random weights: speed does not depend on them. OpenVINO and ONNX Runtime get
-a graph that PyTorch exports, so none of llmcond's code is in it; this needs the packages onnx and
-onnxruntime, which has no optimised graph of a decoder. ONNX Runtime computes float32 or int8,
-whatever --dtype is.
+A model is a known model, a shape (mpnet-base, xlm-r-base) or the folder of a checkpoint. Models
+other than minilm and folders get random weights, because speed does not depend on the weights.
+OpenVINO and ONNX Runtime run a graph that PyTorch exports, without any code of llmcond. The export
+needs the packages onnx and onnxruntime; ONNX Runtime cannot optimise the graph of a decoder. ONNX
+Runtime computes in float32 or int8, regardless of --dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from bench_inputs import (
     quantize_onnx,
     random_checkpoint,
 )
-from bench_process import alone
+from bench_process import run_in_process
 from numpy.typing import NDArray
 
 from llmcond.benchmark.speeds import linear_flops, peak_memory, product_peak, synchronize
@@ -67,11 +67,11 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import first_line
 
 Vectors = NDArray[np.float32]
-#: Rows of the matrices whose product is measured on a CPU; a GPU takes four times as many.
+#: Rows of the matrices whose product is measured on a CPU; four times as many on a GPU.
 PRODUCT = 2_048
-#: Inputs of a batch of the other libraries.
+#: Batch size of the other libraries.
 BATCH = 32
-#: Ways by name: what runs, and the type that it computes in; None is that of --dtype.
+#: Ways by name: the kind of way, and its data type; None stands for --dtype.
 WAYS: dict[str, tuple[str, str | None]] = {
     "sentence-transformers, float32": ("sentence-transformers", "float32"),
     "sentence-transformers": ("sentence-transformers", None),
@@ -84,11 +84,12 @@ WAYS: dict[str, tuple[str, str | None]] = {
     "llmcond, PyTorch, padded": ("padded", None),
     "llmcond, PyTorch, shared prefixes": ("shared", None),
 }
-#: The poolings that other libraries are given, by the names of sentence-transformers.
+#: Poolings that the other libraries support, and their names in sentence-transformers.
 POOLINGS = {"mean": "mean", "last": "lasttoken", "cls": "cls"}
 OPENVINO_TYPES = {"float32": "f32", "bfloat16": "bf16"}
-#: The ways that run a graph, and the modules that ways need.
+#: The kinds of ways that run an exported graph.
 GRAPHS = ("openvino", "onnx", "int8")
+#: The module that each kind of way needs.
 MODULES = {
     "sentence-transformers": "sentence_transformers",
     "openvino": "openvino",
@@ -101,7 +102,11 @@ MODULES = {
 
 
 class Way(ABC):
-    """An encoder, and one way through it."""
+    """An encoder, and one way to run it.
+
+    Args:
+        task: settings of the measurement, as built by ``main``.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task = task
@@ -118,16 +123,18 @@ class Way(ABC):
 
     @abstractmethod
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the vectors of inputs."""
+        """Return the (n, dim) unit vectors of inputs."""
 
-    def computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the tokens that are computed for inputs, padding included."""
+    def count_computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the number of computed tokens, including padding."""
         lengths = [len(row.ids) for row in self.tokenizer(inputs)]
-        return padded(lengths, sorted(range(len(inputs)), key=lambda i: -lengths[i]), BATCH)
+        return count_padded_tokens(
+            lengths, sorted(range(len(inputs)), key=lambda i: -lengths[i]), BATCH
+        )
 
 
 class SentenceTransformersWay(Way):
-    """The library that most use; it sorts by length in characters and pads batches."""
+    """sentence-transformers, which sorts texts by their number of characters and pads batches."""
 
     def load(self) -> None:
         """Load the network."""
@@ -146,21 +153,21 @@ class SentenceTransformersWay(Way):
         self.peer.max_seq_length = self.identity.max_length
 
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the vectors of inputs."""
+        """Return the (n, dim) unit vectors of inputs."""
         texts = [self.tokenizer.format(item) for item in inputs]
         vectors: Vectors = self.peer.encode(texts, batch_size=BATCH, normalize_embeddings=True)
         return vectors
 
-    def computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the tokens that are computed for inputs, padding included."""
+    def count_computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the number of computed tokens, including padding."""
         texts = [self.tokenizer.format(item) for item in inputs]
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         tokenized = self.peer.tokenizer(texts, truncation=True, max_length=self.identity.max_length)
-        return padded([len(ids) for ids in tokenized["input_ids"]], order, BATCH)
+        return count_padded_tokens([len(ids) for ids in tokenized["input_ids"]], order, BATCH)
 
 
 class LoopWay(Way):
-    """A loop over batches in the order of the inputs, by transformers."""
+    """A loop of transformers over padded batches in the order of the inputs."""
 
     def load(self) -> None:
         """Load the network."""
@@ -168,7 +175,7 @@ class LoopWay(Way):
 
     @torch.inference_mode()
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the vectors of inputs."""
+        """Return the (n, dim) unit vectors of inputs."""
         rows = [row.ids for row in self.tokenizer(inputs)]
         vectors = []
         for start in range(0, len(rows), BATCH):
@@ -176,16 +183,16 @@ class LoopWay(Way):
             ids, mask, weights = (torch.from_numpy(part).to(self.device) for part in batch)
             hidden = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()
             vectors.append((weights[:, None] @ hidden)[:, 0].cpu().numpy())
-        return unit(np.concatenate(vectors))
+        return normalize(np.concatenate(vectors))
 
-    def computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the tokens that are computed for inputs, padding included."""
+    def count_computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the number of computed tokens, including padding."""
         lengths = [len(row.ids) for row in self.tokenizer(inputs)]
-        return padded(lengths, list(range(len(inputs))), BATCH)
+        return count_padded_tokens(lengths, list(range(len(inputs))), BATCH)
 
 
 class GraphWay(Way):
-    """A library that runs a graph; inputs are sorted by length, and padded in batches."""
+    """A library that runs a graph on padded batches, sorted by length."""
 
     def load(self) -> None:
         """Load the tokenizer and the network."""
@@ -204,10 +211,10 @@ class GraphWay(Way):
 
     @abstractmethod
     def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the vectors of each batch."""
+        """Return the pooled vectors of each batch, not normalised."""
 
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the vectors of inputs."""
+        """Return the (n, dim) unit vectors of inputs."""
         texts = [self.tokenizer.format(item) for item in inputs]
         rows = [encoding.ids for encoding in self.texts_to_ids.encode_batch(texts)]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
@@ -218,11 +225,11 @@ class GraphWay(Way):
         pooled = np.concatenate(self.run(batches))
         vectors = np.empty_like(pooled)
         vectors[order] = pooled
-        return unit(vectors)
+        return normalize(vectors)
 
 
 class OpenVinoWay(GraphWay):
-    """OpenVINO by itself, with one stream for each thread."""
+    """OpenVINO without llmcond, with one stream per thread."""
 
     def load_graph(self, path: str) -> None:
         """Compile the network."""
@@ -238,7 +245,7 @@ class OpenVinoWay(GraphWay):
         self.pooled: list[Any] = []
 
     def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the vectors of each batch."""
+        """Return the pooled vectors of each batch, not normalised."""
         self.pooled = [None] * len(batches)
         for number, (ids, mask, weights) in enumerate(batches):
             inputs = {"input_ids": ids, "attention_mask": mask}
@@ -252,7 +259,7 @@ class OpenVinoWay(GraphWay):
 
 
 class OnnxWay(GraphWay):
-    """ONNX Runtime by itself, with all of its optimisations."""
+    """ONNX Runtime without llmcond, with all optimisations."""
 
     def load_graph(self, path: str) -> None:
         """Load the network."""
@@ -263,7 +270,7 @@ class OnnxWay(GraphWay):
         self.session = runtime.InferenceSession(path, options, ["CPUExecutionProvider"])
 
     def run(self, batches: list[list[NDArray[Any]]]) -> list[Vectors]:
-        """Return the vectors of each batch."""
+        """Return the pooled vectors of each batch, not normalised."""
         return [
             pool(weights, self.session.run(None, {"input_ids": ids, "attention_mask": mask})[0])
             for ids, mask, weights in batches
@@ -271,7 +278,7 @@ class OnnxWay(GraphWay):
 
 
 class LlmcondWay(Way):
-    """One of llmcond's own ways."""
+    """One of the modes of llmcond."""
 
     def load(self) -> None:
         """Load the encoder."""
@@ -280,15 +287,15 @@ class LlmcondWay(Way):
             torch_engine(self.encoder).packs = False
 
     def encode(self, inputs: list[EncoderInput]) -> Vectors:
-        """Return the vectors of inputs."""
+        """Return the (n, dim) unit vectors of inputs."""
         return self.encoder.encode(inputs)
 
-    def computed(self, inputs: list[EncoderInput]) -> int:
-        """Return the tokens that are computed for inputs, padding included."""
+    def count_computed(self, inputs: list[EncoderInput]) -> int:
+        """Return the number of computed tokens, including padding."""
         return self.encoder.encode_counted(inputs).n_computed
 
 
-#: What is not here is llmcond's own.
+#: Classes of the other libraries; every other kind is a mode of llmcond.
 PEERS: dict[str, type[Way]] = {
     "sentence-transformers": SentenceTransformersWay,
     "loop": LoopWay,
@@ -299,7 +306,7 @@ PEERS: dict[str, type[Way]] = {
 
 
 def encoder_options(task: dict[str, Any]) -> EncoderOptions:
-    """Return the options of the encoder that a way goes through."""
+    """Return the options of the encoder for a task."""
     return EncoderOptions(
         dtype=task["dtype"],
         quantize=task["quantize"] if task["kind"] != "sentence-transformers" else "none",
@@ -313,13 +320,13 @@ def encoder_options(task: dict[str, Any]) -> EncoderOptions:
 
 
 def make_batch(rows: list[list[int]], pooling: str) -> list[NDArray[Any]]:
-    """Return the padded ids and the mask of a batch, and the weights of tokens in its vectors."""
+    """Return the padded ids and the mask of a batch, and the pooling weights of its tokens."""
     ends = np.array([[len(row)] for row in rows])
-    at = np.arange(ends.max())
-    real = at < ends
+    positions = np.arange(ends.max())
+    real = positions < ends
     ids = np.zeros(real.shape, dtype=np.int64)
     ids[real] = np.concatenate(rows)
-    pooled = {"mean": real, "last": at == ends - 1, "cls": real & (at == 0)}[pooling]
+    pooled = {"mean": real, "last": positions == ends - 1, "cls": real & (positions == 0)}[pooling]
     weights = pooled / pooled.sum(axis=1, keepdims=True)
     return [ids, real.astype(np.int64), weights.astype(np.float32)]
 
@@ -330,19 +337,25 @@ def pool(weights: Vectors, states: Vectors) -> Vectors:
     return means
 
 
-def unit(vectors: Vectors) -> Vectors:
-    """Return vectors of length 1."""
+def normalize(vectors: Vectors) -> Vectors:
+    """Normalise each vector to length 1."""
     scaled: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return scaled
 
 
 def machine_peak(device: str, dtype: torch.dtype) -> float:
-    """Return the machine's matrix product now, in FLOP/s."""
+    """Measure the speed of a matrix product at this moment, in FLOP/s."""
     return product_peak(device, dtype, PRODUCT if device == "cpu" else 4 * PRODUCT)
 
 
-def padded(lengths: list[int], order: list[int], size: int) -> int:
-    """Return the tokens of batches with padding."""
+def count_padded_tokens(lengths: list[int], order: list[int], size: int) -> int:
+    """Return the number of tokens in padded batches.
+
+    Args:
+        lengths: number of tokens of each input.
+        order: indices of the inputs in the order of the batches.
+        size: batch size.
+    """
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
@@ -351,14 +364,14 @@ def padded(lengths: list[int], order: list[int], size: int) -> int:
 
 
 def work(connection: Connection, task: dict[str, Any]) -> None:
-    """Load a way, then take a turn whenever asked to."""
+    """Load a way, then run a turn for each message ``go``."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     way = PEERS.get(task["kind"], LlmcondWay)(task)
     inputs = [EncoderInput(*texts) for texts in task["inputs"]]
     began = time.perf_counter()
     way.encode(inputs[: max(BATCH, len(inputs) // 16)])
     first = time.perf_counter() - began
-    computed, flops = way.computed(inputs), linear_flops(way.resolved)
+    computed, flops = way.count_computed(inputs), linear_flops(way.resolved)
     connection.send("ready")
     while connection.recv() == "go":
         peak = machine_peak(way.device, TORCH_DTYPES[way.identity.dtype])
@@ -384,18 +397,30 @@ def work(connection: Connection, task: dict[str, Any]) -> None:
 def measure(
     tasks: dict[str, dict[str, Any]], rounds: int, target: Callable[..., None] = work
 ) -> dict[str, list[dict[str, Any]]]:
-    """Let every way have a turn as often as there are rounds, each in a process of its own."""
+    """Run all ways in turn, each in a separate process.
+
+    Args:
+        tasks: the settings of each way, by name.
+        rounds: number of turns of each way.
+        target: runs in the process of a way, with a connection and a task.
+
+    Returns:
+        The figures of each turn, by way.
+
+    Raises:
+        SystemExit: a way could not be loaded.
+    """
     context = multiprocessing.get_context("spawn")
     workers = {}
     for name, task in tasks.items():
         ours, theirs = context.Pipe()
         process = context.Process(target=target, args=(theirs, task), daemon=True)
         process.start()
-        theirs.close()  # so that its end is seen
+        theirs.close()  # so that the end of the process raises EOFError below
         try:
             ours.recv()
         except EOFError:
-            raise SystemExit(f"{name} could not be loaded; see above.") from None
+            raise SystemExit(f"{name} could not be loaded; see its error above.") from None
         workers[name] = ours
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in tasks}
     for _ in range(rounds):
@@ -407,14 +432,14 @@ def measure(
     return turns
 
 
-# -- which ways there are ----------------------------------------------------------------------
+# -- choosing the ways -------------------------------------------------------------------------
 
 
 def export_graphs(resolved: ResolvedEncoder, kinds: set[str], folder: Path) -> dict[str, str]:
-    """Write the graphs that other libraries run into a folder; return their paths by way.
+    """Write the graphs that other libraries run into a folder; return their paths by kind.
 
-    Those that cannot be made are left out, and a line says why. ONNX Runtime's optimizer knows no
-    decoders.
+    If a graph cannot be exported, the reason is printed and the graph is left out. The optimizer of
+    ONNX Runtime does not support decoders.
     """
     if resolved.device != "cpu":
         return {}
@@ -426,31 +451,32 @@ def export_graphs(resolved: ResolvedEncoder, kinds: set[str], folder: Path) -> d
         "onnx": lambda: optimize_onnx(paths["openvino"], paths["onnx"], source),
         "int8": lambda: quantize_onnx(paths["onnx"], paths["int8"]),
     }
-    # Each graph is made from the one before it.
-    wanted = [name for name in steps if kinds.intersection(GRAPHS[GRAPHS.index(name) :])]
+    # Each graph is derived from the previous one.
+    needed = [name for name in steps if kinds.intersection(GRAPHS[GRAPHS.index(name) :])]
     graphs = {}
-    for name in wanted if is_encoder(model_type) else wanted[:1]:
+    for name in needed if is_encoder(model_type) else needed[:1]:
         try:
             steps[name]()
-        except Exception as error:  # whatever the libraries raise for networks they do not take
+        except Exception as error:  # the libraries raise many types for unsupported networks
             print(f"No graph for {name}: {first_line(error)}", file=sys.stderr)
             break
         graphs[name] = str(paths[name])
     return graphs
 
 
-def reason_against(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any) -> str | None:
-    """Return why a way cannot be measured; None where it can.
+def find_obstacle(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any) -> str | None:
+    """Return why a way cannot be measured, or None if it can.
 
-    ``resolved`` is the encoder with the library that llmcond chooses by itself.
+    ``resolved`` is the encoder with the runtime that llmcond chooses automatically.
     """
     module, pooling = MODULES.get(kind), resolved.identity.pooling
     reasons = {
         f"{module} is not installed": module is not None and find_spec(module) is None,
         f"the model pools by {pooling}": kind in PEERS and pooling not in POOLINGS,
-        "it has no graph of the model": kind in GRAPHS and kind not in graphs,
+        "the model could not be exported to a graph for it": kind in GRAPHS and kind not in graphs,
         f"it does not compute {dtype}": kind == "openvino" and dtype not in OPENVINO_TYPES,
-        "PyTorch computes it, as below": kind == "llmcond" and resolved.runtime == "torch",
+        "it is the same as the ways with PyTorch below": kind == "llmcond"
+        and resolved.runtime == "torch",
         "the model shares no prefixes": kind == "shared" and not resolved.shares_prefixes,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -459,13 +485,13 @@ def reason_against(kind: str, dtype: str, resolved: ResolvedEncoder, graphs: Any
 def choose_ways(
     options: argparse.Namespace, resolved: ResolvedEncoder, graphs: dict[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Return what runs and its type, for each way that can be measured; say what cannot."""
+    """Return the kind and data type of each way to measure; print why others are left out."""
     ways: dict[str, tuple[str, str]] = {}
     for name in options.ways:
         kind, dtype = WAYS[name][0], WAYS[name][1] or options.dtype
         if (kind, dtype) in ways.values() or (options.skip_peers and kind in PEERS):
             continue
-        reason = reason_against(kind, dtype, resolved, graphs)
+        reason = find_obstacle(kind, dtype, resolved, graphs)
         if reason is None:
             ways[name] = kind, dtype
         else:
@@ -479,7 +505,14 @@ def choose_ways(
 def compare(
     options: argparse.Namespace, task: dict[str, Any], inputs: list[EncoderInput], label: str
 ) -> dict[str, Any]:
-    """Measure the ways of ``task`` on some inputs; return figures and print them as a table."""
+    """Measure the ways of ``task`` on inputs; print a table and return the figures.
+
+    Args:
+        options: the command line.
+        task: settings that all ways share; ``ways`` has their kinds and data types.
+        inputs: the inputs to encode.
+        label: description of the inputs in the table.
+    """
     token_ids = tokenize(task, inputs)
     useful = sum(map(len, token_ids))
     with tempfile.TemporaryDirectory() as scratch:
@@ -494,7 +527,7 @@ def compare(
             for name, (kind, dtype) in task["ways"].items()
         }
         turns = measure(tasks, options.rounds)
-        vectors = {name: np.load(one["vectors"]) for name, one in tasks.items()}
+        vectors = {name: np.load(way["vectors"]) for name, way in tasks.items()}
     result = {
         "model": options.model,
         "inputs": len(inputs),
@@ -505,19 +538,26 @@ def compare(
         "torch": torch.__version__,
         "threads": task["threads"],
         "dtype": options.dtype,
-        "rows": [row(name, turns, vectors, useful) for name in tasks],
+        "rows": [summarize(name, turns, vectors, useful) for name in tasks],
     }
     show(result)
     return result
 
 
-def row(
+def summarize(
     name: str,
     turns: dict[str, list[dict[str, Any]]],
     vectors: dict[str, Vectors],
     useful: int,
 ) -> dict[str, Any]:
-    """Return the figures of one way; ratios are medians over rounds."""
+    """Return the figures of one way; ratios are medians over rounds.
+
+    Args:
+        name: the way.
+        turns: the figures of each turn, by way.
+        vectors: the vectors of each way.
+        useful: number of tokens of the inputs, without padding.
+    """
     mine, first = turns[name], next(iter(turns))
 
     def median(key: str) -> float:
@@ -575,7 +615,13 @@ def show(result: dict[str, Any]) -> None:
 
 
 def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None]:
-    """Return the model to measure, made if it must be, and what it is like."""
+    """Return the checkpoint to measure, and the known model that it is a copy of, if any.
+
+    If the model needs random weights, the checkpoint is created in ``options.folder``.
+
+    Raises:
+        SystemExit: there is no such model.
+    """
     if Path(options.model).is_dir():
         return options.model, None
     known = find_model(options.model)
@@ -584,17 +630,17 @@ def find_checkpoint(options: argparse.Namespace) -> tuple[Path | str, str | None
     shape = known or SHAPES.get(options.model)
     if shape is None:
         raise SystemExit(
-            f"{options.model} is no known model (llmcond models), no folder, and none of "
-            f"{', '.join(SHAPES)}."
+            f"{options.model} is neither a known model (see llmcond models) nor an existing folder "
+            f"nor one of the shapes {', '.join(SHAPES)}."
         )
     parent = options.folder or Path(tempfile.gettempdir()) / "llmcond-bench"
     sizes = {key: int(value) for key, _, value in (pair.partition("=") for pair in options.set)}
-    # In a process of its own: those that are started from here count what this one takes at most.
-    return alone(random_checkpoint, shape, parent, sizes), known.repo if known else None
+    # In a new process, because processes started later inherit the peak memory of this one.
+    return run_in_process(random_checkpoint, shape, parent, sizes), known.repo if known else None
 
 
 def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[int]]:
-    """Return the ids of each input."""
+    """Return the token ids of each input."""
     resolved = resolve(task["checkpoint"], encoder_options(task), identify=False)
     tokenizer = load_tokenizer(resolved.checkpoint, load_config(resolved.checkpoint))
     return [row.ids for row in InputTokenizer(tokenizer, resolved.identity, "it")(inputs)]
@@ -603,7 +649,7 @@ def tokenize(task: dict[str, Any], inputs: Sequence[EncoderInput]) -> list[list[
 def make_cases(
     options: argparse.Namespace, task: dict[str, Any], instruct: bool
 ) -> list[tuple[list[EncoderInput], str]]:
-    """Return what is encoded, and how a table calls it."""
+    """Return the lists of inputs to encode, each with its description in the table."""
     if options.tokens:
         short = make_inputs(2_000, instruct=False)
         lengths = [len(ids) for ids in tokenize(task, short)]
@@ -621,46 +667,98 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="minilm", help="known model, shape, or a folder")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=N", help="other sizes")
-    parser.add_argument("--folder", type=Path, help="where random checkpoints are kept")
-    parser.add_argument("--dtype", default="bfloat16", choices=tuple(TORCH_DTYPES))
-    parser.add_argument("--quantize", default="none", choices=("none", "8bit", "4bit"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="threads of every way (default: PyTorch's)")
     parser.add_argument(
-        "--inputs", type=int, default=2_000, help="number of inputs, without --conditions"
+        "--model",
+        default="minilm",
+        help="known model, shape or folder of a checkpoint (default: minilm)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=N",
+        help="other sizes of the architecture, such as num_hidden_layers=8",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder that random checkpoints are saved in and read from (default: "
+        "llmcond-bench in the temporary folder)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=tuple(TORCH_DTYPES),
+        help="data type of computation (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--quantize",
+        default="none",
+        choices=("none", "8bit", "4bit"),
+        help="quantisation of the weights (default: none)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="threads of each way (default: as PyTorch chooses)"
+    )
+    parser.add_argument(
+        "--inputs",
+        type=int,
+        default=2_000,
+        help="number of inputs, without --conditions (default: 2000)",
     )
     parser.add_argument(
         "--tokens", type=int, metavar="N", help="join texts to inputs of about N tokens"
     )
     parser.add_argument(
-        "--conditions", type=int, nargs="+", default=[], metavar="K", help="conditions a sentence"
+        "--conditions",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="K",
+        help="numbers of conditions per sentence",
     )
-    parser.add_argument("--sentences", type=int, default=24, help="sentences, with --conditions")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens-per-batch", type=int)
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=24,
+        help="number of sentences, with --conditions (default: 24)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of turns of each way (default: 3)"
+    )
+    parser.add_argument(
+        "--max-tokens-per-batch",
+        type=int,
+        help="token budget of a batch of llmcond (default: chosen automatically)",
+    )
     parser.add_argument(
         "--ways",
         nargs="+",
         choices=WAYS,
         default=[*WAYS],
         metavar="WAY",
-        help=f"ways to measure, of: {'; '.join(WAYS)} (default: all)",
+        help=f"ways to measure: {'; '.join(WAYS)} (default: all)",
     )
-    parser.add_argument("--skip-peers", action="store_true", help="llmcond's own ways only")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--skip-peers", action="store_true", help="measure the modes of llmcond only"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     return parser.parse_args()
 
 
 def set_threads(threads: int) -> None:
-    """Let the processes that are started from now on compute by so many threads."""
+    """Set the number of threads of the processes that are started from now on."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ[name] = str(threads)
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print tables."""
     options = parse_options()
     if options.threads:
         set_threads(options.threads)
@@ -680,8 +778,10 @@ def main() -> None:
     instruct = bool(resolved.identity.instruction_format)
     with tempfile.TemporaryDirectory() as folder:
         kinds = set() if options.skip_peers else {WAYS[name][0] for name in options.ways}
-        wanted = kinds.intersection(GRAPHS)
-        task["graphs"] = alone(export_graphs, resolved, wanted, Path(folder)) if wanted else {}
+        graphs = kinds.intersection(GRAPHS)
+        task["graphs"] = (
+            run_in_process(export_graphs, resolved, graphs, Path(folder)) if graphs else {}
+        )
         task["ways"] = choose_ways(options, resolved, task["graphs"])
         results = [
             compare(options, task, inputs, label)

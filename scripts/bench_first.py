@@ -1,16 +1,16 @@
-"""Measure the time from a new process to its first answer, and the memory that it takes.
+"""Measure how long a new process takes to its first result, and how much memory it needs.
 
     python scripts/bench_first.py
     python scripts/bench_first.py --imports --json
 
-Every way is a program of its own, which embeds or compares two sentences and ends. All take turns
-after a round whose times do not count, which brings files into memory. Times are medians over
-rounds: by the clock, and of the processor (user and system time of all threads). Memory is the
-largest of all rounds. The programs that use OpenVINO and ONNX Runtime alone read a graph of MiniLM
-that PyTorch exported before; for that they need the package onnx.
+Each program embeds or compares two sentences and exits. The programs take turns, after a warm-up
+round that reads their files into memory and is not counted. Times are medians over rounds: wall
+time, and processor time (user and system time of all threads). Memory is the peak over all rounds.
+The programs that use only OpenVINO or ONNX Runtime read a graph of MiniLM that PyTorch exports
+beforehand; the export needs the package onnx.
 
-``--imports`` profiles the imports of ``llmcond similarity`` and prints the packages that take
-longest, each with the time of its own modules.
+``--imports`` profiles the imports of ``llmcond similarity`` and prints the slowest packages. The
+time of a package includes its modules but not the other packages that they import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from llmcond.encoders import EncoderOptions, resolve
 FIRST, SECOND = "Two women read a book at the beach.", "Two women cook at night."
 CONDITION = "the place"
 COMMAND = ["-m", "llmcond", "similarity", FIRST, SECOND, "--condition", CONDITION]
-#: Packages that the table of imports has.
+#: Number of packages in the table of imports.
 PACKAGES = 15
 _TEXTS = f"texts = [{FIRST!r}, {SECOND!r}]\n"
 _ENCODE = f"""
@@ -54,8 +54,8 @@ from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(FOLDER + "/tokenizer.json")
 tokenizer.enable_padding()
 encoded = tokenizer.encode_batch(texts)
-ids = np.array([one.ids for one in encoded], dtype=np.int64)
-mask = np.array([one.attention_mask for one in encoded], dtype=np.int64)
+ids = np.array([encoding.ids for encoding in encoded], dtype=np.int64)
+mask = np.array([encoding.attention_mask for encoding in encoded], dtype=np.int64)
 inputs = {{"input_ids": ids, "attention_mask": mask}}
 """
 _POOL = """
@@ -82,7 +82,7 @@ _SIMILARITY = f"""
 import llmcond
 llmcond.load_embedder().similarity([{FIRST!r}], [{SECOND!r}], {CONDITION!r})
 """
-#: Writes the graphs that the other libraries read.
+#: The program that writes the graphs for the other libraries.
 _EXPORT = """
 from pathlib import Path
 from bench_inputs import export_onnx, optimize_onnx
@@ -94,7 +94,7 @@ openvino = import_openvino()
 network = openvino.Core().read_model(folder / "minilm.onnx")
 openvino.save_model(network, folder / "minilm.xml", compress_to_fp16=False)
 """
-#: Programs by the names of ways; None is the command line.
+#: Programs by their names in the table; None is the command line.
 WAYS: dict[str, str | None] = {
     "llmcond similarity (command line)": None,
     "llmcond.load_embedder().similarity": _SIMILARITY,
@@ -104,7 +104,7 @@ WAYS: dict[str, str | None] = {
     "OpenVINO and tokenizers": _OPENVINO,
     "ONNX Runtime and tokenizers": _ONNX,
 }
-#: What ways need beside llmcond.
+#: Modules that programs need in addition to llmcond.
 MODULES = {
     "sentence-transformers": ("sentence_transformers",),
     "OpenVINO and tokenizers": ("onnx", "openvino", "onnxruntime"),
@@ -113,26 +113,26 @@ MODULES = {
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the programs, which find the modules of this folder."""
+    """Return the environment of the programs, in which they can import modules of this folder."""
     folders = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, folders))
-    # Compiled modules are kept, as they are where a package is installed.
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, "PYTHONPATH": path}
+    # Let Python cache compiled modules, as it does for installed packages.
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**inherited, "PYTHONPATH": path}
 
 
 def make_arguments(program: str | None, folder: str, graphs: str) -> list[str]:
-    """Return the arguments of Python that run a way's program."""
+    """Return the arguments with which Python runs a program."""
     if program is None:
         return COMMAND
     return ["-c", f"FOLDER, GRAPHS = {folder!r}, {graphs!r}\n{program}"]
 
 
 def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
-    """Run Python in a folder to its end; return its seconds and its largest memory in MiB.
+    """Run Python in a folder; return seconds, processor seconds, and peak memory in MiB.
 
     Raises:
-        SystemExit: it failed; what it said is printed.
+        SystemExit: the program failed; its output is printed first.
     """
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
@@ -149,7 +149,7 @@ def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
         if process.returncode:
             output.seek(0)
             sys.stderr.write(output.read().decode(errors="replace"))
-            raise SystemExit("bench_first: a program failed; see above.")
+            raise SystemExit("bench_first: a program failed; see its output above.")
     unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
     return {
         "seconds": seconds,
@@ -159,7 +159,7 @@ def run_program(arguments: Sequence[str], folder: str) -> dict[str, float]:
 
 
 def choose_ways() -> dict[str, str | None]:
-    """Return the ways whose libraries are installed; say which are not."""
+    """Return the programs whose libraries are installed; print which others are left out."""
     ways = {}
     for name, program in WAYS.items():
         missing = [module for module in MODULES.get(name, ()) if find_spec(module) is None]
@@ -171,7 +171,7 @@ def choose_ways() -> dict[str, str | None]:
 
 
 def measure(rounds: int, scratch: str) -> list[dict[str, Any]]:
-    """Run the program of every way in turn, and return the figures of each."""
+    """Run the programs in turn, and return the figures of each."""
     checkpoint = resolve("minilm", EncoderOptions(), identify=False).checkpoint
     ways, folder = choose_ways(), str(checkpoint.folder)
     if any("GRAPHS" in (program or "") for program in ways.values()):
@@ -184,7 +184,7 @@ def measure(rounds: int, scratch: str) -> list[dict[str, Any]]:
 
 
 def summarize(name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the figures of a way."""
+    """Return the figures of one program."""
     return {
         "way": name,
         "seconds": statistics.median(turn["seconds"] for turn in turns),
@@ -195,7 +195,7 @@ def summarize(name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def profile_imports(scratch: str) -> list[dict[str, Any]]:
-    """Return the packages that ``llmcond similarity`` imports, those that take longest first."""
+    """Return the packages that ``llmcond similarity`` imports, slowest first."""
     process = subprocess.run(
         [sys.executable, "-X", "importtime", *COMMAND],
         cwd=scratch,
@@ -210,15 +210,16 @@ def profile_imports(scratch: str) -> list[dict[str, Any]]:
 def add_up_imports(log: str) -> list[dict[str, Any]]:
     """Return the milliseconds and the number of modules of each package in a log of imports.
 
-    A line of the log has the microseconds of a module, those with what it imports, and its name.
+    A line of the log has the microseconds of a module, the microseconds including the modules that
+    it imports, and its name.
     """
     microseconds: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for line in log.splitlines():
-        own, _, name = line.removeprefix("import time:").partition("|")
-        if line.startswith("import time:") and own.strip().isdecimal():
+        self_time, _, name = line.removeprefix("import time:").partition("|")
+        if line.startswith("import time:") and self_time.strip().isdecimal():
             package = name.rpartition("|")[2].strip().partition(".")[0]
-            microseconds[package] += int(own)
+            microseconds[package] += int(self_time)
             modules[package] += 1
     return [
         {"package": package, "milliseconds": time_taken / 1_000, "modules": modules[package]}
@@ -237,23 +238,26 @@ def show(rows: list[dict[str, Any]], imports: list[dict[str, Any]]) -> None:
     if imports:
         total = sum(package["milliseconds"] for package in imports)
         print(f"\nImports of llmcond similarity: {total:,.0f} ms in all.\n")
-        print("| package | ms of its own modules | modules |\n|---|---|---|")
+        print("| package | ms of its modules | modules |\n|---|---|---|")
     for package in imports[:PACKAGES]:
         print(f"| {package['package']} | {package['milliseconds']:.1f} | {package['modules']} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of counted rounds (default: 5)"
+    )
     parser.add_argument("--imports", action="store_true", help="profile the imports as well")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args(arguments)
-    with (
-        tempfile.TemporaryDirectory() as scratch
-    ):  # without a run, so that the bundled model is used
+    # The folder contains no run, so that the command uses the bundled model.
+    with tempfile.TemporaryDirectory() as scratch:
         rows = measure(options.rounds, scratch)
         imports = profile_imports(scratch) if options.imports else []
     show(rows, imports)

@@ -1,12 +1,12 @@
-"""How fast heads are fitted and applied, beside plain forms of the same, in one run.
+"""Measure how fast heads are fitted and applied, against plain implementations.
 
     python scripts/bench_fit.py fit          # linear and MLP on features as large as NV-Embed-v2's
     python scripts/bench_fit.py stream       # a million pairs from disk
     python scripts/bench_fit.py hypernet     # the low-rank hypernetwork against its per-row form
     python scripts/bench_fit.py grid         # 10,000 sentences under 100 conditions
 
-Features are random: time and memory do not depend on what they say. Every part runs in a process of
-its own, whose peak memory is told.
+Features are random, because time and memory do not depend on their values. Every part of the
+benchmark runs in a new process, whose peak memory is reported.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_process import alone
+from bench_process import run_in_process
 
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
 
-#: C-STS: rows of train; distinct conditions; the paper's dimensions.
+#: C-STS: train rows, distinct conditions, and the paper's dimensions before and after projection.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
-#: MiniLM's dimensions, of hypernet and grid.
+#: Dimensions of MiniLM, for the parts hypernet and grid.
 DIM = 384
-#: CASE, section 4: minutes on an A6000, learning to project 4,096 dimensions to 512.
+#: Minutes on an A6000 to learn a projection of 4,096 dimensions to 512 (CASE, section 4).
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
 
 def quiet(epoch: float, epochs: int, score: float | None) -> None:
-    """Ignore an epoch."""
+    """Report no progress."""
 
 
 def pairs(rows: int, dim: int, seed: int, dtype: type[Any] = np.float16) -> PairArrays:
-    """Return random features."""
+    """Return random features and ratings."""
     rng = np.random.default_rng(seed)
     first, second = (rng.standard_normal((rows, dim), np.float32).astype(dtype) for _ in range(2))
     return PairArrays(first, second, rng.uniform(size=rows))
@@ -54,7 +54,7 @@ def peak() -> float:
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """Return seconds and result."""
+    """Call a function; return the seconds and the result."""
     began = time.perf_counter()
     result = function(*arguments)
     return time.perf_counter() - began, result
@@ -64,7 +64,7 @@ def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 
 def fit(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fit linear and MLP on 4,096 dimensions, 40 epochs, and the same by a plain loop."""
+    """Fit linear and MLP heads on 4,096 dimensions, and the same by a plain loop."""
     rows = []
     for kind in ("linear", "mlp"):
         recipe = load_recipe(kind).with_settings({"dim": NARROW, "epochs": options.epochs}, "")
@@ -86,7 +86,7 @@ def fit(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plain_fit(kind: str, settings: Any, data: PairArrays, epochs: int) -> None:
-    """Fit as one would write it down: float32 throughout, nn.Module, Adam."""
+    """Fit a head in the simplest way: nn.Module and Adam, all in float32."""
     from torch import nn
 
     first, second = (torch.from_numpy(np.asarray(x)).float() for x in (data.first, data.second))
@@ -109,7 +109,7 @@ def plain_fit(kind: str, settings: Any, data: PairArrays, epochs: int) -> None:
 
 
 def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fit one epoch of a linear head on a million pairs that lie on disk."""
+    """Fit one epoch of a linear head on pairs whose features are on disk."""
     n = options.pairs
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         sides = []
@@ -131,7 +131,7 @@ def stream(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time epochs of the low-rank hypernetwork, K = 64 at 384 dimensions, and of its plain form."""
+    """Time epochs of a hypernetwork of rank 64 at 384 dimensions, and of its plain form."""
     data = pairs(options.rows, DIM, 0, np.float32)
     rng = np.random.default_rng(1)
     table = rng.standard_normal((CONDITIONS, DIM)).astype(np.float32)
@@ -165,15 +165,15 @@ def hypernet(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def last_loss(fit: Any) -> float:
-    """Return the loss of the last epoch, which tells whether two forms compute the same."""
+    """Return the loss of the last epoch, which shows whether two forms compute the same."""
     return float(fit.record["curve"][-1]["loss"])
 
 
 class PlainHypernet(Hypernet):
-    """The hypernetwork as released code has it."""
+    """The hypernetwork as in the released code: with a matrix for each row."""
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor, which: torch.Tensor) -> Any:
-        """Form W_c of each row, for the first sentences and for the second."""
+        """Compute W_c of each row, for the first sentences and for the second."""
         embedded = []
         for part, conditions in zip(x.chunk(2), condition[which].chunk(2), strict=True):
             factors = self.factors(conditions)
@@ -186,12 +186,12 @@ class PlainHypernet(Hypernet):
 
 
 def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Apply heads to every sentence under every condition, from features that are there."""
+    """Apply heads to every sentence under every condition, from existing features."""
     few = pairs(512, DIM, 0, np.float32)
     rng = np.random.default_rng(2)
     sentences = rng.standard_normal((options.sentences, DIM)).astype(np.float32)
     conditions = rng.standard_normal((options.conditions, DIM)).astype(np.float32)
-    given = PairArrays(
+    arrays = PairArrays(
         few.first,
         few.second,
         few.rating,
@@ -209,7 +209,7 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for kind, change in changes.items():
         recipe = load_recipe(kind).with_settings({**change, "epochs": 1}, "")
-        head = fit_recipe(recipe, given, None, 0, quiet)
+        head = fit_recipe(recipe, arrays, None, 0, quiet)
 
         def apply(head: Any = head) -> None:
             for c in conditions:
@@ -228,12 +228,12 @@ PARTS = {"fit": fit, "stream": stream, "hypernet": hypernet, "grid": grid}
 
 
 def work(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """Run a part; return its rows and the peak memory."""
+    """Run a part; return its rows and its peak memory in GiB."""
     return PARTS[name](options), peak()
 
 
 def show(name: str, rows: list[dict[str, Any]], memory: float) -> None:
-    """Print a part as a Markdown table."""
+    """Print the rows of a part as a Markdown table."""
     print(f"\n{name}: {torch.get_num_threads()} threads, torch {torch.__version__}, peak ", end="")
     print(f"{memory:.2f} GiB\n")
     print("| " + " | ".join(rows[0]) + " |")
@@ -244,34 +244,60 @@ def show(name: str, rows: list[dict[str, Any]], memory: float) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = ", ".join(PARTS)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {known} (default: all)")
-    parser.add_argument("--rows", type=int, default=ROWS, help="of fit and hypernet")
-    parser.add_argument("--epochs", type=int, default=40, help="of fit")
-    parser.add_argument("--rounds", type=int, default=3, help="of hypernet")
-    parser.add_argument("--pairs", type=int, default=1_000_000, help="of stream")
-    parser.add_argument("--folder", type=Path, help="for the files of stream: 16 GiB")
-    parser.add_argument("--sentences", type=int, default=10_000, help="of grid")
-    parser.add_argument("--conditions", type=int, default=100, help="of grid")
     parser.add_argument(
-        "--encode", type=float, help="seconds to encode a million inputs (bench_extract.py)"
+        "parts", nargs="*", metavar="PART", help=f"parts to run, among {known} (default: all)"
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help="fit and hypernet: number of pairs (default: 11342)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=40, help="fit: number of epochs (default: 40)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="hypernet: number of fits, whose median counts (default: 3)",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=1_000_000, help="stream: number of pairs (default: 1000000)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="stream: folder for files of 16 GiB (default: the temporary folder)",
+    )
+    parser.add_argument(
+        "--sentences", type=int, default=10_000, help="grid: number of sentences (default: 10000)"
+    )
+    parser.add_argument(
+        "--conditions", type=int, default=100, help="grid: number of conditions (default: 100)"
+    )
+    parser.add_argument(
+        "--encode",
+        type=float,
+        help="grid: seconds to encode a million inputs, as measured by bench_extract.py "
+        "(default: 788, for 26 million tokens at 33,000 tokens/s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
-    for name in options.parts:  # choices of argparse would refuse that none is named
+    for name in options.parts:  # argparse's choices would reject an empty list
         if name not in PARTS:
-            parser.error(f"there is no part {name!r}; there are {known}")
-    found = {}
+            parser.error(f"unknown part {name!r}; the parts are {known}")
+    results = {}
     for name in options.parts or PARTS:
-        rows, memory = alone(work, name, options)
+        rows, memory = run_in_process(work, name, options)
         show(name, rows, memory)
-        found[name] = {"rows": rows, "peak_gib": memory}
+        results[name] = {"rows": rows, "peak_gib": memory}
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

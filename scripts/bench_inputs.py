@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, ONNX files and inputs of C-STS length, for the benchmarks."""
+"""Inputs of C-STS length, checkpoints with random weights, and ONNX files for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from llmcond.encoders.loading.architecture import build_on_meta, load_config, si
 from llmcond.encoders.openvino.architectures import ARCHITECTURES
 from llmcond.encoders.spec import EncoderInput
 
+#: Maximum size of a shard of a checkpoint, in bytes.
 SHARD = 2 * 2**30
 SAMPLE = Path(__file__).resolve().parent.parent / "llmcond" / "data" / "sample"
 INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the Sentence: {}"
@@ -27,7 +28,7 @@ INSTRUCTION = "Retrieve semantically similar texts to the Condition, given the S
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture of a common size that no known model has; its settings are as assumed."""
+    """An architecture of a common size that is not a known model; encoded with default settings."""
 
     repo: str
     architecture: Mapping[str, Any] = field(repr=False)
@@ -51,12 +52,12 @@ SHAPES = {
 
 
 def random_checkpoint(known: KnownModel | Shape, parent: Path, sizes: Mapping[str, int]) -> Path:
-    """Make a checkpoint of a model's architecture with random weights, unless it is there.
+    """Return a checkpoint of an architecture with random weights; create it if it is missing.
 
     Args:
-        known: the model or shape.
-        parent: folder of the checkpoint's own.
-        sizes: what is to be other than the model has it, such as ``num_hidden_layers``.
+        known: known model or shape.
+        parent: folder in which the checkpoint has its folder.
+        sizes: settings of the architecture to change, such as ``num_hidden_layers``.
     """
     names = [known.repo.replace("/", "--"), *(f"{key}-{value}" for key, value in sizes.items())]
     folder = parent / "-".join(names)
@@ -70,7 +71,7 @@ def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str
     architecture = json.loads(json.dumps(dict(known.architecture)))
     (architecture.get("text_config") or architecture).update(sizes)
     if architecture["model_type"] in ARCHITECTURES:
-        # OpenVINO reads config.json by itself, without the defaults that transformers knows.
+        # OpenVINO reads config.json directly, so the defaults of transformers have to be in it.
         from transformers import AutoConfig
 
         architecture = AutoConfig.for_model(**architecture).to_dict()
@@ -88,7 +89,7 @@ def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str
         if current and size + n_bytes > SHARD:
             save_file(current, folder / f"model-{written:05d}.safetensors", {"format": "pt"})
             written, size, current = written + 1, 0, {}
-        # Norms near one, everything else as transformers initialises it.
+        # Weights of norms are near one; all others are as transformers initialises them.
         random = torch.randn(value.shape, generator=generator) * 0.02
         scales = "norm" in name.lower() and name.endswith("weight") and value.dim() == 1
         current[name] = (random + 1 if scales else random).bfloat16()
@@ -100,11 +101,11 @@ def _make_checkpoint(known: KnownModel | Shape, folder: Path, sizes: Mapping[str
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Train a small tokenizer on the bundled sample: lengths are like those of real ones."""
+    """Train a small tokenizer on the bundled sample; texts get realistic lengths in tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    # The first four as XLM-R has them: its positions are counted by what is not the padding token.
+    # The first four have the ids of XLM-R, whose positions count tokens other than padding.
     special = ["<s>", "<pad>", "</s>", "<unk>", "<bos>", "<eos>", "<|endoftext|>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -129,7 +130,7 @@ def _sample() -> list[dict[str, str]]:
 
 
 def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:
-    """Return inputs of C-STS length, as the prompt ``cond`` makes them."""
+    """Return n inputs of C-STS length; with ``instruct``, the sentence is in an instruction."""
     rows = _sample()
     return [
         EncoderInput(INSTRUCTION.format(row["sentence1"]), row["condition"])
@@ -140,14 +141,14 @@ def make_inputs(n: int, instruct: bool) -> list[EncoderInput]:
 
 
 def make_branches(n_sentences: int, n_conditions: int, instruct: bool) -> list[EncoderInput]:
-    """Return inputs of the bundled sentences, each under as many conditions."""
+    """Return bundled sentences, each under ``n_conditions`` conditions."""
     rows = _sample()
     sentences = list(dict.fromkeys(row["sentence1"] for row in rows))[:n_sentences]
     conditions = list(dict.fromkeys(row["condition"] for row in rows))
     inputs = []
     for number, sentence in enumerate(sentences):
-        for place in range(n_conditions):
-            condition = conditions[(number * n_conditions + place) % len(conditions)]
+        for offset in range(n_conditions):
+            condition = conditions[(number * n_conditions + offset) % len(conditions)]
             inputs.append(
                 EncoderInput(INSTRUCTION.format(sentence), condition)
                 if instruct
@@ -159,10 +160,10 @@ def make_branches(n_sentences: int, n_conditions: int, instruct: bool) -> list[E
 def join_inputs(
     inputs: Iterable[EncoderInput], lengths: Iterable[int], n_tokens: int
 ) -> list[EncoderInput]:
-    """Return inputs of about ``n_tokens`` tokens, each made of consecutive shorter inputs.
+    """Join consecutive short inputs into inputs of about ``n_tokens`` tokens.
 
-    ``lengths`` are the numbers of tokens of ``inputs``, special tokens included. An input that is
-    left over at the end and is too short is dropped.
+    ``lengths`` are the numbers of tokens of ``inputs``, including special tokens. Inputs at the end
+    that do not fill another one are dropped.
     """
     joined: list[EncoderInput] = []
     texts: list[str] = []
@@ -172,19 +173,19 @@ def join_inputs(
             joined.append(EncoderInput("", " ".join(texts)))
             texts, room = [], n_tokens
         texts.append(item.text)
-        room -= length - 2  # only one pair of special tokens remains
+        room -= length - 2  # the joined input has only one pair of special tokens
     return joined
 
 
 class _States(torch.nn.Module):
-    """A network whose only output is the tensor of its tokens' states."""
+    """A network whose only output is the hidden states of its tokens."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the states, (inputs, tokens, width)."""
+        """Return the hidden states, (inputs, tokens, width)."""
         states: torch.Tensor = self.network(input_ids, attention_mask).last_hidden_state
         return states
 
@@ -193,9 +194,9 @@ class _States(torch.nn.Module):
 def export_onnx(folder: str, path: Path) -> None:
     """Write the network of a checkpoint as an ONNX file in float32, for other libraries.
 
-    Its inputs are ``input_ids`` and ``attention_mask``, (inputs, tokens) int64, and its output is
-    ``states``, (inputs, tokens, width). This takes the older exporter of PyTorch and plain
-    attention: OpenVINO and ONNX Runtime fuse such a graph best. It needs the package onnx.
+    The graph has the inputs ``input_ids`` and ``attention_mask``, (inputs, tokens) int64, and the
+    output ``states``, (inputs, tokens, width). The export uses PyTorch's older exporter and eager
+    attention, because OpenVINO and ONNX Runtime fuse such a graph best. It needs the package onnx.
     """
     from transformers import AutoModel
 
@@ -218,7 +219,7 @@ def export_onnx(folder: str, path: Path) -> None:
 
 
 def optimize_onnx(path: Path, optimized: Path, folder: str) -> None:
-    """Write an ONNX file with the fused layers that ONNX Runtime has for networks like BERT."""
+    """Fuse the layers of an ONNX file as ONNX Runtime does for networks like BERT."""
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     optimizer = import_module("onnxruntime.transformers.optimizer")
     network = optimizer.optimize_model(
@@ -231,11 +232,12 @@ def optimize_onnx(path: Path, optimized: Path, folder: str) -> None:
 
 
 def quantize_onnx(path: Path, quantized: Path) -> None:
-    """Write an ONNX file with weights in int8, whose activations are quantized as it runs."""
+    """Quantise the weights of an ONNX file to int8; activations are quantised dynamically."""
     quantization = import_module("onnxruntime.quantization")
     quantization.quantize_dynamic(
         path,
         quantized,
         use_external_data_format=True,
-        extra_options={"DefaultTensorType": 1},  # float32: it does not know what fused layers give
+        # Float32; ONNX Runtime cannot infer the output types of fused layers.
+        extra_options={"DefaultTensorType": 1},
     )

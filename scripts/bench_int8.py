@@ -1,14 +1,14 @@
-"""Show why llmcond offers no int8 activations: what they cost in accuracy and give in speed.
+"""Measure the accuracy and speed of int8 activations, to show why llmcond does not offer them.
 
-Dynamic int8 is what other libraries run small encoders with on a CPU. The encoder is
-all-MiniLM-L6-v2 and the texts are the bundled sample's, so that one command needs nothing else:
+Other libraries use dynamic int8 to run small encoders on a CPU. The encoder is all-MiniLM-L6-v2 and
+the texts come from the bundled sample, so the command needs no other data:
 
     python scripts/bench_int8.py
 
 Accuracy is the cosine of a text's vector to its float32 vector. Most schemes are simulated: values
-are rounded as int8 has them and multiplied in float32. Scheme A goes furthest, and runs on
-PyTorch's int8 kernels; its weights and scales are fitted to texts of all three kinds, none of which
-it is judged on. Speed is scheme A's against the bfloat16 that llmcond takes by itself.
+are rounded to the int8 grid and multiplied in float32. Scheme A is the most elaborate, and runs on
+PyTorch's int8 kernels. Its weights and scales are fitted to texts of all three kinds, which are not
+among the evaluated texts. Speed compares scheme A with bfloat16, llmcond's default on such a CPU.
 """
 
 from __future__ import annotations
@@ -33,87 +33,97 @@ from llmcond.encoders.engine.engine import torch_engine
 from llmcond.encoders.spec import EncoderInput
 from llmcond.system import native_bfloat16
 
-#: From token ids, (texts, tokens), to token vectors.
+#: Maps token ids, (texts, tokens), to token vectors.
 Forward = Callable[[Tensor], Tensor]
-#: Places of texts that are equally long, so that none is padded, and their token ids.
+#: Positions of texts of the same length, which need no padding, and their token ids.
 Batches = list[tuple[list[int], Tensor]]
-#: A kernel of PyTorch's puts scale and minimum, two float32, behind the bytes of each row.
+#: A kernel of PyTorch appends the scale and the minimum, two float32, to the bytes of each row.
 TRAILER = 8
-#: How much of a channel's spread goes from the activations into the weights (SmoothQuant's alpha).
+#: How much of a channel's spread moves from the activations to the weights (alpha of SmoothQuant).
 MIGRATED = 0.7
 
 
 def make_texts(rows: int) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the texts that schemes are judged on, by kind, and others to fit scheme A to."""
+    """Return the texts to evaluate, by kind, and different texts to fit scheme A to."""
     texts = [item.text for item in make_inputs(rows, instruct=False)]
     # Sentences end with a full stop, and their conditions have none.
     conditions = sorted({text.rpartition(". ")[2] for text in texts})
     words = sorted(set(re.findall("[a-z]+", " ".join(texts).lower())))
     kinds = {"C-STS sentences": texts[::10], "bare conditions": conditions, "single words": words}
-    judged = {kind: [t for n, t in enumerate(found) if n % 3] for kind, found in kinds.items()}
-    return judged, [text for found in kinds.values() for text in found[::3]]
+    evaluated = {
+        kind: [t for n, t in enumerate(members) if n % 3] for kind, members in kinds.items()
+    }
+    return evaluated, [text for members in kinds.values() for text in members[::3]]
 
 
 def make_batches(encoder: Encoder, texts: Sequence[str]) -> Batches:
-    """Return a batch for each length that texts have."""
+    """Return one batch of texts for each length in tokens."""
     rows = encoder._tokenizer([EncoderInput("", text) for text in texts])
     by_length: dict[int, list[int]] = {}
-    for place, row in enumerate(rows):
-        by_length.setdefault(len(row.ids), []).append(place)
-    return [(found, torch.tensor([rows[n].ids for n in found])) for found in by_length.values()]
+    for position, row in enumerate(rows):
+        by_length.setdefault(len(row.ids), []).append(position)
+    return [(batch, torch.tensor([rows[n].ids for n in batch])) for batch in by_length.values()]
 
 
 @torch.inference_mode()
 def encode(forward: Forward, batches: Batches) -> Tensor:
     """Return normalised mean vectors, in the order of the texts."""
-    places = [place for batch, _ in batches for place in batch]
+    positions = [position for batch, _ in batches for position in batch]
     vectors = torch.cat([forward(ids).double().mean(1) for _, ids in batches])
-    return functional.normalize(vectors, dim=1)[torch.tensor(places).argsort()]
+    return functional.normalize(vectors, dim=1)[torch.tensor(positions).argsort()]
 
 
 def stock(network: Any) -> Forward:
-    """Return a network of transformers as a function."""
+    """Return the forward function of a transformers network."""
     return lambda ids: network(input_ids=ids).last_hidden_state
 
 
 class Group(NamedTuple):
-    """Linear layers that read the same activations, and whether these come out of a norm."""
+    """Linear layers that read the same activations.
+
+    Attributes:
+        layers: the linear layers.
+        after_norm: whether the activations are the output of a layer norm.
+    """
 
     layers: list[Any]
     after_norm: bool
 
     @property
     def weight(self) -> Tensor:
-        """Return their weights as one matrix."""
+        """The weights of all layers as one matrix."""
         return torch.cat([layer.weight for layer in self.layers])
 
 
 def groups(network: Any) -> list[Group]:
-    """Return the linear layers of a BertModel: four groups a block, in the order they run."""
-    found = []
+    """Return the linear layers of a BertModel: four groups per block, in execution order."""
+    all_groups = []
     for block in network.encoder.layer:
         mixer = block.attention.self
-        found += [
+        all_groups += [
             Group([mixer.query, mixer.key, mixer.value], True),
             Group([block.attention.output.dense], False),
             Group([block.intermediate.dense], True),
             Group([block.output.dense], False),
         ]
-    return found
+    return all_groups
 
 
 def measure_moments(network: Any, batches: Batches) -> list[Tensor]:
-    """Return second moments of each group's activations, with a one behind them for the means."""
-    found = groups(network)
-    moments: list[Any] = [0.0] * len(found)
+    """Return the second moments of each group's activations.
+
+    A constant 1 is appended to the activations, so the last row of a matrix holds their means.
+    """
+    layer_groups = groups(network)
+    moments: list[Any] = [0.0] * len(layer_groups)
 
     def watch(number: int, x: Tensor) -> None:
         x = functional.pad(x.flatten(0, 1), (0, 1), value=1.0)
         moments[number] = moments[number] + x.T @ x
 
     hooks = [
-        group.layers[0].register_forward_pre_hook(lambda _, given, n=n: watch(n, given[0]))
-        for n, group in enumerate(found)
+        group.layers[0].register_forward_pre_hook(lambda _, inputs, n=n: watch(n, inputs[0]))
+        for n, group in enumerate(layer_groups)
     ]
     encode(stock(network), batches)
     for hook in hooks:
@@ -122,9 +132,9 @@ def measure_moments(network: Any, batches: Batches) -> list[Tensor]:
 
 
 def equalisation(group: Group, moments: Tensor) -> Tensor:
-    """Return what to divide activations by and to multiply weights by, channel for channel.
+    """Return the factors of each channel that divide activations and multiply weights.
 
-    SmoothQuant (arXiv 2211.10438), with the root mean square in place of the maximum.
+    This is SmoothQuant (arXiv 2211.10438) with the root mean square instead of the maximum.
     """
     if not group.after_norm:
         return torch.ones(len(moments) - 1)
@@ -155,21 +165,32 @@ def per_token_asymmetric(x: Tensor) -> Tensor:
 
 
 def simulate(
-    network: Any, rounded: Callable[[Tensor], Tensor], moments: Sequence[Tensor] | None = None
+    network: Any, round_values: Callable[[Tensor], Tensor], moments: Sequence[Tensor] | None = None
 ) -> Forward:
-    """Return a network whose linear layers round, equalised first where there are moments."""
+    """Return a network whose linear layers round their inputs and weights.
+
+    Args:
+        network: a BertModel.
+        round_values: rounds activations.
+        moments: moments of the activations of each group, to equalise before rounding.
+    """
     network = copy.deepcopy(network)
     for number, group in enumerate(groups(network)):
-        by = equalisation(group, moments[number]) if moments else torch.ones(())
+        factors = equalisation(group, moments[number]) if moments else torch.ones(())
         for layer in group.layers:
-            # Rows of a weight are rounded as tokens are: each for itself.
-            layer.weight.copy_(per_token(layer.weight * by))
-            layer.register_forward_pre_hook(lambda _, given, by=by: (rounded(given[0] / by),))
+            # Rows of a weight are rounded separately, like tokens.
+            layer.weight.copy_(per_token(layer.weight * factors))
+            layer.register_forward_pre_hook(
+                lambda _, inputs, by=factors: (round_values(inputs[0] / by),)
+            )
     return stock(network)
 
 
 def gptq(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 weights and scales, later inputs making up for earlier ones (2210.17323)."""
+    """Return int8 weights and their scales by GPTQ (arXiv 2210.17323).
+
+    Weights that are rounded later compensate for the errors of earlier ones.
+    """
     scale = weight.abs().amax(1) / 127
     order = moments.diagonal().argsort(descending=True)
     left, damped = weight[:, order], moments[order][:, order].double()
@@ -177,34 +198,38 @@ def gptq(weight: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     inverse = torch.linalg.cholesky(inverse, upper=True).float()
     integers = torch.empty_like(left)
-    for at in range(len(order)):
-        integers[:, at] = (left[:, at] / scale).round().clamp(-127, 127)
-        error = (left[:, at] - integers[:, at] * scale) / inverse[at, at]
-        left[:, at:].addr_(error, inverse[at, at:], alpha=-1)
+    for step in range(len(order)):
+        integers[:, step] = (left[:, step] / scale).round().clamp(-127, 127)
+        error = (left[:, step] - integers[:, step] * scale) / inverse[step, step]
+        left[:, step:].addr_(error, inverse[step, step:], alpha=-1)
     return integers[:, order.argsort()], scale
 
 
 class Int8Linear:
-    """Linear layers side by side on int8 kernels: activations asymmetric, each token by itself."""
+    """A group of linear layers on int8 kernels, with asymmetric activations per token.
+
+    Args:
+        group: the linear layers.
+        moments: second moments of their activations, which the weights are rounded for.
+    """
 
     def __init__(self, group: Group, moments: Tensor) -> None:
-        """Round the weights for activations of given moments."""
-        by = equalisation(group, moments)
-        weight, mean = group.weight * by, moments[-1, :-1] / by
-        # A constant error is made up for by the bias: only what varies is left to GPTQ.
-        varying = moments[:-1, :-1] / by / by[:, None] - torch.outer(mean, mean)
+        factors = equalisation(group, moments)
+        weight, mean = group.weight * factors, moments[-1, :-1] / factors
+        # The bias compensates for a constant error, so GPTQ minimises only the varying part.
+        varying = moments[:-1, :-1] / factors / factors[:, None] - torch.outer(mean, mean)
         integers, self.scale = gptq(weight, varying)
         rounded = integers * self.scale[:, None]
         self.bias = torch.cat([layer.bias for layer in group.layers]) + (weight - rounded) @ mean
-        self.sums, self.size, self.inverse = rounded.sum(1), len(by), 1 / by
+        self.sums, self.size, self.inverse = rounded.sum(1), len(factors), 1 / factors
         self.zeros = torch.zeros(len(self.scale), dtype=torch.int64)
-        # Weights of zero behind the others take no part of the rows' trailers.
+        # Zero weights are appended, so that the trailers of the rows do not contribute.
         packed = functional.pad(integers, (0, TRAILER)).to(torch.int8).contiguous()
         self.weight = torch.ops.onednn.qlinear_prepack(packed, [1_024, self.size + TRAILER])
 
     def __call__(self, x: Tensor, plus: Tensor) -> Tensor:
-        """Return x W^T + plus, where the bias is part of the latter."""
-        # Made for embeddings, but it rounds rows to bytes in one pass.
+        """Return x W^T + plus; the caller includes the bias in ``plus``."""
+        # This kernel is intended for embeddings, but it rounds rows to bytes in one pass.
         rows = torch.ops.quantized.embedding_bag_byte_prepack(x)
         trailer = rows[:, self.size :].view(torch.float32)
         product = torch.ops.onednn.qlinear_pointwise(
@@ -242,14 +267,14 @@ class Int8Bert:
 def compare(
     forwards: dict[str, Forward], encoder: Encoder, exact: Forward, texts: dict[str, list[str]]
 ) -> list[dict[str, Any]]:
-    """Return cosines to float32 for each scheme and kind of text."""
-    batches = {kind: make_batches(encoder, found) for kind, found in texts.items()}
-    wanted = {kind: encode(exact, found) for kind, found in batches.items()}
+    """Return statistics of the cosines to float32 vectors, by scheme and kind of text."""
+    batches = {kind: make_batches(encoder, members) for kind, members in texts.items()}
+    expected = {kind: encode(exact, of_kind) for kind, of_kind in batches.items()}
     rows: list[dict[str, Any]] = []
     for name, forward in forwards.items():
         row: dict[str, Any] = {"scheme": name}
-        for kind, found in batches.items():
-            cosine = (encode(forward, found) * wanted[kind]).sum(1)
+        for kind, of_kind in batches.items():
+            cosine = (encode(forward, of_kind) * expected[kind]).sum(1)
             low = {"least": cosine.min().item(), "percentile_1": cosine.quantile(0.01).item()}
             worst = texts[kind][int(cosine.argmin())]
             row[kind] = {**low, "mean": cosine.mean().item(), "n": len(cosine), "worst": worst}
@@ -259,7 +284,7 @@ def compare(
 
 @torch.inference_mode()
 def race(int8: Forward, bfloat16: Forward, words: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Time both in turns on random words, as the machine may be busy; return the median ratio."""
+    """Time both networks in turn on random token ids; return the median ratio of their speeds."""
     torch.set_num_threads(threads)
     ids = torch.randint(words, (51, 20), generator=torch.Generator().manual_seed(0))
     ratios = []
@@ -274,12 +299,12 @@ def race(int8: Forward, bfloat16: Forward, words: int, threads: int, rounds: int
 
 
 def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
-    """Make the schemes and measure them."""
+    """Build all schemes, and measure their accuracy and the speed of scheme A."""
     encoder = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
     network = torch_engine(encoder).model.network
     network.encoder.layer = network.encoder.layer[:layers]
-    judged, others = make_texts(rows)
-    moments = measure_moments(network, make_batches(encoder, others))
+    evaluated, fitted_on = make_texts(rows)
+    moments = measure_moments(network, make_batches(encoder, fitted_on))
     half = copy.deepcopy(network).bfloat16()
     bfloat16, scheme_a = stock(half), Int8Bert(network, moments)
     forwards: dict[str, Forward] = {
@@ -291,7 +316,7 @@ def run(rows: int, layers: int | None, rounds: int) -> dict[str, Any]:
         "the same, equalised (SmoothQuant)": simulate(network, per_token_asymmetric, moments),
         "the same, weights by GPTQ: scheme A, on int8 kernels": scheme_a,
     }
-    accuracy = compare(forwards, encoder, stock(network), judged)
+    accuracy = compare(forwards, encoder, stock(network), evaluated)
     words = network.config.vocab_size
     speed = [race(scheme_a, bfloat16, words, threads, rounds) for threads in (1, 2)]
     cpu = torch.backends.cpu.get_cpu_capability()
@@ -319,15 +344,29 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, default=3_000, help="of the sample that give the texts")
-    parser.add_argument("--layers", type=int, help="fewer layers than the encoder has")
-    parser.add_argument("--rounds", type=int, default=25, help="turns that each speed is taken of")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=3_000,
+        help="number of rows of the sample to take texts from (default: 3000)",
+    )
+    parser.add_argument("--layers", type=int, help="number of layers to keep (default: all)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=25,
+        help="number of turns, whose median ratio counts (default: 25)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
     if not native_bfloat16():
-        raise SystemExit("This CPU's PyTorch lacks bfloat16 products, which int8 is compared with.")
+        raise SystemExit(
+            "bench_int8 compares int8 with bfloat16, which this CPU lacks in hardware."
+        )
     result = run(options.rows, options.layers, options.rounds)
     print_tables(result)
     if options.json:

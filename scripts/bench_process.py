@@ -1,4 +1,4 @@
-"""A process for each measurement, for the benchmarks."""
+"""Run a measurement of a benchmark in a new process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def alone(function: Callable[..., T], *arguments: object) -> T:
-    """Return what a function gives in a process of its own, whose memory is only what it takes.
+def run_in_process(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function in a new process and return its result.
+
+    The peak memory of that process is then the memory that this call alone needs.
 
     Raises:
-        BrokenProcessPool: the process was ended from outside, as where memory runs out.
+        BrokenProcessPool: the process was killed, for example because memory ran out.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
         return executor.submit(function, *arguments).result()

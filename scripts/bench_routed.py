@@ -1,11 +1,12 @@
-"""What routed pooling costs, beside joint prompts and tri-encoders, in one run and in turn.
+"""Measure the cost of routed pooling against joint prompts and tri-encoders.
 
     python scripts/bench_routed.py
     python scripts/bench_routed.py --sentences 50 --data CSTS_FOLDER --rows 13326 --rounds 1
 
-``grid``: sentences under 1, 10 and 100 conditions each. ``rows``: rated rows, extracted into a
-store. Ratios are medians of rounds, against encoding the sentences alone. On a CPU seconds are
-those that this process had of it, which others on the machine change less than the clock's.
+The script prints two tables. ``grid``: sentences under 1, 10 and 100 conditions each. ``rows``:
+rated rows, extracted into a store. The systems take turns. Ratios are medians over rounds, and
+compare with encoding the sentences alone. On a CPU, seconds are this process's processor time,
+because other processes on the machine affect it less than the wall time.
 """
 
 from __future__ import annotations
@@ -32,89 +33,89 @@ from llmcond.heads.base import FittedHead
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import render_rows
 
-#: The first is what others are compared with.
+#: The system that the others are compared with.
 ALONE = "sentences alone"
 HEAD = "hypernet-mse"
 
 
-def in_turn(
+def measure_in_turn(
     ways: Mapping[str, Callable[[], object]], encoder: Encoder, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return the median seconds of each way, and the median of its ratios to the first."""
+    """Run systems in turn; return the median seconds, and the median ratio to the first system."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     clock = time.process_time if encoder.resolved.device == "cpu" else time.perf_counter
     for number in range(rounds + (rounds > 1)):
         for name, way in ways.items():
             began = clock()
             way()
-            if number or rounds == 1:  # the first round is for warming up
+            if number or rounds == 1:  # the first round is a warm-up
                 seconds[name].append(clock() - began)
     first = next(iter(seconds.values()))
     return [
         {
             "what": name,
-            "seconds": statistics.median(own),
-            "ratio": statistics.median(a / b for a, b in zip(own, first, strict=True)),
+            "seconds": statistics.median(times),
+            "ratio": statistics.median(a / b for a, b in zip(times, first, strict=True)),
         }
-        for name, own in seconds.items()
+        for name, times in seconds.items()
     ]
 
 
-def small_head(dim: int) -> FittedHead:
-    """Return a head on e(s) and e(c), fitted on a few random pairs: its speed is that of any."""
+def fit_random_head(dim: int) -> FittedHead:
+    """Fit a head on e(s) and e(c) of a few random pairs; its speed does not depend on the fit."""
     rng = np.random.default_rng(0)
     first, second, conditions = rng.standard_normal((3, 64, dim)).astype(np.float32)
-    of = SharedRows(conditions, rng.integers(64, size=64))
+    pair_conditions = SharedRows(conditions, rng.integers(64, size=64))
     recipe = load_recipe(HEAD).with_settings({"dim": dim, "epochs": 1}, "")
-    pairs = PairArrays(first, second, rng.uniform(size=64), of)
+    pairs = PairArrays(first, second, rng.uniform(size=64), pair_conditions)
     return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None)
 
 
-def grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Embed every sentence under every condition, without a store."""
     every = read_dataset(None).splits["train"]
     sentences = list(dict.fromkeys(every.sentence1))[: options.sentences]
-    # More than the sample has, as long as its own.
+    # The sample has too few conditions, so numbered copies of about the same length are added.
     known = list(dict.fromkeys(every.condition))
     conditions = [f"{known[i % len(known)]} {i}" for i in range(max(options.conditions))]
-    head = small_head(encoder.dim)
+    head = fit_random_head(encoder.dim)
     alone = load_prompt("control-no-condition").conditional
 
-    def sentence_vectors() -> Any:
+    def encode_sentences() -> Any:
         return encoder.encode([alone.render(s, "") for s in sentences])
 
-    def separate(k: int) -> None:
-        of_sentences = sentence_vectors()
+    def apply_head(k: int) -> None:
+        vectors = encode_sentences()
         prompt = load_prompt("separate").unconditional
         for vector in encoder.encode([prompt.render("", c) for c in conditions[:k]]):
-            head.transform(of_sentences, vector[None])
+            head.transform(vectors, vector[None])
 
-    def prompted(name: str, k: int) -> None:
-        prompt, used = load_prompt(name), conditions[:k]
-        inputs = [prompt.conditional.render(s, c) for s in sentences for c in used]
-        encoder.encode([*inputs, *(prompt.unconditional.render("", c) for c in used)])
+    def encode_grid(name: str, k: int) -> None:
+        prompt, first = load_prompt(name), conditions[:k]
+        inputs = [prompt.conditional.render(s, c) for s in sentences for c in first]
+        encoder.encode([*inputs, *(prompt.unconditional.render("", c) for c in first)])
 
     rows = []
     for k in options.conditions:
         ways: dict[str, Callable[[], object]] = {
-            ALONE: sentence_vectors,
-            f"separate, {HEAD} head": partial(separate, k),
-            "routed": partial(prompted, "routed", k),
-            "concat-cond-sent": partial(prompted, "concat-cond-sent", k),
+            ALONE: encode_sentences,
+            f"separate, {HEAD} head": partial(apply_head, k),
+            "routed": partial(encode_grid, "routed", k),
+            "concat-cond-sent": partial(encode_grid, "concat-cond-sent", k),
         }
-        rows += [{"conditions": k, **row} for row in in_turn(ways, encoder, options.rounds)]
+        rows += [{"conditions": k, **row} for row in measure_in_turn(ways, encoder, options.rounds)]
     return rows
 
 
-def rated(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Extract what rated rows need, each time into a store of its own."""
+def measure_rows(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Extract the inputs of rated rows, each time into a new store."""
     splits = read_dataset(options.data).splits.values()
 
-    def extracted(name: str) -> None:
+    def extract_rows(name: str) -> None:
         prompt, inputs = load_prompt(name), []
         for rows in splits:
-            found = render_rows(rows, prompt)
-            sides = found.first, found.second, found.first_unconditional, found.second_unconditional
+            pairs = render_rows(rows, prompt)
+            sides = pairs.first, pairs.second, pairs.first_unconditional, pairs.second_unconditional
             inputs += [item for row in zip(*sides, strict=True) for item in row]
         with tempfile.TemporaryDirectory() as folder:
             store = FeatureStore(Path(folder), encoder.identity, "float16")
@@ -122,9 +123,9 @@ def rated(encoder: Encoder, options: argparse.Namespace) -> list[dict[str, Any]]
 
     names = {ALONE: "control-no-condition", "routed": "routed"}
     ways: dict[str, Callable[[], object]] = {
-        what: partial(extracted, name) for what, name in names.items()
+        what: partial(extract_rows, name) for what, name in names.items()
     }
-    return in_turn(ways, encoder, options.rounds)
+    return measure_in_turn(ways, encoder, options.rounds)
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -140,27 +141,44 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="minilm")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--sentences", type=int, default=20, help="of the grid")
-    parser.add_argument("--conditions", type=int, nargs="+", default=[1, 10, 100])
-    parser.add_argument("--data", help="rated rows (default: the bundled sample)")
-    parser.add_argument("--rows", type=int, default=500, help="of them at most")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
+    parser.add_argument(
+        "--dtype", default="float32", help="data type of the encoder (default: float32)"
+    )
+    parser.add_argument(
+        "--sentences", type=int, default=20, help="number of sentences in the grid (default: 20)"
+    )
+    parser.add_argument(
+        "--conditions",
+        type=int,
+        nargs="+",
+        default=[1, 10, 100],
+        help="numbers of conditions in the grid (default: 1 10 100)",
+    )
+    parser.add_argument("--data", help="rated rows to extract (default: the bundled sample)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=500,
+        help="maximum number of rated rows to extract (default: 500)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns (default: 3)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
     encoder = load_encoder(options.model, dtype=options.dtype)
     print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}")
-    found = {"grid": grid(encoder, options)}
-    show(f"{options.sentences} sentences under conditions", found["grid"])
-    found["rows"] = rated(encoder, options)
-    show(f"{options.rows} rated rows at most", found["rows"])
+    results = {"grid": measure_grid(encoder, options)}
+    show(f"{options.sentences} sentences under conditions", results["grid"])
+    results["rows"] = measure_rows(encoder, options)
+    show(f"{options.rows} rated rows at most", results["rows"])
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

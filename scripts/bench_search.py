@@ -1,18 +1,20 @@
-"""Search under a condition: recall, time, memory, beside nearest neighbours by plain embeddings.
+"""Measure search under a condition, against nearest-neighbour libraries on plain embeddings.
 
     python scripts/bench_search.py --run RUN --head HEAD --data CSTS_FOLDER
     python scripts/bench_search.py --run RUN --head HEAD --data CSTS_FOLDER --sizes 1000000 --json
 
 RUN has a head on separate features, such as a hypernetwork. The first vectors are those of the
-data's sentences; above as many they are mixes of two of these with a little noise, so that recalls
-there are kinder than of real texts. Queries are sentences, conditions those of the data.
+data's sentences. Larger sizes add mixes of two sentences with a little noise, so recall is higher
+there than with real texts. Queries are sentences of the data, under conditions of the data.
 
-``cold``: the first query under a condition; ``hot``: a later one. Both with the query's own
-encoding, which is told as well, and by the clock (seconds) and by this process's share of the CPU,
-which others on the machine change less. ``recall`` is of the ten texts of a comparison with every
-text in float32. hnswlib and faiss (pip install hnswlib faiss-cpu) search e(s) by e(q), or by q',
-the query times W_c W_c^T, which gives the products under the condition though not their cosines;
-beside it their first 1,000, re-ranked under the condition.
+``cold`` is the first query under a condition, ``hot`` a later one. Both times include the encoding
+of the query, which is also listed separately. They are wall time (seconds) and the processor time
+of this process (cpu), which other processes on the machine affect less. ``recall`` is the share of
+the ten best texts by a comparison with every text in float32.
+
+hnswlib and faiss (pip install hnswlib faiss-cpu) search e(s) with e(q), or with q', the query times
+W_c W_c^T. This q' gives the inner products under the condition, but not the cosines.
+``recall_reranked`` is the recall after the first 1,000 results are re-ranked under the condition.
 """
 
 from __future__ import annotations
@@ -40,22 +42,23 @@ from llmcond.runs.embedder import normalise_vectors
 from llmcond.search import Index
 from llmcond.search.table import BLOCK, NUMBER, VECTOR, TextTable
 
+#: Number of results, and of results that are re-ranked.
 K, CANDIDATES = 10, 1_000
-#: More vectors take hnswlib minutes to build.
+#: Maximum number of vectors for hnswlib, which needs minutes to index more.
 HNSW = 200_000
 
 Vectors = NDArray[np.float32]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Return what ``work`` gives, the seconds it took, and those of the CPU."""
-    began, used = time.perf_counter(), time.process_time()
-    found = work()
-    return found, time.perf_counter() - began, time.process_time() - used
+    """Call a function; return its result, the wall seconds and the processor seconds."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    result = work()
+    return result, time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def mixed(real: Vectors, n: int) -> Vectors:
-    """Return n vectors: the real ones, and mixes of two of them."""
+def mix_vectors(real: Vectors, n: int) -> Vectors:
+    """Return n vectors: the real ones first, then noisy mixes of two of them."""
     if n <= len(real):
         return real[:n]
     rng = np.random.default_rng(0)
@@ -71,7 +74,7 @@ def mixed(real: Vectors, n: int) -> Vectors:
 
 
 def write(folder: Path, vectors: Vectors, texts: Sequence[str]) -> None:
-    """Put vectors into an empty index, with their texts, or names where they are mixes."""
+    """Write vectors to an empty index, with their texts, or with names if they are mixes."""
     table = TextTable(folder)
     flat = pa.float16()
     kinds = {"id": pa.string(), "text": pa.string(), NUMBER: pa.int64()}
@@ -80,71 +83,78 @@ def write(folder: Path, vectors: Vectors, texts: Sequence[str]) -> None:
     def batches() -> Iterator[Any]:
         for start in range(0, len(vectors), BLOCK):
             part = vectors[start : start + BLOCK].astype(np.float16)
-            places = range(start, start + len(part))
-            named = [texts[i] if i < len(texts) else f"mix {i}" for i in places]
+            indices = range(start, start + len(part))
+            names = [texts[i] if i < len(texts) else f"mix {i}" for i in indices]
             array = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), part.shape[1])
-            numbers = pa.array(table.first_number() + np.array(places))
-            columns = [pa.array(map(str, places)), pa.array(named), numbers, array]
+            numbers = pa.array(table.first_number() + np.array(indices))
+            columns = [pa.array(map(str, indices)), pa.array(names), numbers, array]
             yield pa.record_batch(columns, schema)
 
     table.write(batches(), schema, vectors.nbytes // 2, new=True)
 
 
 def under(head: FittedHead, vectors: Vectors, condition: Vectors) -> Vectors:
-    """Return unit vectors under a condition as the head itself computes them."""
+    """Return the unit vectors under a condition, computed by the head."""
     return normalise_vectors(head.transform(vectors, condition[None]), head)
 
 
 def best(scores: Vectors, k: int = K) -> NDArray[np.int64]:
-    """Return the places of the k best."""
-    found = np.argpartition(-scores, k)[:k]
-    return found[np.argsort(-scores[found])]
+    """Return the indices of the k highest scores, best first."""
+    highest = np.argpartition(-scores, k)[:k]
+    return highest[np.argsort(-scores[highest])]
 
 
-def share(found: Sequence[int], wanted: Sequence[int]) -> float:
-    """Return which share of the wanted ones was found."""
-    return len(set(map(int, found)) & set(map(int, wanted))) / len(wanted)
+def recall(results: Sequence[int], relevant: Sequence[int]) -> float:
+    """Return the share of the relevant texts that is among the results."""
+    return len(set(map(int, results)) & set(map(int, relevant))) / len(relevant)
 
 
 def size_of(folder: Path) -> float:
-    """Return the MB of a folder's files."""
+    """Return the size of a folder's files in MB."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
 def memory() -> tuple[float, float]:
-    """Return the MB that this process has of its own, and of files, which others may share."""
-    found = psutil.Process().memory_info()
-    return (found.rss - found.shared) / 1e6, found.shared / 1e6
+    """Return the private memory of this process, and the memory of mapped files, in MB."""
+    info = psutil.Process().memory_info()
+    return (info.rss - info.shared) / 1e6, info.shared / 1e6
 
 
-def searched(
+def measure_index(
     folder: Path, queries: Sequence[str], conditions: Sequence[str], gold: list[list[Any]]
 ) -> dict[str, Any]:
-    """Return the figures of an index: each condition is opened cold, and then asked hot."""
+    """Measure an index: a cold search under each condition, then hot ones.
+
+    Args:
+        folder: folder of the index.
+        queries: texts to search for.
+        conditions: conditions to search under.
+        gold: the ids of the ten best texts, by condition and query.
+    """
     index = Index.open(folder, device="cpu")
     index.embedder.encode(queries[0], "anything")  # loads the encoder
     before = memory()
     cold, hot, recalls = [], [], []
-    for condition, own in zip(conditions, gold, strict=True):
-        hits, *took = timed(partial(index.search, queries[0], condition, K))
-        cold.append(took)
-        for query, wanted in zip(queries, own, strict=True):
-            hits, *took = timed(partial(index.search, query, condition, K))
-            hot.append(took)
-            recalls.append(share([row["id"] for row in hits.rows], wanted))
-    encoded = [timed(partial(index.embedder.encoder.encode, [q]))[1:] for q in queries]
+    for condition, of_condition in zip(conditions, gold, strict=True):
+        hits, *times = timed(partial(index.search, queries[0], condition, K))
+        cold.append(times)
+        for query, relevant in zip(queries, of_condition, strict=True):
+            hits, *times = timed(partial(index.search, query, condition, K))
+            hot.append(times)
+            recalls.append(recall([row["id"] for row in hits.rows], relevant))
+    encoding = [timed(partial(index.embedder.encoder.encode, [q]))[1:] for q in queries]
     private, mapped = (now - then for now, then in zip(memory(), before, strict=True))
 
-    def middle(times: Sequence[Sequence[float]]) -> dict[str, float]:
+    def medians(times: Sequence[Sequence[float]]) -> dict[str, float]:
         seconds, cpu = zip(*times, strict=True)
         return {"seconds": statistics.median(seconds), "cpu": statistics.median(cpu)}
 
     views = size_of(folder / "views") / len(conditions)
     return {
         "what": "llmcond",
-        "cold": middle(cold),
-        "hot": middle(hot),
-        "encoding a query": middle(encoded),
+        "cold": medians(cold),
+        "hot": medians(hot),
+        "encoding a query": medians(encoding),
         "recall": statistics.mean(recalls),
         "memory_mb": private,
         "memory_mapped_mb": mapped,
@@ -153,115 +163,142 @@ def searched(
     }
 
 
-def peers(
+def measure_peers(
     vectors: Vectors,
     queries: Vectors,
     head: FittedHead,
     conditions: Vectors,
     gold: list[list[Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of libraries that search e(s), by e(q) and by q'."""
-    looks: list[tuple[str, float, Callable[[Vectors, int], Any]]] = []
+    """Yield the figures of libraries that search e(s), with e(q) and with q'.
+
+    Args:
+        vectors: (n, dim) the vectors e(s).
+        queries: (q, dim) the vectors e(q).
+        head: the head.
+        conditions: (c, dim) the vectors of conditions.
+        gold: the indices of the ten best texts, by condition and query.
+    """
+    searches: list[tuple[str, float, Callable[[Vectors, int], Any]]] = []
     if find_spec("hnswlib") and len(vectors) <= HNSW:
         import hnswlib
 
         graph = hnswlib.Index("ip", vectors.shape[1])
         graph.init_index(len(vectors), M=16, ef_construction=100, random_seed=0)
-        _, _, built = timed(lambda: graph.add_items(vectors, num_threads=1))
+        _, _, build_cpu = timed(lambda: graph.add_items(vectors, num_threads=1))
         graph.set_ef(CANDIDATES)
-        looks.append(("hnswlib", built, lambda q, k: graph.knn_query(q, k, num_threads=1)[0][0]))
+        searches.append(
+            ("hnswlib", build_cpu, lambda q, k: graph.knn_query(q, k, num_threads=1)[0][0])
+        )
     if find_spec("faiss"):
         import faiss
 
         faiss.omp_set_num_threads(1)
         flat = faiss.IndexFlatIP(vectors.shape[1])
-        _, _, built = timed(lambda: flat.add(vectors))
-        looks.append(("faiss, flat", built, lambda q, k: flat.search(q, k)[1][0]))
-    for name, built, look in looks:
-        for asked in ("e(q)", "q'"):
-            taken, recalls, reranked, cpu = 0, [], [], []
-            for condition, own in zip(conditions, gold, strict=True):
-                for query, wanted in zip(queries, own, strict=True):
-                    given = query if asked == "e(q)" else transformed(head, query, condition)
-                    found, _, used = timed(partial(look, given[None], CANDIDATES))
-                    cpu.append(used)
-                    recalls.append(share(found[:K], wanted))
-                    near = under(head, vectors[found], condition)
-                    order = best(near @ under(head, query[None], condition)[0])
-                    reranked.append(share(found[order], wanted))
-                    taken += 1
+        _, _, build_cpu = timed(lambda: flat.add(vectors))
+        searches.append(("faiss, flat", build_cpu, lambda q, k: flat.search(q, k)[1][0]))
+    for name, build_cpu, search in searches:
+        for query_name in ("e(q)", "q'"):
+            recalls, reranked, cpu = [], [], []
+            for condition, of_condition in zip(conditions, gold, strict=True):
+                for query, relevant in zip(queries, of_condition, strict=True):
+                    vector = query if query_name == "e(q)" else transform(head, query, condition)
+                    hits, _, cpu_seconds = timed(partial(search, vector[None], CANDIDATES))
+                    cpu.append(cpu_seconds)
+                    recalls.append(recall(hits[:K], relevant))
+                    candidates = under(head, vectors[hits], condition)
+                    order = best(candidates @ under(head, query[None], condition)[0])
+                    reranked.append(recall(hits[order], relevant))
             yield {
-                "what": f"{name} on e(s), by {asked}",
-                "build_cpu": built,
+                "what": f"{name} on e(s), by {query_name}",
+                "build_cpu": build_cpu,
                 "hot": {"cpu": statistics.median(cpu)},
                 "recall": statistics.mean(recalls),
                 "recall_reranked": statistics.mean(reranked),
             }
 
 
-def transformed(head: FittedHead, query: Vectors, condition: Vectors) -> Vectors:
+def transform(head: FittedHead, query: Vectors, condition: Vectors) -> Vectors:
     """Return q' = W_c W_c^T q."""
     matrix = np.eye(len(query), dtype=np.float32)
     for factor in head.module.generated_matrices(condition[None]):
         matrix = matrix @ factor[0]
-    made: Vectors = matrix @ (matrix.T @ query)
-    return made
+    transformed: Vectors = matrix @ (matrix.T @ query)
+    return transformed
 
 
-def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the figures of every size."""
+def measure_sizes(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the index and the other libraries at every size."""
     splits = read_dataset(options.data).splits
-    every = [*splits["train"].sentence1, *splits["train"].sentence2, *splits["dev"].sentence1]
-    texts = list(dict.fromkeys([*every, *splits["dev"].sentence2]))
+    sentences = [*splits["train"].sentence1, *splits["train"].sentence2, *splits["dev"].sentence1]
+    texts = list(dict.fromkeys([*sentences, *splits["dev"].sentence2]))
     rng = np.random.default_rng(options.seed)
-    known = sorted({*splits["dev"].condition})
-    conditions = rng.choice(known, size=options.conditions, replace=False).tolist()
+    all_conditions = sorted({*splits["dev"].condition})
+    conditions = rng.choice(all_conditions, size=options.conditions, replace=False).tolist()
     results = []
     with tempfile.TemporaryDirectory() as temporary:
-        made_by = {"run": options.run, "head": options.head, "device": "cpu"}
-        embedder = Index.build(Path(temporary) / "empty", **made_by).embedder
+        encoder = {"run": options.run, "head": options.head, "device": "cpu"}
+        embedder = Index.build(Path(temporary) / "empty", **encoder).embedder
         head = embedder.head
         if not isinstance(head, FittedHead) or not head.generates_matrices:
-            raise SystemExit("bench_search: name a --head that makes a matrix of each condition")
+            raise SystemExit(
+                "bench_search: choose a --head that generates a matrix for each condition"
+            )
         real = embedder.encoder.encode(texts).astype(np.float16).astype(np.float32)
-        of_conditions = embedder.encoder.encode(conditions)
+        condition_vectors = embedder.encoder.encode(conditions)
         for n in options.sizes:
-            vectors = mixed(real, n).astype(np.float16).astype(np.float32)
-            asked = rng.choice(min(n, len(texts)), size=options.queries, replace=False).tolist()
-            # Each by itself, as a search encodes it: vectors differ a little by their batches.
-            given = np.concatenate([embedder.encoder.encode([texts[i]]) for i in asked])
+            vectors = mix_vectors(real, n).astype(np.float16).astype(np.float32)
+            sampled = rng.choice(min(n, len(texts)), size=options.queries, replace=False).tolist()
+            # Encode queries separately, as a search does: vectors vary slightly with the batch.
+            query_vectors = np.concatenate([embedder.encoder.encode([texts[i]]) for i in sampled])
             gold: list[list[Any]] = []
-            for condition in of_conditions:
-                own, sought = (under(head, one, condition) for one in (vectors, given))
-                gold.append([best(own @ query) for query in sought])
+            for condition in condition_vectors:
+                mapped, mapped_queries = (
+                    under(head, unmapped, condition) for unmapped in (vectors, query_vectors)
+                )
+                gold.append([best(mapped @ query) for query in mapped_queries])
             folder = Path(temporary) / f"index-{n}"
-            Index.build(folder, **made_by)
-            _, _, written = timed(partial(write, folder, vectors, texts))
-            queries = [texts[i] for i in asked]
-            figures = searched(folder, queries, conditions, gold)
+            Index.build(folder, **encoder)
+            _, _, write_cpu = timed(partial(write, folder, vectors, texts))
+            queries = [texts[i] for i in sampled]
+            figures = measure_index(folder, queries, conditions, gold)
             about = {"vectors": n, "dim": vectors.shape[1], "head": options.head}
-            results.append({**about, **figures, "write_cpu": written})
+            results.append({**about, **figures, "write_cpu": write_cpu})
             if not options.no_peers:
-                found = peers(vectors, given, head, of_conditions, gold)
-                results += [{**about, **row} for row in found]
+                peer_figures = measure_peers(vectors, query_vectors, head, condition_vectors, gold)
+                results += [{**about, **row} for row in peer_figures]
     return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run it."""
+    """Parse the command line, measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--head", required=True)
-    parser.add_argument("--data", default=None, help="default: the bundled sample")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--conditions", type=int, default=5)
-    parser.add_argument("--queries", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--run", type=Path, required=True, help="folder of the run")
+    parser.add_argument(
+        "--head",
+        required=True,
+        help="name of the head, which must generate a matrix for each condition",
+    )
+    parser.add_argument("--data", default=None, help="rated rows (default: the bundled sample)")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000],
+        help="numbers of vectors (default: 10000 100000)",
+    )
+    parser.add_argument(
+        "--conditions", type=int, default=5, help="number of conditions (default: 5)"
+    )
+    parser.add_argument("--queries", type=int, default=10, help="number of queries (default: 10)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of queries and conditions (default: 0)"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="do not measure other libraries")
+    parser.add_argument("--json", action="store_true", help="print one JSON array instead of text")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    results = measured(options)
+    results = measure_sizes(options)
     if options.json:
         print(json.dumps(results))
         return
@@ -270,10 +307,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, value in row.items():
             if name in ("vectors", "dim", "head", "what"):
                 continue
-            shown = str(value if isinstance(value, dict) else round(value, 3))
+            text = str(value if isinstance(value, dict) else round(value, 3))
             if isinstance(value, dict):
-                shown = ", ".join(f"{key} {1e3 * own:.1f} ms" for key, own in value.items())
-            print(f"    {name}: {shown}")
+                text = ", ".join(f"{key} {1e3 * seconds:.1f} ms" for key, seconds in value.items())
+            print(f"    {name}: {text}")
 
 
 if __name__ == "__main__":

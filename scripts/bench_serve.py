@@ -1,15 +1,18 @@
-"""A server under load on loopback: its rate, malformed requests, and its memory.
+"""Measure a server under load on loopback: its rate, malformed requests, and its memory.
 
-    python scripts/bench_serve.py                                   # rates, beside the plain engine
-    python scripts/bench_serve.py --malformed 2000 --requests 50000 # and the rest
+    python scripts/bench_serve.py                                   # rates, also of the peer
+    python scripts/bench_serve.py --malformed 2000 --requests 50000 # rates and the rest
     python scripts/bench_serve.py --data CSTS_FOLDER --json
 
-``rates``: every text once, by clients that each wait for an answer before they ask again, against
-the same model called once with all texts, in the server's process; by the clock, and by the
-seconds that the server had of a CPU, which others on the machine change less. The peer is
-sentence-transformers behind the same queue and endpoints. ``malformed``: requests that are wrong in
-every way; none may be answered 5xx, or not at all unless it was cut short. ``memory``: the
-server's, before and after so many requests. Exits 1 if one of the two fails.
+Rates: clients send every text once, and each client waits for a response before its next request.
+The rate is compared with one call of the same model with all texts, in the server's process. The
+comparison uses wall time, and the processor time of the server, which other processes on the
+machine affect less. The peer is sentence-transformers behind the same queue and endpoints.
+
+``--malformed`` sends requests with errors of every kind. The server must respond to each, except to
+those that are cut short, and never with a status of 5xx. ``--requests`` compares the memory of the
+server after a tenth and after all of the requests. If one of these two checks fails, the script
+exits with 1.
 """
 
 from __future__ import annotations
@@ -43,18 +46,18 @@ from llmcond.serving.model_server import ModelServer
 from llmcond.serving.server import bind_socket
 from llmcond.serving.settings import ServerSettings
 
-#: Memory may grow by so much: of buffers, and of what Python keeps for later.
+#: Accepted growth of the memory in bytes, for buffers and memory that Python does not release.
 GROWTH = 32 * 2**20
 PEER = "sentence-transformers"
 
 
 class PeerModel(ServedModel):
-    """The same checkpoint by sentence-transformers: condition and sentence as one text."""
+    """The same checkpoint in sentence-transformers, with condition and sentence as one text."""
 
     peer: Any
 
     def encode(self, rows: Sequence[Row]) -> Encoded:
-        """Return its embeddings."""
+        """Return the embeddings of rows."""
         texts = [f"{condition} {sentence}" for sentence, condition in rows]
         vectors = self.peer.encode(texts, convert_to_numpy=True, show_progress_bar=False)
         none = np.zeros(len(rows), dtype=np.int32)
@@ -62,7 +65,18 @@ class PeerModel(ServedModel):
 
 
 def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection) -> None:
-    """Serve until something comes through the pipe; tell the rate of one call, and the port."""
+    """Serve until a message arrives through the pipe.
+
+    First sends the rates of one call, in texts per second of wall time and of processor time, and
+    the port and the process id.
+
+    Args:
+        kind: ``llmcond`` or the peer.
+        model: name of the encoder.
+        dtype: data type of llmcond's encoder.
+        rows: the texts of the one call.
+        pipe: connection to the parent process.
+    """
     view = FeatureView((load_prompt("concat-cond-sent"),), subtract=False)
     encoder = load_encoder(model, dtype=dtype, device="cpu")
     served = ServedModel(Embedder(encoder, view))
@@ -72,7 +86,7 @@ def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection
         served = PeerModel(Embedder(encoder, view))
         folder = str(encoder.resolved.checkpoint.folder)
         object.__setattr__(served, "peer", SentenceTransformer(folder, device="cpu"))
-    served.encode(rows[: len(rows) // 4 + 1])  # for warming up
+    served.encode(rows[: len(rows) // 4 + 1])  # warm-up
     began = time.perf_counter(), time.process_time()
     served.encode(rows)
     rate = len(rows) / (time.perf_counter() - began[0])
@@ -91,7 +105,14 @@ def serve(kind: str, model: str, dtype: Dtype, rows: list[Row], pipe: Connection
 
 
 class Server:
-    """A server in a process of its own, as a context."""
+    """A server in a separate process, as a context manager.
+
+    Args:
+        kind: ``llmcond`` or the peer.
+        model: name of the encoder.
+        dtype: data type of llmcond's encoder.
+        rows: texts to measure the rate of one call with.
+    """
 
     def __init__(self, kind: str, model: str, dtype: Dtype, rows: list[Row]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -99,23 +120,23 @@ class Server:
         self._process = context.Process(target=serve, args=(kind, model, dtype, rows, other))
 
     def __enter__(self) -> Server:
-        """Start it, and wait until it listens."""
+        """Start the server, and wait until it listens."""
         self._process.start()
         self.rate, self.rate_of_cpu, self.port, pid = self._pipe.recv()
         self.process = psutil.Process(pid)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop it."""
+        """Stop the server."""
         self._pipe.send("stop")
         self._process.join()
 
 
-# -- a client that costs little ------------------------------------------------------------------
+# -- a client with little overhead ---------------------------------------------------------------
 
 
-async def answer(reader: asyncio.StreamReader) -> int:
-    """Return the status of the next answer; 0 if there is none."""
+async def read_status(reader: asyncio.StreamReader) -> int:
+    """Return the status of the next response, or 0 if there is none."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
         for line in head.lower().split(b"\r\n"):
@@ -126,28 +147,37 @@ async def answer(reader: asyncio.StreamReader) -> int:
         return 0
 
 
-async def load(port: int, waiting: list[bytes], clients: int) -> list[float]:
-    """Send requests by so many clients at a time, and return how long each took, in seconds."""
-    took: list[float] = []
+async def load(port: int, requests: list[bytes], clients: int) -> list[float]:
+    """Send requests by concurrent clients, and return the seconds of each.
+
+    Args:
+        port: port of the server.
+        requests: the requests, which are removed from the list.
+        clients: number of clients.
+
+    Raises:
+        SystemExit: the status of a response is not 200.
+    """
+    latencies: list[float] = []
 
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while waiting:
-            writer.write(waiting.pop())
+        while requests:
+            writer.write(requests.pop())
             began = time.perf_counter()
-            status = await answer(reader)
+            status = await read_status(reader)
             if status != 200:
                 raise SystemExit(
-                    f"bench_serve: request {len(took):,} was answered {status}, not 200"
+                    f"bench_serve: request {len(latencies):,} returned status {status}, not 200"
                 )
-            took.append(time.perf_counter() - began)
+            latencies.append(time.perf_counter() - began)
         writer.close()
 
     await asyncio.gather(*(client() for _ in range(clients)))
-    return took
+    return latencies
 
 
-def embeddings(rows: Sequence[Row]) -> bytes:
+def make_request(rows: Sequence[Row]) -> bytes:
     """Return a request for the embeddings of rows."""
     sentences, conditions = zip(*rows, strict=True)
     body = {"input": sentences, "condition": conditions, "encoding_format": "base64"}
@@ -157,103 +187,141 @@ def embeddings(rows: Sequence[Row]) -> bytes:
 # -- what is measured ----------------------------------------------------------------------------
 
 
-def rates(server: Server, rows: list[Row], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return how fast a server is with so many clients, and so many texts a request."""
-    found = []
-    for size in given.sizes:
-        for clients in given.clients:
-            waiting = [embeddings(rows[i : i + size]) for i in range(0, len(rows), size)]
-            began, used = time.perf_counter(), sum(server.process.cpu_times()[:2])
-            took = asyncio.run(load(server.port, waiting, clients))
-            seconds = time.perf_counter() - began
-            # The system counts in hundredths of a second, so a short run may read as none.
-            used = max(0.01, sum(server.process.cpu_times()[:2]) - used)
-            p50, p99 = np.percentile(took, [50, 99])
-            found.append(
+def measure_rates(
+    server: Server, rows: list[Row], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure a server for each number of texts per request and each number of clients."""
+    results = []
+    for size in options.sizes:
+        for clients in options.clients:
+            requests = [make_request(rows[i : i + size]) for i in range(0, len(rows), size)]
+            start, cpu = time.perf_counter(), sum(server.process.cpu_times()[:2])
+            latencies = asyncio.run(load(server.port, requests, clients))
+            seconds = time.perf_counter() - start
+            # The system counts hundredths of a second, so a short run may count as zero.
+            cpu = max(0.01, sum(server.process.cpu_times()[:2]) - cpu)
+            p50, p99 = np.percentile(latencies, [50, 99])
+            results.append(
                 {
                     "texts_a_request": size,
                     "clients": clients,
-                    "requests_a_second": len(took) / seconds,
+                    "requests_a_second": len(latencies) / seconds,
                     "texts_a_second": len(rows) / seconds,
                     "of_one_call": len(rows) / seconds / server.rate,
-                    "of_one_call_by_cpu": len(rows) / used / server.rate_of_cpu,
+                    "of_one_call_by_cpu": len(rows) / cpu / server.rate_of_cpu,
                     "p50_ms": 1e3 * float(p50),
                     "p99_ms": 1e3 * float(p99),
                 }
             )
-    return found
+    return results
 
 
-def wrong_request(chance: Random, rows: Sequence[Row]) -> tuple[bytes, bool]:
-    """Return a request that something is wrong with, as a rule, and whether it must be answered."""
-    path = chance.choice(("/v1/embeddings", "/v1/similarity", "/v1/search", "/v1/none", "/"))
-    return draw_wrong_request(chance, path, {"input": rows[0][0], "condition": rows[0][1]})
+def draw_request(rng: Random, rows: Sequence[Row]) -> tuple[bytes, bool]:
+    """Return a random request, usually malformed, and whether the server must respond to it."""
+    path = rng.choice(("/v1/embeddings", "/v1/similarity", "/v1/search", "/v1/none", "/"))
+    return draw_wrong_request(rng, path, {"input": rows[0][0], "condition": rows[0][1]})
 
 
-async def statuses(port: int, requests: Sequence[tuple[bytes, bool]]) -> Counter[int]:
-    """Send each over a connection of its own, and count the statuses; 0: none, as it was cut."""
-    found: Counter[int] = Counter()
+async def count_statuses(port: int, requests: Sequence[tuple[bytes, bool]]) -> Counter[int]:
+    """Send each request over a separate connection, and count the statuses.
+
+    Status 0 counts requests that were cut short and got no response.
+
+    Raises:
+        SystemExit: a complete request got no response.
+    """
+    counts: Counter[int] = Counter()
     for content, whole in requests:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(content)
-        if not whole:  # the rest would be waited for
+        if not whole:  # otherwise the server would wait for the rest
             writer.write_eof()
-        status = await answer(reader)
+        status = await read_status(reader)
         if not status and whole:
-            raise SystemExit("bench_serve: a whole request was not answered")
-        found[status] += 1
+            raise SystemExit("bench_serve: the server did not respond to a complete request")
+        counts[status] += 1
         writer.close()
-    return found
+    return counts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it."""
+    """Parse the command line, measure, and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="minilm", help="encoder")
-    parser.add_argument("--dtype", default="float32", help="of llmcond; the peer has float32")
-    parser.add_argument("--data", help="rated rows whose texts are sent (default: the sample)")
-    parser.add_argument("--texts", type=int, default=2_000)
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16], help="texts a request")
-    parser.add_argument("--malformed", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=0, help="after which memory is looked at")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    data = read_dataset(given.data).splits["train"]
-    own: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
-    own += [*zip(data.sentence2, data.condition, strict=True)]
-    rows = [own[i % len(own)] for i in range(given.texts)]
-    found: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}
+    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="data type of llmcond; the peer has float32 (default: float32)",
+    )
+    parser.add_argument(
+        "--data", help="rated rows whose texts are sent (default: the bundled sample)"
+    )
+    parser.add_argument("--texts", type=int, default=2_000, help="number of texts (default: 2000)")
+    parser.add_argument(
+        "--clients",
+        type=int,
+        nargs="+",
+        default=[1, 16, 64],
+        help="numbers of concurrent clients (default: 1 16 64)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[1, 16],
+        help="numbers of texts per request (default: 1 16)",
+    )
+    parser.add_argument(
+        "--malformed", type=int, default=0, help="number of malformed requests (default: 0)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="number of requests after which the memory is measured (default: 0)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the malformed requests (default: 0)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+    options = parser.parse_args(arguments)
+    data = read_dataset(options.data).splits["train"]
+    distinct: list[Row] = [*zip(data.sentence1, data.condition, strict=True)]
+    distinct += [*zip(data.sentence2, data.condition, strict=True)]
+    rows = [distinct[i % len(distinct)] for i in range(options.texts)]
+    results: dict[str, Any] = {"texts": len(rows), "one_call": {}, "rates": {}}
     for kind in ("llmcond", PEER):
-        with Server(kind, given.model, given.dtype, rows) as server:
-            found["one_call"][kind] = server.rate
-            found["rates"][kind] = rates(server, rows, given)
+        with Server(kind, options.model, options.dtype, rows) as server:
+            results["one_call"][kind] = server.rate
+            results["rates"][kind] = measure_rates(server, rows, options)
             if kind == PEER:
                 continue
-            if given.malformed:
-                chance = Random(given.seed)
-                wrong = [wrong_request(chance, rows) for _ in range(given.malformed)]
-                found["statuses"] = dict(sorted(asyncio.run(statuses(server.port, wrong)).items()))
-            if given.requests:
-                found["memory"] = []
-                for count in (given.requests // 10, given.requests):
-                    waiting = [embeddings([rows[i % len(rows)]]) for i in range(count)]
-                    asyncio.run(load(server.port, waiting, max(given.clients)))
-                    found["memory"].append(server.process.memory_info().rss)
-    return show(found, given)
+            if options.malformed:
+                rng = Random(options.seed)
+                wrong = [draw_request(rng, rows) for _ in range(options.malformed)]
+                counts = asyncio.run(count_statuses(server.port, wrong))
+                results["statuses"] = dict(sorted(counts.items()))
+            if options.requests:
+                results["memory"] = []
+                for count in (options.requests // 10, options.requests):
+                    requests = [make_request([rows[i % len(rows)]]) for i in range(count)]
+                    asyncio.run(load(server.port, requests, max(options.clients)))
+                    results["memory"].append(server.process.memory_info().rss)
+    return show(results, options)
 
 
-def show(found: dict[str, Any], given: argparse.Namespace) -> int:
-    """Print what was found, and return 1 if a request broke the server or it grew."""
-    if given.json:
-        print(json.dumps(found))
+def show(results: dict[str, Any], options: argparse.Namespace) -> int:
+    """Print the results, and return 1 if a request caused a server error or the memory grew."""
+    if options.json:
+        print(json.dumps(results))
     else:
         heads = "server", "texts a request", "clients", "requests/s", "texts/s", "of one call"
         print(f"| {' | '.join((*heads, 'by CPU', 'p50 ms', 'p99 ms'))} |\n{'|---' * 9}|")
-        for kind, own in found["rates"].items():
-            print(f"| {kind}, one call | | | | {found['one_call'][kind]:,.0f} | | | | |")
-            for row in own:
+        for kind, rows in results["rates"].items():
+            print(f"| {kind}, one call | | | | {results['one_call'][kind]:,.0f} | | | | |")
+            for row in rows:
                 print(
                     f"| {kind} | {row['texts_a_request']} | {row['clients']} "
                     f"| {row['requests_a_second']:,.0f} | {row['texts_a_second']:,.0f} "
@@ -261,15 +329,18 @@ def show(found: dict[str, Any], given: argparse.Namespace) -> int:
                     f"| {row['p50_ms']:.1f} | {row['p99_ms']:.1f} |"
                 )
     failed = False
-    if "statuses" in found:
-        failed |= any(status >= 500 for status in found["statuses"])
-        told = ", ".join(f"{status}: {count:,}" for status, count in found["statuses"].items())
-        print(f"malformed requests by status (0: cut short): {told}", file=sys.stderr)
-    if "memory" in found:
-        before, after = found["memory"]
+    if "statuses" in results:
+        failed |= any(status >= 500 for status in results["statuses"])
+        counts = ", ".join(f"{status}: {count:,}" for status, count in results["statuses"].items())
+        print(f"malformed requests by status (0: cut short): {counts}", file=sys.stderr)
+    if "memory" in results:
+        before, after = results["memory"]
         failed |= after - before > GROWTH
-        told = f"{before / 2**20:,.0f} MiB, then {after / 2**20:,.0f} MiB"
-        print(f"memory after a tenth and all of {given.requests:,}: {told}", file=sys.stderr)
+        sizes = f"{before / 2**20:,.0f} MiB, then {after / 2**20:,.0f} MiB"
+        print(
+            f"memory after a tenth and all of {options.requests:,} requests: {sizes}",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 

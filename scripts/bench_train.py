@@ -1,16 +1,16 @@
-r"""Measure training by LoRA: llmcond's step against a plain loop of transformers and peft.
+r"""Measure a training step with LoRA against a plain loop of transformers and peft.
 
-The plain loop is that of the released code of C-STS: both sentences of every row are encoded, each
-with its condition, in one batch padded to its longest text. Both have the same adapters, rows,
-optimiser and precision. Each has a process of its own, and they take turns; ratios are medians of
-rounds. Where the encoder has dropout, the plain loop has it on attention weights too, and packed
-rows do not; with --no-dropout neither has any.
+The plain loop follows the released code of C-STS: it encodes both sentences of every row, each with
+its condition, in one batch padded to the longest text. Both loops have the same adapters, rows,
+optimiser and precision. Each runs in a separate process, and they take turns; ratios are medians
+over rounds. If the encoder has dropout, the plain loop also applies it to attention weights, which
+packed rows do not; with --no-dropout, neither loop has dropout.
 
     python scripts/bench_train.py --model minilm
     python scripts/bench_train.py --model Salesforce/SFR-Embedding-Mistral --quantize 4bit \
         --device cuda --gradient-checkpointing
 
-Models other than minilm get random weights: speed does not depend on them.
+Models other than minilm get random weights, because speed does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from llmcond.system import choose_device
 
 
 class Training:
-    """An encoder with adapters, and one way to train it."""
+    """An encoder with adapters, and one of the two loops to train it.
+
+    Args:
+        task: settings of the measurement, as built by ``main``.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.kind, self.device = task["kind"], choose_device(task["device"])
@@ -79,9 +83,9 @@ class Training:
         self.weights = weights
 
     def steps(self, first: int, count: int) -> tuple[float, int, int]:
-        """Take steps; return their seconds, the tokens of all rows, and those computed."""
+        """Run ``count`` steps; return the seconds, the tokens of all rows, and those computed."""
         useful = computed = 0
-        # Rows as an epoch has them: in any order.
+        # The rows are in random order, as in an epoch.
         order = np.random.default_rng(0).permutation(len(self.inputs))
         synchronize(self.device)
         began = time.perf_counter()
@@ -96,9 +100,9 @@ class Training:
             self.optimiser.step()
             lengths = self._lengths(rows)
             useful += sum(lengths)
-            used = self.inputs.distinct_inputs(rows)
-            mine = sum(len(self.inputs.tokens[i].ids) for i in used)
-            computed += max(lengths) * len(lengths) if self.kind == "loop" else mine
+            distinct_inputs = self.inputs.distinct_inputs(rows)
+            packed = sum(len(self.inputs.tokens[i].ids) for i in distinct_inputs)
+            computed += max(lengths) * len(lengths) if self.kind == "loop" else packed
         synchronize(self.device)
         return time.perf_counter() - began, useful, computed
 
@@ -131,30 +135,30 @@ class Training:
 
 
 def work(connection: Connection, task: dict[str, Any]) -> None:
-    """Load a way, then take a turn whenever asked to."""
+    """Load a training loop, then run a turn for each message ``go``."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    way = Training(task)
-    if way.kind == "loop":
-        # Its own attention, as transformers chooses it.
-        way.trainable.network.set_attn_implementation("sdpa")
-    way.steps(0, 2)
-    if way.device != "cpu":
-        torch.cuda.reset_peak_memory_stats(way.device)
+    training = Training(task)
+    if training.kind == "loop":
+        # The peer uses the attention that transformers chooses by default.
+        training.trainable.network.set_attn_implementation("sdpa")
+    training.steps(0, 2)
+    if training.device != "cpu":
+        torch.cuda.reset_peak_memory_stats(training.device)
     connection.send("ready")
     turn = 0
     while connection.recv() == "go":
-        peak = machine_peak(way.device, TORCH_DTYPES[task["dtype"]])
-        seconds, useful, computed = way.steps(2 + turn * task["steps"], task["steps"])
+        peak = machine_peak(training.device, TORCH_DTYPES[task["dtype"]])
+        seconds, useful, computed = training.steps(2 + turn * task["steps"], task["steps"])
         turn += 1
-        # Forward, and backward to the activations; frozen weights need no gradient of their own.
-        passes = 3 if way.checkpointing else 2
+        # One forward pass, and one backward to the activations; frozen weights need no gradient.
+        passes = 3 if training.checkpointing else 2
         connection.send(
             {
                 "seconds": seconds / task["steps"],
                 "useful": useful / task["steps"],
                 "computed": computed / task["steps"],
-                "share": passes * way.flops * computed / seconds / peak,
-                "memory": peak_memory(way.device),
+                "share": passes * training.flops * computed / seconds / peak,
+                "memory": peak_memory(training.device),
             }
         )
 
@@ -163,25 +167,62 @@ WAYS = {"plain loop of transformers and peft": "loop", "llmcond": "ours"}
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse the command line, measure, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=known_names(), default="minilm")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=N", help="other sizes")
-    parser.add_argument("--folder", type=Path, help="where random checkpoints are kept")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--quantize", default="none", choices=("none", "8bit", "4bit"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--max-tokens-per-batch", type=int)
-    parser.add_argument("--no-dropout", action="store_true")
-    parser.add_argument("--skip-peer", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--model", choices=known_names(), default="minilm", help="known encoder (default: minilm)"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=N",
+        help="other sizes of the architecture, such as num_hidden_layers=8",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder that random checkpoints are saved in and read from (default: "
+        "llmcond-bench in the temporary folder)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="data type of computation (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--quantize",
+        default="none",
+        choices=("none", "8bit", "4bit"),
+        help="quantisation of the frozen weights (default: none)",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="device, such as cpu or cuda (default: auto)"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters (default: 16)")
+    parser.add_argument("--batch-size", type=int, default=64, help="rows per step (default: 64)")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn (default: 10)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns (default: 3)")
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="recompute activations in the backward pass",
+    )
+    parser.add_argument(
+        "--max-tokens-per-batch",
+        type=int,
+        help="token budget of a batch of llmcond (default: chosen automatically)",
+    )
+    parser.add_argument(
+        "--no-dropout", action="store_true", help="disable the dropout of the encoder"
+    )
+    parser.add_argument("--skip-peer", action="store_true", help="measure llmcond only")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
     options = parser.parse_args()
     checkpoint, like = find_checkpoint(options)
     tasks = {
@@ -207,23 +248,23 @@ def main() -> None:
         for name, kind in WAYS.items()
         if not (options.skip_peer and kind == "loop")
     }
-    found = measure(tasks, options.rounds, work)
-    first = next(iter(found.values()))
+    results = measure(tasks, options.rounds, work)
+    first = next(iter(results.values()))
     rows = []
     names = "way | s a step | rows/s | tokens/s | against the first | computed / useful | of peak"
     print(f"| {names} | memory GiB |")
     print("|---" * 8 + "|")
-    for name, turns in found.items():
-        middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    for name, turns in results.items():
+        medians = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
         ratio = statistics.median(
             a["seconds"] / b["seconds"] for a, b in zip(first, turns, strict=True)
         )
-        rows.append({"way": name, **middle, "ratio": ratio})
+        rows.append({"way": name, **medians, "ratio": ratio})
         print(
-            f"| {name} | {middle['seconds']:.2f} | {options.batch_size / middle['seconds']:,.0f} "
-            f"| {middle['useful'] / middle['seconds']:,.0f} | {ratio:.2f} "
-            f"| {middle['computed'] / middle['useful']:.0%} | {middle['share']:.0%} "
-            f"| {middle['memory']:.2f} |"
+            f"| {name} | {medians['seconds']:.2f} | {options.batch_size / medians['seconds']:,.0f} "
+            f"| {medians['useful'] / medians['seconds']:,.0f} | {ratio:.2f} "
+            f"| {medians['computed'] / medians['useful']:.0%} | {medians['share']:.0%} "
+            f"| {medians['memory']:.2f} |"
         )
     if options.json:
         print(json.dumps({"model": options.model, "rows": rows, "torch": torch.__version__}))

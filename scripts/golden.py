@@ -5,9 +5,10 @@
 
 The exit code is 1 if a command fails, or a value differs.
 
-A refactoring records before and after each step. Both records have to be made on one machine: the
-values are compared exactly, except for those named in ``FREE``, which are times and places. Put
-another checkout first to record it: ``PYTHONPATH=CHECKOUT python scripts/golden.py record FOLDER``.
+Use it to check that a refactoring changes no results: record before and after each step. Both
+records have to come from the same machine, because values are compared exactly. Values named in
+``FREE``, such as times and paths, are ignored. To record another checkout, put it first on the
+path: ``PYTHONPATH=CHECKOUT python scripts/golden.py record FOLDER``.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-#: What differs from one run to the next: times, places, versions.
+#: Keys whose values differ from one record to the next: times, paths and versions.
 FREE = frozenset(
     "seconds run folder out report llmcond commit created speed texts_per_second".split()
 )
 
 ENCODER = ("--model", "minilm", "--dtype", "float32", "--device", "cpu")
 FAST = ("--set", "epochs=2")
-#: By the name of its record; each runs in the same folder, in this order.
+#: Commands by the name of their record; all run in the same folder, in this order.
 COMMANDS: dict[str, tuple[str, ...]] = {
     "extract": ("extract", *ENCODER, "--run", "csts", "--prompt", "pair-cond", "separate"),
     "fit-linear": ("fit-head", "--run", "csts", "--head", "linear", "--prompt", "pair-cond", *FAST),
@@ -126,7 +127,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Write the small files that commands read; return what placeholders stand for."""
+    """Write the small files that the commands read; return the values of the placeholders."""
     import llmcond
 
     data = Path(llmcond.__file__).parent / "data"
@@ -143,7 +144,12 @@ def prepare(folder: Path) -> dict[str, str]:
 
 
 def record(folder: Path, only: list[str]) -> int:
-    """Run the commands, write the JSON that each prints, and return how many failed."""
+    """Run the commands, write the JSON that each prints, and return the number of failed ones.
+
+    Args:
+        folder: folder of the record.
+        only: names of the commands to run; all if empty.
+    """
     n_failed = 0
     folder.mkdir(parents=True, exist_ok=True)
     work = folder / "work"
@@ -153,10 +159,10 @@ def record(folder: Path, only: list[str]) -> int:
     for name, command in COMMANDS.items():
         if only and name not in only:
             continue
-        began = time.perf_counter()
+        start = time.perf_counter()
         words = [placeholders.get(word, word) for word in command]
         extra = ["--predictions", f"{name}.csv"] if words[0] == "evaluate" else []
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "llmcond", *words, *extra, "--json"],
             cwd=work,
             env=environment,
@@ -164,12 +170,16 @@ def record(folder: Path, only: list[str]) -> int:
             text=True,
             check=False,
         )
-        said = done.stdout if done.returncode == 0 else json.dumps({"error": done.stderr[-2000:]})
-        (folder / f"{name}.json").write_text(said)
-        n_failed += done.returncode != 0
-        took = time.perf_counter() - began
-        print(f"{name}: exit {done.returncode}, {took:.1f} s", flush=True)
-        if extra and done.returncode == 0:
+        output = (
+            completed.stdout
+            if completed.returncode == 0
+            else json.dumps({"error": completed.stderr[-2000:]})
+        )
+        (folder / f"{name}.json").write_text(output)
+        n_failed += completed.returncode != 0
+        seconds = time.perf_counter() - start
+        print(f"{name}: exit {completed.returncode}, {seconds:.1f} s", flush=True)
+        if extra and completed.returncode == 0:
             (folder / f"{name}.csv").write_bytes((work / f"{name}.csv").read_bytes())
     for path in sorted(work.glob("*/heads/*/head.json")):
         saved = json.loads(path.read_text())
@@ -179,17 +189,23 @@ def record(folder: Path, only: list[str]) -> int:
 
 
 def differences(old: Any, new: Any, where: str) -> list[str]:
-    """Return each value that differs, with its place; keys that are new are listed as well."""
+    """Return a line for each value that differs, with its path; new and missing keys count too.
+
+    Args:
+        old: a value of the old record.
+        new: the value of the new record.
+        where: path of the value, such as ``evaluate.results[0].mrr``.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
-        found: list[str] = []
+        lines: list[str] = []
         for key in {**old, **new}:
             if key in FREE:
                 continue
             if key not in old or key not in new:
-                found.append(f"{where}.{key}: only in the {'old' if key in old else 'new'} record")
+                lines.append(f"{where}.{key}: only in the {'old' if key in old else 'new'} record")
             else:
-                found += differences(old[key], new[key], f"{where}.{key}")
-        return found
+                lines += differences(old[key], new[key], f"{where}.{key}")
+        return lines
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [text for i, (a, b) in pairs for text in differences(a, b, f"{where}[{i}]")]
@@ -198,19 +214,19 @@ def differences(old: Any, new: Any, where: str) -> list[str]:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print each difference of two records, and return how many there are."""
+    """Print each difference between two records, and return the number of differences."""
     n = 0
     for path in sorted(old.glob("*.json")):
         other = new / path.name
         if not other.is_file():
-            found = [f"{path.stem}: missing"]
+            lines = [f"{path.stem}: missing"]
         else:
-            found = differences(
+            lines = differences(
                 json.loads(path.read_text()), json.loads(other.read_text()), path.stem
             )
-        for text in found:
+        for text in lines:
             print(text[:300])
-        n += len(found)
+        n += len(lines)
     for path in sorted(old.glob("*.csv")):
         if path.read_bytes() != (new / path.name).read_bytes():
             print(f"{path.name}: differs")
@@ -220,20 +236,22 @@ def compare(old: Path, new: Path) -> int:
 
 
 def main() -> None:
-    """Record, or compare."""
+    """Record the commands' output, or compare two records."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    recording = actions.add_parser("record")
-    recording.add_argument("folder", type=Path)
-    recording.add_argument("--only", nargs="+", default=[], choices=COMMANDS)
-    comparing = actions.add_parser("compare")
-    comparing.add_argument("old", type=Path)
-    comparing.add_argument("new", type=Path)
-    given = parser.parse_args()
-    if given.action == "record":
-        n = record(given.folder.resolve(), given.only)
+    recording = actions.add_parser("record", help="run the commands")
+    recording.add_argument("folder", type=Path, help="folder to write the record to")
+    recording.add_argument(
+        "--only", nargs="+", default=[], choices=COMMANDS, help="commands to run (default: all)"
+    )
+    comparing = actions.add_parser("compare", help="list the differences")
+    comparing.add_argument("old", type=Path, help="folder of the old record")
+    comparing.add_argument("new", type=Path, help="folder of the new record")
+    options = parser.parse_args()
+    if options.action == "record":
+        n = record(options.folder.resolve(), options.only)
     else:
-        n = compare(given.old, given.new)
+        n = compare(options.old, options.new)
     if n:
         sys.exit(1)
 

@@ -5,8 +5,8 @@
     python scripts/house.py --root path/to/package --json
 
 A cycle is a group of modules that import each other, directly or through others. Imports at the
-top of a module, inside functions and under TYPE_CHECKING are counted apart. What an addition costs
-is the number of shipped files that mention an existing example of its kind.
+top of a module, inside functions and under TYPE_CHECKING are counted separately. The cost of an
+addition is the number of shipped files that mention an existing example of its kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Graph = dict[str, set[str]]
 
 #: Names that few modules should need to know.
 WORDS: Final = ("sentence1", "spearman", "pool_over", "add_argument")
-#: What is added, and an example of it that exists.
+#: Kinds of additions, each with an existing example.
 EXAMPLES: Final = {
     "head": "hadamard",
     "metric": "pearson",
@@ -44,19 +44,24 @@ EXAMPLES: Final = {
     "object store": "gs",
     "kind of task": "dialogue",
 }
-#: Classes of runs, tasks and data by which kinds of task can be told apart.
+#: Classes of runs, tasks and data whose type reveals the kind of task.
 KIND_CLASSES: Final = frozenset(
     "Run RankingRun DialogueRun Task RankingTask Dialogue Dataset Graph Dialogues".split()
 )
-#: So many parameters are hard to tell apart where a function is called.
+#: From this number of parameters on, calls of a function are hard to read.
 MANY: Final = 8
-#: Files that ship, by their endings.
+#: Suffixes of the files that ship.
 _TEXT: Final = {".py", ".toml", ".js", ".css", ".j2", ".md", ".json"}
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function or method: where it is and how many lines it has."""
+    """The location and the length of a function, a method or a file.
+
+    Attributes:
+        place: dotted name of a function or method, or path of a file.
+        lines: number of lines.
+    """
 
     place: str
     lines: int
@@ -68,20 +73,19 @@ class House:
 
     Attributes:
         files: number of Python modules.
-        lines: their lines, blank ones and comments included.
+        lines: number of their lines, including blank lines and comments.
         largest_file: name and lines of the longest module.
         largest_function: name and lines of the longest function.
         function_median: median length of a function in lines.
         function_p90: length that 90 % of the functions do not exceed.
-        many_parameters: functions with :data:`MANY` parameters or more, ``self`` not counted.
-        declared_twice: parameters of workflows with the name and default of an option.
+        many_parameters: functions with ``MANY`` or more parameters, not counting ``self``.
+        declared_twice: parameters of workflows that repeat the name and default of an option.
         cycles_load: import cycles by imports at the top of modules.
         cycles_lazy: import cycles when imports inside functions count as well.
         cycles_typing: import cycles when imports under TYPE_CHECKING count as well.
-        mentions: number of modules that mention a word.
-        costs: shipped files that mention an example of what is added.
-        kinds_told_apart: functions outside ``kinds/`` that ask of which kind of task something is,
-            once for each ``isinstance``.
+        mentions: number of modules that mention each word of ``WORDS``.
+        costs: shipped files that mention the example of each kind of addition.
+        kinds_told_apart: ``isinstance`` calls outside ``kinds/`` that ask for the kind of task.
     """
 
     files: int
@@ -104,11 +108,13 @@ def measure(package: Path) -> House:
     """Return the figures of a package, given its folder.
 
     Raises:
-        SystemExit: the folder holds no Python modules.
+        SystemExit: the folder contains no Python modules.
     """
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
     if not sources:
-        raise SystemExit(f"house: {package} holds no Python modules; expected a package's folder.")
+        raise SystemExit(
+            f"house: {package} contains no Python modules. Expected the folder of a package."
+        )
     trees = {module_name(path, package): ast.parse(text) for path, text in sources.items()}
     functions = [f for name, tree in trees.items() for f in functions_of(name, tree)]
     lengths = sorted(function.lines for function in functions) or [0]
@@ -149,21 +155,21 @@ def measure(package: Path) -> House:
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) == "isinstance"
             and any(
-                isinstance(one, ast.Name) and one.id in KIND_CLASSES
-                for one in ast.walk(node.args[1])
+                isinstance(name_node, ast.Name) and name_node.id in KIND_CLASSES
+                for name_node in ast.walk(node.args[1])
             )
         ],
     )
 
 
 def module_name(path: Path, package: Path) -> str:
-    """Return a module's dotted name; a package is named by its folder."""
+    """Return the dotted name of a module; ``__init__.py`` has the name of its package."""
     parts = path.relative_to(package.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def functions_of(module: str, tree: ast.Module) -> Iterator[Function]:
-    """Return the functions and methods of a module, nested ones included."""
+    """Yield the functions and methods of a module, including nested ones."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             end = node.end_lineno or node.lineno
@@ -171,25 +177,27 @@ def functions_of(module: str, tree: ast.Module) -> Iterator[Function]:
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str | None]:
-    """Return a function's parameters but ``self`` and ``cls``, and the source of their defaults."""
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
+    """Return the parameters except ``self`` and ``cls``, each with the source of its default."""
+    signature = node.args
+    positional = [*signature.posonlyargs, *signature.args]
     defaults: list[ast.expr | None] = [
-        *[None] * (len(positional) - len(given.defaults)),
-        *given.defaults,
+        *[None] * (len(positional) - len(signature.defaults)),
+        *signature.defaults,
     ]
-    found = zip([*positional, *given.kwonlyargs], [*defaults, *given.kw_defaults], strict=True)
+    parameters = [*positional, *signature.kwonlyargs]
+    pairs = zip(parameters, [*defaults, *signature.kw_defaults], strict=True)
     return {
         argument.arg: None if default is None else ast.unparse(default)
-        for argument, default in found
+        for argument, default in pairs
         if argument.arg not in ("self", "cls")
     }
 
 
 def declared_twice(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Return parameters of workflows that have the name and default of a field that is an option.
+    """Return the parameters of workflows that repeat the name and default of an option.
 
-    An option's default is the first argument of ``option(...)`` behind the field.
+    An option is a field of a class whose value is a call of ``option``; the call's first argument
+    is the default.
     """
     options = {
         (node.target.id, ast.unparse(node.value.args[0]))
@@ -215,7 +223,7 @@ def declared_twice(trees: Mapping[str, ast.Module]) -> list[str]:
 def imports_of(
     module: str, is_package: bool, tree: ast.Module, known: Mapping[str, ast.Module]
 ) -> Iterator[tuple[When, str]]:
-    """Return the modules of the same package that a module imports, and when it does."""
+    """Yield the modules of the same package that a module imports, and when it imports them."""
     for when, node in import_nodes(tree, "load"):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -231,7 +239,7 @@ def imports_of(
 
 
 def import_nodes(node: ast.AST, when: When) -> Iterator[tuple[When, ast.Import | ast.ImportFrom]]:
-    """Return the import statements below a node, and when each of them runs."""
+    """Yield the import statements below a node, and when each of them runs."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield when, child
@@ -245,7 +253,7 @@ def import_nodes(node: ast.AST, when: When) -> Iterator[tuple[When, ast.Import |
 
 
 def cycles(*graphs: Graph) -> list[list[str]]:
-    """Return the groups of modules that reach each other, by the edges of all graphs."""
+    """Return the groups of modules that reach each other over the edges of all graphs."""
     edges: Graph = {}
     for graph in graphs:
         for name, targets in graph.items():
@@ -260,25 +268,25 @@ def cycles(*graphs: Graph) -> list[list[str]]:
 
 
 def reachable(start: str, edges: Graph) -> set[str]:
-    """Return the modules that are imported from one, directly or not."""
-    found: set[str] = set()
-    ahead = [start]
-    while ahead:
-        new = edges.get(ahead.pop(), set()) - found
-        found |= new
-        ahead += new
-    return found
+    """Return the modules that one module imports, directly or through others."""
+    reached: set[str] = set()
+    pending = [start]
+    while pending:
+        new = edges.get(pending.pop(), set()) - reached
+        reached |= new
+        pending += new
+    return reached
 
 
 def mentions(word: str, text: str) -> bool:
-    """Return whether a text has a word by itself."""
+    """Return whether a text contains a word as a whole word."""
     return re.search(rf"\b{re.escape(word)}\b", text) is not None
 
 
 def files_with(word: str, package: Path) -> list[str]:
-    """Return the shipped files that mention a word: the package's, prompts and recipes.
+    """Return the files of the package, the prompts and the recipes that mention a word.
 
-    The folders of kinds of task may know their own names.
+    Files below ``kinds/`` are left out, because a kind of task may know its name.
     """
     folders = (package, package.parent / "heads", package.parent / "prompts")
     paths = sorted(p for f in folders for p in f.rglob("*") if p.suffix in _TEXT and p.is_file())
@@ -291,24 +299,24 @@ def files_with(word: str, package: Path) -> list[str]:
 
 
 def measure_revision(package: Path, revision: str) -> House:
-    """Return the figures that a package had at a git revision.
+    """Return the figures of a package at a git revision.
 
     Raises:
-        SystemExit: there is no such revision, or the package was not in it.
+        SystemExit: the revision does not exist, or does not contain the package.
     """
     git = shutil.which("git") or "git"
-    asked = [git, "-C", str(package.parent), "archive", "--format=tar", revision]
-    done = subprocess.run(asked, capture_output=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"house: {done.stderr.decode().strip()}")
+    command = [git, "-C", str(package.parent), "archive", "--format=tar", revision]
+    completed = subprocess.run(command, capture_output=True, check=False)
+    if completed.returncode:
+        raise SystemExit(f"house: {completed.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(completed.stdout)) as archive:
             archive.extractall(folder, filter="data")
         return measure(Path(folder) / package.name)
 
 
 def rows(house: House) -> dict[str, str]:
-    """Return the figures by name, as they are printed."""
+    """Return the printed text of each figure, by name."""
     table = {
         "files": f"{house.files:,}",
         "lines": f"{house.lines:,}",
@@ -318,14 +326,14 @@ def rows(house: House) -> dict[str, str]:
     }
     table[f"functions with {MANY} or more parameters"] = str(len(house.many_parameters))
     table["options declared twice"] = str(len(house.declared_twice))
-    table["kinds of task told apart outside `kinds/`"] = str(len(house.kinds_told_apart))
-    kinds = {
+    table["checks for the kind of task outside `kinds/`"] = str(len(house.kinds_told_apart))
+    cycle_groups = {
         "import cycles": house.cycles_load,
         "import cycles, lazy imports included": house.cycles_lazy,
         "import cycles, TYPE_CHECKING included": house.cycles_typing,
     }
-    for name, found in kinds.items():
-        table[name] = str(len(found)) + "".join(f" ({', '.join(group)})" for group in found[:3])
+    for name, groups in cycle_groups.items():
+        table[name] = str(len(groups)) + "".join(f" ({', '.join(group)})" for group in groups[:3])
     for word, count in house.mentions.items():
         table[f"modules that mention `{word}`"] = str(count)
     for what, files in house.costs.items():
@@ -334,7 +342,7 @@ def rows(house: House) -> dict[str, str]:
 
 
 def markdown(columns: Mapping[str, Mapping[str, str]]) -> Iterable[str]:
-    """Return the lines of a Markdown table with one column for each version."""
+    """Yield the lines of a Markdown table with one column per version."""
     yield f"| | {' | '.join(columns)} |"
     yield "|---" * (1 + len(columns)) + "|"
     for name in next(iter(columns.values())):
@@ -342,25 +350,27 @@ def markdown(columns: Mapping[str, Mapping[str, str]]) -> Iterable[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the figures that the command line asks for."""
+    """Measure the package and print the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     default = Path(__file__).resolve().parent.parent / "llmcond"
-    parser.add_argument("--root", type=Path, default=default, help="the package's folder")
-    parser.add_argument("--against", metavar="REV", help="a git revision to compare with")
+    parser.add_argument(
+        "--root", type=Path, default=default, help="folder of the package (default: llmcond)"
+    )
+    parser.add_argument("--against", metavar="REV", help="git revision to compare with")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    asked = parser.parse_args(arguments)
-    package = asked.root.resolve()
+    options = parser.parse_args(arguments)
+    package = options.root.resolve()
     houses = {"now": measure(package)}
-    if asked.against:
-        houses = {asked.against: measure_revision(package, asked.against), **houses}
-    if asked.json:
+    if options.against:
+        houses = {options.against: measure_revision(package, options.against), **houses}
+    if options.json:
         print(json.dumps({name: asdict(house) for name, house in houses.items()}))
-    elif asked.against:
+    elif options.against:
         print("\n".join(markdown({name: rows(house) for name, house in houses.items()})))
     else:
         for name, value in rows(houses["now"]).items():
             print(f"{name:45} {value}")
-        print("\nWhat an addition costs: shipped files that mention an existing example")
+        print("\nCost of an addition: shipped files that mention an existing example")
         for what, files in houses["now"].costs.items():
             print(f"{what} ({EXAMPLES[what]}): {', '.join(files) or 'none'}")
     return 0

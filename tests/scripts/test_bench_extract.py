@@ -58,7 +58,9 @@ def test_ways_that_cannot_be_measured_are_named(script, tiny_checkpoint, capsys)
 
 
 def test_a_model_that_is_unknown_is_refused(script):
-    with pytest.raises(SystemExit, match=r"nothing is no known model .* mpnet-base, xlm-r-base\."):
+    with pytest.raises(
+        SystemExit, match=r"nothing is neither a known model .* mpnet-base, xlm-r-base\."
+    ):
         script.find_checkpoint(Namespace(model="nothing", set=[], folder=None))
 
 
@@ -75,7 +77,7 @@ def test_a_model_that_is_unknown_is_refused(script):
     reason="needs onnx, onnxruntime and openvino",
 )
 def test_other_libraries_give_the_same_vectors(script, shape, ways, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(script, "run_in_process", lambda function, *given: function(*given))
     sizes = "vocab_size=9000 hidden_size=32 intermediate_size=64 num_hidden_layers=2"
     sizes += " num_attention_heads=2 num_key_value_heads=2"
     options = Namespace(model=shape, set=sizes.split(), folder=tmp_path / "models")
@@ -92,7 +94,7 @@ def test_other_libraries_give_the_same_vectors(script, shape, ways, tmp_path, mo
     for kind in ("loop", *ways):
         way = script.PEERS.get(kind, script.LlmcondWay)({**task, "kind": kind})
         vectors[kind] = way.encode(inputs)
-        assert way.computed(inputs) >= sum(len(row.ids) for row in way.tokenizer(inputs))
+        assert way.count_computed(inputs) >= sum(len(row.ids) for row in way.tokenizer(inputs))
     for kind in ways:
         if kind == "int8":
             assert (vectors["int8"] * vectors["loop"]).sum(axis=1).min() > 0.9

@@ -161,7 +161,9 @@ def in_this_process(monkeypatch, tiny):
         import_module("bench_int8"), "load_encoder", lambda _, **how: load_encoder(tiny, **how)
     )
     for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_scale"):
-        monkeypatch.setattr(import_module(name), "alone", lambda function, *given: function(*given))
+        monkeypatch.setattr(
+            import_module(name), "run_in_process", lambda function, *given: function(*given)
+        )
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -214,7 +216,7 @@ def test_a_folder_to_write_to_must_be_named(monkeypatch, capsys):
 
 def test_a_measurement_has_a_process_of_its_own(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    alone = import_module("bench_process").alone
-    assert alone(os.getpid) != os.getpid()
+    run_in_process = import_module("bench_process").run_in_process
+    assert run_in_process(os.getpid) != os.getpid()
     with pytest.raises(ZeroDivisionError):
-        alone(divmod, 1, 0)
+        run_in_process(divmod, 1, 0)
