@@ -1,7 +1,7 @@
-"""Whether embeddings follow conditions: paired triples, nearest neighbours and clusters of texts.
+"""Measures of whether embeddings follow conditions: triples, nearest neighbours and clusters.
 
-What ignores the condition is right under exactly one condition of each paired triple, so that it
-has an accuracy of exactly 50 %, and is never right under both.
+Embeddings that ignore the condition are right under exactly one condition of each paired triple.
+Their accuracy is therefore exactly 50 %, and they are never right under both conditions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from llmcond.data.aspects import AspectSample
 from llmcond.evaluation.paired import LEVEL, MIN_PAIRS, ROUNDING, bootstrap_metrics
 from llmcond.metrics import Estimate, Floats, Indices, Metric, estimates_json, finite_or_none
 
-#: Conditions that are clustered have values of so many texts each, and so many such values.
+#: Minimum number of texts of a value that is clustered, and minimum and maximum number of such
+#: values of a condition.
 LEAST_TEXTS, LEAST_VALUES, MOST_VALUES = 8, 3, 10
-#: Texts of a condition, and conditions of a set, that are clustered at most.
+#: Maximum number of clustered texts of a condition, and of clustered conditions of a set.
 MOST_TEXTS, MOST_CONDITIONS = 240, 6
-#: K-means runs of each condition, from one start each.
+#: K-means runs of each condition, with one initialisation each.
 RUNS = 3
-#: Texts without a label that there must be, to score what labels bring.
+#: Minimum number of texts without a label, to measure the gain from labels on.
 LEAST_SCORED = 20
 
-#: Cosines this near to each other are equal: they differ by the rounding of float32.
+#: Cosines that differ by no more than this, which is the rounding of float32, are ties.
 _TIE = 1e-7
+#: Bootstrap samples of the interval of the V-measure.
 _DRAWS = 1_000
 
 Row = tuple[int, str]
@@ -43,13 +45,18 @@ class ConditionedVectors:
     """The vectors of texts under conditions, scaled to unit length; zero vectors stay zero."""
 
     def __init__(self, rows: Sequence[Row], vectors: NDArray[Any]) -> None:
-        """Take (n, d) vectors of n rows, each a text's position and a condition."""
-        self._place = {row: i for i, row in enumerate(rows)}
+        """Normalise and index the vectors.
+
+        Args:
+            rows: n pairs of a text's position and a condition.
+            vectors: (n, d) vectors of these rows.
+        """
+        self._row_indices = {row: i for i, row in enumerate(rows)}
         self._vectors = _unit(np.asarray(vectors, dtype=np.float64))
 
     def under(self, condition: str, positions: Iterable[int]) -> Floats:
-        """Return (k, d) the vectors of k texts under a condition."""
-        return self._vectors[[self._place[position, condition] for position in positions]]
+        """Return the (k, d) vectors of k texts under a condition."""
+        return self._vectors[[self._row_indices[position, condition] for position in positions]]
 
 
 def _unit(vectors: Floats) -> Floats:
@@ -59,62 +66,67 @@ def _unit(vectors: Floats) -> Floats:
 
 
 class ClusterTexts(NamedTuple):
-    """Texts that are clustered under a condition: their positions and values, n of both."""
+    """The n texts that are clustered under a condition: their positions and values."""
 
     positions: list[int]
     values: list[str]
 
 
 def cluster_texts(sample: AspectSample) -> dict[str, ClusterTexts]:
-    """Return the texts to cluster by condition: those of 3 to 10 values of 8 or more texts.
+    """Return the texts to cluster by condition: those of 3 to 10 values with at least 8 texts.
 
-    Of more values the ten commonest are taken, of more than 240 texts as many of each value, and
-    of more than six conditions those with the most texts.
+    A condition with more values is reduced to its ten commonest ones, and one with more than 240
+    texts to equally many texts per value. Of more than six conditions, those with the most texts
+    are clustered.
     """
-    found = {}
+    texts = {}
     for condition in sorted(sample.conditions):
-        by_value = _by_value(sample, condition).values()
+        by_value = _positions_by_value(sample, condition).values()
         large = [positions for positions in by_value if len(positions) >= LEAST_TEXTS]
         large = sorted(large, key=len, reverse=True)[:MOST_VALUES]
         if len(large) < LEAST_VALUES:
             continue
-        rng = random.Random(0)  # nothing is secret here
+        rng = random.Random(0)  # not used for secrets
         most = max(LEAST_TEXTS, MOST_TEXTS // len(large))
-        taken = [rng.sample(own, most) if len(own) > most else own for own in large]
-        positions = sorted(position for own in taken for position in own)
+        sampled = [rng.sample(group, most) if len(group) > most else group for group in large]
+        positions = sorted(position for group in sampled for position in group)
         values = [sample.texts[position].attributes[condition] for position in positions]
-        found[condition] = ClusterTexts(positions, values)
-    largest = sorted(found, key=lambda condition: -len(found[condition].positions))
-    return {condition: found[condition] for condition in largest[:MOST_CONDITIONS]}
+        texts[condition] = ClusterTexts(positions, values)
+    largest = sorted(texts, key=lambda condition: -len(texts[condition].positions))
+    return {condition: texts[condition] for condition in largest[:MOST_CONDITIONS]}
 
 
-def _by_value(sample: AspectSample, condition: str) -> dict[str, list[int]]:
-    """Return the positions of the texts that have each value of a condition."""
-    found: dict[str, list[int]] = defaultdict(list)
+def _positions_by_value(sample: AspectSample, condition: str) -> dict[str, list[int]]:
+    """Return the positions of the texts by their value of a condition."""
+    by_value: dict[str, list[int]] = defaultdict(list)
     for position, text in enumerate(sample.texts):
         if condition in text.attributes:
-            found[text.attributes[condition]].append(position)
-    return found
+            by_value[text.attributes[condition]].append(position)
+    return by_value
 
 
-def _neighbourhoods(sample: AspectSample) -> dict[str, list[int]]:
-    """Return the positions of all texts that have a condition in which a neighbour can be right."""
-    found = {}
+def _positions_by_condition(sample: AspectSample) -> dict[str, list[int]]:
+    """Return the positions of texts by condition, for conditions with two values or more.
+
+    Conditions without any two texts of the same value are left out, because no neighbour could be
+    right.
+    """
+    by_condition = {}
     for condition in sorted(sample.conditions):
-        by_value = _by_value(sample, condition)
+        by_value = _positions_by_value(sample, condition)
         if len(by_value) > 1 and max(map(len, by_value.values())) > 1:
-            found[condition] = sorted(i for own in by_value.values() for i in own)
-    return found
+            by_condition[condition] = sorted(i for group in by_value.values() for i in group)
+    return by_condition
 
 
 def needed_rows(sample: AspectSample) -> list[Row]:
-    """Return every text and condition whose vector the figures of a sample need, sorted."""
+    """Return the sorted pairs of text and condition whose vectors ``measure`` needs."""
     rows: set[Row] = set()
     for triple in sample.triples:
         for position in (triple.anchor, triple.first, triple.second):
             rows |= {(position, triple.condition), (position, triple.other)}
-    # Texts that are clustered under a condition are among those whose neighbours are looked for.
-    for condition, positions in _neighbourhoods(sample).items():
+    # Texts that are clustered under a condition are among those whose neighbours are searched.
+    for condition, positions in _positions_by_condition(sample).items():
         rows |= {(position, condition) for position in positions}
     return sorted(rows)
 
@@ -127,13 +139,14 @@ class AspectFigures:
     """How well embeddings of one set follow its conditions; fractions with 95 % intervals.
 
     Attributes:
-        accuracy: share of right judgements of paired triples, two each; ties count one half.
+        accuracy: share of right judgements of paired triples, two each; a tie counts one half.
         both: share of triples that are right under both conditions.
         nearest: share of texts whose nearest other text has the same value of the condition.
-        chance: what ``nearest`` would be with neighbours drawn at random.
-        v_measure: mean over the conditions that are clustered.
-        counts: triples, their anchors, neighbours looked for, and conditions clustered.
-        conditions: the figures of each condition.
+        chance: expected value of ``nearest`` for random neighbours.
+        v_measure: mean V-measure over the clustered conditions.
+        counts: numbers of triples, of their anchors, of searches for a neighbour, and of clustered
+            conditions.
+        conditions: figures by condition.
     """
 
     accuracy: Estimate
@@ -145,7 +158,7 @@ class AspectFigures:
     conditions: Mapping[str, Mapping[str, float]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON has them; null where one is undefined."""
+        """Return the figures for JSON; undefined ones are None."""
         figures = estimates_json({name: getattr(self, name) for name in FIGURES})
         return {**figures, "chance": finite_or_none(self.chance), **self.counts}
 
@@ -159,7 +172,7 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
 
     Args:
         sample: texts, conditions and triples.
-        vectors: those of :func:`needed_rows`.
+        vectors: vectors of the rows that ``needed_rows`` returns.
         seed: random seed of K-means and of the bootstrap.
     """
     judged = judge_triples(sample, vectors)
@@ -167,21 +180,23 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     neighbours = find_neighbours(sample, vectors)
     clusters = cluster(sample, vectors, seed)
     by_condition: dict[str, dict[str, float]] = defaultdict(dict)
-    found: dict[str, list[float]] = defaultdict(list)
+    judgements: dict[str, list[float]] = defaultdict(list)
     for triple, (first, second) in zip(sample.triples, judged.tolist(), strict=True):
-        found[triple.condition].append(first)
-        found[triple.other].append(second)
-    for condition, own in found.items():
-        by_condition[condition] |= {"accuracy": float(np.mean(own)), "n_judged": len(own)}
+        judgements[triple.condition].append(first)
+        judgements[triple.other].append(second)
+    for condition, group in judgements.items():
+        by_condition[condition] |= {"accuracy": float(np.mean(group)), "n_judged": len(group)}
     for condition, _, right, chance in neighbours:
         hits = {"nearest": float(right.mean()), "chance": float(chance.mean())}
         by_condition[condition] |= {**hits, "n_nearest": len(right)}
     for clustering in clusters:
         by_condition[clustering.condition]["v_measure"] = float(clustering.v_measure().mean())
     texts, hit, chances = (
-        np.concatenate([np.empty(0), *(own[column] for own in neighbours)]) for column in (1, 2, 3)
+        np.concatenate([np.empty(0), *(result[column] for result in neighbours)])
+        for column in (1, 2, 3)
     )
-    # Whatever ignores the condition has these two figures on any triples: they have no error.
+    # Embeddings that ignore the condition have these two figures on any triples, so that the
+    # figures have no sampling error.
     is_blind = len(judged) > 0 and bool((judged.sum(axis=1) == 1).all())
     both = (judged == 1).all(axis=1).astype(np.float64)
     return AspectFigures(
@@ -200,7 +215,7 @@ def measure(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) ->
     )
 
 
-#: Accuracy, and the share that is right under both conditions, of what ignores them.
+#: Accuracy, and share of triples right under both conditions, of embeddings that ignore conditions.
 _BLIND = Estimate(0.5, 0.5, 0.5), Estimate(0.0, 0.0, 0.0)
 
 _SHARE = Metric("share", lambda v, _, __: float(v.mean()), least=0, most=1, by_row=lambda v: v)
@@ -210,18 +225,22 @@ def _share(values: Floats, groups: Indices, seed: int) -> Estimate:
     """Return the mean of values between 0 and 1, with an interval by resampling their groups."""
     if not len(values):
         return Estimate(math.nan)
-    found = bootstrap_metrics([values[None]], np.zeros(len(values)), groups, [_SHARE], seed=seed)
-    return found.estimates(0)["share"]
+    resampled = bootstrap_metrics(
+        [values[None]], np.zeros(len(values)), groups, [_SHARE], seed=seed
+    )
+    return resampled.estimates(0)["share"]
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean over data sets, whose errors are independent; undefined ones are left out."""
-    defined = [own for own in estimates if not math.isnan(own.value)]
+    """Return the mean over data sets with independent errors; undefined estimates are left out."""
+    defined = [estimate for estimate in estimates if not math.isnan(estimate.value)]
     if not defined:
         return Estimate(math.nan)
-    value = float(np.mean([own.value for own in defined]))
-    # The longer side: the other may have been cut at the least or the most that is possible.
-    half = [max(own.high - own.value, own.value - own.low) for own in defined]
+    value = float(np.mean([estimate.value for estimate in defined]))
+    # The longer side of each interval, because the shorter one may have been clipped to 0 or 1.
+    half = [
+        max(estimate.high - estimate.value, estimate.value - estimate.low) for estimate in defined
+    ]
     error = float(np.linalg.norm(half)) / len(half)
     return Estimate(value, max(value - error, 0.0), min(value + error, 1.0))
 
@@ -230,9 +249,10 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
-    """Return (n, 2) whether each triple is right under its condition, and under the other one.
+    """Judge each triple under its condition, and under the other one.
 
-    1 is right, 0 is wrong, and one half is a tie.
+    Returns:
+        (n, 2) judgements: 1 is right, 0 is wrong, and 0.5 is a tie.
     """
     judged = np.empty((len(sample.triples), 2))
     for i, triple in enumerate(sample.triples):
@@ -245,13 +265,14 @@ def judge_triples(sample: AspectSample, vectors: ConditionedVectors) -> Floats:
 
 
 class Neighbours(NamedTuple):
-    """Nearest other texts under a condition, of the texts whose value others have as well.
+    """Nearest neighbours under a condition of the n texts whose value other texts have, too.
 
     Attributes:
-        positions: (n,) of these texts.
-        right: (n,) whether the nearest other text has the same value; the share of those that do
-            where several are equally near.
-        chance: (n,) the share of all other texts that have the same value.
+        condition: the condition.
+        positions: (n,) positions of the texts.
+        right: (n,) whether the nearest other text has the same value: 1 or 0, and with several
+            equally near texts the share of them that does.
+        chance: (n,) share of all other texts that have the same value.
     """
 
     condition: str
@@ -261,9 +282,9 @@ class Neighbours(NamedTuple):
 
 
 def find_neighbours(sample: AspectSample, vectors: ConditionedVectors) -> list[Neighbours]:
-    """Look for the nearest other text under each condition that two or more values have."""
-    found = []
-    for condition, positions in _neighbourhoods(sample).items():
+    """Find the nearest other text of each text, under each condition with two or more values."""
+    neighbours = []
+    for condition, positions in _positions_by_condition(sample).items():
         values = np.array([sample.texts[i].attributes[condition] for i in positions], dtype=object)
         points = vectors.under(condition, positions)
         cosines = points @ points.T
@@ -274,17 +295,24 @@ def find_neighbours(sample: AspectSample, vectors: ConditionedVectors) -> list[N
         shares = same.any(axis=1)
         right = (nearest & same).sum(axis=1) / nearest.sum(axis=1)
         chance = same.sum(axis=1) / (len(values) - 1)
-        found.append(
+        neighbours.append(
             Neighbours(condition, np.array(positions)[shares], right[shares], chance[shares])
         )
-    return found
+    return neighbours
 
 
 # -- clusters ----------------------------------------------------------------------------------
 
 
 class Clustering(NamedTuple):
-    """Texts clustered under a condition: (n,) positions and values, (runs, n) clusters."""
+    """Clusters of n texts under a condition.
+
+    Attributes:
+        condition: the condition.
+        positions: (n,) positions of the texts.
+        values: (n,) numbers of the values.
+        clusters: (runs, n) clusters of each K-means run.
+    """
 
     condition: str
     positions: Indices
@@ -292,9 +320,11 @@ class Clustering(NamedTuple):
     clusters: NDArray[np.int64]
 
     def v_measure(self, weights: Floats | None = None) -> Floats:
-        """Return the mean over runs of the V-measure, for each of b rows of weights of texts.
+        """Return the (b,) means of the V-measure over runs.
 
-        ``weights``, (b, n), say how often each text counts; None: once, which gives one figure.
+        Args:
+            weights: (b, n) number of times that each text counts, for b results; None for a single
+                result in which each text counts once.
         """
         if weights is None:
             weights = np.ones((1, len(self.values)))
@@ -311,7 +341,7 @@ class Clustering(NamedTuple):
 
 
 def _entropy(weights: Floats, labels: Indices) -> Floats:
-    """Return (b,) the entropies in nats of (n,) labels, for (b, n) weights."""
+    """Return the (b,) entropies in nats of (n,) labels, for (b, n) weights."""
     _, columns = np.unique(labels, return_inverse=True)
     counts = weights @ np.eye(columns.max() + 1)[columns]
     shares = counts / counts.sum(axis=1, keepdims=True)
@@ -319,15 +349,15 @@ def _entropy(weights: Floats, labels: Indices) -> Floats:
 
 
 def cluster(sample: AspectSample, vectors: ConditionedVectors, seed: int = 0) -> list[Clustering]:
-    """Cluster centred and normalised vectors by K-means, with K the number of values."""
-    found = []
+    """Cluster the centred and normalised vectors by K-means, with K the number of values."""
+    clusterings = []
     for condition, texts in cluster_texts(sample).items():
         points = vectors.under(condition, texts.positions)
         points = _unit(points - points.mean(axis=0))
         values = np.unique(texts.values, return_inverse=True)[1]
         runs = [_kmeans(points, int(values.max()) + 1, seed + run) for run in range(RUNS)]
-        found.append(Clustering(condition, np.array(texts.positions), values, np.array(runs)))
-    return found
+        clusterings.append(Clustering(condition, np.array(texts.positions), values, np.array(runs)))
+    return clusterings
 
 
 def _kmeans(points: Floats, k: int, seed: int) -> NDArray[np.int64]:
@@ -335,25 +365,30 @@ def _kmeans(points: Floats, k: int, seed: int) -> NDArray[np.int64]:
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits
 
-    # So few vectors are clustered fastest by one thread.
+    # A single thread is fastest for so few vectors.
     with threadpool_limits(1), warnings.catch_warnings():
-        # Equal vectors leave clusters empty, which the V-measure shows.
+        # Equal vectors leave clusters empty; the V-measure shows this without the warning.
         warnings.simplefilter("ignore", ConvergenceWarning)
         labels = KMeans(n_clusters=k, n_init=1, random_state=seed).fit_predict(points)
     return np.asarray(labels, dtype=np.int64)
 
 
 def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> Estimate:
-    """Return the mean over conditions, with an interval over texts whose clusters stay as found."""
+    """Return the mean over conditions, with a bootstrap interval over texts.
+
+    The bootstrap resamples the texts with their clusters, without clustering again.
+    """
     if not clusters:
         return Estimate(math.nan)
-    value = float(np.mean([own.v_measure() for own in clusters]))
-    n = len({position for own in clusters for position in own.positions.tolist()})
+    value = float(np.mean([clustering.v_measure() for clustering in clusters]))
+    n = len({position for clustering in clusters for position in clustering.positions.tolist()})
     if n < MIN_PAIRS:
         return Estimate(value)
-    drawn = np.random.default_rng(seed).multinomial(n_texts, np.full(n_texts, 1 / n_texts), _DRAWS)
-    weights = drawn.astype(np.float64)
-    sampled = np.mean([own.v_measure(weights[:, own.positions]) for own in clusters], axis=0)
+    counts = np.random.default_rng(seed).multinomial(n_texts, np.full(n_texts, 1 / n_texts), _DRAWS)
+    weights = counts.astype(np.float64)
+    sampled = np.mean(
+        [clustering.v_measure(weights[:, clustering.positions]) for clustering in clusters], axis=0
+    )
     half = float(student.ppf(1 - LEVEL / 2, n - 1) * sampled.std(ddof=1))
     return Estimate(value, max(value - half, 0.0), min(value + half, 1.0))
 
@@ -362,9 +397,12 @@ def _mean_v_measure(clusters: Sequence[Clustering], n_texts: int, seed: int) -> 
 
 
 class LabelFitted(NamedTuple):
-    """What was learnt from labels: of n texts predicted labels, clusters, and (n, d) vectors.
+    """The result of learning from labels, for n texts.
 
-    ``vectors`` are None where neighbours are not looked for.
+    Attributes:
+        predicted: (n,) predicted labels.
+        clusters: (n,) clusters.
+        vectors: (n, d) vectors; None if nearest neighbours are not measured.
     """
 
     predicted: Sequence[Any] | NDArray[Any]
@@ -372,16 +410,24 @@ class LabelFitted(NamedTuple):
     vectors: NDArray[Any] | None = None
 
 
-#: From (n, d) vectors, (m,) positions of those with a label and (m,) labels to what is learnt.
+#: Function from (n, d) vectors, (m,) positions of the labelled texts and their (m,) labels.
 LabelFit = Callable[[Floats, Indices, Sequence[str]], LabelFitted]
 
 
 class LabelFigures(NamedTuple):
-    """What ``n_labels`` labelled texts bring, on the texts without a label, of how many conditions.
+    """Figures on the texts without a label, after learning from labelled texts.
 
-    Figures are means over conditions and draws, NaN where no condition has enough texts.
-    ``deviation`` is the standard deviation of the accuracy over draws. ``nearest`` is the share of
-    texts without a label whose nearest other one has the same value, NaN without vectors.
+    The figures are means over conditions and draws of labelled texts, and NaN if no condition has
+    enough texts.
+
+    Attributes:
+        n_labels: number of labelled texts.
+        n_conditions: number of conditions with enough texts.
+        accuracy: accuracy of the predicted labels.
+        deviation: standard deviation of the accuracy over draws.
+        v_measure: V-measure of the clusters.
+        nearest: share of texts without a label whose nearest other one has the same value; NaN
+            without vectors.
     """
 
     n_labels: int
@@ -403,16 +449,19 @@ def measure_labels(
     """Measure accuracy and V-measure against the number of labelled texts.
 
     Args:
-        sample: whose conditions with 3 to 10 values are taken.
-        vectors: those of :func:`needed_rows`.
+        sample: the data set; its conditions with 3 to 10 values are measured.
+        vectors: vectors of the rows that ``needed_rows`` returns.
         sizes: numbers of labelled texts; conditions with fewer than 20 other texts are left out.
-        fit: what learns from labels.
-        draws: draws of labelled texts, which are the same for whatever is measured.
-        seed: random seed of the draws.
+        fit: function that learns from labels.
+        draws: number of random choices of labelled texts, which are the same for all methods.
+        seed: random seed of these choices.
+
+    Returns:
+        The figures of each size.
     """
     from sklearn.metrics import v_measure_score
 
-    found = []
+    figures = []
     for size in sizes:
         scores = []
         for condition, texts in cluster_texts(sample).items():
@@ -434,12 +483,12 @@ def measure_labels(
         means = np.mean(scores, axis=0) if scores else np.full((draws, 3), math.nan)
         accuracy, agreement, nearest = means.mean(axis=0).tolist()
         deviation = float(means[:, 0].std(ddof=1)) if draws > 1 else math.nan
-        found.append(LabelFigures(size, len(scores), accuracy, deviation, agreement, nearest))
-    return found
+        figures.append(LabelFigures(size, len(scores), accuracy, deviation, agreement, nearest))
+    return figures
 
 
 def _share_nearest(vectors: NDArray[Any], values: NDArray[Any]) -> float:
-    """Return the share of n texts whose nearest other text by cosine has the same value."""
+    """Return the share of texts whose nearest other text by cosine has the same value."""
     points = _unit(np.asarray(vectors, dtype=np.float64))
     cosines = points @ points.T
     np.fill_diagonal(cosines, -np.inf)
@@ -447,9 +496,9 @@ def _share_nearest(vectors: NDArray[Any], values: NDArray[Any]) -> float:
 
 
 def _draw_labels(values: Sequence[str], size: int, seed: str) -> Indices:
-    """Return the positions of labelled texts, which have two different labels at least."""
+    """Return the positions of random labelled texts, which have at least two different labels."""
     order = list(range(len(values)))
-    random.Random(seed).shuffle(order)  # nothing is secret here
+    random.Random(seed).shuffle(order)  # not used for secrets
     labelled, rest = order[:size], order[size:]
     if len({values[i] for i in labelled}) == 1:
         labelled[-1] = next(i for i in rest if values[i] != values[labelled[0]])

@@ -1,7 +1,7 @@
-"""Samples of texts with several attributes, as ``bench_aspects.py`` measures them.
+"""Samples of texts with several attributes, on which ``bench_aspects.py`` measures embeddings.
 
-Beside the file of a set, ``triples/NAME.json`` may hold a sample of the texts with its paired
-triples; without that file, a sample is drawn here.
+Next to the file of a set, ``triples/NAME.json`` may contain a sample of the texts with its paired
+triples. Without that file, this module draws a sample.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from llmcond.files import read_json
 Wording = Literal["text", "question", "para", "short"]
 WORDINGS: tuple[Wording, ...] = get_args(Wording)
 
-#: Texts of a sample, and paired triples among them.
+#: Maximum numbers of texts of a sample, and of paired triples among them.
 SAMPLE_TEXTS, SAMPLE_TRIPLES = 350, 600
-#: Longer texts, in characters, are not sampled.
+#: Texts with this many characters or more are not sampled.
 _LONGEST_TEXT = 600
-#: Draws for each triple that is wanted, of which many find no valid triple.
+#: Number of attempts per triple; many attempts find no valid triple.
 _ATTEMPTS = 40
-#: Example values are the commonest, no longer than this many characters.
+#: Example values are among the 400 most frequent ones, and have fewer than 40 characters.
 _COMMONEST, _LONGEST_VALUE = 400, 40
 
 
 def say(wordings: ConditionWordings, wording: Wording) -> str:
-    """Return a condition in a wording; its noun phrase where it has no such wording."""
+    """Return a condition in a wording, or its noun phrase if it has no such wording."""
     if wording == "question":
         return wordings.question or wordings.text
     if wording == "para":
@@ -48,22 +48,22 @@ def say(wordings: ConditionWordings, wording: Wording) -> str:
 
 
 def limited(sample: AspectSample, most: int) -> AspectSample:
-    """Return the first ``most`` triples with their texts, or texts where there are none."""
+    """Return the first ``most`` triples with their texts, or ``most`` texts without triples."""
     triples = sample.triples[:most]
     positions = {i for t in triples for i in (t.anchor, t.first, t.second)}
     return _sample_of(sample, sorted(positions) or range(len(sample.texts))[:most], triples)
 
 
 def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list[AspectSample]:
-    """Read the sets of a folder, each as the sample that is measured.
+    """Read the samples of the sets in a folder.
 
     Args:
-        folder: holds NAME.json of each set, and may hold triples/NAME.json.
-        names: sets to read; empty: all, in alphabetical order.
+        folder: folder with NAME.json of each set, and optionally triples/NAME.json.
+        names: sets to read; by default all, in alphabetical order.
         seed: random seed of the samples of sets without a file of triples.
 
     Raises:
-        UserError: no such folder or set, or a file that is not in the format.
+        UserError: The folder or a set does not exist, or a file has an invalid format.
     """
     known = dataset_files(folder)
     for name in names:
@@ -73,15 +73,15 @@ def read_samples(folder: Path, names: Sequence[str] = (), seed: int = 0) -> list
 
 
 def read_sample(path: Path, seed: int = 0) -> AspectSample:
-    """Read one set; see :func:`read_samples`."""
+    """Read the sample of one set, as ``read_samples`` does."""
     values = read_json(path)
     whole = parse_sample(values, path.stem, str(path))
-    drawn = path.parent / "triples" / path.name
-    if drawn.is_file():
-        # A file of triples alone is about the texts of the set itself.
-        own = read_json(drawn)
-        inherited = {key: values[key] for key in ("texts", "conds") if key not in own}
-        sample = parse_sample({**own, **inherited}, path.stem, str(drawn))
+    triples_path = path.parent / "triples" / path.name
+    if triples_path.is_file():
+        # A file with triples only refers to the texts of the set itself.
+        content = read_json(triples_path)
+        inherited = {key: values[key] for key in ("texts", "conds") if key not in content}
+        sample = parse_sample({**content, **inherited}, path.stem, str(triples_path))
     elif whole.triples:
         sample = whole
     else:
@@ -90,32 +90,38 @@ def read_sample(path: Path, seed: int = 0) -> AspectSample:
 
 
 def _unseen_values(whole: AspectSample, sample: AspectSample) -> dict[str, list[str]]:
-    """Return for each condition the values of the whole set that no text of the sample has."""
+    """Return the values of the whole set that no text of the sample has, by condition."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for text in whole.texts:
         for key, value in text.attributes.items():
             counts[key][value] += 1
-    found = {}
+    examples = {}
     for key in sample.conditions:
         seen = {text.attributes.get(key) for text in sample.texts}
         commonest = [value for value, _ in counts[key].most_common(_COMMONEST)]
         unseen = [v for v in commonest if v not in seen and 0 < len(v) < _LONGEST_VALUE]
-        # Some data sets have values in JSON: texts in quotes are values, objects are not words.
-        found[key] = [v.strip('"').replace("_", " ") for v in unseen if v[0] not in "{["]
-    return found
+        # Some data sets have JSON values: quoted texts are valid examples, objects are not.
+        examples[key] = [v.strip('"').replace("_", " ") for v in unseen if v[0] not in "{["]
+    return examples
 
 
 def _sample_of(
     source: AspectSample, positions: Sequence[int], triples: Iterable[Triple]
 ) -> AspectSample:
-    """Return a sample of the texts at some positions, which hold all those of the triples."""
-    place = {position: i for i, position in enumerate(positions)}
-    moved = [
-        Triple(place[t.anchor], place[t.first], place[t.second], t.condition, t.other)
+    """Return a sample of the texts at some positions, which include those of the triples."""
+    new_positions = {position: i for i, position in enumerate(positions)}
+    new_triples = [
+        Triple(
+            new_positions[t.anchor],
+            new_positions[t.first],
+            new_positions[t.second],
+            t.condition,
+            t.other,
+        )
         for t in triples
     ]
     texts = [source.texts[position] for position in positions]
-    return AspectSample(source.name, texts, source.conditions, moved, source.values)
+    return AspectSample(source.name, texts, source.conditions, new_triples, source.values)
 
 
 def draw_sample(
@@ -125,18 +131,19 @@ def draw_sample(
     n_texts: int = SAMPLE_TEXTS,
     seed: int = 0,
 ) -> AspectSample:
-    """Draw paired triples, and the texts that are measured; the same seed draws the same.
+    """Draw a sample of paired triples and texts, which depends on the seed only.
 
-    Pairs of conditions take turns. Each time an anchor that has both is drawn, then two texts that
-    make a valid triple with it. Once the triples have ``n_texts`` texts between them, further ones
-    are drawn among these. Where triples need fewer texts, or none exist, as where each value of one
-    condition belongs to a single value of the other, texts drawn at random fill up the sample.
+    Pairs of conditions take turns. Each turn samples an anchor that has both conditions, and two
+    texts that form a valid triple with it. Once the triples have ``n_texts`` texts in total,
+    further triples are sampled among these texts. If the triples need fewer texts, the sample is
+    filled up with random texts. There are no triples if, for example, each value of one condition
+    belongs to a single value of the other.
 
     Args:
         whole: the set.
-        same_group: whether the texts of a triple must be of one group.
-        n_triples: triples at most.
-        n_texts: texts at most.
+        same_group: whether the texts of a triple must belong to one group.
+        n_triples: maximum number of triples.
+        n_texts: maximum number of texts.
         seed: random seed.
     """
     rng = random.Random(seed)
@@ -144,9 +151,9 @@ def draw_sample(
     triples: dict[Triple, None] = {}
     positions: set[int] = set()
     for is_full in (False, True):
-        draw = _TripleDraw(whole, sorted(positions) if is_full else short, same_group, rng)
-        for _ in range(_ATTEMPTS * n_triples if draw.pairs else 0):
-            triple = draw.next()
+        sampler = _TripleSampler(whole, sorted(positions) if is_full else short, same_group, rng)
+        for _ in range(_ATTEMPTS * n_triples if sampler.pairs else 0):
+            triple = sampler.next()
             if triple is None or len(triples) >= n_triples:
                 continue
             more = positions | {triple.anchor, triple.first, triple.second}
@@ -158,10 +165,14 @@ def draw_sample(
     return _sample_of(whole, sorted([*positions, *filling]), triples)
 
 
-class _TripleDraw:
-    """Draws triples among some texts, one pair of conditions after the other."""
+class _TripleSampler:
+    """A sampler of triples among some texts, for one pair of conditions after the other.
 
-    #: Texts with the anchor's value that are looked at.
+    Attributes:
+        pairs: each pair of conditions with its anchors.
+    """
+
+    #: Maximum number of texts with the anchor's value that are tried.
     _CANDIDATES = 40
 
     def __init__(
@@ -172,16 +183,16 @@ class _TripleDraw:
         anchors: dict[tuple[str, str], list[int]] = defaultdict(list)
         for i in positions:
             attributes = self._texts[i].attributes
-            asked = sorted(key for key in attributes if key in whole.conditions)
-            for key in asked:
+            conditions = sorted(key for key in attributes if key in whole.conditions)
+            for key in conditions:
                 self._with_value[key, attributes[key]].append(i)
-            for pair in combinations(asked, 2):
+            for pair in combinations(conditions, 2):
                 anchors[pair].append(i)
         self.pairs = list(anchors.items())
         self._turn = 0
 
     def next(self) -> Triple | None:
-        """Return a triple of the next pair of conditions; None if there is none for an anchor."""
+        """Return a triple of the next pair of conditions; None if the sampled anchor has none."""
         pair, anchors = self.pairs[self._turn % len(self.pairs)]
         self._turn += 1
         condition, other = self._rng.sample(pair, 2)
@@ -193,14 +204,20 @@ class _TripleDraw:
         return Triple(anchor, first, second, condition, other)
 
     def _find(self, anchor: int, shared: str, different: str) -> int | None:
-        """Return a text that has the anchor's value of one condition and not of the other."""
-        mine = self._texts[anchor]
-        candidates = self._with_value[shared, mine.attributes[shared]]
+        """Return the position of a text that shares the anchor's value of one condition only.
+
+        Args:
+            anchor: position of the anchor.
+            shared: condition whose value the text shares with the anchor.
+            different: condition whose value must differ.
+        """
+        anchor_text = self._texts[anchor]
+        candidates = self._with_value[shared, anchor_text.attributes[shared]]
         for i in self._rng.sample(candidates, min(len(candidates), self._CANDIDATES)):
             text = self._texts[i]
             value = text.attributes.get(different)
-            if value is None or value == mine.attributes[different]:
+            if value is None or value == anchor_text.attributes[different]:
                 continue
-            if not self._same_group or text.group == mine.group:
+            if not self._same_group or text.group == anchor_text.group:
                 return i
         return None

@@ -1,17 +1,18 @@
-"""Fit what ``llmcond check-condition`` expects of conditions, on texts with known attributes.
+"""Fit the calibration of ``llmcond check-condition`` on texts with known attributes.
 
     python scripts/calibrate_conditions.py --data FOLDER [FOLDER ...] [--model minilm-conditions]
     python scripts/calibrate_conditions.py --data FOLDER --model RUN --figures figures.jsonl
         --family requests=snips,hwu --family reviews=hotel_reviews,restaurant_reviews
 
-FOLDER holds NAME.json of each data set, as docs/aspects.md describes. Of every condition with
-enough texts, 50 texts are drawn. Their indicators, computed without labels, are compared with the
-accuracy of paired triples among them. The fitted coefficients are written to conditions.json in the
-folder of the model, where the commands look for them.
+FOLDER contains NAME.json of each data set, as docs/aspects.md describes. For every condition with
+enough texts, the script samples 50 texts. It computes their indicators, which need no labels, and
+the accuracy of paired triples among them, which the indicators have to predict. The fitted
+coefficients are written to conditions.json in the folder of the model, where the commands look for
+them.
 
-Rank correlations are those of predictions for sets, or families of sets, that were not fitted. The
-same data and seed give the same figures. ``--figures`` keeps those of each condition, so that an
-interrupted command resumes.
+Rank correlations are those of predictions for sets, or families of sets, that the fit left out. The
+same data and seed give the same figures. ``--figures`` stores the figures of each condition, so
+that an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -47,24 +48,36 @@ from llmcond.log import log, log_to_terminal
 from llmcond.metrics import Estimate
 from llmcond.runs.open import resolve_run
 
-#: Texts of a condition, and how many texts, triples and anchors it must have at least.
+#: Number of sampled texts of a condition, and minimum numbers of its texts, triples and anchors.
 TEXTS, LEAST_TEXTS, LEAST_TRIPLES, LEAST_ANCHORS = 50, 30, 50, 10
-#: Texts that a value must have, and triples of each anchor and other condition, and in all.
-LEAST_OF_VALUE, TRIPLES_OF_ANCHOR, MOST_TRIPLES = 3, 12, 600
-#: Conditions that a set must have on average for leaving sets out.
+#: Minimum number of texts of a value.
+LEAST_OF_VALUE = 3
+#: Maximum number of triples of an anchor and another condition, and of all triples of a condition.
+TRIPLES_OF_ANCHOR, MOST_TRIPLES = 12, 600
+#: Minimum number of conditions of all sets together, for a fit that leaves sets out.
 LEAST_CONDITIONS = 10
+#: Bootstrap samples of the intervals of rank correlations.
 RESAMPLES = 2_000
+#: Texts with this many characters or more are not sampled.
 LONGEST_TEXT = 600
 
-#: From n (text, condition) rows to (n, d) vectors.
+#: Function from n (text, condition) rows to (n, d) vectors.
 Encode = Callable[[Sequence[tuple[str, str]]], NDArray[Any]]
 Triples = list[tuple[int, int, int]]
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Texts that have a condition, and paired triples of positions: anchor, nearer, further."""
+class ConditionSample:
+    """Sampled texts with a condition, and paired triples among them.
+
+    Attributes:
+        set: name of the data set.
+        key: key of the condition in the data set.
+        condition: text of the condition.
+        texts: the texts.
+        triples: positions of anchor, nearer and further text.
+    """
 
     set: str
     key: str
@@ -75,7 +88,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Figures:
-    """The accuracy of one condition, and its indicators; ``model`` is what made the vectors."""
+    """The accuracy and the indicators of one condition; ``model`` identifies the vectors."""
 
     model: str
     set: str
@@ -90,8 +103,8 @@ class Figures:
 # -- figures of conditions ---------------------------------------------------------------------
 
 
-def draw(sample: AspectSample, key: str, seed: int = 0) -> Drawn | None:
-    """Draw texts of a condition, about as many of each value; None if there are too few."""
+def sample_condition(sample: AspectSample, key: str, seed: int = 0) -> ConditionSample | None:
+    """Sample texts of a condition, about equally many per value; None if there are too few."""
     rng = random.Random(f"{seed} {key}")
     by_value = defaultdict(list)
     for text in sample.texts:
@@ -102,42 +115,48 @@ def draw(sample: AspectSample, key: str, seed: int = 0) -> Drawn | None:
         return None
     rng.shuffle(values)
     of_each = max(4, TEXTS // len(values))
-    drawn = []
+    sampled = []
     for value in values:
         texts_of_value = by_value[value]
-        drawn += rng.sample(texts_of_value, min(len(texts_of_value), of_each))
-    drawn = drawn[:TEXTS]
-    own = [{k: v for k, v in text.attributes.items() if k in sample.conditions} for text in drawn]
-    triples = paired_triples(own, key, rng)
+        sampled += rng.sample(texts_of_value, min(len(texts_of_value), of_each))
+    sampled = sampled[:TEXTS]
+    attributes = [
+        {k: v for k, v in text.attributes.items() if k in sample.conditions} for text in sampled
+    ]
+    triples = paired_triples(attributes, key, rng)
     anchors = {anchor for anchor, _, _ in triples}
-    if len(drawn) < LEAST_TEXTS or len(triples) < LEAST_TRIPLES or len(anchors) < LEAST_ANCHORS:
+    if len(sampled) < LEAST_TEXTS or len(triples) < LEAST_TRIPLES or len(anchors) < LEAST_ANCHORS:
         return None
-    texts = [text.text for text in drawn]
-    return Drawn(sample.name, key, sample.conditions[key].text, texts, triples)
+    texts = [text.text for text in sampled]
+    return ConditionSample(sample.name, key, sample.conditions[key].text, texts, triples)
 
 
 def paired_triples(
     attributes: Sequence[Mapping[str, str]], key: str, rng: random.Random
 ) -> Triples:
-    """Draw paired triples of texts with these attributes.
+    """Sample paired triples of anchor, nearer and further text.
 
-    The first other text has the anchor's value of ``key`` and another value of a further condition,
-    the second one the reverse.
+    The nearer text has the anchor's value of ``key`` and another value of a second condition. The
+    further text has another value of ``key`` and the anchor's value of the second condition.
     """
-    found: Triples = []
-    for anchor, own in enumerate(attributes):
-        for other in sorted(own.keys() - {key}):
-            both = [i for i, one in enumerate(attributes) if other in one]
-            same = [i for i in both if attributes[i][key] == own[key]]
-            nearer = [i for i in same if attributes[i][other] != own[other]]
-            further = [i for i in both if i not in same and attributes[i][other] == own[other]]
+    triples: Triples = []
+    for anchor, anchor_attributes in enumerate(attributes):
+        for other in sorted(anchor_attributes.keys() - {key}):
+            both = [i for i, text_attributes in enumerate(attributes) if other in text_attributes]
+            same = [i for i in both if attributes[i][key] == anchor_attributes[key]]
+            nearer = [i for i in same if attributes[i][other] != anchor_attributes[other]]
+            further = [
+                i
+                for i in both
+                if i not in same and attributes[i][other] == anchor_attributes[other]
+            ]
             pairs = [(anchor, i, j) for i in nearer for j in further]
-            found += rng.sample(pairs, min(len(pairs), TRIPLES_OF_ANCHOR))
-    return rng.sample(found, min(len(found), MOST_TRIPLES))
+            triples += rng.sample(pairs, min(len(pairs), TRIPLES_OF_ANCHOR))
+    return rng.sample(triples, min(len(triples), MOST_TRIPLES))
 
 
 def accuracy_of(vectors: NDArray[Any], triples: Triples) -> float:
-    """Return the share of triples whose first other text is the nearer one; ties count half."""
+    """Return the share of triples that the vectors judge correctly; a tie counts one half."""
     points = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     anchor, nearer, further = np.array(triples).T
     cosines = points @ points.T
@@ -145,33 +164,33 @@ def accuracy_of(vectors: NDArray[Any], triples: Triples) -> float:
     return float(np.where(np.abs(difference) <= 1e-7, 0.5, difference > 0).mean())
 
 
-def figures_of(drawn: Drawn, encode: Encode, model: str) -> Figures:
-    """Measure one condition."""
-    vectors = encode([(text, drawn.condition) for text in drawn.texts])
+def compute_figures(condition_sample: ConditionSample, encode: Encode, model: str) -> Figures:
+    """Compute the figures of one condition."""
+    vectors = encode([(text, condition_sample.condition) for text in condition_sample.texts])
     return Figures(
         model=model,
-        set=drawn.set,
-        key=drawn.key,
-        condition=drawn.condition,
-        n_texts=len(drawn.texts),
-        n_triples=len(drawn.triples),
-        accuracy=accuracy_of(vectors, drawn.triples),
+        set=condition_sample.set,
+        key=condition_sample.key,
+        condition=condition_sample.condition,
+        n_texts=len(condition_sample.texts),
+        n_triples=len(condition_sample.triples),
+        accuracy=accuracy_of(vectors, condition_sample.triples),
         indicators=indicators(vectors),
     )
 
 
-def conditions_of(sample: AspectSample, most: int, seed: int) -> Iterator[Drawn]:
-    """Yield at most so many conditions of a set that have enough texts, in a random order."""
+def sample_conditions(sample: AspectSample, most: int, seed: int) -> Iterator[ConditionSample]:
+    """Yield the samples of up to ``most`` conditions with enough texts, in random order."""
     keys = sorted(sample.conditions)
     random.Random(seed).shuffle(keys)
-    drawn = (draw(sample, key, seed) for key in keys)
-    found = [one for one in drawn if one is not None]
-    log.info(f"{sample.name}: {len(found)} of {len(keys)} conditions have enough texts")
-    yield from found[:most]
+    samples = (sample_condition(sample, key, seed) for key in keys)
+    complete = [condition_sample for condition_sample in samples if condition_sample is not None]
+    log.info(f"{sample.name}: {len(complete)} of {len(keys)} conditions have enough texts")
+    yield from complete[:most]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Figures]:
-    """Return the figures of all conditions, from the file of figures as far as it has them."""
+    """Return the figures of all conditions; those in the file of figures are not recomputed."""
     embedder = load_embedder(folder, device=options.device)
     model = f"{embedder.encoder.identity.fingerprint} {embedder.view.name} {embedder.name}"
     known = read_figures(options.figures, model)
@@ -179,26 +198,26 @@ def measure(options: argparse.Namespace, folder: Path) -> list[Figures]:
     def encode(rows: Sequence[tuple[str, str]]) -> NDArray[Any]:
         return embedder.encode([text for text, _ in rows], [condition for _, condition in rows])
 
-    found = []
-    for sample in (own for data in options.data for own in read_aspect_datasets(data)):
+    figures_of_conditions = []
+    for sample in (data_set for data in options.data for data_set in read_aspect_datasets(data)):
         if options.only and sample.name not in options.only:
             continue
-        for drawn in conditions_of(sample, options.most, options.seed):
-            figures = known.get((drawn.set, drawn.key))
+        for condition_sample in sample_conditions(sample, options.most, options.seed):
+            figures = known.get((condition_sample.set, condition_sample.key))
             if figures is None and not options.fit_only:
                 began = time.process_time()
-                figures = figures_of(drawn, encode, model)
-                keep_figures(options.figures, figures)
+                figures = compute_figures(condition_sample, encode, model)
+                append_figures(options.figures, figures)
                 log.info(
-                    f"{drawn.set}, {drawn.condition}: accuracy {100 * figures.accuracy:.1f}; "
+                    f"{figures.set}, {figures.condition}: accuracy {100 * figures.accuracy:.1f}; "
                     f"{time.process_time() - began:.1f} s of CPU time"
                 )
-            found += [figures] if figures is not None else []
-    return found
+            figures_of_conditions += [figures] if figures is not None else []
+    return figures_of_conditions
 
 
 def read_figures(path: Path | None, model: str) -> dict[tuple[str, str], Figures]:
-    """Return what a file of figures holds of a model, by set and condition."""
+    """Return a model's figures in a file of figures, by set and condition."""
     if path is None or not path.is_file():
         return {}
     rows = [Figures(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -206,8 +225,8 @@ def read_figures(path: Path | None, model: str) -> dict[tuple[str, str], Figures
     return {(row.set, row.key): row for row in complete if row.model == model}
 
 
-def keep_figures(path: Path | None, figures: Figures) -> None:
-    """Add a line to the file of figures."""
+def append_figures(path: Path | None, figures: Figures) -> None:
+    """Append figures to the file of figures, if there is one."""
     if path is not None:
         with path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(figures)) + "\n")
@@ -217,7 +236,7 @@ def keep_figures(path: Path | None, figures: Figures) -> None:
 
 
 def fit(rows: Sequence[Figures]) -> tuple[float, dict[str, float]]:
-    """Return the intercept and the coefficients of least squares; no coefficient is negative."""
+    """Return the intercept and the non-negative coefficients of a least-squares fit."""
     inputs = np.array([[row.indicators[name] for name in INDICATORS] for row in rows])
     design = np.column_stack([np.ones(len(rows)), inputs])
     bounds = [-np.inf, *(0 for _ in INDICATORS)], np.inf
@@ -226,11 +245,11 @@ def fit(rows: Sequence[Figures]) -> tuple[float, dict[str, float]]:
 
 
 def predict(rows: Sequence[Figures], groups: Sequence[str]) -> Floats:
-    """Return the predicted accuracy of each condition, fitted on the other groups."""
+    """Return the accuracy of each condition as predicted by a fit of the other groups."""
     predicted = np.empty(len(rows))
     for group in sorted(set(groups)):
         intercept, coefficients = fit(
-            [row for row, own in zip(rows, groups, strict=True) if own != group]
+            [row for row, group_of_row in zip(rows, groups, strict=True) if group_of_row != group]
         )
         for i, row in enumerate(rows):
             if groups[i] == group:
@@ -240,30 +259,36 @@ def predict(rows: Sequence[Figures], groups: Sequence[str]) -> Floats:
 
 
 def rank_correlation(values: Floats, accuracies: Floats, seed: int) -> Estimate:
-    """Return Spearman's correlation with a 95 % interval by resampling conditions."""
+    """Return Spearman's correlation with a 95 % bootstrap interval over conditions."""
     rng = np.random.default_rng(seed)
-    drawn = []
+    correlations = []
     for _ in range(RESAMPLES):
         rows = rng.integers(0, len(values), len(values))
         if np.ptp(values[rows]) and np.ptp(accuracies[rows]):
-            drawn.append(float(spearmanr(values[rows], accuracies[rows]).statistic))
-    low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
+            correlations.append(float(spearmanr(values[rows], accuracies[rows]).statistic))
+    low, high = np.quantile(correlations, [0.025, 0.975]).tolist()
     return Estimate(float(spearmanr(values, accuracies).statistic), low, high)
 
 
-def families_of(options: argparse.Namespace) -> dict[str, str]:
-    """Return the family of each set that is named in one."""
-    found: dict[str, str] = {}
+def parse_families(options: argparse.Namespace) -> dict[str, str]:
+    """Return the family of each set that ``--family`` names."""
+    families: dict[str, str] = {}
     for text in options.family:
         name, equals, sets = text.partition("=")
         if not (name and equals and sets):
-            raise UserError(f"--family is {text!r}; expected NAME=SET,SET,...")
-        found |= dict.fromkeys(sets.split(","), name)
-    return found
+            raise UserError(f"--family is {text!r}. Use --family NAME=SET,SET,...")
+        families |= dict.fromkeys(sets.split(","), name)
+    return families
 
 
 def calibrate(rows: Sequence[Figures], families: Mapping[str, str], seed: int) -> Calibration:
-    """Fit all conditions; the interval and the rank correlations are those of unseen sets."""
+    """Fit the calibration on all conditions.
+
+    The interval and the rank correlations are those of predictions for sets that were left out.
+
+    Raises:
+        UserError: There are too few conditions or families.
+    """
     sets = [row.set for row in rows]
     groups = [families.get(name, name) for name in sets]
     if len(set(groups)) < 2 or len(rows) < LEAST_CONDITIONS:
@@ -277,7 +302,7 @@ def calibrate(rows: Sequence[Figures], families: Mapping[str, str], seed: int) -
         name: asdict(rank_correlation(predicted, accuracies, seed))
         for name, predicted in left_out.items()
     }
-    alone = {
+    single_indicators = {
         name: rank_correlation(np.array([row.indicators[name] for row in rows]), accuracies, seed)
         for name in INDICATORS
     }
@@ -297,10 +322,12 @@ def calibrate(rows: Sequence[Figures], families: Mapping[str, str], seed: int) -
             "mean_accuracy": round(float(accuracies.mean()), 4),
             "error": round(error, 4),
             "spearman_left_out": {
-                name: {key: round(value, 4) for key, value in own.items()}
-                for name, own in figures.items()
+                name: {key: round(value, 4) for key, value in estimate.items()}
+                for name, estimate in figures.items()
             },
-            "spearman_alone": {name: round(own.value, 4) for name, own in alone.items()},
+            "spearman_alone": {
+                name: round(estimate.value, 4) for name, estimate in single_indicators.items()
+            },
         },
     )
 
@@ -314,21 +341,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add(
         "--data", type=Path, nargs="+", required=True, metavar="FOLDER", help="folders of data sets"
     )
-    add("--model", default=DEFAULT_MODEL, help="bundled model, or folder of a run")
-    add("--only", nargs="+", default=[], metavar="NAME", help="data sets to take (default: all)")
-    add("--most", type=int, default=30, metavar="N", help="conditions of each set (default: 30)")
+    add(
+        "--model",
+        default=DEFAULT_MODEL,
+        help=f"bundled model, or run folder (default: {DEFAULT_MODEL})",
+    )
+    add("--only", nargs="+", default=[], metavar="NAME", help="data sets to use (default: all)")
+    add(
+        "--most",
+        type=int,
+        default=30,
+        metavar="N",
+        help="maximum number of conditions of each set (default: 30)",
+    )
     add(
         "--family",
         action="append",
         default=[],
         metavar="NAME=SET,SET",
-        help="sets that are left out together; may be repeated (default: each set by itself)",
+        help="sets that are left out together; repeatable (default: each set separately)",
     )
-    add("--figures", type=Path, metavar="FILE.jsonl", help="file that keeps figures of conditions")
-    add("--fit-only", action="store_true", help="take only conditions that --figures holds")
-    add("--out", type=Path, metavar="FILE.json", help=f"default: {CALIBRATION} of the model")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=0, help="random seed of the texts and the bootstrap")
+    add("--figures", type=Path, metavar="FILE.jsonl", help="file to store figures of conditions in")
+    add("--fit-only", action="store_true", help="use only the conditions in the file --figures")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE.json",
+        help=f"file of the coefficients (default: {CALIBRATION} in the folder of the model)",
+    )
+    add("--device", default="auto", help="device: auto, cpu, cuda or cuda:N (default: auto)")
+    add("--seed", type=int, default=0, help="random seed of texts and bootstrap (default: 0)")
     return parser.parse_args(arguments)
 
 
@@ -338,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     log_to_terminal()
     try:
         folder = resolve_run(options.model)
-        calibration = calibrate(measure(options, folder), families_of(options), options.seed)
+        calibration = calibrate(measure(options, folder), parse_families(options), options.seed)
         out = options.out or folder / CALIBRATION
         write_json(out, calibration.to_json())
     except LlmcondError as error:

@@ -3,16 +3,16 @@
     python scripts/fuzz.py                                   # 2,000 inputs, minutes on two cores
     python scripts/fuzz.py --kind run --seed 137 --count 1   # one input again
 
-An input is a small run, checkpoint, store or file of which something was changed: a value, a line,
-some bytes, or a whole file. Others are a request to a server, a filter of a search, a damaged
-output of ``llmcond embed``, and answers of a chat server (``fuzz_services.py``). The kind and the
-seed of an input decide what it is, so that each can be had again.
+An input is a small run, checkpoint, store or file in which a value, a line, some bytes or a whole
+file was changed. Other inputs are a request to a server, a filter of a search, a damaged output of
+``llmcond embed``, and the answers of a chat server (``fuzz_services.py``). The kind and the seed
+of an input determine it completely, so that each input can be repeated.
 
-Commands run in processes that take one input after the other; one that hangs is ended. An input
-fails if there is a traceback, an exit code other than 0, 1 and 2, a status of 500 or above, no end,
-too much memory, or a result that contradicts the input. Time limits grow with the load of the
-machine. A table counts tries and failures, and every failure is printed with its seed. Exits 1 if
-there are any. Linux is needed.
+Commands run in worker processes, one input after the other; a process that hangs is killed. An
+input fails if there is a traceback, an exit code other than 0, 1 and 2, a status of 500 or above,
+a hang, excessive memory use, or a result that contradicts the input. Time limits grow with the
+load of the machine. A table counts tries and failures, and every failure is printed with its seed.
+The exit code is 1 if there are failures. The script requires Linux.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ from fuzz_changes import (
 )
 from fuzz_services import (
     SERVICES,
-    confine,
+    limit_process,
+    load_factor,
     make_services,
-    patience,
     peak_memory,
-    processes_of_inputs,
+    preloading_context,
     serve,
 )
 
 from llmcond.bundled import bundled_folder
 
-#: An input takes some seconds at most.
+#: Seconds after which an input counts as hanging; an input takes some seconds at most.
 LIMIT_SECONDS: Final = 30
-#: A worker's memory may grow by so much after its first inputs, in which it imports and caches.
+#: Bytes by which a worker's memory may grow after its first inputs.
 GROWTH: Final = 400 * 2**20
+#: Number of first inputs, during which a worker imports modules and fills caches.
 FIRST_INPUTS: Final = 100
 WORKERS: Final = 2
 
@@ -77,7 +78,7 @@ ROWS: Final = [
 
 
 def make_base(folder: Path) -> None:
-    """Make a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
+    """Write a tiny checkpoint, and a run of it with heads, a sweep and a comparison."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -99,10 +100,10 @@ def make_base(folder: Path) -> None:
     (folder / "model" / "1_Pooling" / "config.json").write_text(
         '{"word_embedding_dimension": 32, "pooling_mode_mean_tokens": true}'
     )
-    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
+    module_kinds = (("", "Transformer"), ("1_Pooling", "Pooling"))
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds)
+        for i, (path, kind) in enumerate(module_kinds)
     ]
     (folder / "model" / "modules.json").write_text(json.dumps(modules))
     write_csv(folder / "rows.csv", [HEADER, *ROWS])
@@ -110,15 +111,15 @@ def make_base(folder: Path) -> None:
         text = (bundled_folder("heads") / f"{name}.toml").read_text("utf-8")
         lines = ("epochs = 2" if s.startswith("epochs") else s for s in text.splitlines())
         (folder / f"{name}.toml").write_text("\n".join(lines) + "\n", "utf-8")
-    own = ["--run", str(folder / "run")]
+    run_options = ["--run", str(folder / "run")]
     model = ["--model", str(folder / "model")]
     data = ["--data", str(folder / "rows.csv"), "--prompt", "concat-sent-cond", "separate"]
     linear = ["--head", str(folder / "linear.toml")]
-    one = ["--prompt", "concat-sent-cond", *own]
-    succeed("extract", *model, *data, *own)
-    succeed("fit-head", *linear, *one)
-    succeed("fit-head", "--head", "pca", "--dim", "2", *one)
-    succeed("sweep", *linear, "--seeds", "2", "--workers", "1", *one)
+    prompt_and_run = ["--prompt", "concat-sent-cond", *run_options]
+    succeed("extract", *model, *data, *run_options)
+    succeed("fit-head", *linear, *prompt_and_run)
+    succeed("fit-head", "--head", "pca", "--dim", "2", *prompt_and_run)
+    succeed("sweep", *linear, "--seeds", "2", "--workers", "1", *prompt_and_run)
 
 
 def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
@@ -129,21 +130,23 @@ def write_csv(path: Path, rows: Sequence[Sequence[Any]]) -> None:
 
 
 def write_xlsx(path: Path, rows: Sequence[Sequence[Any]], chance: Random) -> None:
-    """Write rows as the sheet of a workbook, half of them with a changed part in the archive."""
+    """Write rows as a workbook; in half of the cases, change a part of the archive."""
     from openpyxl import Workbook
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 
-    whole, book = io.BytesIO(), Workbook()
+    workbook_bytes, workbook = io.BytesIO(), Workbook()
     for row in rows:
-        plain = (str(value).encode("utf-8", "replace").decode() for value in row)
-        book.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in plain])
-    book.save(whole)
-    with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(path, "w") as changed:
+        cells = (str(value).encode("utf-8", "replace").decode() for value in row)
+        workbook.active.append([ILLEGAL_CHARACTERS_RE.sub("", value) for value in cells])
+    workbook.save(workbook_bytes)
+    with zipfile.ZipFile(workbook_bytes) as archive, zipfile.ZipFile(path, "w") as changed:
         parts = archive.namelist()
-        wrong = chance.choice(parts) if chance.random() < 0.5 else None
+        changed_part = chance.choice(parts) if chance.random() < 0.5 else None
         for part in parts:
             content = archive.read(part)
-            changed.writestr(part, change_bytes(chance, content) if part == wrong else content)
+            changed.writestr(
+                part, change_bytes(chance, content) if part == changed_part else content
+            )
 
 
 def data_input(chance: Random, base: Base, work: Path) -> list[str]:
@@ -161,17 +164,19 @@ def data_input(chance: Random, base: Base, work: Path) -> list[str]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        plain = [[str(value).encode("utf-8", "replace").decode() for value in row] for row in rows]
-        columns = [pa.array(column) for column in zip(*plain[1:], strict=True)]
+        text_rows = [
+            [str(value).encode("utf-8", "replace").decode() for value in row] for row in rows
+        ]
+        columns = [pa.array(column) for column in zip(*text_rows[1:], strict=True)]
         if chance.random() < 0.5:
-            odd = (pa.int64(), pa.float32(), pa.duration("ns"), pa.date32(), pa.bool_())
-            at = chance.randrange(4)
-            columns[at] = pa.array([chance.choice((None, 1, 0)) for _ in ROWS]).cast(
-                chance.choice(odd[:2])
+            other_types = (pa.int64(), pa.float32(), pa.duration("ns"), pa.date32(), pa.bool_())
+            position = chance.randrange(4)
+            columns[position] = pa.array([chance.choice((None, 1, 0)) for _ in ROWS]).cast(
+                chance.choice(other_types[:2])
             )
             columns.append(pa.nulls(len(ROWS)))
-            plain[0].append("more")
-        pq.write_table(pa.table(columns, [str(name) for name in plain[0]]), path)
+            text_rows[0].append("more")
+        pq.write_table(pa.table(columns, [str(name) for name in text_rows[0]]), path)
     elif path.suffix == ".xlsx":
         write_xlsx(path, rows, chance)
     else:
@@ -211,15 +216,15 @@ def recipe_input(chance: Random, base: Base, work: Path) -> list[str]:
 def run_commands(base: Base, run: Path) -> list[list[str]]:
     """Return commands that use a run."""
     linear = ["--head", str(base.folder / "linear.toml"), "--prompt", "concat-sent-cond"]
-    own = ["--run", str(run)]
+    run_options = ["--run", str(run)]
     return [
-        ["evaluate", *own],
-        ["evaluate", "--head", "linear", "--predictions", str(run / "p.csv"), *own],
-        ["fit-head", *linear, *own],
-        ["sweep", *linear, "--seeds", "2", "--workers", "1", *own],
-        ["analyse", "--what", "isotropy", "conditions", "examples", *own],
-        ["similarity", "two men", "children", "--condition", "the mood", *own],
-        ["extract", "--model", str(base.folder / "model"), *own],
+        ["evaluate", *run_options],
+        ["evaluate", "--head", "linear", "--predictions", str(run / "p.csv"), *run_options],
+        ["fit-head", *linear, *run_options],
+        ["sweep", *linear, "--seeds", "2", "--workers", "1", *run_options],
+        ["analyse", "--what", "isotropy", "conditions", "examples", *run_options],
+        ["similarity", "two men", "children", "--condition", "the mood", *run_options],
+        ["extract", "--model", str(base.folder / "model"), *run_options],
     ]
 
 
@@ -258,7 +263,7 @@ FILES: Final[dict[str, Callable[[Random, Base, Path], list[str]]]] = {
 
 
 def file_input(kind: str, chance: Random, base: Base, work: Path) -> Command:
-    """Return the command of an input that is a changed file."""
+    """Return an input that is a command on a changed file."""
     return Command(FILES[kind](chance, base, work))
 
 
@@ -271,8 +276,8 @@ KINDS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
 # -- running them ------------------------------------------------------------------------------
 
 
-def try_one(kind: str, seed: int, base: Base) -> str:
-    """Make an input and try it; return what is wrong with the outcome, if anything."""
+def try_input(kind: str, seed: int, base: Base) -> str:
+    """Generate an input and try it; return its failure, empty if it passes."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(dir=base.folder) as work:
         os.chdir(work)
@@ -282,22 +287,22 @@ def try_one(kind: str, seed: int, base: Base) -> str:
             os.chdir(before)
 
 
-def work(pipe: Connection, folder: Path) -> None:
-    """Try inputs as they come, and answer with what is wrong and the most memory in use so far."""
+def run_worker(pipe: Connection, folder: Path) -> None:
+    """Try the inputs from a pipe; answer each with its failure and the peak memory so far."""
     import torch
 
-    confine()
+    limit_process()
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     while True:
         kind, seed, server = pipe.recv()
-        pipe.send((try_one(kind, seed, Base(folder, server)), peak_memory()))
+        pipe.send((try_input(kind, seed, Base(folder, server)), peak_memory()))
 
 
 class Worker:
     """A process that tries inputs, and a server that it sends requests to.
 
-    New ones take the place of those that hang or die.
+    A process that hangs or ends unexpectedly is replaced by a new one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -305,50 +310,52 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        context = processes_of_inputs()
-        self.pipe, other = context.Pipe()
-        self._process = context.Process(target=work, args=(other, self._folder), daemon=True)
+        context = preloading_context()
+        self.pipe, worker_end = context.Pipe()
+        self._process = context.Process(
+            target=run_worker, args=(worker_end, self._folder), daemon=True
+        )
         self._process.start()
-        other.close()
+        worker_end.close()
         self._memory: list[int] = []
         self._server: tuple[BaseProcess, Path] | None = None
 
     def _serve(self) -> tuple[int, Path]:
-        """Start the server, if there is none; return the number of its process, and its log."""
+        """Start the server unless it runs already; return its process id and its log."""
         if self._server is None:
             log = self._folder / f"server-{time.monotonic_ns()}.log"
-            given = (self._folder, log)
-            process = processes_of_inputs().Process(target=serve, args=given, daemon=True)
+            arguments = (self._folder, log)
+            process = preloading_context().Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._server = process, log
         return int(self._server[0].pid or 0), self._server[1]
 
-    def give(self, kind: str, seed: int) -> None:
-        """Let it try an input."""
-        self.asked, self.until = (kind, seed), time.monotonic() + patience() * LIMIT_SECONDS
+    def send(self, kind: str, seed: int) -> None:
+        """Send an input to the process."""
+        self.input, self.deadline = (kind, seed), time.monotonic() + load_factor() * LIMIT_SECONDS
         self.pipe.send((kind, seed, self._serve() if kind == "request" else None))
 
     def answer(self) -> str | None:
-        """Return what is wrong with the input, or nothing; None while it is being tried."""
+        """Return the failure of the input; empty if it passed, None while it is being tried."""
         if self.pipe.poll():
             try:
-                wrong, memory = self.pipe.recv()
+                failure, memory = self.pipe.recv()
             except EOFError:
-                self.end()
+                self.kill()
                 code = self._process.exitcode
                 self._start()
-                return f"the process died ({code})"
-            if wrong and self.asked[0] == "request":
+                return f"the process ended ({code})"
+            if failure and self.input[0] == "request":
                 self._end_server()
             self._memory.append(memory)
             if memory - self._memory[:FIRST_INPUTS][-1] > GROWTH:
                 self._memory = [memory] * FIRST_INPUTS
-                return str(wrong or f"memory has grown to {memory / 2**20:,.0f} MiB")
-            return str(wrong)
-        if time.monotonic() > self.until:
-            self.end()
+                return str(failure or f"memory has grown to {memory / 2**20:,.0f} MiB")
+            return str(failure)
+        if time.monotonic() > self.deadline:
+            self.kill()
             self._start()
-            return f"no end after {LIMIT_SECONDS} s"
+            return f"not finished after {LIMIT_SECONDS} s"
         return None
 
     def _end_server(self) -> None:
@@ -357,49 +364,53 @@ class Worker:
             self._server[0].join()
             self._server = None
 
-    def end(self) -> None:
-        """End the processes."""
+    def kill(self) -> None:
+        """Kill the processes."""
         self._end_server()
         self._process.kill()
         self._process.join()
 
 
 def fuzz(inputs: Sequence[tuple[str, int]], folder: Path) -> list[tuple[str, int, str]]:
-    """Try inputs, given by kind and seed; return those that failed, and how."""
+    """Try inputs, which are pairs of kind and seed; return kind, seed and failure of the failed."""
     make_base(folder)
     make_services(folder)
     failed: list[tuple[str, int, str]] = []
-    waiting, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
-    everyone, busy = list(idle), list[Worker]()
+    remaining, idle = list(reversed(inputs)), [Worker(folder) for _ in range(WORKERS)]
+    workers, busy = list(idle), list[Worker]()
     try:
-        while waiting or busy:
-            while waiting and idle:
+        while remaining or busy:
+            while remaining and idle:
                 busy.append(idle.pop())
-                busy[-1].give(*waiting.pop())
+                busy[-1].send(*remaining.pop())
             wait([worker.pipe for worker in busy], timeout=1)
             for worker in list(busy):
-                wrong = worker.answer()
-                if wrong is None:
+                failure = worker.answer()
+                if failure is None:
                     continue
-                if wrong:
-                    failed.append((*worker.asked, wrong))
+                if failure:
+                    failed.append((*worker.input, failure))
                 busy.remove(worker)
                 idle.append(worker)
     finally:
-        for worker in everyone:
-            worker.end()
+        for worker in workers:
+            worker.kill()
     return sorted(failed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it."""
+    """Try inputs, print the table and the failures, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--count", type=int, default=2_000, help="inputs, of all kinds together")
-    parser.add_argument("--seed", type=int, default=0, help="of the first input of each kind")
-    parser.add_argument("--kind", choices=KINDS, help="only this one")
-    given = parser.parse_args(arguments)
-    kinds = [given.kind] if given.kind else list(KINDS)
-    inputs = [(kinds[i % len(kinds)], given.seed + i // len(kinds)) for i in range(given.count)]
+    parser.add_argument(
+        "--count", type=int, default=2_000, help="number of inputs of all kinds (default: 2000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first input of each kind (default: 0)"
+    )
+    parser.add_argument("--kind", choices=KINDS, help="kind of all inputs (default: all kinds)")
+    options = parser.parse_args(arguments)
+    kinds = [options.kind] if options.kind else list(KINDS)
+    inputs = [(kinds[i % len(kinds)], options.seed + i // len(kinds)) for i in range(options.count)]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="llmcond-fuzz-") as folder:
         failed = fuzz(inputs, Path(folder))
@@ -408,8 +419,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in kinds:
         print(f"| {kind} | {tries[kind]:,} | {failures[kind]:,} |")
     print(f"\n{len(inputs):,} inputs in {time.monotonic() - began:.0f} s")
-    for kind, seed, wrong in failed:
-        print(f"--kind {kind} --seed {seed} --count 1: {' '.join(wrong.split())}")
+    for kind, seed, failure in failed:
+        print(f"--kind {kind} --seed {seed} --count 1: {' '.join(failure.split())}")
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""What inputs of ``fuzz.py`` are made of: values, changes of files, and checked commands."""
+"""Building blocks of the inputs of ``fuzz.py``: values, changes of files, and checked commands."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ TEXTS: Final = (
 )  # fmt: skip
 
 
-# -- what is changed ---------------------------------------------------------------------------
+# -- changes ------------------------------------------------------------------------------------
 
 
 def change_bytes(chance: Random, content: bytes) -> bytes:
-    """Return bytes with some flipped, cut, doubled, put in, or all gone."""
-    at, more = chance.randrange(len(content) + 1), chance.randrange(1, 64)
+    """Return bytes with some of them flipped, cut, doubled or inserted, or no bytes at all."""
+    position, length = chance.randrange(len(content) + 1), chance.randrange(1, 64)
     changed = bytearray(content)
     match chance.randrange(6):
         case 0:
             return b""
         case 1:
-            return content[:at]
+            return content[:position]
         case 2:
-            del changed[at : at + more]
+            del changed[position : position + length]
         case 3:
-            changed[at:at] = content[at : at + more]
+            changed[position:position] = content[position : position + length]
         case 4:
-            changed[at:at] = chance.choice(TEXTS).encode()
+            changed[position:position] = chance.choice(TEXTS).encode()
         case _:
             for _ in range(chance.choice((1, 8))):
                 if changed:
@@ -49,34 +49,34 @@ def change_bytes(chance: Random, content: bytes) -> bytes:
 
 
 def change_line(chance: Random, text: str) -> str:
-    """Return a text with a line gone, doubled, moved, or a value of it changed."""
+    """Return a text with a line removed, doubled or moved, or with one of its values changed."""
     lines = text.splitlines(keepends=True)
-    at = chance.randrange(len(lines))
-    key, equals, _ = lines[at].partition("=")
+    index = chance.randrange(len(lines))
+    key, equals, _ = lines[index].partition("=")
     match chance.randrange(4):
         case 0:
-            del lines[at]
+            del lines[index]
         case 1:
-            lines.insert(chance.randrange(len(lines)), lines[at])
+            lines.insert(chance.randrange(len(lines)), lines[index])
         case 2 if equals:
-            lines[at] = f"{key}= {json.dumps(chance.choice(VALUES))}\n"
+            lines[index] = f"{key}= {json.dumps(chance.choice(VALUES))}\n"
         case _:
-            place = chance.randrange(len(lines[at]) + 1)
-            lines[at] = lines[at][:place] + chance.choice(TEXTS) + lines[at][place:]
+            position = chance.randrange(len(lines[index]) + 1)
+            lines[index] = lines[index][:position] + chance.choice(TEXTS) + lines[index][position:]
     return "".join(lines)
 
 
 def change_json(chance: Random, text: str) -> str:
-    """Return JSON with a value at any depth changed or gone."""
+    """Return JSON with a value at any depth changed or removed."""
     try:
         record = json.loads(text)
-    except ValueError:  # it was changed before
+    except ValueError:  # an earlier change made it invalid
         return text[: len(text) // 2]
-    places = list(_places(record))
-    if not places:
+    keys = list(_iterate_keys(record))
+    if not keys:
         return json.dumps(chance.choice(VALUES))
-    # Not all of a vocabulary or a curve, which are most of what is there.
-    parent, key = chance.choice(places[:40] if chance.random() < 0.7 else places)
+    # Usually among the first keys only: most keys belong to a vocabulary or a curve.
+    parent, key = chance.choice(keys[:40] if chance.random() < 0.7 else keys)
     if chance.random() < 0.3:
         del parent[key]
     else:
@@ -84,31 +84,33 @@ def change_json(chance: Random, text: str) -> str:
     return json.dumps(record)
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _iterate_keys(value: Any) -> Iterator[tuple[Any, Any]]:
     level = [value]
     while level:
-        own = [
-            (one, k) for one in level for k in (one if isinstance(one, dict) else range(len(one)))
+        keys = [
+            (container, k)
+            for container in level
+            for k in (container if isinstance(container, dict) else range(len(container)))
         ]
-        yield from own
-        level = [one[k] for one, k in own if isinstance(one[k], dict | list)]
+        yield from keys
+        level = [container[k] for container, k in keys if isinstance(container[k], dict | list)]
 
 
 def change_file(chance: Random, path: Path) -> None:
-    """Change a file, or put something else in its place."""
-    drawn = chance.random()
-    if drawn < 0.08:
+    """Change a file, or replace it by nothing, a folder or a broken link."""
+    random_number = chance.random()
+    if random_number < 0.08:
         path.unlink()
-        other: Sequence[Callable[[], Any]] = (
+        replacements: Sequence[Callable[[], Any]] = (
             lambda: None,
             path.mkdir,
             lambda: path.symlink_to(path.name),
             lambda: path.symlink_to("nowhere"),
         )
-        chance.choice(other)()
-    elif path.suffix == ".json" and drawn < 0.8:
+        chance.choice(replacements)()
+    elif path.suffix == ".json" and random_number < 0.8:
         path.write_text(change_json(chance, path.read_text("utf-8", "replace")), "utf-8")
-    elif path.suffix == ".toml" and drawn < 0.8:
+    elif path.suffix == ".toml" and random_number < 0.8:
         text = change_line(chance, path.read_text("utf-8", "replace"))
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     else:
@@ -116,13 +118,13 @@ def change_file(chance: Random, path: Path) -> None:
 
 
 def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
-    """Change one or two files below a folder, each kind of file about as often."""
+    """Change one or two files below a folder, choosing each file type with equal probability."""
     for _ in range(chance.choice((1, 1, 2))):
-        found = sorted(path for path in folder.rglob(pattern) if path.is_file())
-        kinds = sorted({path.suffix for path in found})
+        paths = sorted(path for path in folder.rglob(pattern) if path.is_file())
+        kinds = sorted({path.suffix for path in paths})
         if kinds:
             kind = chance.choice(kinds)
-            change_file(chance, chance.choice([path for path in found if path.suffix == kind]))
+            change_file(chance, chance.choice([path for path in paths if path.suffix == kind]))
 
 
 # -- inputs -----------------------------------------------------------------------------------
@@ -130,27 +132,28 @@ def change_below(chance: Random, folder: Path, pattern: str = "*") -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """The folder of what inputs are made of: ``run``, ``model``, ``rows.csv`` and others.
+    """The folder from which inputs are copied: ``run``, ``model``, ``rows.csv`` and others.
 
     Attributes:
-        server: number of the process and log of a server that searches ``texts.index``.
+        folder: the folder.
+        server: process id and log of a server that searches ``texts.index``.
     """
 
     folder: Path
     server: tuple[int, Path] | None = None
 
     def copy(self, name: str, into: Path) -> Path:
-        """Return a copy of one of them."""
+        """Copy a file or folder into another folder, and return the path of the copy."""
         source, target = self.folder / name, into / name
         shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
         return target
 
 
 class Input(Protocol):
-    """An input that was made, and can be tried."""
+    """An input that can be tried."""
 
     def failure(self) -> str:
-        """Try it; return what is wrong with the outcome, empty if nothing is."""
+        """Try the input; return what is wrong with the outcome, empty if nothing is."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +161,8 @@ class Command:
     """A command as an input.
 
     Attributes:
-        arguments: on the command line.
-        check: returns what contradicts the input, given the exit code and standard output.
+        arguments: arguments of the command line.
+        check: function from the exit code and standard output to what contradicts the input.
     """
 
     arguments: list[str]
@@ -175,22 +178,26 @@ class Command:
             with redirect_stdout(out), redirect_stderr(err):
                 code = run(self.arguments)
         except BaseException as error:
-            place = error.__traceback__
-            while place is not None and place.tb_next is not None:
-                place = place.tb_next
-            where = f"{place.tb_frame.f_code.co_filename}:{place.tb_lineno}" if place else ""
+            traceback = error.__traceback__
+            while traceback is not None and traceback.tb_next is not None:
+                traceback = traceback.tb_next
+            where = (
+                f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+                if traceback
+                else ""
+            )
             return f"{name}: {type(error).__name__}: {error} ({where})"
-        said = err.getvalue()
+        errors = err.getvalue()
         if code not in (0, 1, 2):
             return f"{name}: exit code {code}"
-        if "Traceback" in said or (code and said.count("llmcond: error: ") != 1):
-            return f"{name}: {said[-300:]}"
+        if "Traceback" in errors or (code and errors.count("llmcond: error: ") != 1):
+            return f"{name}: {errors[-300:]}"
         wrong = self.check(code, out.getvalue())
-        return wrong and f"{name}: {wrong} {said[-300:]}"
+        return wrong and f"{name}: {wrong} {errors[-300:]}"
 
 
 def succeed(*arguments: object) -> None:
-    """Run a command that inputs are made with; end the process if it fails."""
+    """Run a command that prepares inputs; end the process if it fails."""
     command = Command([*map(str, arguments)], lambda code, _: f"exit code {code}" if code else "")
-    if wrong := command.failure():
-        raise SystemExit(f"fuzz: nothing was tried: {wrong}")
+    if failure := command.failure():
+        raise SystemExit(f"fuzz: no input was tried, because a preparation failed: {failure}")

@@ -1,8 +1,8 @@
-"""Inputs of ``fuzz.py`` for what answers, or goes on where it stopped.
+"""Inputs of ``fuzz.py`` for servers, searches and commands that resume.
 
 ``request``: requests to a running ``llmcond serve``. ``filter``: filters of ``llmcond search``.
 ``output``: damaged outputs of ``llmcond embed --out FOLDER``. ``answer``: answers of a chat server
-to ``llmcond annotate``. All of them run against tiny models with random weights, on 127.0.0.1.
+to ``llmcond annotate``. All of them use tiny models with random weights, and servers on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from llmcond.system import process_context
 
 #: Seconds in which a server must answer a request.
 ANSWER_SECONDS: Final = 30
-#: Bytes that a worker, or a server, may address: about twice what it does.
+#: Bytes of address space of a worker or a server: about twice what it needs.
 ADDRESS_SPACE: Final = 8 * 2**30
-#: Memory that a server may take beyond what it has at its start.
+#: Bytes by which the memory of a server may grow after its start.
 SERVER_GROWTH: Final = 400 * 2**20
 ERROR_FIELDS: Final = {"message", "type", "param", "code"}
 CONDITIONS: Final = ("the place", "the mood")
-#: Sizes of what is repeated within a filter or an answer.
+#: Numbers of repetitions of a part of a filter or an answer.
 SIZES: Final = (3, 60, 2_000, 30_000, 300_000)
 
 
 def make_services(base: Path) -> None:
-    """Make an index, and outputs of ``embed``: all of them whole, or begun with half the texts."""
+    """Write an index, and complete and half-finished outputs of ``embed``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,8 +68,14 @@ def make_services(base: Path) -> None:
 
     pq.write_table(pa.Table.from_pylist(TEXT_ROWS), base / "texts.parquet")
     model = ("--run", str(base / "run"), "--head", "linear")
-    own = ("--keep", *COLUMNS[2:], "--id", "id", *(f"--condition={one}" for one in CONDITIONS))
-    succeed("index", base / "texts.parquet", "--out", base / "texts.index", *own, *model)
+    index_options = (
+        "--keep",
+        *COLUMNS[2:],
+        "--id",
+        "id",
+        *(f"--condition={condition}" for condition in CONDITIONS),
+    )
+    succeed("index", base / "texts.parquet", "--out", base / "texts.index", *index_options, *model)
     (base / "source").mkdir()
     for i, stop in enumerate((100, OUTPUT_ROWS)):
         part = pa.Table.from_pylist(TEXT_ROWS[100 * i : stop])
@@ -80,12 +86,12 @@ def make_services(base: Path) -> None:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Read JSON, in which NaN and infinity are errors."""
+    """Parse JSON; NaN and infinity raise a ValueError."""
 
-    def refuse(name: str) -> None:
+    def raise_error(name: str) -> None:
         raise ValueError(f"{name} in JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=raise_error)
 
 
 # -- filters -------------------------------------------------------------------------------------
@@ -115,32 +121,32 @@ TOKENS: Final = (
 
 
 def draw_predicate(chance: Random, depth: int = 0) -> str:
-    """Return a filter that must be accepted, and means what it means to SQLite."""
+    """Return a random filter that must be accepted, with the same result as in SQLite."""
     if depth < 3 and chance.random() < 0.45:
-        one, other = (draw_predicate(chance, depth + 1) for _ in range(2))
-        return chance.choice((f"({one} AND {other})", f"({one}) or {other}", f"NOT ({one})"))
+        left, right = (draw_predicate(chance, depth + 1) for _ in range(2))
+        return chance.choice((f"({left} AND {right})", f"({left}) or {right}", f"NOT ({left})"))
     number, text = partial(chance.choice, NUMBERS), partial(chance.choice, STRINGS)
     operator = chance.choice(("=", "!=", "<>", "<", "<=", ">", ">="))
     maybe_not = chance.choice(("", "NOT "))
-    of_numbers = chance.choice(("year", "price", "CAST(code AS INT)", "cast(code as DOUBLE)"))
-    of_texts = chance.choice(("kind", "text", "id", "code", "CAST(year AS VARCHAR)"))
+    number_column = chance.choice(("year", "price", "CAST(code AS INT)", "cast(code as DOUBLE)"))
+    text_column = chance.choice(("kind", "text", "id", "code", "CAST(year AS VARCHAR)"))
     like = "".join(chance.choice(("%", "_", "o", "1", "news", "''", "Ü")) for _ in range(3))
     return chance.choice(
         (
-            f"{of_numbers} {operator} {number()}",
-            f"{number()} {operator} {of_numbers}",
-            f"{of_numbers} {maybe_not}BETWEEN {number()} AND {number()}",
-            f"{of_numbers} {maybe_not}IN ({number()}, {number()}, {number()})",
-            f"{of_texts}\n{operator} {text()}",
-            f"{of_texts} {maybe_not}in ({text()},{text()})",
-            f"{of_texts} {maybe_not}LIKE '{like}'",
+            f"{number_column} {operator} {number()}",
+            f"{number()} {operator} {number_column}",
+            f"{number_column} {maybe_not}BETWEEN {number()} AND {number()}",
+            f"{number_column} {maybe_not}IN ({number()}, {number()}, {number()})",
+            f"{text_column}\n{operator} {text()}",
+            f"{text_column} {maybe_not}in ({text()},{text()})",
+            f"{text_column} {maybe_not}LIKE '{like}'",
             f"{chance.choice(COLUMNS[2:5])} IS {maybe_not}NULL",
         )
     )
 
 
 def draw_attack(chance: Random) -> str:
-    """Return a filter that would take much, or is none."""
+    """Return a filter that would need excessive time or memory, or is invalid."""
     n, m = chance.choice((0, 10**5, 2 * 10**8, 2 * 10**9, 10**19)), chance.choice(SIZES)
     attacks = (
         *(f"repeat('a', {n}) = text", f"lpad('a', {n}, 'b') = text", f"range(0, {n}) = [1]"),
@@ -157,15 +163,15 @@ def draw_attack(chance: Random) -> str:
 
 
 def draw_filter(chance: Random) -> tuple[str, set[str] | None]:
-    """Return a filter, and the ids that it lets through if it must be accepted."""
-    drawn = chance.random()
-    if drawn < 0.4:
+    """Return a random filter, and the ids of its matches; None if it may be rejected."""
+    random_number = chance.random()
+    if random_number < 0.4:
         text = draw_predicate(chance)
         return text, matching_ids(text)
-    if drawn < 0.55:
+    if random_number < 0.55:
         changed = change_bytes(chance, draw_predicate(chance).encode())
         return changed.decode("utf-8", "replace"), None
-    if drawn < 0.75:
+    if random_number < 0.75:
         return " ".join(chance.choice(TOKENS) for _ in range(chance.randrange(1, 12))), None
     return draw_attack(chance), None
 
@@ -183,22 +189,22 @@ def _sqlite() -> sqlite3.Connection:
 
 
 def matching_ids(text: str) -> set[str]:
-    """Return the ids of the texts that a filter lets through, as SQLite understands it."""
-    query = f"SELECT id FROM texts WHERE {text}"  # noqa: S608 - drawn above, on data of this file
+    """Return the ids of the texts that match a filter in SQLite."""
+    query = f"SELECT id FROM texts WHERE {text}"  # noqa: S608 - a filter generated above
     return {row[0] for row in _sqlite().execute(query)}
 
 
-def wrong_hits(answer: Any, k: int, ids: set[str] | None) -> str:
+def check_hits(answer: Any, k: int, ids: set[str] | None) -> str:
     """Return what is wrong with the hits of a search, if anything."""
     hits, searched = answer["results"], answer["searched"]
     scores = [hit["score"] for hit in hits]
     if not all(isinstance(score, float | int) and math.isfinite(score) for score in scores):
-        return f"scores are no numbers: {scores[:3]}"
+        return f"some scores are not finite numbers: {scores[:3]}"
     if scores != sorted(scores, reverse=True) or len(hits) != min(k, searched):
         return f"{len(hits)} hits of {searched} searched for k = {k}, scores {scores[:5]}"
-    found = {hit["id"] for hit in hits}
-    if ids is not None and (searched != len(ids) or not found <= ids):
-        return f"{searched} texts pass the filter, not {len(ids)}: {sorted(found ^ ids)[:5]}"
+    hit_ids = {hit["id"] for hit in hits}
+    if ids is not None and (searched != len(ids) or not hit_ids <= ids):
+        return f"{searched} texts pass the filter, not {len(ids)}: {sorted(hit_ids ^ ids)[:5]}"
     return ""
 
 
@@ -211,27 +217,35 @@ def filter_input(chance: Random, base: Base, work: Path) -> Command:
 
     def check(code: int, printed: str) -> str:
         if code:
-            return f"a legal filter was refused: {text}" if ids is not None and not options else ""
-        return wrong_hits(read_json(printed), k, ids)
+            return f"a valid filter was rejected: {text}" if ids is not None and not options else ""
+        return check_hits(read_json(printed), k, ids)
 
     index = str(base.folder / "texts.index")
-    given = ["two men", "--condition", CONDITIONS[0], "-k", str(k), f"--where={text}", *options]
-    return Command(["search", index, *given, "--json"], check)
+    query_options = [
+        "two men",
+        "--condition",
+        CONDITIONS[0],
+        "-k",
+        str(k),
+        f"--where={text}",
+        *options,
+    ]
+    return Command(["search", index, *query_options, "--json"], check)
 
 
 # -- requests ------------------------------------------------------------------------------------
 
 
-def processes_of_inputs() -> ForkServerContext | SpawnContext:
-    """Return the context whose processes start with most of what a worker or server imports."""
+def preloading_context() -> ForkServerContext | SpawnContext:
+    """Return a context whose processes start with most modules of a worker or server imported."""
     bert = "transformers.models.bert.modeling_bert"
     return process_context(
         "llmcond.heads", "starlette.requests", "openai", "pyarrow.parquet", "uvicorn", bert
     )
 
 
-def confine() -> None:
-    """Limit the memory of this process, and let it end with the one that started it."""
+def limit_process() -> None:
+    """Limit the memory of this process, and end it when its parent process ends."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
     def wait() -> None:
@@ -242,8 +256,8 @@ def confine() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def patience() -> float:
-    """Return about how many times longer everything takes while other processes compute."""
+def load_factor() -> float:
+    """Return a factor for time limits: the load per core, at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -251,15 +265,15 @@ def serve(folder: Path, log: Path) -> None:
     """Run ``llmcond serve`` in this process."""
     from llmcond.cli import run
 
-    confine()
+    limit_process()
     with log.open("wb") as stream:
-        for number in (1, 2):
-            os.dup2(stream.fileno(), number)
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
     limits = "--port 0 --payload-limit 200000 --max-client-batch-size 256 --device cpu".split()
     sys.exit(run(["serve", "--index", str(folder / "texts.index"), *limits]))
 
 
-class Served:
+class ServerProcess:
     """The ``llmcond serve`` that a worker sends its requests to."""
 
     def __init__(self, base: Base) -> None:
@@ -273,17 +287,22 @@ class Served:
         return self._log.read_text() if self._log.is_file() else ""
 
     def send(self, content: bytes, whole: bool) -> tuple[int, bytes]:
-        """Send a request over a connection of its own; return status and body, 0 for no answer.
+        """Send a request over a new connection; return status and body, status 0 for no answer.
+
+        Args:
+            content: bytes of the request.
+            whole: whether the request is complete, so that the server must answer.
 
         Raises:
-            TimeoutError: nothing comes, though the request is whole.
+            TimeoutError: The server does not answer a complete request.
         """
         with socket.create_connection(
-            ("127.0.0.1", self._port), patience() * ANSWER_SECONDS
+            ("127.0.0.1", self._port), load_factor() * ANSWER_SECONDS
         ) as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it was refused by its head
+            # The server may close the connection after it has read the header.
+            with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(content)
-                if not whole:  # the rest would be waited for
+                if not whole:  # otherwise the server would wait for the rest
                     connection.shutdown(socket.SHUT_WR)
             response = HTTPResponse(connection, method=content[:4].decode("latin-1").strip())
             try:
@@ -293,19 +312,19 @@ class Served:
                 return 0, b""
 
     def failure(self) -> str:
-        """Return what the last request has done to the server, if anything."""
+        """Return how the last request damaged the server; empty if it did not."""
         try:
             growth = peak_memory(self._pid) - self._memory
         except FileNotFoundError:
             return f"the server ended: {self._log_text()[-300:]}"
-        return f"the server took {growth / 2**20:,.0f} MiB more" if growth > SERVER_GROWTH else ""
+        return f"the server grew by {growth / 2**20:,.0f} MiB" if growth > SERVER_GROWTH else ""
 
 
-served: Final = cache(Served)
+get_server: Final = cache(ServerProcess)
 
 
 def peak_memory(process: int | None = None) -> int:
-    """Return the most memory that a process has had, in bytes."""
+    """Return the peak memory of a process, by default this one, in bytes."""
     status = Path(f"/proc/{process or 'self'}/status").read_text()
     match = re.search(r"VmHWM:\s+(\d+)", status)
     return 1024 * int(match[1]) if match else 0
@@ -316,9 +335,11 @@ class Request:
     """A request as an input.
 
     Attributes:
-        content: as it is sent.
-        whole: whether it must be answered; of others a part is changed that tells their length.
-        check: returns what is wrong with the body of an answer with status 200.
+        base: folder of the inputs, and the server.
+        content: bytes of the request.
+        whole: whether the server must answer; False if a part that determines the length of the
+            request was changed.
+        check: function from the body of an answer with status 200 to what is wrong with it.
     """
 
     base: Base
@@ -327,48 +348,48 @@ class Request:
     check: Callable[[bytes], str] = lambda body: ""
 
     def failure(self) -> str:
-        """Send it; return what is wrong with the answer, or with the server afterwards."""
-        server = served(self.base)
+        """Send the request; return what is wrong with the answer, or with the server afterwards."""
+        server = get_server(self.base)
         try:
-            wrong = self.wrong_answer(*server.send(self.content, self.whole))
+            wrong = self.check_answer(*server.send(self.content, self.whole))
         except (TimeoutError, ConnectionRefusedError) as error:
             wrong = f"no answer in {ANSWER_SECONDS} s: {error!r}"
         wrong = server.failure() or wrong
         return wrong and f"{self.content[:150]!r}: {wrong}"
 
-    def wrong_answer(self, status: int, body: bytes) -> str:
-        """Return what is wrong with an answer, if anything; status 0: there is none."""
+    def check_answer(self, status: int, body: bytes) -> str:
+        """Return what is wrong with an answer, if anything; status 0 means no answer."""
         if status >= 500 or (self.whole and not status):
             return f"status {status}: {body[:300]!r}"
         if str(self.base.folder).encode() in body:
-            return f"the answer tells a path of the disk: {body[:300]!r}"
+            return f"the answer contains a path of the disk: {body[:300]!r}"
         try:
             if status == 200:
                 return self.check(body)
             if self.whole and body and set(read_json(body)["error"]) != ERROR_FIELDS:
-                return f"an error of another form: {body[:300]!r}"
+                return f"an error in an unexpected format: {body[:300]!r}"
         except (ValueError, KeyError, TypeError) as error:
             return f"{error!r} in the answer {body[:300]!r}"
         return ""
 
 
 def request_bytes(path: str, body: bytes, kind: str = "application/json", more: str = "") -> bytes:
-    """Return a request as it is sent."""
+    """Return the bytes of a POST request; ``more`` holds further header lines."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{more}"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def wrong_embeddings(body: bytes, count: int) -> str:
+def check_embeddings(body: bytes, count: int) -> str:
     """Return what is wrong with embeddings, if anything."""
     answer = read_json(body)
-    lengths = [math.hypot(*one["embedding"]) for one in answer["data"]]
+    lengths = [math.hypot(*item["embedding"]) for item in answer["data"]]
     others = [length for length in lengths if abs(length - 1) > 1e-3]
     if len(lengths) != count or others != [0] * answer["zero_vectors"]:
-        return f"{len(lengths)} embeddings of {count} texts, also of lengths {others[:5]}"
+        return f"{len(lengths)} embeddings of {count} texts, some with lengths {others[:5]}"
     return ""
 
 
-def wrong_similarities(body: bytes, count: int) -> str:
+def check_similarities(body: bytes, count: int) -> str:
     """Return what is wrong with similarities, if anything."""
     values = read_json(body)["similarities"]
     if len(values) != count or not all(abs(value) <= 1.001 for value in values):
@@ -377,32 +398,32 @@ def wrong_similarities(body: bytes, count: int) -> str:
 
 
 def draw_body(chance: Random) -> tuple[str, dict[str, Any], Callable[[bytes], str]]:
-    """Return a path, a good body for it, and what checks the answer."""
+    """Return a path, a valid body for it, and the check of the answer."""
     count = chance.choice((1, 1, 2, 30))
     texts = [chance.choice(("two men", "children read", "x", *TEXTS)) for _ in range(count)]
     condition = chance.choice((*CONDITIONS, "the colour"))
     match chance.randrange(4):
         case 0:
             embed: dict[str, Any] = {"input": texts, "condition": condition}
-            return "/v1/embeddings", embed, partial(wrong_embeddings, count=count)
+            return "/v1/embeddings", embed, partial(check_embeddings, count=count)
         case 1:
             pairs = {"sentence1": texts, "sentence2": "two men", "condition": condition}
-            return "/v1/similarity", pairs, partial(wrong_similarities, count=count)
+            return "/v1/similarity", pairs, partial(check_similarities, count=count)
     text, ids = draw_filter(chance)
     k = chance.choice((1, 10, 300))
     search = {"query": "two men", "condition": condition, "k": k, "where": text}
     if chance.random() < 0.3:
         search["condition"] = {condition: chance.choice((1, -2.5, 1e-30, 1e38, 1e308))}
-    return "/v1/search", search, lambda body: wrong_hits(read_json(body), k, ids)
+    return "/v1/search", search, lambda body: check_hits(read_json(body), k, ids)
 
 
 def request_input(chance: Random, base: Base, work: Path) -> Request:
     """Return a request, usually one with something wrong."""
     path, values, check = draw_body(chance)
-    drawn = chance.random()
-    if drawn < 0.35:
+    random_number = chance.random()
+    if random_number < 0.35:
         return Request(base, request_bytes(path, json.dumps(values).encode()), True, check)
-    if drawn < 0.4:
+    if random_number < 0.4:
         path = chance.choice(("/", "/healthz", "/readyz", "/metrics", "/v1/models", "/none"))
         return Request(base, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(), True)
     return Request(base, *draw_wrong_request(chance, path, values))
@@ -472,101 +493,110 @@ def damage_record(chance: Random, record: Path) -> None:
 def damage_data(chance: Random, out: Path) -> None:
     """Remove, replace or swap files of rows."""
     files = sorted(p for p in out.rglob("*") if p.suffix in (".parquet", ".lance", ".manifest"))
-    one, other = chance.choice(files), chance.choice(files)
+    path, other_path = chance.choice(files), chance.choice(files)
     match chance.randrange(5):
         case 0:
-            one.unlink()
+            path.unlink()
         case 1:
-            one.write_bytes(b"junk")
+            path.write_bytes(b"junk")
         case 2:
-            one.write_bytes(other.read_bytes())
+            path.write_bytes(other_path.read_bytes())
         case 3:
-            shutil.copyfile(one, out / f"part-0000{chance.choice('019')}9.parquet")
+            shutil.copyfile(path, out / f"part-0000{chance.choice('019')}9.parquet")
         case _:
-            content = one.read_bytes()
-            one.write_bytes(content[: chance.randrange(len(content))])
+            content = path.read_bytes()
+            path.write_bytes(content[: chance.randrange(len(content))])
 
 
 def output_input(chance: Random, base: Base, work: Path) -> Command:
-    """Return a command that continues an output that was begun or damaged."""
+    """Return a command that resumes a half-finished or damaged output."""
     name = chance.choice(("half", "half.lance", "whole", "whole.lance"))
     source, out = base.folder / "source", work / name
-    drawn = chance.random()
-    if drawn < 0.05:  # left by a process that was killed while it began
+    random_number = chance.random()
+    if random_number < 0.05:  # a process was killed at its start
         out.mkdir()
         (out / f".{RECORD}.{chance.randrange(16**8):08x}").write_text(chance.choice(("", "{")))
-    elif drawn < 0.1:  # a folder that holds itself
+    elif random_number < 0.1:  # the source folder contains a link to itself
         source = base.copy("source", work)
         (source / "again").symlink_to(chance.choice((".", str(source))))
     else:
         base.copy(name, work)
-    good = drawn < 0.15
-    if drawn > 0.55:
+    must_resume = random_number < 0.15
+    if random_number > 0.55:
         damage_record(chance, out / RECORD)
-    elif drawn > 0.25:
+    elif random_number > 0.25:
         damage_data(chance, out)
-    elif not good:
+    elif not must_resume:
         change_below(chance, out)
     damaged = {path: path.read_bytes() for path in changed_files(out, base.folder / name)}
 
     def check(code: int, printed: str) -> str:
         if code:
-            return "it does not continue" if good else ""
-        still = [p for p in damaged if p.is_file() and p.read_bytes() == damaged[p]]
+            return "the command does not resume" if must_resume else ""
+        unchanged = [p for p in damaged if p.is_file() and p.read_bytes() == damaged[p]]
         whole = base.folder / f"whole{out.suffix}"
-        return wrong_output(out, json.loads(printed), None if still else whole)
+        return check_output(out, json.loads(printed), None if unchanged else whole)
 
     return Command(embed_command(source, out, base.folder / "run"), check)
 
 
 def changed_files(out: Path, original: Path) -> list[Path]:
-    """Return the files of an output that are not as in the one that it was copied from."""
-    found = (path for path in out.rglob("*") if path.is_file() and path.name != RECORD)
-    return [path for path in found if not _same(path, original / path.relative_to(out))]
+    """Return the files of an output that differ from those of the original."""
+    paths = (path for path in out.rglob("*") if path.is_file() and path.name != RECORD)
+    return [path for path in paths if not _are_equal(path, original / path.relative_to(out))]
 
 
-def _same(path: Path, other: Path) -> bool:
+def _are_equal(path: Path, other: Path) -> bool:
     return other.is_file() and path.read_bytes() == other.read_bytes()
 
 
-def wrong_output(out: Path, summary: Any, whole: Path | None) -> str:
-    """Return how an output differs from what the command says of it; empty if it does not.
+def check_output(out: Path, summary: Any, whole: Path | None) -> str:
+    """Return how an output contradicts the command's summary; empty if it does not.
 
-    Without ``whole``, an undamaged output to compare with, only its files and rows are counted.
+    Args:
+        out: folder of the output.
+        summary: JSON summary that the command printed.
+        whole: undamaged output to compare the rows with; None to only count the rows.
     """
     import numpy as np
 
     if summary["rows"] != OUTPUT_ROWS:
-        return f"{summary['rows']} rows were said to be there, not {OUTPUT_ROWS}"
+        return f"{summary['rows']} rows were reported, not {OUTPUT_ROWS}"
     try:
         rows = count_rows(out)
         if rows != OUTPUT_ROWS:
-            return f"{rows} rows are there, not {OUTPUT_ROWS}"
+            return f"the output has {rows} rows, not {OUTPUT_ROWS}"
         if whole is not None:
-            found, expected = read_rows(out), read_rows(whole)
-            one, other = (np.stack(rows["embedding"].to_numpy()) for rows in (found, expected))
-            if found["id"] != expected["id"] or not np.allclose(one, other, atol=1e-3):
-                return "other rows are there"
+            actual, expected = read_rows(out), read_rows(whole)
+            vectors, expected_vectors = (
+                np.stack(rows["embedding"].to_numpy()) for rows in (actual, expected)
+            )
+            if actual["id"] != expected["id"] or not np.allclose(
+                vectors, expected_vectors, atol=1e-3
+            ):
+                return "the output has other rows"
     except Exception as error:
-        return f"what is there cannot be read: {error}"
+        return f"the output cannot be read: {error}"
     return ""
 
 
 def count_rows(out: Path) -> int:
-    """Return the rows of an output, by the end of each of its files."""
+    """Return the number of rows of an output, from the footers of its files."""
     import lance
     import lance.file
     import pyarrow.parquet as pq
 
     if out.suffix != ".lance":
         return sum(pq.ParquetFile(path).metadata.num_rows for path in out.glob("*.parquet"))
-    files = [f for one in lance.dataset(str(out)).get_fragments() for f in one.data_files()]
+    files = [
+        f for fragment in lance.dataset(str(out)).get_fragments() for f in fragment.data_files()
+    ]
     readers = [lance.file.LanceFileReader(str(out / "data" / file.path)) for file in files]
     return sum(reader.num_rows() for reader in readers)
 
 
 def read_rows(out: Path) -> Any:
-    """Return the rows of an output."""
+    """Return the rows of an output as a table."""
     import lance
     import pyarrow.parquet as pq
 
@@ -575,14 +605,14 @@ def read_rows(out: Path) -> Any:
 
 # -- answers of a chat server --------------------------------------------------------------------
 
-#: Bytes and seconds after which an answer "without end" ends all the same.
+#: Bytes and seconds after which an "endless" answer ends nevertheless.
 ENDLESS_BYTES: Final = 512 * 2**20
 ENDLESS_SECONDS: Final = 90
 ANNOTATED_ROWS: Final = 4
 
 
 def draw_text(chance: Random) -> str:
-    """Return what the model says."""
+    """Return a random text of the model."""
     rating = json.dumps({"rating": chance.choice((*"12345", "ill-defined", 3, *VALUES, *TEXTS))})
     pair = {"partner": chance.choice((0, 1, *VALUES)), "alike": "a", "different": "b"}
     n = chance.choice(SIZES)
@@ -595,7 +625,7 @@ def draw_text(chance: Random) -> str:
 
 
 def completion(text: str) -> bytes:
-    """Return an answer of the chat protocol."""
+    """Return the JSON of an answer of the chat protocol."""
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "finish_reason": "stop", "message": message}
     usage = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
@@ -604,18 +634,23 @@ def completion(text: str) -> bytes:
 
 
 def response(body: bytes, status: int = 200, *more: str, length: int | None = None) -> bytes:
-    """Return a response of HTTP."""
+    """Return the bytes of an HTTP response."""
     size = len(body) if length is None else length
     fields = [f"HTTP/1.1 {status} x", "Content-Type: application/json", "Connection: close"]
     return "\r\n".join([*fields, f"Content-Length: {size}", *more, "\r\n"]).encode() + body
 
 
 def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
-    """Yield the pieces of a response, usually one with something wrong."""
+    """Yield the parts of a response, which usually has an error.
+
+    Args:
+        chance: source of random numbers.
+        elsewhere: path that redirects point to.
+    """
     good = completion(draw_text(chance))
     waits = ("0", "-1", "nan", "x", "0.1", "Mon, 01 Jan 1990 00:00:00 GMT", "9" * 400)
-    drawn = chance.randrange(12)
-    match drawn:
+    case_number = chance.randrange(12)
+    match case_number:
         case 0:
             yield response(change_json(chance, good.decode()).encode())
         case 1:
@@ -623,10 +658,10 @@ def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
         case 2:
             yield change_bytes(chance, response(good))
         case 3:
-            to = chance.choice(
+            target = chance.choice(
                 (elsewhere, elsewhere, "file:///etc/passwd", "//", "http://127.0.0.1:1/", "")
             )
-            yield response(b"{}", chance.choice((301, 302, 303, 307, 308)), f"Location: {to}")
+            yield response(b"{}", chance.choice((301, 302, 303, 307, 308)), f"Location: {target}")
         case 4:
             error = json.dumps({"error": {"message": draw_text(chance)[:1000]}}).encode()
             status = chance.choice((400, 401, 403, 404, 408, 409, 422, 429, 500, 503, 599, 999))
@@ -634,7 +669,9 @@ def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
         case 5:
             yield response(good, length=chance.choice((0, 1, len(good) - 1, len(good) + 9, 10**15)))
         case 6:
-            yield response(deflated(chance.choice((0, 10**9))), 200, "Content-Encoding: deflate")
+            yield response(
+                deflated_completion(chance.choice((0, 10**9))), 200, "Content-Encoding: deflate"
+            )
         case 7 | 8:
             yield from draw_endless(chance, good)
         case _:
@@ -642,8 +679,8 @@ def draw_response(chance: Random, elsewhere: str) -> Iterator[bytes]:
 
 
 @cache
-def deflated(size: int) -> bytes:
-    """Return an answer in a compressed form, with so many bytes more than it needs."""
+def deflated_completion(size: int) -> bytes:
+    """Return a compressed answer whose text has ``size`` superfluous bytes."""
     packer = zlib.compressobj()
     begin, _, end = completion("@").partition(b"@")
     blocks = (packer.compress(b"a" * 2**20) for _ in range(size // 2**20))
@@ -651,7 +688,7 @@ def deflated(size: int) -> bytes:
 
 
 def draw_endless(chance: Random, good: bytes) -> Iterator[bytes]:
-    """Yield a response that comes slowly, or has no end."""
+    """Yield a response that is slow, or has no end."""
     slow = chance.random() < 0.5
     head, piece = chance.choice(
         (
@@ -672,10 +709,10 @@ def draw_endless(chance: Random, good: bytes) -> Iterator[bytes]:
 
 
 class HostileChat(ThreadingTCPServer):
-    """A chat server in this process. The path of a request, ``/SEED/...``, decides its answer.
+    """A chat server in this process. The path of a request, ``/SEED/...``, determines its answer.
 
     Attributes:
-        strays: seeds whose requests followed a redirect.
+        strays: seeds for which a client followed a redirect.
     """
 
     daemon_threads = True
@@ -686,7 +723,7 @@ class HostileChat(ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing of clients that left."""
+        """Ignore clients that closed their connection."""
 
 
 class _Handler(StreamRequestHandler):
@@ -704,9 +741,9 @@ class _Handler(StreamRequestHandler):
         seed = path.split("/")[1]
         if "elsewhere" in path:
             server.strays.add(seed)
-        of_seed, chance = Random(seed), Random(f"{seed} {body.decode()}")
-        share, lists = of_seed.choice((0, 0.5, 1)), of_seed.random() < 0.1
-        if not body and not lists:
+        seed_chance, chance = Random(seed), Random(f"{seed} {body.decode()}")
+        share, lists_models = seed_chance.choice((0, 0.5, 1)), seed_chance.random() < 0.1
+        if not body and not lists_models:
             self.wfile.write(response(b'{"object": "list", "data": [{"id": "rater"}]}'))
         elif chance.random() < share:
             self.wfile.write(response(completion(json.dumps({"rating": chance.choice("12345")}))))
@@ -720,7 +757,7 @@ hostile_chat: Final = cache(HostileChat)
 
 
 def answer_input(chance: Random, base: Base, work: Path) -> Command:
-    """Return a command that asks a chat server, whose answers are usually wrong."""
+    """Return a command that sends requests to a chat server whose answers are usually wrong."""
     chat, seed = hostile_chat(), str(chance.randrange(2**32))
     url = f"http://127.0.0.1:{chat.server_address[1]}/{seed}/v1"
     limits = ["--timeout", chance.choice(("0.5", "2")), "--retries", chance.choice("001")]
@@ -731,24 +768,24 @@ def answer_input(chance: Random, base: Base, work: Path) -> Command:
     arguments = ["annotate", data, "--out", "rated.csv", "--yes", *rows, *server, "--json"]
     journal, damage = work / "rated.answers", chance.random() < 0.3
 
-    def check(code: int, printed: str, again: bool = False) -> str:
+    def check(code: int, printed: str, repeated: bool = False) -> str:
         if seed in chat.strays:
             return "a redirect was followed"
         if code:
             return ""
         summary = read_json(printed)
-        if wrong := wrong_ratings(work / "rated.csv", summary):
+        if wrong := check_ratings(work / "rated.csv", summary):
             return wrong
-        if again:
-            return f"asked again: {printed}" if summary["questions"] and not damage else ""
+        if repeated:
+            return f"repeated requests: {printed}" if summary["questions"] and not damage else ""
         if damage:
             journal.write_bytes(change_bytes(chance, journal.read_bytes()))
-        return Command(arguments, partial(check, again=True)).failure()
+        return Command(arguments, partial(check, repeated=True)).failure()
 
     return Command(arguments, check)
 
 
-def wrong_ratings(path: Path, summary: Any) -> str:
+def check_ratings(path: Path, summary: Any) -> str:
     """Return what is wrong with a file of ratings, if anything."""
     with path.open(newline="", encoding="utf-8") as stream:
         labels = [float(row["label"]) for row in csv.DictReader(stream)]
@@ -757,8 +794,8 @@ def wrong_ratings(path: Path, summary: Any) -> str:
         return f"(rows, ill-defined) are {counts}: {summary}"
     if not all(label == -1 or 1 <= label <= 5 for label in labels):
         return f"ratings are {labels}"
-    asked = summary["rows"] + summary["unanswered"]
-    return f"{asked} rows: {summary}" if asked > ANNOTATED_ROWS else ""
+    n_rows = summary["rows"] + summary["unanswered"]
+    return f"{n_rows} rows: {summary}" if n_rows > ANNOTATED_ROWS else ""
 
 
 SERVICES: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {

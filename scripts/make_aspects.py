@@ -6,15 +6,16 @@
 Each file ``scripts/aspects/DOMAIN.toml`` with templates becomes ``FOLDER/DOMAIN.json``. A template
 is a text with pieces in braces:
 
-* ``{name}`` draws a piece from the list ``name`` in ``[words]``, or a wording of the text's value
-  of the attribute ``name`` in ``[values]``. The value is drawn once per text, each wording anew.
-* ``{name.part}`` draws from one list of a value that is a table of lists.
+* ``{name}`` is a random piece of the list ``name`` in ``[words]``, or a random wording of the
+  text's value of the attribute ``name`` in ``[values]``. The value is sampled once per text, and
+  its wording at each occurrence.
+* ``{name.part}`` is a random wording of one list of a value that is a table of lists.
 * ``{name?}`` is left out half of the time.
-* ``{2-3 of a, b, c}`` draws two or three of the names, as sentences in random order.
+* ``{2-3 of a, b, c}`` is two or three of the names, as sentences in random order.
 
-Pieces may contain pieces. ``include`` names files whose values, words and conditions can be used
-too. ``manners`` is the share of texts that are rewritten in a manner (see ``manners.py``).
-Values are drawn independently and uniformly, so that any two attributes of a domain are crossed.
+Pieces may contain pieces. ``include`` names files whose values, words and conditions can also be
+used. ``manners`` is the share of texts that are rewritten in a manner (see ``manners.py``).
+Values are sampled independently and uniformly, so that any two attributes of a domain are crossed.
 
 The texts depend on the seed and the files only. ``--check`` also reports, for each domain, what
 would make the texts too easy or too monotonous.
@@ -47,19 +48,19 @@ LOWERED: Final = (  # words that only begin a sentence with a capital
     "|Some|Somebody|Someone|Any|All|Every|Everything|Each|One|Two|Three|After|Before|So|Just|Only"
 )
 SAMPLE: Final = re.compile(r"(\d+)-(\d+) of (.+)")
-FEWEST: Final = 12  # values of fewer texts say nothing about the words of a value
-TRIES: Final = 50  # how often a text that exists already is drawn anew
+FEWEST: Final = 12  # fewer texts than this show nothing about the words of a value
+TRIES: Final = 50  # attempts to generate a text that does not exist yet
 
 Ways = list[str] | dict[str, list[str]]
 
 
 class DomainError(Exception):
-    """A domain file that cannot be used; the message names the file and the place."""
+    """An invalid domain file; the message names the file and the position in it."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The templates of a domain, and all the lists that their pieces refer to."""
+    """The templates of a domain, and all lists that their pieces refer to."""
 
     name: str
     templates: list[str]
@@ -80,7 +81,7 @@ class Text:
 
 @dataclass
 class Draft:
-    """The values and the pieces drawn so far for one text."""
+    """The values and the pieces chosen so far for one text."""
 
     domain: Domain
     rng: Random
@@ -92,7 +93,7 @@ class Draft:
         return PIECE.sub(lambda match: self.piece(match[1]), text)
 
     def piece(self, reference: str) -> str:
-        """Return the text of one piece, which is empty for an optional one that is left out."""
+        """Return the text of a piece, which is empty for an optional piece that is left out."""
         if sample := SAMPLE.fullmatch(reference):
             names = sample[3].split(", ")
             number = self.rng.randint(int(sample[1]), int(sample[2]))
@@ -107,7 +108,7 @@ class Draft:
         return self.expand(self.wording(self.domain.words[name]))
 
     def wording(self, ways: Sequence[str]) -> str:
-        """Draw a wording that the text does not have yet, if there is one."""
+        """Choose a random wording, preferably one that the text does not have yet."""
         wording = self.rng.choice([way for way in ways if way not in self.used] or ways)
         self.used.add(wording)
         return wording
@@ -145,13 +146,17 @@ def read_toml(name: str, folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DomainError(f"{path}: there is no such domain file") from None
+        raise DomainError(f"{path}: this domain file does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DomainError(f"{path}: {error}") from None
 
 
 def read_domain(name: str, folder: Path = FOLDER) -> Domain:
-    """Read a domain file with the files that it includes, and check every reference in it."""
+    """Read a domain file and the files that it includes, and check all references.
+
+    Raises:
+        DomainError: A file is invalid, or a reference or the wording of a condition is missing.
+    """
     main = read_toml(name, folder)
     tables: dict[str, dict[str, Any]] = {"values": {}, "words": {}, "conditions": {}}
     for content in [*(read_toml(other, folder) for other in main.get("include", [])), main]:
@@ -159,9 +164,9 @@ def read_domain(name: str, folder: Path = FOLDER) -> Domain:
             entries.update(content.get(table, {}))
     domain = Domain(name, main.get("templates", []), **tables, manners=main.get("manners", 0.0))
     path = folder / f"{name}.toml"
-    for place, text in pieces(domain):
+    for position, text in pieces(domain):
         for reference in PIECE.findall(text):
-            check_reference(domain, reference, f"{path}, {place}")
+            check_reference(domain, reference, f"{path}, {position}")
     attributes = [*domain.values, *(["manner"] if domain.manners else [])]
     for attribute in attributes:
         missing = {"text", "question", "short", "description", "other"} - set(
@@ -174,7 +179,7 @@ def read_domain(name: str, folder: Path = FOLDER) -> Domain:
 
 
 def pieces(domain: Domain) -> Iterator[tuple[str, str]]:
-    """Yield every template and wording with the place where it is written."""
+    """Yield the position in the file and the text of every template and wording."""
     for number, template in enumerate(domain.templates, 1):
         yield f"template {number}", template
     for name, words in domain.words.items():
@@ -182,16 +187,16 @@ def pieces(domain: Domain) -> Iterator[tuple[str, str]]:
     for name, values in domain.values.items():
         for value, ways in values.items():
             for part, wordings in ways.items() if isinstance(ways, dict) else [("", ways)]:
-                place = ".".join(filter(None, ("values", name, value, part)))
-                yield from ((place, wording) for wording in wordings)
+                position = ".".join(filter(None, ("values", name, value, part)))
+                yield from ((position, wording) for wording in wordings)
 
 
-def check_reference(domain: Domain, reference: str, place: str) -> None:
-    """Raise an error for a reference to what does not exist."""
+def check_reference(domain: Domain, reference: str, position: str) -> None:
+    """Raise a DomainError for a reference to a name that does not exist."""
     sample = SAMPLE.fullmatch(reference)
     names = sample[3].split(", ") if sample else [reference.removesuffix("?")]
     if sample and not int(sample[1]) <= int(sample[2]) <= len(names):
-        raise DomainError(f"{place}: {{{reference}}} draws more names than it lists")
+        raise DomainError(f"{position}: {{{reference}}} needs more names than it lists")
     for full in names:
         name, _, part = full.partition(".")
         lists: list[Any] = [domain.words.get(name)]
@@ -203,13 +208,13 @@ def check_reference(domain: Domain, reference: str, place: str) -> None:
             part and name in domain.words
         ):
             raise DomainError(
-                f"{place}: {{{full}}} is neither a list in [words] nor an attribute in [values] "
+                f"{position}: {{{full}}} is neither a list in [words] nor an attribute in [values] "
                 "(a value that is a table needs {name.part})"
             )
 
 
 def generate(domain: Domain, number: int, seed: int) -> list[Text]:
-    """Generate different texts of a domain; fewer than asked for where they run out."""
+    """Generate distinct texts of a domain; fewer than ``number`` if it has no more."""
     rng = Random(f"{seed}:{domain.name}")
     texts: dict[str, Text] = {}
     for _ in range(number):
@@ -255,12 +260,12 @@ def to_wordings(condition: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(numbers: Sequence[int]) -> str:
-    """Return the smallest number, the median and the largest."""
+    """Return the smallest number, the median and the largest number."""
     return f"{min(numbers)}, {statistics.median(numbers):g}, {max(numbers)}"
 
 
 def report(domain: Domain, texts: Sequence[Text], number: int) -> Iterator[str]:
-    """Yield the lines that describe the texts of a domain and what is wrong with them."""
+    """Yield lines that describe the texts of a domain and what is wrong with them."""
     used = {attribute for text in texts for attribute in text.attrs}
     size = f"{len(domain.templates)} templates, {len(used)} conditions"
     yield f"{domain.name}: {len(texts)} texts, {size}"
@@ -279,11 +284,11 @@ def report(domain: Domain, texts: Sequence[Text], number: int) -> Iterator[str]:
             yield f"  {carries}: {domain.templates[template]}"
     for attribute in sorted(used & domain.values.keys()):
         yield from few_ways(attribute, domain.values[attribute])
-    yield from telling_words(texts, used)
+    yield from revealing_words(texts, used)
 
 
 def few_ways(attribute: str, values: Mapping[str, Ways]) -> Iterator[str]:
-    """Yield a line for each attribute with too few values or too many, or with few wordings."""
+    """Yield a line for an attribute with too few or too many values, and for few wordings."""
     if not 2 <= len(values) <= 10:
         yield f"  {attribute}: {len(values)} values"
     for value, ways in values.items():
@@ -292,7 +297,7 @@ def few_ways(attribute: str, values: Mapping[str, Ways]) -> Iterator[str]:
             yield f"  {attribute} = {value}: {shortest} ways"
 
 
-def telling_words(texts: Sequence[Text], attributes: set[str]) -> Iterator[str]:
+def revealing_words(texts: Sequence[Text], attributes: set[str]) -> Iterator[str]:
     """Yield a line for each word that most texts of a value have and few texts of the others."""
     tokens = [set(re.findall(r"\w+", text.text.lower())) for text in texts]
     for attribute in sorted(attributes):
@@ -314,7 +319,7 @@ def telling_words(texts: Sequence[Text], attributes: set[str]) -> Iterator[str]:
 
 
 def domain_names(folder: Path = FOLDER) -> list[str]:
-    """List the files that have templates; the others are only included."""
+    """Return the names of the files that have templates; the others are only included."""
     names = sorted(path.stem for path in folder.glob("*.toml"))
     return [name for name in names if "templates" in read_toml(name, folder)]
 
@@ -326,10 +331,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--texts", type=int, default=1500, help="texts for each domain (default 1500)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of all that is drawn (default 0)")
-    parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="these domains only")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the texts (default 0)")
+    parser.add_argument("--only", nargs="+", metavar="DOMAIN", help="domains (default: all)")
     parser.add_argument("--check", action="store_true", help="report on the texts of each domain")
-    parser.add_argument("--show", type=int, default=0, help="print the first texts of each domain")
+    parser.add_argument("--show", type=int, default=0, help="number of texts to print per domain")
     args = parser.parse_args(argv)
     if not (args.out or args.check or args.show):
         parser.error("give --out FOLDER to write the texts, or --check or --show to look at them")

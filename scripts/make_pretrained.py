@@ -1,11 +1,11 @@
-"""Put an encoder that was trained, with its head, into models/: the bundled model.
+"""Write a trained encoder with its head into models/, as the bundled model.
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
     python scripts/make_pretrained.py runs/conditions --note scripts/aspects/DATA.md
 
-docs/results.md has the commands that made the runs. What is laid out is what `llmcond push`
-uploads: adapter, head, the account of the training and the card, without rows, features and paths.
-It computes in float32, whatever it was trained in. Its card ends with the note.
+docs/results.md contains the commands that trained the runs. The script writes what `llmcond push`
+uploads: the adapter, the head, the training record and the model card, without rows, features and
+paths. The model computes in float32, whatever its training used. Its card ends with the note.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from llmcond.runs import open_any_run
 from llmcond.workflows.push import CARD, stage_run
 
 
-def in_float32(folder: Path, name: str) -> None:
-    """Record the encoder by its name here, and that it computes in float32.
+def record_float32(folder: Path, name: str) -> None:
+    """Record the bundled name of the encoder, and that it computes in float32.
 
-    CPUs without instructions for bfloat16 take many times as long in it. What was trained in it
-    differs by rounding then, and no features go along that would have to be the same.
+    CPUs without bfloat16 instructions take many times as long in bfloat16. Vectors of a model that
+    was trained in bfloat16 then differ by rounding, which is harmless because the bundled model
+    contains no features that they would have to match.
     """
     identity = replace(open_any_run(folder).identity, dtype="float32")
     for path in (folder / "run.json", *folder.glob("heads/*/head.json")):
@@ -41,24 +42,29 @@ def in_float32(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Stage the run, and put it in place."""
+    """Stage the run, and replace the bundled model by it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder that train-lora made")
-    parser.add_argument("--name", default=DEFAULT_MODEL)
-    parser.add_argument("--note", type=Path, help="Markdown, such as the licences of the data")
+    parser.add_argument("run", type=Path, help="run folder that train-lora wrote")
     parser.add_argument(
-        "--out", type=Path, default=bundled_folder("models"), help="default: models/"
+        "--name", default=DEFAULT_MODEL, help="name of the bundled model (default: %(default)s)"
     )
-    given = parser.parse_args()
-    target = given.out / given.name
+    parser.add_argument("--note", type=Path, help="Markdown file, such as the licences of the data")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=bundled_folder("models"),
+        help="folder of the model (default: models/)",
+    )
+    options = parser.parse_args()
+    target = options.out / options.name
     with tempfile.TemporaryDirectory() as temporary:
-        stage_run(given.run, Path(temporary))
-        in_float32(Path(temporary), given.name)
-        if given.note is not None:
+        stage_run(options.run, Path(temporary))
+        record_float32(Path(temporary), options.name)
+        if options.note is not None:
             card = Path(temporary, CARD)
-            parts = [path.read_text(encoding="utf-8").strip() for path in (card, given.note)]
+            parts = [path.read_text(encoding="utf-8").strip() for path in (card, options.note)]
             card.unlink()  # it is a link to the card of the run
             card.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)

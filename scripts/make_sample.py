@@ -2,23 +2,22 @@
 
     python scripts/make_sample.py [--out llmcond/data/sample] [--check]
 
-Every sentence describes a small invented scene (who, how many, doing what, where, ...), and
-every sentence pair is rated twice, under two conditions that ask about two different slots.
-The rating is looked up in the tables below: 5 same value, 4 close, 3 related, 2 loosely
-related, 1 different.
+Every sentence describes a small invented scene (who, how many, doing what, where, ...). Every
+sentence pair is rated twice, under two conditions that ask about two different slots. The ratings
+come from the tables below: 5 same value, 4 close, 3 related, 2 loosely related, 1 different.
 
-The data is built so that only reading *both sentences and the condition* helps:
+The ratings can only be predicted from *both sentences and the condition*:
 
 * The two ratings of a pair mirror each other around 3 (see ``BLOCKS``), so a score that does
   not depend on the condition is right on one row and wrong on the other.
 * Ratings are symmetric around 3 for every slot and every wording of its condition, within
   every split, so the condition alone predicts nothing.
-* All that is not asked about is drawn without looking at the ratings.
+* Everything that no condition asks about is sampled independently of the ratings.
 * A sentence is used in one pair only, so no sentence is shared between splits.
 
-Generation needs the standard library only and gives the same bytes on every Python version.
-With ``--check`` nothing is written: the files are compared with a fresh generation and the
-fairness figures are printed; the exit status is 1 on a mismatch or a leak.
+The script needs the standard library only and writes the same bytes on every Python version.
+With ``--check`` it writes nothing: it compares the files with newly generated ones, prints the
+fairness figures, and exits with 1 on a mismatch or a leak.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 SEED: Final = 20240229
 HEADER: Final = ("sentence1", "sentence2", "condition", "label")
-# Split name -> smallest number of sentence pairs (each gives two rows).
+# Split name -> minimum number of sentence pairs (each gives two rows).
 SPLIT_PAIRS: Final[Mapping[str, int]] = MappingProxyType({"train": 1400, "dev": 200, "test": 300})
 MIN_WORDS: Final = 12
 MAX_WORDS: Final = 28
@@ -66,26 +65,26 @@ class Slot:
     values: tuple[Value, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a table of ratings that is not a lower triangle with 5 on the diagonal."""
+        """Raise an error unless the ratings are a lower triangle with 5 on the diagonal."""
         for index, value in enumerate(self.values):
             if not re.fullmatch(rf"[1-4]{{{index}}}5", value.ratings):
                 raise ValueError(f"{self.name}: bad ratings for {value.forms[0]!r}")
 
     def rating(self, first: int, second: int) -> int:
-        """Return how alike two values are, from 1 to 5."""
+        """Return the similarity of two values, from 1 to 5."""
         low, high = sorted((first, second))
         return int(self.values[high].ratings[low])
 
     def value_pairs(self, rating: int) -> dict[int, list[int]]:
-        """Map each value that has partners at this rating to those partners."""
+        """Map each value to its partners at this rating; values without partners are left out."""
         indices = range(len(self.values))
-        found = {i: [j for j in indices if self.rating(i, j) == rating] for i in indices}
-        return {i: partners for i, partners in found.items() if partners}
+        partners_of = {i: [j for j in indices if self.rating(i, j) == rating] for i in indices}
+        return {i: partners for i, partners in partners_of.items() if partners}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A slot asked about in a pair, and the rating the pair must have there."""
+    """A slot that a pair's condition asks about, and the rating that the pair must have in it."""
 
     slot: Slot
     rating: int
@@ -137,7 +136,7 @@ NUMBER: Final = Slot(
     ),
 )
 
-# Laid out as a colour wheel: neighbours are close, opposites are different.
+# The colours form a wheel: neighbours are close, opposites are different.
 COLOUR: Final = Slot(
     "colour",
     ("the colour of the clothing", "what colour someone is wearing", "the clothing colour"),
@@ -207,7 +206,7 @@ ACTIVITY: Final = Slot(
     ),
 )
 
-PLACE: Final = Slot(
+LOCATION: Final = Slot(
     "place",
     ("the place", "where the scene takes place", "the location"),
     (
@@ -283,10 +282,10 @@ ANIMAL: Final = Slot(
     ),
 )
 
-SLOTS: Final = (PEOPLE, NUMBER, COLOUR, ACTIVITY, PLACE, TIME, WEATHER, MOOD, ANIMAL)
-# Every sentence shows these; the other slots only when asked about or drawn as extras.
+SLOTS: Final = (PEOPLE, NUMBER, COLOUR, ACTIVITY, LOCATION, TIME, WEATHER, MOOD, ANIMAL)
+# Every sentence shows these slots; others only if a condition asks about them, or as extras.
 ALWAYS_SHOWN: Final = frozenset({"people", "number", "activity"})
-# Never together in a sentence: "a sunny day at midnight".
+# A sentence never shows both, to avoid "a sunny day at midnight".
 CLASHING: Final = frozenset({"time", "weather"})
 
 GARMENTS: Final = (
@@ -305,7 +304,7 @@ COLOUR_LEADS: Final = ("Wearing {}", "Dressed in {}")
 MOOD_LEADS: Final = ("Looking {}", "Feeling {}", "Clearly {}")
 MOOD_TAILS: Final = ("looking {}", "clearly {}", "feeling {}")
 
-# --- Plan: which slots are asked about, with which ratings ------------------------------------
+# --- Plan: the slots of the questions, and their ratings ----------------------------------------
 
 Block = tuple[tuple[int, int], ...]
 
@@ -327,12 +326,12 @@ BLOCKS: Final[tuple[Block, ...]] = (
 
 
 def _pick(rng: Random, items: Sequence[T]) -> T:
-    """Draw one item; unlike Random.choice its bytes cannot change between Python versions."""
+    """Choose an item; unlike with Random.choice, all Python versions choose the same."""
     return items[int(rng.random() * len(items))]
 
 
 def _shuffled(rng: Random, items: Iterable[T]) -> list[T]:
-    """Return the items in random order, again independent of the Python version."""
+    """Return the items in random order, which is the same in all Python versions."""
     result = list(items)
     for last in range(len(result) - 1, 0, -1):
         other = int(rng.random() * (last + 1))
@@ -341,12 +340,12 @@ def _shuffled(rng: Random, items: Iterable[T]) -> list[T]:
 
 
 def _slot_pairs() -> list[tuple[Slot, Slot]]:
-    """Return the pairs of slots that can be asked about together."""
+    """Return the pairs of slots that the two conditions of a sentence pair may ask about."""
     return [(a, b) for a, b in combinations(SLOTS, 2) if {a.name, b.name} != CLASHING]
 
 
 def _plan(rng: Random, minimum: int) -> list[tuple[Question, Question]]:
-    """Deal whole blocks to slot pairs in turn until there are enough sentence pairs."""
+    """Assign whole blocks to slot pairs in turn until there are enough sentence pairs."""
     plan: list[tuple[Question, Question]] = []
     blocks: list[Block] = []
     slot_pairs: list[tuple[Slot, Slot]] = []
@@ -362,7 +361,7 @@ def _plan(rng: Random, minimum: int) -> list[tuple[Question, Question]]:
 
 
 def _draw_values(rng: Random, slot: Slot, rating: int | None) -> tuple[int, int]:
-    """Draw the two values of a slot, at a rating or (None) freely."""
+    """Sample the two values of a slot at a rating; None for any rating."""
     if rating is None:
         value = int(rng.random() * len(slot.values))
         other = value if rng.random() < 0.3 else int(rng.random() * len(slot.values))
@@ -373,13 +372,13 @@ def _draw_values(rng: Random, slot: Slot, rating: int | None) -> tuple[int, int]
     return (value, other) if rng.random() < 0.5 else (other, value)
 
 
-def _shown_slots(rng: Random, asked: frozenset[str]) -> frozenset[str]:
-    """Choose the slots one sentence mentions: those asked about and up to three others."""
-    wanted = 2 if rng.random() < 0.6 else 3
-    shown = set(asked - ALWAYS_SHOWN)
+def _shown_slots(rng: Random, required: frozenset[str]) -> frozenset[str]:
+    """Choose the slots that a sentence mentions: those of its conditions and up to three others."""
+    n_extras = 2 if rng.random() < 0.6 else 3
+    shown = set(required - ALWAYS_SHOWN)
     for slot in _shuffled(rng, SLOTS):
         clashes = slot.name in CLASHING and shown & CLASHING
-        if len(shown) < wanted and slot.name not in ALWAYS_SHOWN and not clashes:
+        if len(shown) < n_extras and slot.name not in ALWAYS_SHOWN and not clashes:
             shown.add(slot.name)
     return frozenset(shown | ALWAYS_SHOWN)
 
@@ -387,7 +386,7 @@ def _shown_slots(rng: Random, asked: frozenset[str]) -> frozenset[str]:
 def _draw_scenes(
     rng: Random, questions: tuple[Question, Question]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Draw two scenes (slot name -> wording) that meet the ratings asked for."""
+    """Sample two scenes (slot name -> wording) that have the ratings of the questions."""
     ratings = {question.slot.name: question.rating for question in questions}
     scenes: tuple[dict[str, str], dict[str, str]] = ({}, {})
     shown = [_shown_slots(rng, frozenset(ratings)) for _ in scenes]
@@ -409,7 +408,7 @@ def _with_article(noun: str) -> str:
 
 
 def _clothes(rng: Random, colour: str, *, plural: bool) -> str:
-    """Return a garment of the colour, or several."""
+    """Return a garment of the colour, or several garments."""
     singular_noun, plural_noun = _pick(rng, GARMENTS)
     return f"{colour} {plural_noun}" if plural else _with_article(f"{colour} {singular_noun}")
 
@@ -427,7 +426,7 @@ def _lead(rng: Random, parts: dict[str, str]) -> str:
 
 
 def _subject(rng: Random, scene: Mapping[str, str], parts: dict[str, str]) -> str:
-    """Return the people as a noun phrase, taking up the colour and perhaps mood or place."""
+    """Return the people as a noun phrase, with the colour and perhaps the mood or the place."""
     noun = scene["people"].split("/")[_is_plural(scene)]
     if "mood" in parts and rng.random() < 0.5:
         noun = f"{parts.pop('mood')} {noun}"
@@ -454,7 +453,7 @@ def _tail(rng: Random, parts: Mapping[str, str]) -> str:
 
 
 def _is_plural(scene: Mapping[str, str]) -> bool:
-    """Tell whether the scene shows more than one person."""
+    """Return whether the scene shows more than one person."""
     return scene["number"] not in NUMBER.values[0].forms
 
 
@@ -483,7 +482,7 @@ def _sentence(rng: Random, scene: Mapping[str, str]) -> str:
 def _new_sentences(
     rng: Random, questions: tuple[Question, Question], used: AbstractSet[str]
 ) -> tuple[str, str]:
-    """Draw two fresh sentences of fitting length for the questions."""
+    """Generate two new sentences of suitable length for the questions."""
     while True:
         scene1, scene2 = _draw_scenes(rng, questions)
         sentences = _sentence(rng, scene1), _sentence(rng, scene2)
@@ -498,8 +497,8 @@ def _new_sentences(
 def _make_split(rng: Random, minimum: int, used: set[str]) -> list[Row]:
     """Return the rows of one split and add its sentences to those used."""
     rows: list[Row] = []
-    # The n-th row of a slot and rating takes the n-th condition wording in turn, so that every
-    # wording sees the same symmetric ratings as its slot.
+    # The rows of a slot and rating use the wordings of the condition in turn, so that every wording
+    # has the same symmetric ratings as its slot.
     turns: Counter[tuple[str, int]] = Counter()
     for questions in _plan(rng, minimum):
         sentence1, sentence2 = _new_sentences(rng, questions, used)
@@ -532,7 +531,7 @@ def to_csv(rows: Iterable[Row]) -> bytes:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return ranks, ties sharing their mean rank."""
+    """Return the ranks of values; ties have their mean rank."""
     positions: defaultdict[float, list[int]] = defaultdict(list)
     for position, value in enumerate(sorted(values)):
         positions[value].append(position)
@@ -540,7 +539,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the rank correlation; 0 where one side is constant and so predicts nothing."""
+    """Return the rank correlation; 0 if one side is constant and so predicts nothing."""
     if len(set(first)) < 2 or len(set(second)) < 2:
         return 0.0
     return statistics.correlation(_ranks(first), _ranks(second))
@@ -553,7 +552,7 @@ def jaccard(first: str, second: str) -> float:
 
 
 def condition_only(train: Iterable[Row], test: Sequence[Row]) -> float:
-    """Return how well the mean training rating of a condition text predicts test ratings."""
+    """Return the rank correlation of test ratings with the mean training rating per condition."""
     ratings: defaultdict[str, list[int]] = defaultdict(list)
     for row in train:
         ratings[row.condition].append(row.label)
@@ -567,11 +566,11 @@ def leaks(splits: Mapping[str, Sequence[Row]]) -> dict[str, int]:
         name: {text for row in rows for text in (row.sentence1, row.sentence2)}
         for name, rows in splits.items()
     }
-    found = {f"{a}/{b}": len(sentences[a] & sentences[b]) for a, b in combinations(splits, 2)}
+    counts = {f"{a}/{b}": len(sentences[a] & sentences[b]) for a, b in combinations(splits, 2)}
     pairs = {(row.sentence1, row.sentence2) for rows in splits.values() for row in rows}
     uses = Counter(text for pair in pairs for text in pair)
-    found["reused"] = sum(count > 1 for count in uses.values())
-    return found
+    counts["reused"] = sum(count > 1 for count in uses.values())
+    return counts
 
 
 def _report(splits: Mapping[str, Sequence[Row]]) -> None:
@@ -590,23 +589,28 @@ def _report(splits: Mapping[str, Sequence[Row]]) -> None:
 
 
 def check(splits: Mapping[str, Sequence[Row]], folder: Path) -> bool:
-    """Print the figures and tell whether the files are up to date and free of leaks."""
+    """Print the figures, and return whether the files are up to date and free of leaks."""
     _report(splits)
-    good = not any(leaks(splits).values())
+    is_good = not any(leaks(splits).values())
     for name, rows in splits.items():
         path = folder / f"{name}.csv"
         if not path.is_file() or path.read_bytes() != to_csv(rows):
-            print(f"{path}: missing or not what this script writes")
-            good = False
-    return good
+            print(f"{path}: missing, or differs from what this script writes")
+            is_good = False
+    return is_good
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the sample files."""
     parser = argparse.ArgumentParser(description="Write the bundled sample data.")
     default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample"
-    parser.add_argument("--out", type=Path, default=default, help="folder of the CSV files")
-    parser.add_argument("--check", action="store_true", help="compare and report, write nothing")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=default,
+        help="folder of the CSV files (default: the bundled sample)",
+    )
+    parser.add_argument("--check", action="store_true", help="compare the files, write nothing")
     args = parser.parse_args(argv)
     folder: Path = args.out
     splits = make_splits()

@@ -1,21 +1,22 @@
-"""Write the bundled sample graph: invented things to wear, and what can be asked about each.
+"""Write the bundled sample graph: invented garments, and the relations of each.
 
     python scripts/make_sample_graph.py [--out llmcond/data/sample_graph] [--check]
 
-Every thing has two colours (its own and its border's), two materials (outside and lining), two
-occasions it is for and one it is not for, two shops (that sell and mend its kind) and a mate. The
-relation decides:
+Every garment has two colours (of itself and of its border), two materials (outside and lining), two
+occasions that it suits and one that it does not suit, two shops (one sells and one mends its kind)
+and a mate. The answer to a query depends on the relation:
 
-* All nine relations of a thing are asked in the same split, with different answers, so that a head
-  that ignores the relation has those of one relation right at best, whatever it knows of the thing.
-* Colours, materials, occasions and shops each stand at the end of two relations, so that the
-  relation also decides what is asked of them.
-* What is asked of a thing of dev or test is in no train triple. Its text tells most of it; its mate
-  is like it in colours and occasions, and most mates are linked in train by the reversed edge.
+* All nine relations of a garment are queries of the same split, with different answers. A head that
+  ignores the relation therefore answers one relation correctly at best, whatever it knows about
+  the garment.
+* Colours, materials, occasions and shops each take part in two relations, so that the answers to
+  queries about them depend on the relation, too.
+* The triples of a garment of dev or test are not in train. Its text contains most of them; its mate
+  has the same colours and occasions, and most mates are linked in train by the reversed edge.
 
-Generation needs the standard library only and gives the same bytes on every Python version. With
-``--check`` nothing is written: the files are compared with a fresh generation; the exit status is 1
-on a mismatch.
+The script needs the standard library only and writes the same bytes on every Python version. With
+``--check`` it writes nothing: it compares the files with newly generated ones, and exits with 1 on
+a mismatch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from random import Random
 from typing import Final
 
 SEED: Final = 20240307
-#: Of 120 pairs of mates: those with one of them in dev, and in test, and how many of these are
-#: linked to nothing in train.
+#: Number of pairs, out of 120 pairs of mates, with one mate in dev, and the same for test.
 PAIRS_HELD_OUT: Final = 36
+#: Number of these pairs whose mate in dev or test is in no train triple.
 PAIRS_UNSEEN: Final = 6
 
 MAKERS: Final = (
@@ -86,8 +87,8 @@ Triple = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Thing:
-    """Something to wear: one entity."""
+class Garment:
+    """A garment, which is an entity of the graph."""
 
     maker: str
     kind: int
@@ -99,12 +100,12 @@ class Thing:
 
     @property
     def id(self) -> str:
-        """Return what files call it."""
+        """The id in the files."""
         return f"{self.maker.lower()}_{KINDS[self.kind]}"
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Return its id, name and description."""
+        """The id, the name and the description."""
         first, second, unfit = self.occasions
         return (
             self.id,
@@ -115,7 +116,7 @@ class Thing:
 
     @property
     def triples(self) -> list[Triple]:
-        """Return what is said of it, but for its mate."""
+        """The triples of the garment, without that of its mate."""
         seller, mender = shops_of(self.kind)
         return [
             (self.id, "has_colour", self.colour),
@@ -130,58 +131,58 @@ class Thing:
 
 
 def shops_of(kind: int) -> tuple[int, int]:
-    """Return which shop sells a kind, and which other one mends it."""
+    """Return the numbers of the shop that sells a kind, and of the shop that mends it."""
     seller = kind // 2
     return seller, (seller + 1 + kind % 2) % len(SHOPS)
 
 
 def plural(kind: int) -> str:
-    """Return what several of a kind are called."""
+    """Return the plural of a kind's name."""
     return f"{KINDS[kind]}s"
 
 
-def make_pairs(rng: Random) -> list[tuple[Thing, Thing]]:
-    """Return mates: of different kinds, alike in their colours and occasions."""
+def make_pairs(rng: Random) -> list[tuple[Garment, Garment]]:
+    """Return the pairs of mates, which differ in kind and share their colours and occasions."""
     names = [(maker, kind) for maker in MAKERS for kind in range(len(KINDS))]
     rng.shuffle(names)
     pairs = []
     while names:
         maker, kind = names.pop()
-        other = next((i for i, (_, own) in enumerate(names) if own != kind), 0)
+        other = next((i for i, (_, other_kind) in enumerate(names) if other_kind != kind), 0)
         colour, border = rng.sample(list(COLOURS), 2)
         occasions = tuple(rng.sample(list(OCCASIONS), 3))
         mates = []
-        for own_maker, own_kind in ((maker, kind), names.pop(other)):
+        for mate_maker, mate_kind in ((maker, kind), names.pop(other)):
             outside, lining = rng.sample(list(MATERIALS), 2)
-            mates.append(Thing(own_maker, own_kind, colour, border, outside, lining, occasions))
+            mates.append(Garment(mate_maker, mate_kind, colour, border, outside, lining, occasions))
         pairs.append((mates[0], mates[1]))
     return pairs
 
 
 def make_files() -> dict[str, list[tuple[str, ...]]]:
-    """Return the rows of each file by its name."""
+    """Return the rows of the files by file name."""
     rng = Random(SEED)
     pairs = make_pairs(rng)
     splits: dict[str, list[Triple]] = {"train": [], "valid": [], "test": []}
-    for number, (one, other) in enumerate(pairs):
-        place = number // PAIRS_HELD_OUT
-        split = ("valid", "test")[place] if place < 2 else "train"
-        splits[split] += one.triples
-        splits["train"] += other.triples
-        splits[split].append((one.id, "goes_with", other.id))
+    for number, (first, second) in enumerate(pairs):
+        index = number // PAIRS_HELD_OUT
+        split = ("valid", "test")[index] if index < 2 else "train"
+        splits[split] += first.triples
+        splits["train"] += second.triples
+        splits[split].append((first.id, "goes_with", second.id))
         if split == "train" or number % PAIRS_HELD_OUT >= PAIRS_UNSEEN:
-            splits["train"].append((other.id, "goes_with", one.id))
+            splits["train"].append((second.id, "goes_with", first.id))
     for triples in splits.values():
         rng.shuffle(triples)
-    entities = [thing.row for pair in pairs for thing in pair]
-    # What is held out would else come first.
+    entities = [garment.row for pair in pairs for garment in pair]
+    # Without sorting, the entities of dev and test would come first.
     entities.sort()
     for values in (COLOURS, MATERIALS, OCCASIONS):
         entities += [(name, name, text) for name, text in values.items()]
     for number, name in enumerate(SHOPS):
         sold, mended = (
-            " and ".join(plural(k) for k in range(len(KINDS)) if shops_of(k)[place] == number)
-            for place in range(2)
+            " and ".join(plural(k) for k in range(len(KINDS)) if shops_of(k)[index] == number)
+            for index in range(2)
         )
         text = f"a shop that sells {sold} and mends {mended}"
         entities.append((f"{name.lower()}_shop", f"{name} Shop", text))
@@ -193,7 +194,7 @@ def make_files() -> dict[str, list[tuple[str, ...]]]:
 
 
 def to_tsv(rows: Sequence[Sequence[str]]) -> bytes:
-    """Return a file's bytes."""
+    """Return rows as the bytes of a TSV file."""
     return "".join("\t".join(row) + "\n" for row in rows).encode()
 
 
@@ -202,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the bundled sample graph.")
     default = Path(__file__).resolve().parents[1] / "llmcond" / "data" / "sample_graph"
     parser.add_argument("--out", type=Path, default=default, help="folder of the TSV files")
-    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser.add_argument("--check", action="store_true", help="compare the files, write nothing")
     args = parser.parse_args(argv)
     folder: Path = args.out
     status = 0
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path.write_bytes(to_tsv(rows))
             print(f"{path}: {len(rows)} rows")
         elif not path.is_file() or path.read_bytes() != to_tsv(rows):
-            print(f"{path}: missing or not what this script writes")
+            print(f"{path}: missing, or differs from what this script writes")
             status = 1
     return status
 

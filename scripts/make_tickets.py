@@ -1,11 +1,11 @@
-"""Write 360 support tickets with a product, a problem, a sentiment and an urgency each, as a table.
+"""Write a table of 360 support tickets, each with a product, a problem, a sentiment and an urgency.
 
     python scripts/make_tickets.py tickets.csv
 
 Each combination of five products, four problems, three sentiments and two degrees of urgency occurs
-three times, in wordings that are drawn by a fixed seed. None of the wordings is in
-``scripts/aspects/support_tickets.toml``, on which the bundled model was trained; products, problems
-and the domain are in it.
+three times, in wordings that are sampled with a fixed seed. The bundled model was trained on
+``scripts/aspects/support_tickets.toml``, which contains the same domain, products and problems but
+none of these wordings.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ URGENCIES: Final = {
 
 
 def main() -> None:
-    """Draw the tickets, and write them."""
+    """Generate the tickets, and write them to a CSV file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("out", type=Path, metavar="FILE.csv")
+    parser.add_argument("out", type=Path, metavar="FILE.csv", help="file to write")
     rng, rows = Random(0), []
     kinds = (PRODUCTS, PROBLEMS, SENTIMENTS, URGENCIES)
     for values in list(product(*kinds)) * 3:

@@ -1,9 +1,10 @@
 """Write all-MiniLM-L6-v2 widened fourfold: 217 M dense weights that compute the same vectors.
 
-A checkpoint of a size where 8 and 4 bit matter, with activations of a trained encoder, for machines
-that reach no model hub. Every vector is repeated four times, x' = [x, x, x, x]; each block of a
-weight becomes four that sum to it, a quarter of it each plus noise that cancels (after Net2Net,
-arXiv 1511.05641). Quantised weights differ per copy, so their errors average out a little.
+The checkpoint is large enough that quantisation to 8 and 4 bits matters, and has the activations of
+a trained encoder. It serves machines without access to a model hub. Every vector is repeated four
+times, x' = [x, x, x, x]. A weight matrix becomes four rows of four blocks, and the blocks of a row
+sum to the matrix: each is a quarter of it, plus noise that cancels (after Net2Net, arXiv
+1511.05641). Quantised weights differ per copy, so their errors average out a little.
 
     python scripts/make_wide_minilm.py FOLDER
 """
@@ -23,7 +24,16 @@ from llmcond.encoders import EncoderOptions, resolve
 
 
 def widen(weight: Tensor, copies: int, generator: torch.Generator) -> Tensor:
-    """Return (k out, k in) for (out, in) and k copies: the same output for a repeated input."""
+    """Widen a weight so that an input repeated k times gives the same output k times.
+
+    Args:
+        weight: (out, in) weight of a linear layer.
+        copies: the number k of copies.
+        generator: source of the noise.
+
+    Returns:
+        The (k out, k in) weight.
+    """
     rows = []
     for _ in range(copies):
         noise = torch.randn(copies, *weight.shape, generator=generator) * weight.std() / 2
@@ -33,12 +43,12 @@ def widen(weight: Tensor, copies: int, generator: torch.Generator) -> Tensor:
 
 
 def main() -> None:
-    """Write the checkpoint into the folder named."""
+    """Write the checkpoint into the folder of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("out", type=Path, metavar="FOLDER", help="folder of the new checkpoint")
     parser.add_argument(
-        "out", type=Path, metavar="FOLDER", help="that the checkpoint is written to"
+        "--copies", type=int, default=4, help="number of copies of every vector (default: 4)"
     )
-    parser.add_argument("--copies", type=int, default=4, help="of every vector (%(default)s)")
     options = parser.parse_args()
     out, copies = options.out, options.copies
     folder = resolve("minilm", EncoderOptions(), identify=False).checkpoint.folder

@@ -1,4 +1,4 @@
-"""Ways to rewrite a text without changing what it says; ``make_aspects.py`` uses them."""
+"""Functions for ``make_aspects.py`` that rewrite a text without changing its content."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ EXCITED: Final = ("OMG", "Wow", "Guys", "You won't believe this", "Aaah", "Whoa"
 
 
 def _replace(text: str, pairs: tuple[tuple[str, str], ...]) -> str:
-    """Replace whole words, and keep a capital at their beginning."""
+    """Replace whole words, and preserve a capital at their beginning."""
     replacements = {old.lower(): new for old, new in pairs}
     pattern = "|".join(sorted(replacements, key=len, reverse=True))
 
@@ -142,7 +142,7 @@ def _hesitant(text: str, rng: Random) -> str:
     )
 
 
-# Each manner takes a text and the source of chance, and returns the text rewritten.
+# Each manner takes a text and a random generator, and returns the rewritten text.
 MANNERS: Final[Mapping[str, Callable[[str, Random], str]]] = MappingProxyType(
     {
         "plain": lambda text, _: text,

@@ -1,7 +1,7 @@
-"""What reproduce_case.py and reproduce_hypercl.py share: encoders, fits, and the printed tables.
+"""Shared code of reproduce_case.py and reproduce_hypercl.py: encoders, fits and printed tables.
 
-Nothing is done twice: features and fits lie in a run folder for each encoder and pooling, and what
-is there is taken from there. A command that was interrupted goes on where it stopped.
+Features and fits are stored in a run folder for each encoder and pooling, and are never computed
+twice. An interrupted command resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmcond.workflows.options.common import DATA, ColumnOptions, DeviceOption, 
 from llmcond.workflows.options.fitting import SweepOptions
 from llmcond.workflows.sweep import sweep
 
-#: Rows of train and dev -> what data of these sizes is, in short, and what is to be known of it.
+#: Numbers of train and dev rows -> name and description of the data with these sizes.
 _KNOWN_DATA = {
     (11_342, 1_984): (
         "re-annotated C-STS",
@@ -52,14 +52,14 @@ _KNOWN_DATA = {
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A figure of ours.
+    """A figure that a script computed.
 
     Attributes:
-        value: None where it is undefined.
-        low: of its 95 % interval: over seeds, or over sentence pairs where there is one fit.
-        high: as ``low``.
-        deviation: over seeds, where there are several.
-        seeds: how many; 0 where nothing is random.
+        value: the figure; None if it is undefined.
+        low: lower end of the 95 % interval: over seeds, or over sentence pairs for a single fit.
+        high: upper end of the interval.
+        deviation: standard deviation over seeds, if there are several.
+        seeds: number of seeds; 0 if nothing is random.
     """
 
     value: float | None
@@ -68,8 +68,8 @@ class Value:
     deviation: float | None = None
     seeds: int = 0
 
-    def shown(self, scale: float, digits: int) -> str:
-        """Return it as a cell has it: value, deviation and interval."""
+    def format(self, scale: float, digits: int) -> str:
+        """Return the text of a table cell: value, deviation and interval."""
         if self.value is None:
             return "undefined"
         text = f"{scale * self.value:.{digits}f}"
@@ -80,36 +80,36 @@ class Value:
         return text
 
 
-def not_done(error: LlmcondError | str) -> str:
-    """Return why a row has no figures: what went wrong, without what to do about it."""
+def failure_reason(error: LlmcondError | str) -> str:
+    """Return why a row has no figures: the first sentence of the error, without its advice."""
     text = str(error)
     if text.startswith("every fit failed"):
         text = text.partition(": ")[2].partition(": ")[2]
     return f"not done: {text.partition('. ')[0].removesuffix('.')}"
 
 
-def value_of(estimate: Estimate, seeds: int = 0) -> Value:
-    """Return a figure of a result."""
+def to_value(estimate: Estimate, seeds: int = 0) -> Value:
+    """Convert an estimate of a result."""
     value, low, high = map(finite_or_none, astuple(estimate))
     return Value(value, low, high, seeds=seeds)
 
 
-def scored(result: Result) -> dict[str, Value]:
-    """Return the figures of one result, with their intervals over sentence pairs."""
-    return {name: value_of(estimate) for name, estimate in result.metrics.items()}
+def result_figures(result: Result) -> dict[str, Value]:
+    """Return the figures of one result, with intervals over sentence pairs."""
+    return {name: to_value(estimate) for name, estimate in result.metrics.items()}
 
 
-def over_seeds(values: Sequence[Value]) -> Value:
-    """Return the mean of a figure over seeds, with deviation and Student's interval."""
-    found = [value.value for value in values if value.value is not None]
-    if len(found) < len(values) or not found:
+def average_over_seeds(values: Sequence[Value]) -> Value:
+    """Return the mean of a figure over seeds, with its deviation and Student's interval."""
+    defined = [value.value for value in values if value.value is not None]
+    if len(defined) < len(values) or not defined:
         return Value(None, seeds=len(values))
-    if len(found) == 1:
+    if len(defined) == 1:
         return replace(values[0], seeds=1)
-    return _of_seeds(statistics.fmean(found), statistics.stdev(found), len(found))
+    return _seed_statistics(statistics.fmean(defined), statistics.stdev(defined), len(defined))
 
 
-def _of_seeds(mean: float, deviation: float, seeds: int) -> Value:
+def _seed_statistics(mean: float, deviation: float, seeds: int) -> Value:
     from scipy.stats import t
 
     half = float(t.ppf(0.975, seeds - 1)) * deviation / seeds**0.5
@@ -118,7 +118,7 @@ def _of_seeds(mean: float, deviation: float, seeds: int) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure that a table has of each row: its key, heading, factor and digits."""
+    """A column of figures in a table: its key, heading, factor and number of digits."""
 
     key: str
     heading: str
@@ -127,7 +127,7 @@ class Measure:
 
     @classmethod
     def of(cls, name: str) -> Measure:
-        """Return how a metric of results is shown."""
+        """Return the column of a metric of results."""
         metric = METRICS[name]
         return cls(name, metric.heading, metric.factor, metric.decimals)
 
@@ -140,12 +140,12 @@ class Row:
     """One row of a table.
 
     Attributes:
-        encoder: as it was named.
-        labels: what the row is about.
-        ours: measure -> figure, or why there is none.
-        set_up: what differs from the paper, in words.
-        paper: measure -> as printed; empty where the paper has no such row.
-        others: measure -> as printed for the paper's other encoders.
+        encoder: name of the encoder, as given on the command line.
+        labels: text of the label columns.
+        ours: measure -> figure, or the reason why there is none.
+        set_up: differences from the paper, in words.
+        paper: measure -> figure as printed; empty if the paper has no such row.
+        others: measure -> figures as printed for the paper's other encoders.
     """
 
     encoder: str
@@ -156,13 +156,18 @@ class Row:
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def cells(self, measures: Sequence[Measure], printed: Sequence[Measure]) -> list[str]:
-        """Return the row's cells: figures of some measures, and the paper's of some of them."""
+        """Return the row's cells.
+
+        Args:
+            measures: columns with our figures.
+            printed: those of ``measures`` that also have a column with the paper's figures.
+        """
         cells = [self.encoder, *self.labels]
         for measure in measures:
             if measure in printed:
                 cells.append(self._printed(measure.key))
-            found = None if isinstance(self.ours, str) else self.ours.get(measure.key)
-            cells.append("–" if found is None else found.shown(measure.scale, measure.digits))
+            figure = None if isinstance(self.ours, str) else self.ours.get(measure.key)
+            cells.append("–" if figure is None else figure.format(measure.scale, measure.digits))
         return [*cells, self.ours if isinstance(self.ours, str) else "; ".join(self.set_up)]
 
     def _printed(self, key: str) -> str:
@@ -181,15 +186,15 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of the paper with ours beside it.
+    """A table of the paper, with our figures next to the paper's.
 
     Attributes:
-        table: its number.
-        title: what it is about.
-        about: what holds for all rows, a sentence or two each.
-        labels: headings of the rows' labels.
-        measures: what each row has.
-        rows: in order.
+        table: number of the table in the paper.
+        title: subject of the table.
+        about: notes on all rows, of one or two sentences each.
+        labels: headings of the label columns.
+        measures: columns of figures.
+        rows: rows in the order in which they are printed.
     """
 
     table: str
@@ -201,15 +206,15 @@ class Section:
 
     def markdown(self) -> str:
         """Return the section as Markdown."""
-        # What no row has would be a column of dashes.
-        had = [m for m in self.measures if any(_has(row, m.key) for row in self.rows)]
-        had = had or list(self.measures)
-        printed = [m for m in had if any(m.key in {*r.paper, *r.others} for r in self.rows)]
+        # A measure that no row has would be a column of dashes.
+        measures = [m for m in self.measures if any(_has(row, m.key) for row in self.rows)]
+        measures = measures or list(self.measures)
+        printed = [m for m in measures if any(m.key in {*r.paper, *r.others} for r in self.rows)]
         headings = ["encoder", *self.labels]
-        for measure in had:
+        for measure in measures:
             headings += [f"{measure.heading}, paper"] if measure in printed else []
             headings.append(f"{measure.heading}, ours")
-        cells = [row.cells(had, printed) for row in self.rows]
+        cells = [row.cells(measures, printed) for row in self.rows]
         table = markdown_table([*headings, "what differs in set-up"], cells)
         about = "\n".join(f"- {text}" for text in self.about)
         return f"## {self.table}: {self.title}\n\n{about}\n\n{table}\n"
@@ -229,8 +234,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def table_of(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Return a paper's table, typed in as words: all but the last ``columns`` words are the key."""
+def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Parse a table typed in as words: the last ``columns`` words of a line are its figures.
+
+    The words before them are the key of the line.
+    """
     lines = [line.split() for line in text.strip().splitlines()]
     return {tuple(line[:-columns]): tuple(line[-columns:]) for line in lines}
 
@@ -239,18 +247,18 @@ def table_of(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:
 
 
 @dataclass
-class Place:
-    """An encoder, pooled in one way, and the run folder that its features lie in.
+class PooledEncoder:
+    """An encoder with one pooling, and the run folder of its features.
 
     Attributes:
-        name: as it was named.
-        run: the folder.
-        repo: its hub name, by which papers know it; empty for others.
-        instructs: whether it takes instructions.
-        reason: why nothing can be done with it; empty if it can.
-        obstacles: prompt -> why it cannot take it; empty if it can.
-        identity: what decides its vectors.
-        dim: size of its vectors.
+        name: name as given on the command line.
+        run: folder of the run.
+        repo: hub name, which identifies the encoder in the papers; empty for a folder.
+        instructs: whether the encoder takes instructions.
+        reason: why the encoder cannot be used; empty if it can.
+        obstacles: prompt -> why the encoder cannot take it; empty if it can.
+        identity: the settings that determine the vectors.
+        dim: dimension of the vectors.
     """
 
     name: str
@@ -262,112 +270,120 @@ class Place:
     identity: Any = None
     dim: int = 0
 
-    def why_not(self, prompt: str) -> str:
-        """Return why there is nothing of a prompt, in words; empty if there is."""
+    def missing_reason(self, prompt: str) -> str:
+        """Return why a prompt has no features, in words; empty if it has some."""
         if self.reason:
-            return "not done: see what is said of the encoder above"
+            return "not done: see the remark on the encoder above"
         obstacle = self.obstacles.get(prompt, "it was not extracted")
-        # In brackets stands what to do about it, on another command line.
+        # The advice in brackets is for another command line.
         obstacle = obstacle.partition(" (")[0].replace("it ", "the prompt ", 1)
         return f"not possible: {obstacle}" if obstacle else ""
 
     @cached_property
     def zeroshot(self) -> dict[tuple[str, bool], Result]:
-        """Return the results without any head, by prompt and subtraction."""
+        """The zero-shot results, by prompt and subtraction."""
         results = evaluate(run=self.run, head=["none"])
         return {(result.prompt, result.subtract): result for result in results}
 
 
 @dataclass
 class Work:
-    """What one command works on.
+    """The options, the data and the encoders of one command.
 
     Attributes:
-        options: of the command line.
+        options: options of the command line.
         dataset: the rows.
-        places: an encoder each, in the order given.
-        poolings: hub name -> how the paper pools it.
+        encoders: the encoders, in the order of the command line.
+        poolings: hub name -> pooling in the paper.
     """
 
     options: argparse.Namespace
     dataset: Dataset
     poolings: Mapping[str, str]
-    places: list[Place] = field(default_factory=list)
+    encoders: list[PooledEncoder] = field(default_factory=list)
 
     @property
     def split(self) -> Split:
-        """Return the split that is scored."""
+        """The split that is scored: test if it has ratings, otherwise dev."""
         test = self.dataset.splits.get("test")
         return "test" if test is not None and test.rated.any() else "dev"
 
     @property
     def seeds(self) -> int:
-        """Return how many seeds each fit has."""
+        """The number of seeds of each fit."""
         return 1 if self.options.quick else int(self.options.seeds)
 
-    def trained(self, epochs: int, patience: int, **settings: object) -> dict[str, str]:
-        """Return the settings of a fit, with fewer epochs where it is to be quick."""
+    def training_settings(self, epochs: int, patience: int, **settings: object) -> dict[str, str]:
+        """Return the settings of a fit, with two epochs for ``--quick``."""
         values = {"epochs": 2 if self.options.quick else epochs, "patience": patience, **settings}
         return {key: str(value) for key, value in values.items()}
 
     # -- encoders ------------------------------------------------------------------------------
 
-    def place(self, text: str, pooling: str | None, prompts: Callable[[bool], list[str]]) -> Place:
-        """Extract an encoder's features, or find out why it cannot be done.
+    def prepare_encoder(
+        self, text: str, pooling: str | None, prompts: Callable[[bool], list[str]]
+    ) -> PooledEncoder:
+        """Extract an encoder's features, or record why that is not possible.
 
         Args:
             text: NAME, or NAME=FOLDER.
-            pooling: None: the paper's, or the encoder's own.
-            prompts: whether it takes instructions -> prompts to extract.
+            pooling: the pooling; None for the paper's, or the encoder's default.
+            prompts: function from whether the encoder takes instructions to the prompts to extract.
         """
         name, _, folder = text.partition("=")
         known = find_model(name)
-        own = known.poolings[0] if known else None
+        default_pooling = known.poolings[0] if known else None
         pooling = pooling or self.poolings.get(known.repo if known else name)
-        given = None if pooling == own else pooling
+        pooling_option = None if pooling == default_pooling else pooling
         slug = re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "encoder"
-        run = Path(self.options.folder, f"{slug}-{given}" if given else slug)
+        run = Path(self.options.folder, f"{slug}-{pooling_option}" if pooling_option else slug)
         repo = known.repo if known else ("" if Path(name).is_dir() else name)
-        # What its name tells, should it not be found.
-        place = Place(name, run, repo, bool(known and known.all_settings["instruction_format"]))
-        chosen = EncoderOptions(
+        # The facts that follow from the name alone, in case the encoder cannot be loaded.
+        encoder = PooledEncoder(
+            name, run, repo, bool(known and known.all_settings["instruction_format"])
+        )
+        encoder_options = EncoderOptions(
             dtype=self.options.dtype,
             device=self.options.device,
             quantize=self.options.quantize,
             like=name if folder else None,
-            pooling=given,
+            pooling=pooling_option,
         )
         try:
-            return self._extracted(place, folder or name, chosen, prompts)
+            return self._extract(encoder, folder or name, encoder_options, prompts)
         except LlmcondError as error:
             log.info(f"{name}: {error}")
-            place.reason = str(error)
-            return place
+            encoder.reason = str(error)
+            return encoder
 
-    def _extracted(
-        self, place: Place, model: str, chosen: EncoderOptions, prompts: Callable[[bool], list[str]]
-    ) -> Place:
-        identity = resolve(model, chosen).identity
+    def _extract(
+        self,
+        encoder: PooledEncoder,
+        model: str,
+        encoder_options: EncoderOptions,
+        prompts: Callable[[bool], list[str]],
+    ) -> PooledEncoder:
+        identity = resolve(model, encoder_options).identity
         instructs = bool(identity.instruction_format)
-        wanted = prompts(instructs)
-        obstacles = {name: load_prompt(name).obstacle(identity) for name in wanted}
-        usable = [name for name in wanted if not obstacles[name]]
+        names = prompts(instructs)
+        obstacles = {name: load_prompt(name).obstacle(identity) for name in names}
+        usable = [name for name in names if not obstacles[name]]
         source = _source(self.options)
         extract(
             model=model,
-            run=place.run,
+            run=encoder.run,
             prompt=usable,
             data=source.data,
             columns=source.columns,
             rating_range=source.rating_range,
             unrated=source.unrated,
-            **asdict(chosen),
+            **asdict(encoder_options),
         )
-        run = open_run(place.run)
+        run = open_run(encoder.run)
         if run.manifest["data"]["digest"] != self.dataset.to_json()["digest"]:
-            raise UserError(f"{place.run} holds other rows. Use another --folder.")
+            raise UserError(f"{encoder.run} contains other rows. Use another --folder.")
         return replace(
-            place,
+            encoder,
             instructs=instructs,
             obstacles=obstacles,
             identity=identity,
@@ -378,29 +394,29 @@ class Work:
 
     def fit(
         self,
-        place: Place,
+        encoder: PooledEncoder,
         head: str,
         prompt: str,
         changes: Mapping[str, str],
         subtract: bool = True,
         seeds: int | None = None,
     ) -> Mapping[str, Value] | str:
-        """Return the figures of a head over seeds, or why there are none.
+        """Return the figures of a head over seeds, or the reason why there are none.
 
         Args:
-            place: whose features.
-            head: a recipe.
-            prompt: which features.
-            changes: settings of the recipe.
+            encoder: the encoder whose features are used.
+            head: name of a recipe.
+            prompt: prompt of the features.
+            changes: settings of the recipe that differ from its defaults.
             subtract: whether e(c) is subtracted from joint features.
-            seeds: None: as many as are asked for.
+            seeds: number of seeds; None for the number of the command line.
         """
-        reason = place.why_not(prompt)
+        reason = encoder.missing_reason(prompt)
         if reason:
             return reason
         try:
-            asked = SweepOptions(
-                run=place.run,
+            sweep_options = SweepOptions(
+                run=encoder.run,
                 head=[head],
                 prompt=[prompt],
                 subtract=subtract,
@@ -409,15 +425,16 @@ class Work:
                 split=self.split,
                 workers=self.options.workers,
             )
-            row = sweep(asked).results[0]
+            row = sweep(sweep_options).results[0]
         except LlmcondError as error:
-            return not_done(error)
+            return failure_reason(error)
         seeds = len(row.seeds)
-        # A sweep's intervals are over rows as well, those of the other rows over seeds alone.
+        # A sweep's intervals also cover the sampling of rows; those of all other figures of several
+        # seeds cover the seeds only, so they are computed from the seeds' deviation.
         return {
-            name: value_of(estimate, seeds)
+            name: to_value(estimate, seeds)
             if (deviation := finite_or_none(row.seed_sd[name])) is None
-            else _of_seeds(estimate.value, deviation, seeds)
+            else _seed_statistics(estimate.value, deviation, seeds)
             for name, estimate in row.metrics.items()
         }
 
@@ -425,62 +442,64 @@ class Work:
 
     def differences(
         self,
-        place: Place,
+        encoder: PooledEncoder,
         names: Mapping[str, str],
         fit: Mapping[str, str] | None = None,
         pooling: bool = True,
     ) -> list[str]:
-        """Return what differs from the paper in any row of an encoder, in words.
+        """Return how any row of an encoder differs from the paper, in words.
 
         Args:
-            place: the encoder.
-            names: hub name -> what the paper calls it.
-            fit: settings of the fit, where there is one.
-            pooling: whether it is to be told that the pooling differs.
+            encoder: the encoder.
+            names: hub name -> name in the paper.
+            fit: settings of the fit, if there is one.
+            pooling: whether to mention that the pooling differs.
         """
-        found = []
-        if place.repo not in names:
-            found.append("other encoder")
-        elif place.identity is not None:
-            paper = self.poolings.get(place.repo, place.identity.pooling)
-            if pooling and place.identity.pooling != paper:
-                found.append(f"{place.identity.pooling} pooling instead of {paper}")
-        if place.identity is not None and place.identity.quantize != "none":
-            found.append(f"encoder in {place.identity.quantize}")
+        differences = []
+        if encoder.repo not in names:
+            differences.append("other encoder")
+        elif encoder.identity is not None:
+            paper = self.poolings.get(encoder.repo, encoder.identity.pooling)
+            if pooling and encoder.identity.pooling != paper:
+                differences.append(f"{encoder.identity.pooling} pooling instead of {paper}")
+        if encoder.identity is not None and encoder.identity.quantize != "none":
+            differences.append(f"encoder in {encoder.identity.quantize}")
         trained = fit is not None and "epochs" in fit
-        chose = ", which chose the epoch" if trained and self.split == "dev" else ""
-        found.append(f"{self._source()[0]}, {self.split} scored{chose}")
+        epoch_note = ", which also chose the epoch" if trained and self.split == "dev" else ""
+        differences.append(f"{self._source()[0]}, scored on {self.split}{epoch_note}")
         if fit is not None and trained:
-            found.append(f"at most {fit['epochs']} epochs, patience {fit['patience']}")
-        return found
+            differences.append(f"at most {fit['epochs']} epochs, patience {fit['patience']}")
+        return differences
 
     def _source(self) -> tuple[str, str]:
-        """Return what the rows are, in short, and what is to be known of them."""
+        """Return the name and a description of the rows."""
         if self.options.data is None:
-            return "the bundled sample", "made by a script, and no C-STS"
+            return "the bundled sample", "generated by a script; not C-STS"
         sizes = (len(self.dataset.splits["train"]), len(self.dataset.splits["dev"]))
-        return _KNOWN_DATA.get(sizes, ("other rows", "no release of C-STS that is known by size"))
+        return _KNOWN_DATA.get(sizes, ("other rows", "their numbers match no known C-STS release"))
 
-    def data_words(self, paper: str) -> list[str]:
-        """Return what is to be known of the rows, beside the paper's."""
+    def data_notes(self, paper: str) -> list[str]:
+        """Return notes on the rows, after ``paper``, a note on the paper's rows."""
         splits = self.dataset.splits
         rows, train = splits[self.split], splits["train"]
-        name, more = self._source()
-        chosen = (
-            "The same rows chose the epoch of every trained head, so its figures are a little too "
-            "good: there is no test split with ratings."
+        name, description = self._source()
+        epoch_note = (
+            "The epoch of every trained head was chosen on the scored rows, because there is no "
+            "test split with ratings. The figures of these heads are therefore slightly too high."
             if self.split == "dev"
-            else "Dev chose the epoch of every trained head; test was scored only."
+            else "The epoch of every trained head was chosen on dev; test only for scoring."
         )
         return [
-            f"Rows: {paper} Here: {name} ({more}); {int(train.rated.sum()):,} training rows, and "
-            f"{int(rows.rated.sum()):,} rated rows of {self.split} are scored "
-            f"({int((~rows.rated).sum()):,} without a rating left out). {chosen}",
+            paper,
+            f"Data: {name} ({description}). It has {int(train.rated.sum()):,} rated training "
+            f"rows, and {int(rows.rated.sum()):,} rated rows of {self.split} are scored "
+            f"({int((~rows.rated).sum()):,} rows without a rating are left out).",
+            epoch_note,
         ]
 
 
 def _dim(run: Run, prompt: str, split: str) -> int:
-    """Return the size of a run's vectors."""
+    """Return the dimension of a run's vectors."""
     view = run.zero_shot_views(run.prompt(prompt))[-1]
     return RatedExamples(run).pairs(view, split).dim
 
@@ -490,18 +509,18 @@ def _dim(run: Run, prompt: str, split: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What a script reproduces.
+    """A paper, and how a script reproduces it.
 
     Attributes:
-        name: of the paper.
-        doc: the script's docstring.
-        script: its file's name.
-        tables: that can be asked for.
-        names: hub name -> what the paper calls it.
-        poolings: hub name -> how the paper pools it.
-        prompts: whether an encoder takes instructions -> prompts to extract.
-        sections: the tables asked for.
-        about: what holds for all tables.
+        name: name of the paper.
+        doc: docstring of the script.
+        script: file name of the script.
+        tables: names of the tables that can be requested.
+        names: hub name -> name in the paper.
+        poolings: hub name -> pooling in the paper.
+        prompts: function from whether an encoder takes instructions to the prompts to extract.
+        sections: function that yields the requested tables.
+        about: function that returns the notes on all tables.
     """
 
     name: str
@@ -516,7 +535,7 @@ class Paper:
 
 
 def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
-    """Run a script and return its exit code: 0 done, 2 wrong input, 1 anything else."""
+    """Run a script and return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
     options = _parser(paper).parse_args(arguments)
     log_to_terminal()
     try:
@@ -526,7 +545,7 @@ def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         log.info(
-            "interrupted; what was extracted and fitted is kept, and the same command resumes."
+            "interrupted; the same command resumes from the features and fits computed so far."
         )
         return 1
 
@@ -538,7 +557,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
         check_writable(options.out)
     work = Work(options, _source(options).data_options().read(), paper.poolings)
     for text in dict.fromkeys(options.encoders):
-        work.places.append(work.place(text, None, paper.prompts))
+        work.encoders.append(work.prepare_encoder(text, None, paper.prompts))
     head = _head(paper, work)
     print(head, flush=True)
     sections = []
@@ -553,12 +572,12 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_record(paper, work, sections), ensure_ascii=False, allow_nan=False))
     sys.stdout.flush()
-    return 0 if any(not place.reason for place in work.places) else 1
+    return 0 if any(not encoder.reason for encoder in work.encoders) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source(ColumnOptions, DeviceOption, Command):
-    """Where rows come from, and where encoders and heads compute."""
+    """Options for the source of the rows, and for the device of encoders and heads."""
 
     data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
 
@@ -576,7 +595,7 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="NAME",
-        help="aliases, hub names or folders; NAME=FOLDER is a copy of a known one",
+        help="aliases, hub names or folders; NAME=FOLDER is a local copy of the encoder NAME",
     )
     add_arguments(parser, _Source)
     parser.usage = None
@@ -586,57 +605,79 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
         type=Path,
         default=Path("runs/reproduce"),
         metavar="DIR",
-        help="of the runs, one for each encoder and pooling (default: runs/reproduce)",
+        help="folder of the runs, one for each encoder and pooling (default: runs/reproduce)",
     )
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="of each fit")
-    parser.add_argument("--tables", nargs="+", choices=paper.tables, metavar="T", help="(all)")
-    parser.add_argument("--workers", type=int, metavar="N", help="fits at a time (default: cores)")
-    parser.add_argument("--dtype", default="auto", help="of encoders: auto, float32, bfloat16, ...")
-    parser.add_argument("--quantize", default="none", help="encoders in 8bit or 4bit")
-    parser.add_argument("--quick", action="store_true", help="one seed and two epochs: a trial")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="the tables, as Markdown")
+    parser.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="number of seeds of each fit (default: 3)"
+    )
+    parser.add_argument(
+        "--tables", nargs="+", choices=paper.tables, metavar="T", help="tables (default: all)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of fits that run in parallel (default: number of cores)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="number format of encoders: auto, float32, bfloat16, ... (default: auto)",
+    )
+    parser.add_argument(
+        "--quantize", default="none", help="quantisation of encoders: none, 8bit or 4bit"
+    )
+    parser.add_argument("--quick", action="store_true", help="trial with one seed and two epochs")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.md", help="file to write the tables to, as Markdown"
+    )
     return parser
 
 
 def _head(paper: Paper, work: Work) -> str:
-    """Return what stands before all tables."""
+    """Return the text before the first table."""
     options = work.options
     source = options.data or ""
     if source:
-        # Where it lies on this machine is nobody's business.
+        # The folder is specific to one machine and may be private.
         source = f" --data {source if '://' in source else Path(source).name}"
     quantize = "" if options.quantize == "none" else f" --quantize {options.quantize}"
     command = (
-        f"python scripts/{paper.script} --encoders {' '.join(p.name for p in work.places)}"
+        f"python scripts/{paper.script} --encoders {' '.join(p.name for p in work.encoders)}"
         f"{source}{quantize} --seeds {work.seeds}{' --quick' if options.quick else ''}"
     )
     about = [
         *paper.about(work),
-        "Cells: the paper's figure as printed, – where it has no such encoder or row, then in "
-        "brackets what its other encoders have. Ours: mean ± deviation over seeds (here "
-        f"{work.seeds}) [95 % interval of that mean]; of a single fit, [95 % interval over "
-        "sentence pairs] or none. Correlations and accuracies are times 100.",
+        'Columns headed "paper" contain the figure as printed, or – if the paper has no such '
+        "encoder or row. In that case, brackets show the range of the paper's other encoders.",
+        'Columns headed "ours" contain mean ± deviation over seeds '
+        f"({work.seeds} per fit) [95 % interval of that mean]. A single fit has a [95 % interval "
+        "over sentence pairs], or none.",
+        "Correlations and accuracies are multiplied by 100.",
     ]
     if options.quick:
-        about.append("A quick trial: two epochs and one seed. Figures of trained heads are low.")
+        about.append(
+            "This is a quick trial with two epochs and one seed; the figures of trained heads are "
+            "low."
+        )
     lines = "\n".join(f"- {text}" for text in about)
     headings = ["encoder", "in the paper", "dimensions", "pooling", "computed in", "remarks"]
-    table = markdown_table(headings, [_describe(paper, place) for place in work.places])
+    table = markdown_table(headings, [_describe(paper, encoder) for encoder in work.encoders])
     return f"# {paper.name}, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n\n{table}\n"
 
 
-def _describe(paper: Paper, place: Place) -> list[str]:
-    called = paper.names.get(place.repo, "no")
-    if place.reason:
-        return [place.name, called, "–", "–", "–", f"not done: {place.reason}"]
-    identity = place.identity
+def _describe(paper: Paper, encoder: PooledEncoder) -> list[str]:
+    paper_name = paper.names.get(encoder.repo, "no")
+    if encoder.reason:
+        return [encoder.name, paper_name, "–", "–", "–", f"not done: {encoder.reason}"]
+    identity = encoder.identity
     kind = identity.dtype + ("" if identity.quantize == "none" else f", {identity.quantize}")
-    remark = "takes instructions" if place.instructs else "takes no instructions"
-    return [place.name, called, str(place.dim), identity.pooling, kind, remark]
+    remark = "takes instructions" if encoder.instructs else "takes no instructions"
+    return [encoder.name, paper_name, str(encoder.dim), identity.pooling, kind, remark]
 
 
 def _record(paper: Paper, work: Work, sections: Sequence[Section]) -> dict[str, Any]:
-    """Return everything as JSON has it; nothing of the rows' texts."""
+    """Return the JSON record, which contains none of the rows' texts."""
     data = work.dataset.to_json()
     return {
         "paper": paper.name,
@@ -646,13 +687,13 @@ def _record(paper: Paper, work: Work, sections: Sequence[Section]) -> dict[str, 
         "quick": work.options.quick,
         "encoders": [
             {
-                "name": place.name,
-                "in_paper": paper.names.get(place.repo),
-                "dim": place.dim or None,
-                "identity": place.identity and place.identity.to_json(),
-                "reason": place.reason or None,
+                "name": encoder.name,
+                "in_paper": paper.names.get(encoder.repo),
+                "dim": encoder.dim or None,
+                "identity": encoder.identity and encoder.identity.to_json(),
+                "reason": encoder.reason or None,
             }
-            for place in work.places
+            for encoder in work.encoders
         ],
         "sections": [_section_record(section) for section in sections],
         **provenance(),

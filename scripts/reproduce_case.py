@@ -1,10 +1,10 @@
-"""Lay out the tables of CASE (arXiv 2503.17279) for any encoders, the paper's figures beside ours.
+"""Reproduce the tables of CASE (arXiv 2503.17279) for any encoders, next to the paper's figures.
 
     python scripts/reproduce_case.py --encoders minilm --data FOLDER --out case.md
     python scripts/reproduce_case.py --encoders nvidia/NV-Embed-v2 --quantize 4bit --data FOLDER
 
-Tables 1 (zero-shot), 2 (heads), 4 and 5 (isotropy) and 6 (poolings), and figure 4 (sizes). What is
-extracted and fitted is kept: the same command goes on where it was interrupted.
+The tables are 1 (zero-shot), 2 (heads), 4 and 5 (isotropy) and 6 (poolings), and figure 4 (sizes).
+Features and fits are stored, so that the same command resumes where it was interrupted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from reproduce import (
     SPEARMAN,
     Measure,
     Paper,
-    Place,
+    PooledEncoder,
     Row,
     Section,
     Value,
     Work,
-    not_done,
+    failure_reason,
+    parse_table,
+    result_figures,
     run_paper,
-    scored,
-    table_of,
 )
 
 from llmcond.commands.analyse import analyse
@@ -35,7 +35,7 @@ from llmcond.errors import LlmcondError
 
 # -- the paper ---------------------------------------------------------------------------------
 
-#: Hub name -> what the paper calls it (appendix A), and how it pools it for table 1.
+#: Hub name -> name in the paper (appendix A).
 NAMES = {
     "nvidia/NV-Embed-v2": "NV",
     "Salesforce/SFR-Embedding-Mistral": "SFR",
@@ -44,11 +44,12 @@ NAMES = {
     "princeton-nlp/sup-simcse-roberta-large": "SimCSE_large",
     "princeton-nlp/sup-simcse-bert-base-uncased": "SimCSE_base",
 }
+#: Hub name -> pooling in the paper's table 1.
 POOLINGS = dict(zip(NAMES, "latent mean last mean last last".split(), strict=True))
 
-#: Encoder, pooling, prompt, whether c is subtracted: Spearman and accuracy. Table 1 is the part of
-#: it with the poolings of above.
-TABLE_6 = table_of(
+#: Encoder, pooling, prompt, whether c is subtracted: Spearman and accuracy. Table 1 is the part
+#: with the poolings of ``POOLINGS``.
+TABLE_6 = parse_table(
     """
     NV latent sent yes 16.98 52.24
     NV latent sent no 22.07 59.89
@@ -96,7 +97,7 @@ TABLE_1 = {
 }
 #: Encoder: MLP, linear, PCA, ICA; 512 dimensions.
 HEADS = ("mlp", "linear", "pca", "ica")
-TABLE_2 = table_of(
+TABLE_2 = parse_table(
     """
     NV 69.30 69.95 32.04 19.13
     SFR 62.85 59.22 19.86 -1.99
@@ -108,7 +109,7 @@ TABLE_2 = table_of(
     4,
 )
 #: Encoder, whether c is subtracted: mean and deviation of the cosine to the mean vector.
-TABLE_4 = table_of(
+TABLE_4 = parse_table(
     """
     NV yes 0.407 0.084
     NV no 0.492 0.067
@@ -126,7 +127,7 @@ TABLE_4 = table_of(
     2,
 )
 #: Encoder: partition ratio with c subtracted, and without.
-TABLE_5 = table_of(
+TABLE_5 = parse_table(
     """
     NV 0.9611 0.9471
     SFR 0.9463 0.9266
@@ -137,10 +138,11 @@ TABLE_5 = table_of(
     """,
     2,
 )
-#: The paper's dimension of tables 2 and 3.
+#: Number of dimensions of the paper's tables 2 and 3.
 DIM = 512
 
-INSTRUCTED, JOINED, STAND_INS = (
+#: The paper's prompts with an instruction and without one, and our stand-ins for the former.
+INSTRUCTED, CONCATENATED, STAND_INS = (
     ("sent", "cond"),
     ("concat-sent-cond", "concat-cond-sent"),
     ("pair-sent", "pair-cond"),
@@ -154,174 +156,183 @@ LABELS = {
 
 # -- what is fitted ----------------------------------------------------------------------------
 
-#: At most, and without a better score on dev.
+#: Largest number of epochs, and number of epochs without a better score on dev before stopping.
 EPOCHS, PATIENCE = 60, 15
-#: Of ICA: its rotation changes no cosine, so that one iteration ranks as well as all.
+#: The rotation of ICA changes no cosine, so that one iteration ranks as well as many.
 ICA_ITERATIONS = 1
 
 
 def prompts(instructs: bool) -> list[str]:
-    """Return the prompts that an encoder has in the paper; without instructions, our own as well.
+    """Return the prompts of an encoder: the paper's, and our stand-ins if it takes no instructions.
 
-    Those with an instruction are there for each encoder, so that it is told why it has none.
+    Prompts with an instruction are included for each encoder, so that its table shows why it has
+    no figures for them.
     """
-    return [*INSTRUCTED] if instructs else [*INSTRUCTED, *JOINED, *STAND_INS]
+    return [*INSTRUCTED] if instructs else [*INSTRUCTED, *CONCATENATED, *STAND_INS]
 
 
-def settings_of(place: Place) -> list[tuple[str, bool]]:
-    """Return prompt and subtraction of an encoder's rows in tables 1 and 6."""
-    return [(prompt, subtract) for prompt in prompts(place.instructs) for subtract in (True, False)]
+def settings_of(encoder: PooledEncoder) -> list[tuple[str, bool]]:
+    """Return the pairs of prompt and subtraction of an encoder's rows in tables 1 and 6."""
+    return [
+        (prompt, subtract) for prompt in prompts(encoder.instructs) for subtract in (True, False)
+    ]
 
 
-def main_prompts(place: Place) -> list[str]:
+def main_prompts(encoder: PooledEncoder) -> list[str]:
     """Return the prompts whose features heads are fitted on; the first is the main one."""
-    return ["cond"] if place.instructs else ["pair-cond", "concat-cond-sent", "concat-sent-cond"]
+    return ["cond"] if encoder.instructs else ["pair-cond", "concat-cond-sent", "concat-sent-cond"]
 
 
-def label(prompt: str, subtract: bool) -> str:
-    """Return what the paper calls a setting."""
+def setting_label(prompt: str, subtract: bool) -> str:
+    """Return the paper's name of a setting."""
     return LABELS.get(prompt, prompt) + (" - c" if subtract else "")
 
 
-def paper_of(
-    table: Mapping[tuple[str, ...], tuple[str, ...]], called: str | None, *rest: str
+def paper_figures(
+    table: Mapping[tuple[str, ...], tuple[str, ...]], paper_name: str | None, *rest: str
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return a row's Spearman and accuracy in a table, and those of other encoders."""
     names = ("spearman", "accuracy")
-    found = table.get((called or "", *rest))
+    printed = table.get((paper_name or "", *rest))
     rows = [figures for key, figures in table.items() if key[1:] == rest]
     others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
-    return dict(zip(names, found, strict=True)) if found else {}, others
+    return dict(zip(names, printed, strict=True)) if printed else {}, others
 
 
-def zeroshot(place: Place, prompt: str, subtract: bool) -> Mapping[str, Value] | str:
-    """Return the figures of features as they are."""
-    reason = place.why_not(prompt)
-    return reason or scored(place.zeroshot[prompt, subtract])
+def zeroshot_figures(
+    encoder: PooledEncoder, prompt: str, subtract: bool
+) -> Mapping[str, Value] | str:
+    """Return the zero-shot figures of a prompt, or the reason why there are none."""
+    reason = encoder.missing_reason(prompt)
+    return reason or result_figures(encoder.zeroshot[prompt, subtract])
 
 
 # -- tables ------------------------------------------------------------------------------------
 
 
 def table_1(work: Work) -> Section:
-    """Zero-shot: prompts, with and without subtraction."""
+    """Compute table 1: zero-shot results by prompt, with and without subtraction."""
     rows = []
-    for place in work.places:
-        called = NAMES.get(place.repo)
-        for prompt, subtract in settings_of(place):
-            paper, others = paper_of(TABLE_1, called, prompt, "yes" if subtract else "no")
+    for encoder in work.encoders:
+        paper_name = NAMES.get(encoder.repo)
+        for prompt, subtract in settings_of(encoder):
+            paper, others = paper_figures(TABLE_1, paper_name, prompt, "yes" if subtract else "no")
             rows.append(
                 Row(
-                    place.name,
-                    [label(prompt, subtract)],
-                    zeroshot(place, prompt, subtract),
-                    [*work.differences(place, NAMES), *own(prompt)],
+                    encoder.name,
+                    [setting_label(prompt, subtract)],
+                    zeroshot_figures(encoder, prompt, subtract),
+                    [*work.differences(encoder, NAMES), *stand_in_note(prompt)],
                     paper,
                     others,
                 )
             )
     about = [
-        "Nothing is trained: the cosine of the encoder's own vectors, all of them with e(c) "
-        "subtracted or not.",
-        accuracy_words(work),
-        STAND_IN_WORDS,
+        "Nothing is trained: the score is the cosine of the encoder's vectors, with or without "
+        "e(c) subtracted from all of them.",
+        *accuracy_notes(work),
+        STAND_IN_NOTE,
     ]
     return Section("Table 1", "zero-shot", about, ["setting"], [SPEARMAN, ACCURACY], rows)
 
 
-def own(prompt: str) -> list[str]:
-    """Say of our own prompts that they are."""
+def stand_in_note(prompt: str) -> list[str]:
+    """Return a note on a prompt that is not in the paper; empty for the paper's prompts."""
     return ["not in the paper: our stand-in"] if prompt in STAND_INS else []
 
 
-STAND_IN_WORDS = (
-    "pair-sent and pair-cond are ours: they stand in for sent and cond where an encoder takes no "
-    "instruction. The other text is read before it as the first of a pair, and only the tokens of "
-    "the sentence, or of the condition, are pooled."
+STAND_IN_NOTE = (
+    "pair-sent and pair-cond are not in the paper; they replace sent and cond for encoders that "
+    "take no instruction. The encoder reads the other text first, as the first text of a pair, and "
+    "only the tokens of the sentence, or of the condition, are pooled."
 )
 
 
-def accuracy_words(work: Work) -> str:
-    """Say what accuracy counts here and there."""
-    counts = [next(iter(p.zeroshot.values())).counts for p in work.places if not p.reason]
+def accuracy_notes(work: Work) -> list[str]:
+    """Return notes on how our accuracy and the paper's are counted."""
+    counts = [next(iter(p.zeroshot.values())).counts for p in work.encoders if not p.reason]
     if not counts:
-        return "Accuracy: equation 9."
+        return ["Accuracy is that of equation 9."]
     compared, tied = counts[0].n_compared, counts[0].n_tied
     share = compared / (compared + tied) if compared else 0
-    return (
-        f"Accuracy (equation 9): ours is of the {compared:,} sentence pairs whose two ratings "
-        f"differ; {tied:,} tied ones are left out. The paper's are multiples of 1/379, about as "
-        "many pairs as 30 % of the set has with ties counted, so it seems to count those as wrong: "
-        f"multiply ours by {share:.3f} to compare."
-    )
+    return [
+        f"Our accuracy (equation 9) covers the {compared:,} sentence pairs whose two ratings "
+        f"differ; {tied:,} tied ones are left out.",
+        "The paper's accuracies are multiples of 1/379, which is about the number of pairs in 30 % "
+        "of the set with ties counted. The paper therefore seems to count ties as wrong: multiply "
+        f"our figures by {share:.3f} to compare.",
+    ]
 
 
 def table_2(work: Work) -> Section:
-    """Heads: supervised and unsupervised."""
+    """Compute table 2: supervised and unsupervised heads."""
     rows = []
-    for place in work.places:
-        if not place.instructs:
-            reason = place.why_not("cond")
-            rows.append(Row(place.name, [label("cond", True), "any", "–"], reason))
-        for number, prompt in enumerate(main_prompts(place)):
+    for encoder in work.encoders:
+        if not encoder.instructs:
+            reason = encoder.missing_reason("cond")
+            rows.append(Row(encoder.name, [setting_label("cond", True), "any", "–"], reason))
+        for number, prompt in enumerate(main_prompts(encoder)):
             for head in HEADS:
-                rows.append(head_row(work, place, head, prompt, min(DIM, place.dim or DIM)))
-            # The paper has no such rows; they tell what subtraction is worth to a fitted head.
+                rows.append(head_row(work, encoder, head, prompt, min(DIM, encoder.dim or DIM)))
+            # The paper has no such rows; they show how much subtraction improves a fitted head.
             for head in HEADS[:2] if number == 0 else ():
-                rows.append(head_row(work, place, head, prompt, min(DIM, place.dim or DIM), False))
+                rows.append(
+                    head_row(work, encoder, head, prompt, min(DIM, encoder.dim or DIM), False)
+                )
     return Section(
         "Table 2",
         "heads on cond - c",
-        head_words(work),
+        head_notes(work),
         ["features", "head", "dimensions"],
         [SPEARMAN, ACCURACY],
         rows,
     )
 
 
-def head_words(work: Work) -> list[str]:
-    """Say how heads are fitted here and there."""
-    epochs = work.trained(EPOCHS, PATIENCE)["epochs"]
+def head_notes(work: Work) -> list[str]:
+    """Return notes on the fits: two on supervised heads, and two on PCA and ICA."""
+    epochs = work.training_settings(EPOCHS, PATIENCE)["epochs"]
     return [
-        "Fitted as the paper has it: Adam, learning rate 0.001, batches of 512, dropout 20 % "
-        "(linear) and 15 % (MLP), squared error of the cosine. The paper does not state the "
-        f"MLP's hidden width (here 1,024), nor epochs (here at most {epochs}, stopped after "
-        f"{PATIENCE} without a better Spearman on dev), nor seeds.",
-        "PCA and ICA have no seed that matters. ICA is PCA, each component divided by its spread, "
-        "and then a rotation that is sought for in iterations. No rotation changes a cosine, so "
-        "one iteration does here.",
+        "Heads are fitted as in the paper: Adam, learning rate 0.001, batches of 512, dropout 20 % "
+        "(linear) and 15 % (MLP), squared error of the cosine.",
+        "The paper does not state the MLP's hidden width, the number of epochs and the seeds. "
+        f"Our MLP has a hidden width of 1,024, and a fit takes at most {epochs} epochs and stops "
+        f"after {PATIENCE} epochs without a better Spearman on dev.",
+        "The seed does not matter for PCA and ICA. ICA is PCA with each component divided by its "
+        "spread, followed by a rotation that is computed iteratively.",
+        "No rotation changes a cosine, so a single iteration of ICA is enough.",
     ]
 
 
 def head_row(
-    work: Work, place: Place, head: str, prompt: str, dim: int, subtract: bool = True
+    work: Work, encoder: PooledEncoder, head: str, prompt: str, dim: int, subtract: bool = True
 ) -> Row:
-    """Return a head's row in table 2 or figure 4."""
+    """Fit a head, and return its row in table 2 or figure 4."""
     changes: dict[str, str] = {"dim": str(dim)}
     seeds = 1
     if head in ("mlp", "linear"):
-        changes, seeds = work.trained(EPOCHS, PATIENCE, dim=dim), work.seeds
+        changes, seeds = work.training_settings(EPOCHS, PATIENCE, dim=dim), work.seeds
     elif head == "ica":
         changes["max_iterations"] = str(ICA_ITERATIONS)
-    called = NAMES.get(place.repo)
-    in_paper = subtract and dim == min(DIM, place.dim or DIM) and prompt not in STAND_INS
+    paper_name = NAMES.get(encoder.repo)
+    in_paper = subtract and dim == min(DIM, encoder.dim or DIM) and prompt not in STAND_INS
     column = HEADS.index(head)
     paper = {}
-    if in_paper and (called or "",) in TABLE_2:
-        paper = {"spearman": TABLE_2[called or "",][column]}
+    if in_paper and (paper_name or "",) in TABLE_2:
+        paper = {"spearman": TABLE_2[paper_name or "",][column]}
     others = {"spearman": [figures[column] for figures in TABLE_2.values()]} if in_paper else {}
-    set_up = work.differences(place, NAMES, changes)
+    set_up = work.differences(encoder, NAMES, changes)
     if in_paper and dim < DIM:
-        set_up.append(f"{dim} dimensions, all that it has")
-    if prompt in JOINED:
-        set_up.append("the paper does not say which CONC it took")
-    set_up += own(prompt)
+        set_up.append(f"{dim} dimensions, all that the encoder has")
+    if prompt in CONCATENATED:
+        set_up.append("the paper does not say which CONC it used")
+    set_up += stand_in_note(prompt)
     if not subtract:
         set_up.append("not in the paper: without subtraction")
     return Row(
-        place.name,
-        [label(prompt, subtract), head, str(dim)],
-        work.fit(place, head, prompt, changes, subtract, seeds),
+        encoder.name,
+        [setting_label(prompt, subtract), head, str(dim)],
+        work.fit(encoder, head, prompt, changes, subtract, seeds),
         set_up,
         paper,
         others,
@@ -329,18 +340,19 @@ def head_row(
 
 
 def figure_4(work: Work) -> Section:
-    """Heads by size."""
+    """Compute figure 4: heads by number of dimensions."""
     rows = []
-    for place in work.places:
-        full = min(DIM, place.dim or DIM)
+    for encoder in work.encoders:
+        full = min(DIM, encoder.dim or DIM)
         for head in HEADS:
             for dim in dict.fromkeys(max(1, full // part) for part in (8, 4, 2, 1)):
-                rows.append(head_row(work, place, head, main_prompts(place)[0], dim))
+                rows.append(head_row(work, encoder, head, main_prompts(encoder)[0], dim))
     about = [
-        "The paper draws it for NV and prints no figures: supervised heads stay level above some "
-        "200 dimensions and are best at about 500; PCA keeps what the features have, ICA gets "
-        "worse the larger it is.",
-        *head_words(work)[1:],
+        "The paper plots this figure for NV and prints no numbers. Supervised heads stay level "
+        "above about 200 dimensions and are best at about 500.",
+        "In the paper, PCA retains the quality of the features, and ICA gets worse with more "
+        "dimensions.",
+        *head_notes(work)[2:],
     ]
     return Section(
         "Figure 4",
@@ -354,8 +366,8 @@ def figure_4(work: Work) -> Section:
 
 MEAN = Measure("mean_cosine", "mean", 1, 3)
 DEVIATION = Measure("std_cosine", "deviation", 1, 3)
-MINUS = Measure("minus", "ratio, - c", 1, 4)
-PLAIN = Measure("plain", "ratio", 1, 4)
+RATIO_SUBTRACTED = Measure("minus", "ratio, - c", 1, 4)
+RATIO = Measure("plain", "ratio", 1, 4)
 
 
 @dataclass
@@ -365,187 +377,213 @@ class Isotropies:
     work: Work
 
     def __post_init__(self) -> None:
-        self._found: dict[str, dict[tuple[str, bool], Any] | str] = {}
+        self._by_encoder: dict[str, dict[tuple[str, bool], Any] | str] = {}
 
-    def of(self, place: Place, prompt: str, subtract: bool) -> dict[str, Any] | str:
-        """Return both measures of a prompt's features, or why there are none."""
-        reason = place.why_not(prompt)
+    def of(self, encoder: PooledEncoder, prompt: str, subtract: bool) -> dict[str, Any] | str:
+        """Return both measures of a prompt's features, or the reason why there are none."""
+        reason = encoder.missing_reason(prompt)
         if reason:
             return reason
-        if place.name not in self._found:
+        if encoder.name not in self._by_encoder:
             try:
                 result = analyse(
-                    run=place.run, head=["none"], split=self.work.split, what=["isotropy"]
+                    run=encoder.run, head=["none"], split=self.work.split, what=["isotropy"]
                 )
-                self._found[place.name] = {
+                self._by_encoder[encoder.name] = {
                     (row["prompt"], row["subtract"]): row for row in result["isotropy"]
                 }
             except LlmcondError as error:
-                self._found[place.name] = not_done(error)
-        found = self._found[place.name]
-        if isinstance(found, str):
-            return found
-        one: dict[str, Any] = found[prompt, subtract]
-        return one
+                self._by_encoder[encoder.name] = failure_reason(error)
+        rows_by_setting = self._by_encoder[encoder.name]
+        if isinstance(rows_by_setting, str):
+            return rows_by_setting
+        row: dict[str, Any] = rows_by_setting[prompt, subtract]
+        return row
 
 
-def isotropy_prompts(place: Place) -> list[str]:
+def isotropy_prompts(encoder: PooledEncoder) -> list[str]:
     """Return the prompts of tables 4 and 5."""
     return (
         ["cond"]
-        if place.instructs
+        if encoder.instructs
         else ["cond", "concat-cond-sent", "concat-sent-cond", "pair-cond"]
     )
 
 
-ISOTROPY = (
-    "Of the vectors of both sentences of each scored row; the paper does not say which it took. "
+ISOTROPY_NOTE = (
+    "The measure covers the vectors of both sentences of each scored row; the paper does not say "
+    "which vectors it used."
 )
 
 
-def keyed(measures: Sequence[Measure], figures: Sequence[str] | None) -> dict[str, str]:
-    """Return a row of the paper by measure."""
+def figures_by_measure(
+    measures: Sequence[Measure], figures: Sequence[str] | None
+) -> dict[str, str]:
+    """Return a row of the paper as measure -> figure."""
     return dict(zip([m.key for m in measures], figures, strict=True)) if figures else {}
 
 
-def columns(measures: Sequence[Measure], rows: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return rows of the paper by measure."""
+def columns_by_measure(
+    measures: Sequence[Measure], rows: Sequence[Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return rows of the paper as measure -> figures."""
     return {m.key: [row[i] for row in rows] for i, m in enumerate(measures)} if rows else {}
 
 
 def table_4(work: Work, isotropies: Isotropies) -> Section:
-    """Cosine to the mean vector."""
+    """Compute table 4: the cosine to the mean vector."""
     measures = (MEAN, DEVIATION)
     rows = []
-    for place in work.places:
-        called = NAMES.get(place.repo)
-        for prompt in isotropy_prompts(place):
+    for encoder in work.encoders:
+        paper_name = NAMES.get(encoder.repo)
+        for prompt in isotropy_prompts(encoder):
             for subtract in (True, False):
-                found = isotropies.of(place, prompt, subtract)
+                isotropy = isotropies.of(encoder, prompt, subtract)
                 key = "yes" if subtract else "no"
-                kin = [f for k, f in TABLE_4.items() if k[1] == key and same_kind(k[0], prompt)]
-                figures = TABLE_4.get((called or "", key)) if same_kind(called, prompt) else None
-                ours = found
-                if not isinstance(found, str):
-                    ours = {m.key: Value(found[m.key]) for m in measures}
+                kin = [f for k, f in TABLE_4.items() if k[1] == key and is_in_paper(k[0], prompt)]
+                figures = (
+                    TABLE_4.get((paper_name or "", key))
+                    if is_in_paper(paper_name, prompt)
+                    else None
+                )
+                ours = isotropy
+                if not isinstance(isotropy, str):
+                    ours = {m.key: Value(isotropy[m.key]) for m in measures}
                 rows.append(
                     Row(
-                        place.name,
-                        [label(prompt, subtract)],
+                        encoder.name,
+                        [setting_label(prompt, subtract)],
                         ours,
-                        [*work.differences(place, NAMES), *own(prompt), *beyond(prompt)],
-                        keyed(measures, figures),
-                        columns(measures, kin),
+                        [
+                            *work.differences(encoder, NAMES),
+                            *stand_in_note(prompt),
+                            *extra_prompt_note(prompt),
+                        ],
+                        figures_by_measure(measures, figures),
+                        columns_by_measure(measures, kin),
                     )
                 )
-    about = [ISOTROPY + "Lower means, and larger deviations, are more even."]
+    about = [
+        ISOTROPY_NOTE,
+        "Vectors are more evenly distributed if the mean is lower and the deviation is larger.",
+    ]
     return Section("Table 4", "cosine to the mean vector", about, ["setting"], measures, rows)
 
 
-def same_kind(called: str | None, prompt: str) -> bool:
-    """Tell whether tables 4 and 5 have this prompt for an encoder."""
-    if called is None:
+def is_in_paper(paper_name: str | None, prompt: str) -> bool:
+    """Return whether the paper's tables 4 and 5 have this prompt for an encoder."""
+    if paper_name is None:
         return False
-    return prompt == ("concat-cond-sent" if called.startswith("SimCSE") else "cond")
+    return prompt == ("concat-cond-sent" if paper_name.startswith("SimCSE") else "cond")
 
 
-def beyond(prompt: str) -> list[str]:
-    """Say of the other concatenation that tables 4 and 5 do not have it."""
+def extra_prompt_note(prompt: str) -> list[str]:
+    """Return a note on the concatenation that the paper's tables 4 and 5 lack."""
     return ["not in the paper's table"] if prompt == "concat-sent-cond" else []
 
 
 def table_5(work: Work, isotropies: Isotropies) -> Section:
-    """Partition ratio."""
-    measures = (MINUS, PLAIN)
+    """Compute table 5: the partition ratio."""
+    measures = (RATIO_SUBTRACTED, RATIO)
     rows = []
-    for place in work.places:
-        called = NAMES.get(place.repo)
-        for prompt in isotropy_prompts(place):
-            both = [isotropies.of(place, prompt, subtract) for subtract in (True, False)]
-            found = [one for one in both if not isinstance(one, str)]
-            kin = [f for k, f in TABLE_5.items() if same_kind(k[0], prompt)]
-            figures = TABLE_5.get((called or "",)) if same_kind(called, prompt) else None
+    for encoder in work.encoders:
+        paper_name = NAMES.get(encoder.repo)
+        for prompt in isotropy_prompts(encoder):
+            both = [isotropies.of(encoder, prompt, subtract) for subtract in (True, False)]
+            measured = [row for row in both if not isinstance(row, str)]
+            kin = [f for k, f in TABLE_5.items() if is_in_paper(k[0], prompt)]
+            figures = TABLE_5.get((paper_name or "",)) if is_in_paper(paper_name, prompt) else None
             ours = {
-                measure.key: Value(one["partition_ratio"])
-                for measure, one in zip(measures, found, strict=False)
+                measure.key: Value(row["partition_ratio"])
+                for measure, row in zip(measures, measured, strict=False)
             }
-            set_up = [*work.differences(place, NAMES), *own(prompt), *beyond(prompt)]
-            if place.dim:
-                set_up.append(f"{place.dim} dimensions: compare along a row only")
+            set_up = [
+                *work.differences(encoder, NAMES),
+                *stand_in_note(prompt),
+                *extra_prompt_note(prompt),
+            ]
+            if encoder.dim:
+                set_up.append(f"{encoder.dim} dimensions: compare along a row only")
             rows.append(
                 Row(
-                    place.name,
+                    encoder.name,
                     [LABELS.get(prompt, prompt)],
-                    ours if len(found) == 2 else str(both[0]),
+                    ours if len(measured) == 2 else str(both[0]),
                     set_up,
-                    keyed(measures, figures),
-                    columns(measures, kin),
+                    figures_by_measure(measures, figures),
+                    columns_by_measure(measures, kin),
                 )
             )
     about = [
-        ISOTROPY + "1,000 random directions, as in the paper; 1 is even. The ratio grows with the "
-        "dimension whatever the vectors are, so that encoders of other sizes cannot be compared "
-        "by it.",
+        ISOTROPY_NOTE,
+        "The ratio is computed over 1,000 random directions, as in the paper; a ratio of 1 means "
+        "evenly distributed vectors.",
+        "The ratio grows with the number of dimensions whatever the vectors are. It cannot compare "
+        "encoders of different sizes.",
     ]
     return Section("Table 5", "partition ratio (IPC)", about, ["features"], measures, rows)
 
 
 def table_6(work: Work) -> Section:
-    """Zero-shot by pooling."""
+    """Compute table 6: zero-shot results by pooling."""
     rows = []
-    for place in work.places:
-        called = NAMES.get(place.repo)
-        for pooling in poolings_of(place, called):
-            other = pooled(work, place, pooling)
+    for encoder in work.encoders:
+        paper_name = NAMES.get(encoder.repo)
+        for pooling in poolings_of(encoder, paper_name):
+            other = with_pooling(work, encoder, pooling)
             for prompt, subtract in settings_of(other):
                 if prompt in STAND_INS or (prompt in INSTRUCTED and not other.instructs):
                     continue
                 key = (pooling, prompt, "yes" if subtract else "no")
-                paper, others = paper_of(TABLE_6, called, *key)
-                # What is wrong with a pooling stands nowhere else.
-                reason = not_done(other.reason) if other is not place and other.reason else ""
-                reason = reason or other.why_not(prompt)
+                paper, others = paper_figures(TABLE_6, paper_name, *key)
+                # No other table shows why a pooling could not be used.
+                reason = (
+                    failure_reason(other.reason) if other is not encoder and other.reason else ""
+                )
+                reason = reason or other.missing_reason(prompt)
                 rows.append(
                     Row(
-                        place.name,
-                        [pooling, label(prompt, subtract)],
-                        reason or zeroshot(other, prompt, subtract),
+                        encoder.name,
+                        [pooling, setting_label(prompt, subtract)],
+                        reason or zeroshot_figures(other, prompt, subtract),
                         work.differences(other, dict.fromkeys(NAMES, ""))
-                        if called
+                        if paper_name
                         else ["other encoder"],
                         paper,
                         others,
                     )
                 )
     about = [
-        "As table 1, by pooling; each encoder in the poolings that the paper has of it, others by "
-        "mean and last token and their own. Prompts with an instruction, for encoders that take "
-        "none, are left to table 1.",
+        "This table repeats table 1 by pooling: the paper's encoders with the poolings of the "
+        "paper, others with mean pooling, last-token pooling and their default.",
+        "Prompts with an instruction are left out for encoders that take none; table 1 lists them.",
     ]
     return Section("Table 6", "poolings", about, ["pooling", "setting"], [SPEARMAN, ACCURACY], rows)
 
 
-def poolings_of(place: Place, called: str | None) -> list[str]:
+def poolings_of(encoder: PooledEncoder, paper_name: str | None) -> list[str]:
     """Return the poolings of an encoder's rows in table 6."""
-    if called is not None:
-        return list(dict.fromkeys(key[1] for key in TABLE_6 if key[0] == called))
-    own_pooling = [place.identity.pooling] if place.identity else []
-    return list(dict.fromkeys([*own_pooling, "mean", "last"]))
+    if paper_name is not None:
+        return list(dict.fromkeys(key[1] for key in TABLE_6 if key[0] == paper_name))
+    default_pooling = [encoder.identity.pooling] if encoder.identity else []
+    return list(dict.fromkeys([*default_pooling, "mean", "last"]))
 
 
-def pooled(work: Work, place: Place, pooling: str) -> Place:
-    """Return an encoder pooled in another way; itself where it is pooled so."""
-    if place.reason or place.identity.pooling == pooling:
-        return place
-    text = next(t for t in work.options.encoders if t.partition("=")[0] == place.name)
-    return work.place(text, pooling, lambda instructs: [*(INSTRUCTED if instructs else JOINED)])
+def with_pooling(work: Work, encoder: PooledEncoder, pooling: str) -> PooledEncoder:
+    """Return an encoder with a pooling; the encoder itself if that is its pooling already."""
+    if encoder.reason or encoder.identity.pooling == pooling:
+        return encoder
+    text = next(t for t in work.options.encoders if t.partition("=")[0] == encoder.name)
+    return work.prepare_encoder(
+        text, pooling, lambda instructs: [*(INSTRUCTED if instructs else CONCATENATED)]
+    )
 
 
 # -- the command -------------------------------------------------------------------------------
 
 
 def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
-    """Yield the tables that are asked for, each when it is done."""
+    """Yield the requested tables, each as soon as it is complete."""
     isotropies = Isotropies(work)
     makers: dict[str, Callable[[], Section]] = {
         "1": lambda: table_1(work),
@@ -561,10 +599,10 @@ def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
 
 
 def about(work: Work) -> list[str]:
-    """Return what holds for all tables."""
-    return work.data_words(
-        "the paper trains on the original C-STS training ratings, tunes on 70 % of the "
-        "re-annotated validation set and scores the other 30 %, by a split of its own."
+    """Return the notes on all tables."""
+    return work.data_notes(
+        "The paper trains on the original C-STS training ratings. It tunes on 70 % of the "
+        "re-annotated validation set, which it split itself, and scores the other 30 %."
     )
 
 

@@ -1,11 +1,12 @@
-"""Lay out the C-STS tables of Hyper-CL (ACL 2024) for any encoders, the paper's beside ours.
+"""Reproduce the C-STS tables of Hyper-CL (ACL 2024) for any encoders, next to the paper's figures.
 
     python scripts/reproduce_hypercl.py --encoders minilm --data FOLDER --out hypercl.md
 
-Everything that needs no training of the encoder: tables 1 (tri-encoders), 5 (unseen conditions),
-6 (with and without contrast) and 8 (ranks), and the analyses of sections 5.2 (clusters) and 5.4.1
-(norms). Heads that are analysed stay in the run folder: those of a full hypernetwork on 384
-dimensions take 0.2 GiB a seed. The same command goes on where it was interrupted.
+The script covers everything that does not train the encoder: tables 1 (tri-encoders), 5 (unseen
+conditions), 6 (with and without contrast) and 8 (ranks), and the analyses of sections 5.2
+(clusters) and 5.4.1 (norms). Heads that are analysed are saved in the run folder; a full
+hypernetwork on 384 dimensions takes 0.2 GiB per seed. The same command resumes where it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from reproduce import (
     SPEARMAN,
     Measure,
     Paper,
-    Place,
+    PooledEncoder,
     Row,
     Section,
     Value,
     Work,
-    not_done,
-    over_seeds,
+    average_over_seeds,
+    failure_reason,
+    parse_table,
+    result_figures,
     run_paper,
-    scored,
-    table_of,
 )
 
 from llmcond.arrays import as_matrix
@@ -52,14 +53,14 @@ from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
 
-#: Hub name -> what the paper calls it. It pools all of them by [CLS] (appendix A).
+#: Hub name -> name in the paper, which pools all encoders by [CLS] (appendix A).
 NAMES = {
     "voidism/diffcse-roberta-base-sts": "DiffCSE_base",
     "princeton-nlp/sup-simcse-roberta-base": "SimCSE_base",
     "princeton-nlp/sup-simcse-roberta-large": "SimCSE_large",
 }
 #: Encoder, architecture: Spearman and its deviation, Pearson and its deviation.
-_PRINTED_1 = table_of(
+_PRINTED_1 = parse_table(
     """
     DiffCSE_base tri 28.9 0.8 27.8 1.2
     DiffCSE_base low-cl 33.10 0.2 31.68 0.6
@@ -77,8 +78,8 @@ _PRINTED_1 = table_of(
     4,
 )
 TABLE_1 = {k: (f"{a} ± {b}", f"{c} ± {d}") for k, (a, b, c, d) in _PRINTED_1.items()}
-#: Encoder, architecture: Spearman overall, of unseen and of seen conditions.
-TABLE_5 = table_of(
+#: Encoder, architecture: Spearman overall, for unseen and for seen conditions.
+TABLE_5 = parse_table(
     """
     SimCSE_large tri 32.13 13.93 25.02
     SimCSE_large full-cl 38.59 36.25 41.14
@@ -86,7 +87,7 @@ TABLE_5 = table_of(
     3,
 )
 #: Encoder, architecture: Spearman.
-TABLE_6 = table_of(
+TABLE_6 = parse_table(
     """
     SimCSE_base low-cl 37.96
     SimCSE_base low 35.38
@@ -95,8 +96,8 @@ TABLE_6 = table_of(
     """,
     1,
 )
-#: Encoder, what H is divided by to give K: Spearman.
-TABLE_8 = table_of(
+#: Encoder, divisor of H that gives K: Spearman.
+TABLE_8 = parse_table(
     """
     DiffCSE_base 1 33.82
     DiffCSE_base 4 34.73
@@ -117,7 +118,7 @@ TABLE_8 = table_of(
     """,
     1,
 )
-#: Table 7: temperatures; 1.5 is the released code's own.
+#: Temperatures of table 7; 1.5 is the default of the released code.
 TEMPERATURES = {
     ("DiffCSE_base", "full-cl"): 1.5,
     ("DiffCSE_base", "low-cl"): 1.5,
@@ -126,11 +127,13 @@ TEMPERATURES = {
     ("SimCSE_large", "full-cl"): 1.5,
     ("SimCSE_large", "low-cl"): 1.9,
 }
-#: Section 5.2, in nats, before and after; section 5.4.1, of hypernetwork and Hadamard product.
+#: Impurities of section 5.2 in nats, before and after.
 IMPURITY = ("0.739", "0.270")
+#: Variances of section 5.4.1, of the hypernetwork and the Hadamard product.
 VARIANCE = {"low-cl": "0.0248", "tri": "0.001"}
-#: H divided by it is K of the paper's choice (appendix B).
+#: Divisor of H that gives the paper's choice of K (appendix B).
 DIVISOR = 12
+#: Number of conditions, and of sentences under each, that section 5.2 clusters.
 CONDITIONS, SENTENCES = 3, 20
 
 # -- what is fitted ----------------------------------------------------------------------------
@@ -141,9 +144,9 @@ class Spec:
     """A head, and how it is fitted.
 
     Attributes:
-        key: what tells it from others.
-        head: a recipe.
-        changes: its settings.
+        key: unique name of the head.
+        head: name of the recipe.
+        changes: settings of the recipe that differ from its defaults.
     """
 
     key: str
@@ -156,37 +159,37 @@ def rank_of(dim: int, divisor: int = DIVISOR) -> int:
     return max(1, dim // divisor)
 
 
-def name_of(place: Place, contrast: bool = True) -> str:
-    """Return what the paper calls a low-rank hypernetwork on an encoder."""
-    rank = rank_of(place.dim) if place.dim else "K"
+def name_of(encoder: PooledEncoder, contrast: bool = True) -> str:
+    """Return the paper's name of a low-rank hypernetwork on an encoder."""
+    rank = rank_of(encoder.dim) if encoder.dim else "K"
     return f"hyper{rank}-cl" if contrast else f"hyper{rank}"
 
 
-def analysed(place: Place) -> tuple[tuple[str, str], ...]:
-    """Return names and keys of the heads that are analysed."""
+def analysed_heads(encoder: PooledEncoder) -> tuple[tuple[str, str], ...]:
+    """Return the names and the keys of the heads that are analysed."""
     return (
         ("tri-encoder, Hadamard product", "tri"),
-        (name_of(place), "low-cl"),
+        (name_of(encoder), "low-cl"),
         ("hyper-cl", "full-cl"),
     )
 
 
-def spec_of(work: Work, place: Place, key: str, rank: int | None = None) -> Spec:
-    """Return how a head is fitted for an encoder.
+def spec_of(work: Work, encoder: PooledEncoder, key: str, rank: int | None = None) -> Spec:
+    """Return the recipe and the settings of a head for an encoder.
 
     Args:
-        work: decides the epochs.
-        place: the encoder.
+        work: the command, whose options determine the number of epochs.
+        encoder: the encoder.
         key: ``tri``, ``concat``, ``low``, ``matched``, ``full``, each also with ``-cl`` for the
             contrastive objective, and ``released``.
-        rank: K; None: the paper's choice.
+        rank: K; None for the paper's choice.
     """
     kind, _, contrast = key.partition("-")
-    dim, rank = place.dim, rank or rank_of(place.dim)
+    dim, rank = encoder.dim, rank or rank_of(encoder.dim)
     if kind in ("tri", "concat"):
         epochs, patience = 60, 10
     else:
-        # They are best within a few epochs; one of a full hypernetwork takes 10 to 20 s.
+        # Hypernetworks are best within a few epochs; an epoch of a full one takes 10 to 20 s.
         epochs, patience = (8, 2) if kind == "full" else (10, 3)
     settings: dict[str, Any] = {
         "tri": {},
@@ -204,73 +207,93 @@ def spec_of(work: Work, place: Place, key: str, rank: int | None = None) -> Spec
         "full": "hypernet-full" if contrast else "hypernet-full-mse",
     }
     if contrast:
-        temperature = TEMPERATURES.get((NAMES.get(place.repo, ""), key), 1.5)
+        temperature = TEMPERATURES.get((NAMES.get(encoder.repo, ""), key), 1.5)
         settings = {**settings, "info_nce": "1.0", "temperature": str(temperature)}
-    changes = work.trained(epochs, patience, **settings)
+    changes = work.training_settings(epochs, patience, **settings)
     return Spec(key if rank == rank_of(dim) else f"{key}{rank}", heads.get(kind, kind), changes)
 
 
 @dataclass
 class Heads:
-    """The heads of a piece of work, fitted when they are asked for."""
+    """The heads of one command; each is fitted when it is first used."""
 
     work: Work
     _names: dict[tuple[str, str], list[str] | str] = field(default_factory=dict)
-    _scores: dict[tuple[str, str], Mapping[str, Value] | str] = field(default_factory=dict)
+    _figures: dict[tuple[str, str], Mapping[str, Value] | str] = field(default_factory=dict)
 
-    def swept(self, place: Place, spec: Spec) -> Mapping[str, Value] | str:
-        """Return the figures of a head that is only scored."""
-        return self.work.fit(place, spec.head, "separate", spec.changes)
+    def score_by_sweep(self, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+        """Return the figures of a head that is scored but not saved."""
+        return self.work.fit(encoder, spec.head, "separate", spec.changes)
 
-    def saved(self, place: Place, spec: Spec) -> list[str] | str:
-        """Return the names of a head that is analysed, one for each seed; or why there is none."""
-        reason = place.why_not("separate")
+    def fit_saved(self, encoder: PooledEncoder, spec: Spec) -> list[str] | str:
+        """Fit and save a head for analysis.
+
+        Returns:
+            The names of the saved heads, one for each seed, or the reason why there are none.
+        """
+        reason = encoder.missing_reason("separate")
         if reason:
             return reason
-        key = (str(place.run), spec.key)
+        key = (str(encoder.run), spec.key)
         if key not in self._names:
             try:
-                self._names[key] = [_fit(place, spec, seed) for seed in range(self.work.seeds)]
+                self._names[key] = [_fit(encoder, spec, seed) for seed in range(self.work.seeds)]
             except LlmcondError as error:
-                log.info(f"{place.name}, {spec.key}: {error}")
-                self._names[key] = not_done(error)
+                log.info(f"{encoder.name}, {spec.key}: {error}")
+                self._names[key] = failure_reason(error)
         return self._names[key]
 
-    def scores(self, place: Place, spec: Spec) -> Mapping[str, Value] | str:
-        """Return the figures of a head that is analysed."""
-        names = self.saved(place, spec)
+    def score_saved(self, encoder: PooledEncoder, spec: Spec) -> Mapping[str, Value] | str:
+        """Return the figures of a saved head."""
+        names = self.fit_saved(encoder, spec)
         if isinstance(names, str):
             return names
-        key = (str(place.run), spec.key)
-        if key not in self._scores:
-            results = evaluate(run=place.run, head=names, split=self.work.split)
-            found = [scored(result) for result in results if result.name in names]
-            self._scores[key] = merged(found)
-        return self._scores[key]
+        key = (str(encoder.run), spec.key)
+        if key not in self._figures:
+            results = evaluate(run=encoder.run, head=names, split=self.work.split)
+            figures = [result_figures(result) for result in results if result.name in names]
+            self._figures[key] = average_figures(figures)
+        return self._figures[key]
 
 
-def merged(found: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """Return figures over seeds."""
-    return {key: over_seeds([one[key] for one in found]) for key in found[0]}
+def average_figures(figures_by_seed: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
+    """Return the figures of several seeds as averages over seeds."""
+    return {
+        key: average_over_seeds([figures[key] for figures in figures_by_seed])
+        for key in figures_by_seed[0]
+    }
 
 
-def _fit(place: Place, spec: Spec, seed: int) -> str:
-    """Fit a head unless it is there, and return its name."""
+def _fit(encoder: PooledEncoder, spec: Spec, seed: int) -> str:
+    """Fit a head unless the run has it already, and return its name."""
     name = f"{spec.key}-seed{seed}"
     recipe = load_recipe(spec.head)
     recipe = recipe.with_settings(recipe.parse_changes(dict(spec.changes), spec.key), spec.key)
-    run = open_run(place.run)
+    run = open_run(encoder.run)
     if name in run.head_names():
-        # Whatever is wrong with it, it is fitted again.
+        # A saved head that cannot be loaded, for any reason, is fitted again.
         with suppress(LlmcondError):
-            saved = run.load_head(name)
-            head, wanted = saved.head, size_recipe(recipe, None, saved.head.dim_in, quiet=True)
-            made = (head.kind, head.settings, head.seed, saved.record.get("versions"))
-            asked = (recipe.kind, wanted.settings, seed, provenance()["versions"])
-            if made == asked:
+            saved_head = run.load_head(name)
+            head, resized_recipe = (
+                saved_head.head,
+                size_recipe(recipe, None, saved_head.head.dim_in, quiet=True),
+            )
+            saved_settings = (
+                head.kind,
+                head.settings,
+                head.seed,
+                saved_head.record.get("versions"),
+            )
+            expected_settings = (
+                recipe.kind,
+                resized_recipe.settings,
+                seed,
+                provenance()["versions"],
+            )
+            if saved_settings == expected_settings:
                 return name
     fit_head(
-        run=place.run,
+        run=encoder.run,
         head=spec.head,
         prompt="separate",
         seed=seed,
@@ -283,112 +306,123 @@ def _fit(place: Place, spec: Spec, seed: int) -> str:
 # -- tables ------------------------------------------------------------------------------------
 
 
-def words(work: Work, place: Place, spec: Spec) -> list[str]:
-    """Return what differs in the set-up of a fitted head."""
-    return ["frozen encoder", *work.differences(place, NAMES, spec.changes)]
+def set_up_notes(work: Work, encoder: PooledEncoder, spec: Spec) -> list[str]:
+    """Return how the set-up of a fitted head differs from the paper's, in words."""
+    return ["frozen encoder", *work.differences(encoder, NAMES, spec.changes)]
 
 
-def paper_of(
+def paper_figures(
     table: Mapping[tuple[str, ...], tuple[str, ...]],
-    place: Place,
+    encoder: PooledEncoder,
     key: str,
     measures: Sequence[Measure],
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return a row's figures in a table of the paper, and those of its other encoders."""
-    found = table.get((NAMES.get(place.repo, ""), key))
+    printed = table.get((NAMES.get(encoder.repo, ""), key))
     rows = [figures for name, figures in table.items() if name[1] == key]
     names = [measure.key for measure in measures]
     others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
-    return dict(zip(names, found, strict=True)) if found else {}, others
+    return dict(zip(names, printed, strict=True)) if printed else {}, others
 
 
 def table_1(work: Work, heads: Heads) -> Section:
-    """Tri-encoders, and bi-encoders beside them."""
+    """Compute table 1: tri-encoders, and bi-encoders for comparison."""
     measures = (SPEARMAN, PEARSON)
     rows = []
-    for place in work.places:
-        low = name_of(place)
-        for name, key, more in (
+    for encoder in work.encoders:
+        low = name_of(encoder)
+        for name, key, notes in (
             ("tri-encoder, Hadamard product", "tri", []),
             ("tri-encoder, concatenation", "concat", ["not in the paper's table"]),
             (low, "low-cl", []),
             (f"{low}, as in the released code", "released", ["the paper shows no such layer"]),
             ("hyper-cl", "full-cl", []),
         ):
-            spec = spec_of(work, place, key)
-            printed = paper_of(TABLE_1, place, key, measures)
-            ours = heads.scores(place, spec)
-            rows.append(Row(place.name, [name], ours, [*words(work, place, spec), *more], *printed))
-        printed = paper_of(TABLE_1, place, "bi", measures)
-        reason = "not done: here encoders are not trained, and a frozen one is the next row"
-        rows.append(Row(place.name, ["bi-encoder, fine-tuned"], reason, [], *printed))
-        rows.append(frozen_bi_encoder(work, place))
+            spec = spec_of(work, encoder, key)
+            printed = paper_figures(TABLE_1, encoder, key, measures)
+            ours = heads.score_saved(encoder, spec)
+            rows.append(
+                Row(
+                    encoder.name,
+                    [name],
+                    ours,
+                    [*set_up_notes(work, encoder, spec), *notes],
+                    *printed,
+                )
+            )
+        printed = paper_figures(TABLE_1, encoder, "bi", measures)
+        reason = "not done: we do not train encoders; the next row is a frozen one"
+        rows.append(Row(encoder.name, ["bi-encoder, fine-tuned"], reason, [], *printed))
+        rows.append(frozen_bi_encoder(work, encoder))
     about = [
         "K is H / 12, the paper's choice for base and large encoders.",
-        "The Hadamard baseline has the linear layer on the condition that the released code has.",
+        "The Hadamard baseline has a linear layer on the condition, as in the released code.",
     ]
     return Section("Table 1", "tri-encoders on C-STS", about, ["architecture"], measures, rows)
 
 
-def frozen_bi_encoder(work: Work, place: Place) -> Row:
-    """Return the row of an MLP on the features of sentence and condition together."""
-    prompt = joint_prompt(place.instructs)
-    changes = work.trained(60, 15, dim=min(512, place.dim or 512))
+def frozen_bi_encoder(work: Work, encoder: PooledEncoder) -> Row:
+    """Return the row of an MLP on the joint features of sentence and condition."""
+    prompt = joint_prompt(encoder.instructs)
+    changes = work.training_settings(60, 15, dim=min(512, encoder.dim or 512))
     return Row(
-        place.name,
+        encoder.name,
         [f"bi-encoder, frozen: MLP on {prompt}, minus e(c)"],
-        work.fit(place, "mlp", prompt, changes),
-        ["not in the paper: CASE's head", *work.differences(place, NAMES, changes)],
+        work.fit(encoder, "mlp", prompt, changes),
+        ["not in the paper: CASE's head", *work.differences(encoder, NAMES, changes)],
     )
 
 
 def joint_prompt(instructs: bool) -> str:
-    """Return the prompt that stands for a bi-encoder."""
+    """Return the prompt whose features represent a bi-encoder."""
     return "cond" if instructs else "concat-sent-cond"
 
 
 def table_5(work: Work, heads: Heads) -> Section:
-    """Seen and unseen conditions."""
+    """Compute table 5: seen and unseen conditions."""
     measures = (
         Measure("overall", "overall"),
         Measure("unseen", "unseen"),
         Measure("seen", "seen"),
     )
     rows, share = [], ""
-    for place in work.places:
-        for name, key in analysed(place):
-            spec = spec_of(work, place, key)
-            names = heads.saved(place, spec)
-            printed = paper_of(TABLE_5, place, key, measures)
+    for encoder in work.encoders:
+        for name, key in analysed_heads(encoder):
+            spec = spec_of(work, encoder, key)
+            names = heads.fit_saved(encoder, spec)
+            printed = paper_figures(TABLE_5, encoder, key, measures)
             ours: Mapping[str, Value] | str
             if isinstance(names, str):
                 ours = names
             else:
-                result = analyse(run=place.run, head=names, split=work.split, what=["conditions"])
-                found = [row for row in result["conditions"] if row["name"] in names]
-                ours = merged([_values(row, measures) for row in found])
-                unseen, n = found[0]["n_unseen"], found[0]["n_overall"]
+                result = analyse(run=encoder.run, head=names, split=work.split, what=["conditions"])
+                condition_rows = [row for row in result["conditions"] if row["name"] in names]
+                ours = average_figures([_values(row, measures) for row in condition_rows])
+                unseen, n = condition_rows[0]["n_unseen"], condition_rows[0]["n_overall"]
                 share = f"{unseen:,} of {n:,} rows, {100 * unseen / n:.1f} %"
-            rows.append(Row(place.name, [name], ours, words(work, place, spec), *printed))
+            rows.append(
+                Row(encoder.name, [name], ours, set_up_notes(work, encoder, spec), *printed)
+            )
     about = [
-        "Spearman of rows whose condition occurs in training, letter by letter, and of the others: "
-        f"{share or 'none'} here, 731 of 2,834 (25.8 %) in the paper.",
+        "The figures are Spearman correlations. A condition is seen if training has exactly the "
+        "same text, and unseen otherwise.",
+        f"Rows with an unseen condition: {share or 'none'}; in the paper 731 of 2,834, 25.8 %.",
         "The paper scores the C-STS validation set, and tunes on a tenth of the training rows.",
     ]
     return Section("Table 5", "seen and unseen conditions", about, ["architecture"], measures, rows)
 
 
 def _values(row: Mapping[str, Any], measures: Sequence[Measure]) -> dict[str, Value]:
-    return {one.key: Value(row[one.key], *row[f"{one.key}_ci"]) for one in measures}
+    return {measure.key: Value(row[measure.key], *row[f"{measure.key}_ci"]) for measure in measures}
 
 
 def table_6(work: Work, heads: Heads) -> Section:
-    """With and without the contrastive objective."""
+    """Compute table 6: heads with and without the contrastive objective."""
     rows = []
-    for place in work.places:
+    for encoder in work.encoders:
         for name, key, is_saved in (
-            (name_of(place), "low-cl", True),
-            (name_of(place, contrast=False), "low", False),
+            (name_of(encoder), "low-cl", True),
+            (name_of(encoder, contrast=False), "low", False),
             ("no hypernetwork, as many parameters, -cl", "matched-cl", False),
             ("no hypernetwork, as many parameters", "matched", False),
             ("Hadamard product, -cl", "tri-cl", False),
@@ -396,18 +430,22 @@ def table_6(work: Work, heads: Heads) -> Section:
             ("hyper-cl", "full-cl", True),
             ("hyper", "full", False),
         ):
-            spec = spec_of(work, place, key)
-            paper, others = paper_of(TABLE_6, place, key, (SPEARMAN,))
-            ours = heads.scores(place, spec) if is_saved else heads.swept(place, spec)
-            set_up = words(work, place, spec)
+            spec = spec_of(work, encoder, key)
+            paper, others = paper_figures(TABLE_6, encoder, key, (SPEARMAN,))
+            ours = (
+                heads.score_saved(encoder, spec)
+                if is_saved
+                else heads.score_by_sweep(encoder, spec)
+            )
+            set_up = set_up_notes(work, encoder, spec)
             if not others:
                 set_up.append("not in the paper's table")
-            rows.append(Row(place.name, [name], ours, set_up, paper, others))
+            rows.append(Row(encoder.name, [name], ours, set_up, paper, others))
     about = [
-        "-cl: squared error and InfoNCE, each with weight 1; without: squared error only. The "
-        "paper's are of its validation set.",
-        "Of sentence pairs whose two ratings are equal, InfoNCE takes none here; the released "
-        "code takes the first row of the file for the positive.",
+        "Heads with -cl are trained with squared error and InfoNCE, each with weight 1; the others "
+        "with squared error only. The paper's figures are of its validation set.",
+        "Our InfoNCE leaves out sentence pairs whose two ratings are equal. The released code uses "
+        "the first of their rows in the file as the positive.",
     ]
     return Section(
         "Table 6", "the contrastive objective", about, ["architecture"], [SPEARMAN], rows
@@ -415,21 +453,27 @@ def table_6(work: Work, heads: Heads) -> Section:
 
 
 def table_8(work: Work, heads: Heads) -> Section:
-    """Ranks."""
+    """Compute table 8: ranks of hypernetworks."""
     rows = []
-    for place in work.places:
+    for encoder in work.encoders:
         for divisor in (1, 4, 8, DIVISOR, 16, 24):
-            rank = rank_of(place.dim, divisor)
+            rank = rank_of(encoder.dim, divisor)
             key = "full-cl" if divisor == 1 else "low-cl"
-            spec = spec_of(work, place, key, None if divisor == 1 else rank)
-            printed = paper_of(TABLE_8, place, str(divisor), (SPEARMAN,))
+            spec = spec_of(work, encoder, key, None if divisor == 1 else rank)
+            printed = paper_figures(TABLE_8, encoder, str(divisor), (SPEARMAN,))
             is_saved = divisor in (1, DIVISOR)
-            ours = heads.scores(place, spec) if is_saved else heads.swept(place, spec)
-            labels = [str(rank) if place.dim else "–", f"H / {divisor}"]
-            rows.append(Row(place.name, labels, ours, words(work, place, spec), *printed))
+            ours = (
+                heads.score_saved(encoder, spec)
+                if is_saved
+                else heads.score_by_sweep(encoder, spec)
+            )
+            labels = [str(rank) if encoder.dim else "–", f"H / {divisor}"]
+            rows.append(
+                Row(encoder.name, labels, ours, set_up_notes(work, encoder, spec), *printed)
+            )
     about = [
-        "K = H is the full form, one matrix and no product of two. The paper's table is of its "
-        "validation set by its caption, but repeats the test figures of table 1.",
+        "K = H is the full form: one matrix instead of a product of two. By its caption, the "
+        "paper's table is of the validation set, but it repeats the test figures of table 1.",
     ]
     return Section("Table 8", "ranks K", about, ["K", "of H"], [SPEARMAN], rows)
 
@@ -439,33 +483,38 @@ def table_8(work: Work, heads: Heads) -> Section:
 
 @dataclass
 class Split:
-    """The rated rows that are scored, as heads of separate features see them."""
+    """The scored rows that have a rating, as inputs of heads on separate features.
+
+    Attributes:
+        pairs: features and ratings of the rows.
+        conditions: condition of each row.
+    """
 
     pairs: PairArrays
     conditions: Sequence[str]
 
     @classmethod
-    def of(cls, work: Work, place: Place) -> Split:
-        """Read them."""
-        run = open_run(place.run)
+    def of(cls, work: Work, encoder: PooledEncoder) -> Split:
+        """Read the scored rows of an encoder's run."""
+        run = open_run(encoder.run)
         view = FeatureView((run.prompt("separate"),), True, "separate", True)
         rows = run.rows(work.split)
         pairs = RatedExamples(run).rated(view, work.split)
         return cls(pairs, rows.take(rows.rated).condition)
 
     def groups(self) -> tuple[list[int], list[str]]:
-        """Return rows of the most frequent conditions, and which each has (section 5.2).
+        """Return rows of the most frequent conditions, and the condition of each (section 5.2).
 
         Raises:
-            UserError: a single condition.
+            UserError: The rows have a single condition.
         """
         names = [name for name, _ in Counter(self.conditions).most_common(CONDITIONS)]
         if len(names) < 2:
-            raise UserError("all rows that are scored have the same condition.")
-        places: list[int] = []
+            raise UserError("all scored rows have the same condition.")
+        row_indices: list[int] = []
         for name in names:
-            places += [i for i, text in enumerate(self.conditions) if text == name][:SENTENCES]
-        return places, [self.conditions[i] for i in places]
+            row_indices += [i for i, text in enumerate(self.conditions) if text == name][:SENTENCES]
+        return row_indices, [self.conditions[i] for i in row_indices]
 
 
 BEFORE = Measure("before", "before", 1, 3)
@@ -475,106 +524,112 @@ RELATIVE = Measure("relative", "deviation / mean", 1, 3)
 
 
 def section_52(work: Work, heads: Heads) -> Section:
-    """Clusters of conditions."""
+    """Compute the clusters of conditions of section 5.2."""
     rows = []
-    for place in work.places:
-        for name, key in analysed(place):
-            spec = spec_of(work, place, key)
-            names = heads.saved(place, spec)
-            ours = names if isinstance(names, str) else _impurities(work, place, names)
+    for encoder in work.encoders:
+        for name, key in analysed_heads(encoder):
+            spec = spec_of(work, encoder, key)
+            names = heads.fit_saved(encoder, spec)
+            ours = names if isinstance(names, str) else _impurities(work, encoder, names)
             is_paper = key != "tri"
             paper = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True)) if is_paper else {}
-            set_up = [*words(work, place, spec), "" if is_paper else "not in the paper"]
-            rows.append(Row(place.name, [name], ours, list(filter(None, set_up)), paper))
+            set_up = [*set_up_notes(work, encoder, spec), "" if is_paper else "not in the paper"]
+            rows.append(Row(encoder.name, [name], ours, list(filter(None, set_up)), paper))
     about = [
-        f"Impurity of K-means in nats: {SENTENCES} sentences under each of the {CONDITIONS} most "
-        "frequent conditions of the split; the paper draws them at random, under three conditions "
-        "of its choice. 0: each condition lies in one cluster, which a condition's own offset is "
-        f"enough for; ln {CONDITIONS} = 1.099 is the worst. Which encoder and rank the paper took "
-        "is not told.",
-        "Before: e(s) as it is. After: the embedding under the condition.",
+        f"The figures are the impurity of K-means in nats, for {SENTENCES} sentences under each of "
+        f"the {CONDITIONS} most frequent conditions of the split. The paper samples the sentences "
+        "at random, under three conditions of its choice.",
+        "An impurity of 0 means that each condition lies in one cluster, for which a constant "
+        f"offset per condition is enough. The worst value is ln {CONDITIONS} = 1.099.",
+        "The paper does not say which encoder and rank it used.",
+        '"Before" is e(s) without a head. "After" is the embedding under the condition.',
     ]
     return Section("Section 5.2", "clusters of conditions", about, ["head"], [BEFORE, AFTER], rows)
 
 
-def _impurities(work: Work, place: Place, names: Sequence[str]) -> Mapping[str, Value] | str:
-    run, split = open_run(place.run), Split.of(work, place)
+def _impurities(
+    work: Work, encoder: PooledEncoder, names: Sequence[str]
+) -> Mapping[str, Value] | str:
+    run, split = open_run(encoder.run), Split.of(work, encoder)
     try:
-        places, labels = split.groups()
-        found = []
+        row_indices, labels = split.groups()
+        figures = []
         for seed, name in enumerate(names):
-            sentences = as_matrix(split.pairs.first).read(places)
-            after = run.load_head(name).head.transform(sentences, _some(split, places))
-            found.append(
+            sentences = as_matrix(split.pairs.first).read(row_indices)
+            after = run.load_head(name).head.transform(
+                sentences, _condition_rows(split, row_indices)
+            )
+            figures.append(
                 {
                     BEFORE.key: Value(impurity(sentences, labels, seed).value),
                     AFTER.key: Value(impurity(after, labels, seed).value),
                 }
             )
     except LlmcondError as error:
-        return not_done(error)
-    return merged(found)
+        return failure_reason(error)
+    return average_figures(figures)
 
 
-def _some(split: Split, places: Sequence[int]) -> Any:
+def _condition_rows(split: Split, row_indices: Sequence[int]) -> Any:
     condition = split.pairs.condition
-    return None if condition is None else as_matrix(condition).take(np.array(places))
+    return None if condition is None else as_matrix(condition).take(np.array(row_indices))
 
 
 def section_541(work: Work, heads: Heads) -> Section:
-    """Norms of what conditions generate."""
+    """Compute the norms of W_c, the weights generated from conditions, of section 5.4.1."""
     rows = []
-    for place in work.places:
-        for name, key in analysed(place):
-            spec = spec_of(work, place, key)
-            names = heads.saved(place, spec)
-            ours = names if isinstance(names, str) else _variances(work, place, key, names)
+    for encoder in work.encoders:
+        for name, key in analysed_heads(encoder):
+            spec = spec_of(work, encoder, key)
+            names = heads.fit_saved(encoder, spec)
+            ours = names if isinstance(names, str) else _variances(work, encoder, key, names)
             paper = {VARIANCES.key: VARIANCE[key]} if key in VARIANCE else {}
-            set_up = [*words(work, place, spec), "" if paper else "not in the paper"]
-            rows.append(Row(place.name, [name], ours, list(filter(None, set_up)), paper))
+            set_up = [*set_up_notes(work, encoder, spec), "" if paper else "not in the paper"]
+            rows.append(Row(encoder.name, [name], ours, list(filter(None, set_up)), paper))
     about = [
-        "Variance over the conditions of the split of ||W_c|| / sqrt(number of elements); of the "
-        "Hadamard product W_c is the diagonal matrix of the transformed condition. Cosines do not "
-        "change with the size of W_c, but this figure does, and so it depends on the length of "
-        "e(c), here 1, and on how weights began; deviation / mean of the norms does not. Which "
-        "encoder and rank the paper took is not told.",
+        "The variance is that of ||W_c|| / sqrt(number of elements) over the conditions of the "
+        "split. For the Hadamard product, W_c is the diagonal matrix of the transformed condition.",
+        "Cosines do not change with the size of W_c, but the variance does. It therefore depends "
+        "on the length of e(c), which is 1 for our encoders, and on the initial weights.",
+        "The deviation of the norms divided by their mean depends on neither. The paper does not "
+        "say which encoder and rank it used.",
     ]
     measures = (VARIANCES, RELATIVE)
     return Section("Section 5.4.1", "norms of W_c", about, ["head"], measures, rows)
 
 
 def _variances(
-    work: Work, place: Place, key: str, names: Sequence[str]
+    work: Work, encoder: PooledEncoder, key: str, names: Sequence[str]
 ) -> Mapping[str, Value] | str:
     try:
         if key == "tri":
-            run, split = open_run(place.run), Split.of(work, place)
-            found = [_diagonal(run.load_head(name), split) for name in names]
+            run, split = open_run(encoder.run), Split.of(work, encoder)
+            figures = [_diagonal(run.load_head(name), split) for name in names]
         else:
-            result = analyse(run=place.run, head=names, split=work.split, what=["norms"])
-            found = [
+            result = analyse(run=encoder.run, head=names, split=work.split, what=["norms"])
+            figures = [
                 _spread(row["normalised"], row["raw"], row["mean_norm"]) for row in result["norms"]
             ]
     except LlmcondError as error:
-        return not_done(error)
-    return merged(found)
+        return failure_reason(error)
+    return average_figures(figures)
 
 
 def _spread(normalised: float, raw: float, mean: float) -> dict[str, Value]:
-    """Return both measures of norms."""
+    """Return both measures of norms as figures."""
     return {VARIANCES.key: Value(normalised), RELATIVE.key: Value(raw**0.5 / mean)}
 
 
-def _diagonal(saved: RunFittedHead, split: Split) -> dict[str, Value]:
+def _diagonal(saved_head: RunFittedHead, split: Split) -> dict[str, Value]:
     """Return both measures of the norm of diag(c'), c' = W h_c + b, over distinct conditions."""
     condition = split.pairs.condition
     if condition is None:
-        raise UserError(f"the head {saved.name} takes no conditions.")
+        raise UserError(f"the head {saved_head.name} takes no conditions.")
     first, _ = as_matrix(condition).unique()
-    tensors = saved.head.tensors
-    made = as_matrix(condition).read(first) @ tensors["transform"].T
-    norms = np.linalg.norm(made + tensors.get("transform_bias", 0.0), axis=1)
-    variance = frobenius_variance(norms, saved.head.dim_in)
+    tensors = saved_head.head.tensors
+    transformed = as_matrix(condition).read(first) @ tensors["transform"].T
+    norms = np.linalg.norm(transformed + tensors.get("transform_bias", 0.0), axis=1)
+    variance = frobenius_variance(norms, saved_head.head.dim_in)
     return _spread(variance.normalised, variance.raw, float(norms.mean()))
 
 
@@ -582,7 +637,7 @@ def _diagonal(saved: RunFittedHead, split: Split) -> dict[str, Value]:
 
 
 def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
-    """Yield the tables that are asked for, each when it is done."""
+    """Yield the requested tables, each as soon as it is complete."""
     heads = Heads(work)
     makers: dict[str, Callable[[Work, Heads], Section]] = {
         "1": table_1,
@@ -598,23 +653,24 @@ def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
 
 
 def about(work: Work) -> list[str]:
-    """Return what holds for all tables."""
+    """Return the notes on all tables."""
     return [
-        *work.data_words(
-            "the paper trains on the original C-STS training ratings; table 1 is of the test set, "
-            "whose ratings are hidden, the others of the validation set."
+        *work.data_notes(
+            "The paper trains on the original C-STS training ratings. Its table 1 is of the test "
+            "set, whose ratings are hidden, and its other tables are of the validation set."
         ),
-        "The paper trains the encoder with the head: learning rate 1e-5 to 3e-5 (its code: batches "
-        "of 32, 5 epochs, the best on validation kept). Here the encoder is frozen: e(s) and e(c) "
-        "are computed once and only the head is fitted, by Adam with learning rate 0.001, batches "
-        "of 512, dropout 0.1. Temperatures of InfoNCE are those of table 7, else 1.5.",
-        "The paper pools by [CLS]; so are its encoders here, others in their own way. Vectors "
-        "have length 1.",
+        "The paper trains the encoder together with the head, with a learning rate of 1e-5 to "
+        "3e-5. Its code uses batches of 32 and 5 epochs, and keeps the best epoch on validation.",
+        "We freeze the encoder: e(s) and e(c) are computed once, and only the head is fitted. The "
+        "fit uses Adam with learning rate 0.001, batches of 512 and dropout 0.1.",
+        "Temperatures of InfoNCE are those of table 7, or 1.5 for encoders that it lacks.",
+        "The paper pools by [CLS]. We do so for its encoders, and use the default pooling of "
+        "others; vectors have length 1.",
     ]
 
 
 def prompts(instructs: bool) -> list[str]:
-    """Return what is extracted."""
+    """Return the prompts to extract for an encoder."""
     return ["separate", joint_prompt(instructs)]
 
 

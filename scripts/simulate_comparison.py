@@ -1,22 +1,25 @@
-"""Do comparisons of prompts keep their promises? Data whose truth is known tells.
+"""Check the error rates of comparisons of prompts on simulated data whose truth is known.
 
     python scripts/simulate_comparison.py                      # some minutes on one core
     python scripts/simulate_comparison.py --pairs 60 --trials 500 --percentiles --json
 
-Rows come in sentence pairs with two conditions, which share half of all that is random. A rating,
-1 to 5, is the truth with some error; a prediction is the truth with more of it, most of which all
-prompts have in common. Two questions, at several numbers of sentence pairs:
+Each sentence pair has two rows with different conditions, which share half of the random variance.
+A rating from 1 to 5 is the truth plus a small error. A prediction is the truth plus a larger error,
+most of which all prompts have in common. The script answers two questions, at several numbers of
+sentence pairs:
 
-* Prompts that are equally good: in how many trials is any of them called better or worse than the
-  baseline? At most 5 % are allowed, over all prompts together, for each measure.
-* A prompt that is better by a known difference: in how many trials does the interval hold it? It
-  should be 95 %. How often it is seen (p at most 0.05), and the smallest difference that is said
-  to be seen in 80 % of samples, are shown beside.
+* False alarms: if all prompts are equally good, in how many trials is any of them reported as
+  better or worse than the baseline? At most 5 % are allowed, over all prompts together, for each
+  measure.
+* Coverage: if a prompt is better by a known difference, in how many trials does the interval
+  contain that difference? It should be 95 %. The table also shows how often the difference is seen
+  (p at most 0.05), and the mean of the reported minimum: the smallest difference that would be seen
+  in 80 % of samples.
 
-With ``--spread`` each prompt has three seeds, which are not equally good: their error varies by so
-much.
+With ``--spread`` each prompt has three seeds of different quality: SPREAD is the standard deviation
+of their error.
 
-Behind each ± is the standard error of the simulation.
+The number after ± is the standard error of the simulation.
 """
 
 from __future__ import annotations
@@ -41,20 +44,30 @@ SIZES: Final = (20, 40, 60, 100, 300, 985)
 MEASURES: Final = ("spearman", "accuracy")
 METRICS_COMPARED: Final = [METRICS[name] for name in MEASURES]
 
-#: Standard deviations, where the truth's is 1: EQUAL gives a Spearman of about 0.55.
+#: Standard deviation of the error of ratings; that of the truth is 1.
 RATING_ERROR: Final = 0.5
+#: Standard deviation of the error of the baseline and of equally good prompts: gives a Spearman of
+#: about 0.55.
 EQUAL: Final = 1.2
+#: Standard deviation of the error of a better prompt.
 BETTER: Final = 1.05
+#: Number of seeds of a prompt with ``--spread``.
 SEEDS: Final = 3
-#: Share of a prediction's error that all prompts have in common.
+#: Share of the variance of a prediction's error that all prompts have in common.
 COMMON: Final = 0.7
-#: Share of all ratings below 2, 3, 4 and 5: C-STS has few that are high.
+#: Shares of the ratings below 2, 3, 4 and 5; as in C-STS, few ratings are high.
 BELOW: Final = (0.25, 0.5, 0.7, 0.88)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Simulated rows: (prompts, seeds, n) predictions, (n,) ratings, numbers of sentence pairs."""
+    """Simulated rows.
+
+    Attributes:
+        predictions: (prompts, seeds, n) predictions.
+        rating: (n,) ratings.
+        pair: (n,) number of each row's sentence pair.
+    """
 
     predictions: Floats
     rating: Floats
@@ -64,51 +77,67 @@ class Rows:
 def simulate(
     rng: np.random.Generator, n_pairs: int, errors: Sequence[float], spread: float = 0.0
 ) -> Rows:
-    """Draw rows, with a prompt for each size of error, which varies over seeds by ``spread``."""
+    """Simulate rows with a prompt for each error.
+
+    Args:
+        rng: random generator.
+        n_pairs: number of sentence pairs.
+        errors: standard deviation of each prompt's error.
+        spread: standard deviation of that error over seeds; 0 for a single seed.
+    """
     pair = np.repeat(np.arange(n_pairs), 2)
 
     def noise() -> Floats:
-        shared, own = rng.standard_normal(n_pairs), rng.standard_normal(2 * n_pairs)
-        return np.asarray(np.sqrt(0.5) * (shared[pair] + own))
+        shared, independent = rng.standard_normal(n_pairs), rng.standard_normal(2 * n_pairs)
+        return np.asarray(np.sqrt(0.5) * (shared[pair] + independent))
 
     truth, common = noise(), noise()
     rated = truth + RATING_ERROR * rng.standard_normal(2 * n_pairs)
-    # At quantiles of the distribution, not of the sample: a rating must not depend on other rows.
+    # The thresholds are quantiles of the distribution, not of the sample: a rating must not depend
+    # on other rows.
     cuts = norm.ppf(BELOW, scale=np.hypot(1, RATING_ERROR))
     rating = 1 + np.searchsorted(cuts, rated).astype(np.float64)
-    own = (np.sqrt(COMMON) * common + np.sqrt(1 - COMMON) * noise() for _ in errors)
+    prompt_errors = (np.sqrt(COMMON) * common + np.sqrt(1 - COMMON) * noise() for _ in errors)
     seeds = (SEEDS if spread else 1, 1)
     predictions = [
-        truth + (error + spread * rng.standard_normal(seeds)) * one
-        for error, one in zip(errors, own, strict=True)
+        truth + (error + spread * rng.standard_normal(seeds)) * prompt_error
+        for error, prompt_error in zip(errors, prompt_errors, strict=True)
     ]
     return Rows(np.array(predictions), rating, pair)
 
 
 def true_difference(seed: int, n_pairs: int, spread: float) -> Floats:
-    """Return (2,) how much better BETTER is than EQUAL, in Spearman and accuracy."""
+    """Return the (2,) true differences between BETTER and EQUAL in Spearman and accuracy."""
     rng = np.random.default_rng(seed)
-    found = []
-    # Rows are few where seeds are many: those are averaged over as well.
+    differences_by_part = []
+    # With several seeds, the difference is also averaged over many samples of seeds, of fewer rows.
     parts = 1_000 if spread else 10
     for _ in range(parts):
         rows = simulate(rng, n_pairs // parts, (EQUAL, BETTER), spread)
         values = bootstrap_metrics(
             list(rows.predictions), rows.rating, rows.pair, METRICS_COMPARED, 0
         ).values
-        found.append(values[:, 1] - values[:, 0])
-    return np.asarray(np.mean(found, axis=0))
+        differences_by_part.append(values[:, 1] - values[:, 0])
+    return np.asarray(np.mean(differences_by_part, axis=0))
 
 
 def share(hits: Sequence[bool]) -> dict[str, float]:
-    """Return the share of trials that hit, and its standard error."""
+    """Return the share of true values, and its standard error."""
     value = float(np.mean(hits))
     return {"share": value, "error": float(np.sqrt(value * (1 - value) / len(hits)))}
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a method says of one difference."""
+class Verdict:
+    """The result of a method for one difference.
+
+    Attributes:
+        low: lower end of the interval.
+        high: upper end of the interval.
+        p: p-value.
+        alarm: whether the method reports a difference after its correction for several prompts.
+        minimum: smallest detectable difference; None if the method does not compute it.
+    """
 
     low: float
     high: float
@@ -117,64 +146,75 @@ class Found:
     minimum: float | None
 
 
-def by_t(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
-    """Return, for each measure, what llmcond says of each candidate."""
+def t_verdicts(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Verdict]]:
+    """Return, for each measure, llmcond's result for each candidate."""
     data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
-    found = bootstrap_metrics(list(rows.predictions), *data)
-    compared = paired_differences(found, {0: range(1, len(rows.predictions))})
-    by_measure = [[one[measure] for one in compared.values()] for measure in MEASURES]
+    resampled = bootstrap_metrics(list(rows.predictions), *data)
+    compared = paired_differences(resampled, {0: range(1, len(rows.predictions))})
+    by_measure = [[difference[measure] for difference in compared.values()] for measure in MEASURES]
     return [
-        [Found(one.low, one.high, one.p, one.verdict != "no evidence", one.minimum) for one in by]
-        for by in by_measure
+        [
+            Verdict(
+                difference.low,
+                difference.high,
+                difference.p,
+                difference.verdict != "no evidence",
+                difference.minimum,
+            )
+            for difference in row
+        ]
+        for row in by_measure
     ]
 
 
-def by_percentiles(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Found]]:
-    """Return what percentiles of the same draws say."""
+def percentile_verdicts(rows: Rows, options: argparse.Namespace, trial: int) -> list[list[Verdict]]:
+    """Return the results of percentile intervals on the same bootstrap samples."""
     data = (rows.rating, rows.pair, METRICS_COMPARED, options.resamples, trial)
-    drawn = bootstrap_metrics(list(rows.predictions), *data).sampled
-    drawn = drawn[:, 1:] - drawn[:, :1]
-    low, high = np.nanquantile(drawn, [0.025, 0.975], axis=2)
-    p = 2 * np.minimum((drawn <= 0).mean(axis=2), (drawn >= 0).mean(axis=2))
+    samples = bootstrap_metrics(list(rows.predictions), *data).sampled
+    samples = samples[:, 1:] - samples[:, :1]
+    low, high = np.nanquantile(samples, [0.025, 0.975], axis=2)
+    p = 2 * np.minimum((samples <= 0).mean(axis=2), (samples >= 0).mean(axis=2))
     return [
         [
-            Found(float(a), float(b), float(own), bool(corrected <= 0.05), None)
-            for a, b, own, corrected in zip(low[m], high[m], p[m], holm(p[m]), strict=True)
+            Verdict(float(a), float(b), float(p_value), bool(corrected <= 0.05), None)
+            for a, b, p_value, corrected in zip(low[m], high[m], p[m], holm(p[m]), strict=True)
         ]
         for m in range(len(MEASURES))
     ]
 
 
-METHODS: Final = {"t": by_t, "percentiles": by_percentiles}
+METHODS: Final = {"t": t_verdicts, "percentiles": percentile_verdicts}
 
 
 def false_alarms(options: argparse.Namespace, method: str, n_pairs: int) -> list[dict[str, Any]]:
-    """Return, for each measure, how often any of several equally good prompts is told apart."""
+    """Return, for each measure, how often any of several equally good prompts raises an alarm."""
     rng = np.random.default_rng([options.seed, n_pairs, 0])
     alarms = []
     for trial in range(options.trials):
         rows = simulate(rng, n_pairs, (EQUAL,) * (1 + options.candidates), options.spread)
-        found = METHODS[method](rows, options, trial)
-        alarms.append([any(one.alarm for one in family) for family in found])
+        verdicts = METHODS[method](rows, options, trial)
+        alarms.append([any(verdict.alarm for verdict in family) for family in verdicts])
     return [share(hits) for hits in zip(*alarms, strict=True)]
 
 
 def coverage(
     options: argparse.Namespace, method: str, n_pairs: int, truth: Floats
 ) -> list[dict[str, Any]]:
-    """Return, for each measure, how often the interval holds the truth, and 0 is excluded."""
+    """Return, for each measure, how often the interval contains the truth, and excludes 0."""
     rng = np.random.default_rng([options.seed, n_pairs, 1])
-    found = []
+    verdicts = []
     for trial in range(options.trials):
         rows = simulate(rng, n_pairs, (EQUAL, BETTER), options.spread)
-        found.append([family[0] for family in METHODS[method](rows, options, trial)])
+        verdicts.append([family[0] for family in METHODS[method](rows, options, trial)])
     return [
         {
-            "coverage": share([one.low <= true <= one.high for one in differences]),
-            "seen": share([one.p <= 0.05 for one in differences]),
-            "minimum": _mean([one.minimum for one in differences]),
+            "coverage": share(
+                [verdict.low <= true <= verdict.high for verdict in measure_verdicts]
+            ),
+            "seen": share([verdict.p <= 0.05 for verdict in measure_verdicts]),
+            "minimum": _mean([verdict.minimum for verdict in measure_verdicts]),
         }
-        for true, differences in zip(truth, zip(*found, strict=True), strict=True)
+        for true, measure_verdicts in zip(truth, zip(*verdicts, strict=True), strict=True)
     ]
 
 
@@ -184,7 +224,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Simulate, printing a line for each size, measure and method."""
+    """Run the simulation, and print a line for each size, measure and method."""
     truth = true_difference(options.seed, options.truth, options.spread)
     known = ", ".join(f"{m} {d:.4f}" for m, d in zip(MEASURES, truth, strict=True))
     print(f"{options.trials} trials, {options.candidates} candidates; true difference: {known}")
@@ -215,23 +255,41 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse, simulate, print."""
+    """Run the simulation with the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=2_000, help="at each size (%(default)s)")
     parser.add_argument(
-        "--pairs", type=int, nargs="+", default=SIZES, help=f"({' '.join(map(str, SIZES))})"
+        "--trials", type=int, default=2_000, help="number of trials at each size (default: 2000)"
     )
-    parser.add_argument("--candidates", type=int, default=8, help="of the false alarms (8)")
-    parser.add_argument("--resamples", type=int, default=400, help="of each bootstrap (400)")
     parser.add_argument(
-        "--truth", type=int, default=2_000_000, help="pairs for the true difference"
+        "--pairs",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        help=f"numbers of sentence pairs (default: {' '.join(map(str, SIZES))})",
     )
-    parser.add_argument("--spread", type=float, default=0.0, help="of seeds (0: one seed)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--percentiles", action="store_true", help="percentile intervals as well")
-    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.add_argument(
+        "--candidates", type=int, default=8, help="number of equally good prompts (default: 8)"
+    )
+    parser.add_argument(
+        "--resamples", type=int, default=400, help="bootstrap samples per trial (default: 400)"
+    )
+    parser.add_argument(
+        "--truth",
+        type=int,
+        default=2_000_000,
+        help="sentence pairs to compute the true difference with (default: 2000000)",
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="standard deviation of the error over seeds (default: 0, a single seed)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument("--percentiles", action="store_true", help="also test percentile intervals")
+    parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     options = parser.parse_args()
     began = time.perf_counter()
     result = run(options)

@@ -44,8 +44,8 @@ class EmbeddingModel:
     ) -> Self:
         """Find the model that a user named, and log which one it is unless ``quiet``.
 
-        ``run`` and ``model`` are as for ``llmcond.runs.open.resolve_run``, ``head`` and ``prompt`` as
-        for ``choose_head``.
+        ``run`` and ``model`` are as for ``llmcond.runs.open.resolve_run``, ``head`` and
+        ``prompt`` as for ``choose_head``.
 
         Raises:
             UserError: The run or head does not exist, or the prompt is a control.

@@ -113,14 +113,14 @@ def test_spaces_punctuation_and_articles_are_repaired(aspects, text, expected):
         ("{greeting}", "{greetin}", r"fruits.toml, template 1: \{greetin\} is neither"),
         ("{very} sour", "{vry} sour", r"fruits.toml, values.taste.sour: \{vry\} is neither"),
         ("{fruit.noun}", "{fruit}", r"template 1: \{fruit\} is neither"),
-        ("{2-2 of", "{2-3 of", "template 1: .* draws more names than it lists"),
+        ("{2-2 of", "{2-3 of", "template 1: .* needs more names than it lists"),
         ("[conditions.size]", "[conditions.sise]", r"\[conditions.size\] lacks description, other"),
         ("[words]", "[words", r"fruits.toml: .*line"),
         ("templates =", "manners = 0.1\ntemplates =", r"\[conditions.manner\] lacks description"),
         (
             "templates =",
             'include = ["vegetables"]\ntemplates =',
-            "vegetables.toml: there is no such",
+            "vegetables.toml: this domain file does not",
         ),
     ],
 )
@@ -193,4 +193,4 @@ def test_a_user_mistake_exits_with_2(aspects, capsys):
         with pytest.raises(SystemExit) as error:
             aspects.main(arguments)
         assert error.value.code == 2
-    assert "nosuch.toml: there is no such domain file" in capsys.readouterr().err
+    assert "nosuch.toml: this domain file does not exist" in capsys.readouterr().err

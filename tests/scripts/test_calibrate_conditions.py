@@ -37,8 +37,8 @@ def made_set(name, n=60):
 
 def test_triples_that_are_drawn_are_paired(script):
     sample = made_set("crossed")
-    drawn = script.draw(sample, "where")
-    assert script.draw(sample, "where") == drawn
+    drawn = script.sample_condition(sample, "where")
+    assert script.sample_condition(sample, "where") == drawn
     assert len(drawn.texts) == len(set(drawn.texts)) == 48  # 16 of each of three values
     texts = [next(one for one in sample.texts if one.text == text) for text in drawn.texts]
     assert len(drawn.triples) > 100
@@ -49,10 +49,10 @@ def test_triples_that_are_drawn_are_paired(script):
 
 def test_conditions_with_few_texts_or_one_value_are_left_out(script):
     sample = made_set("few", n=20)
-    assert script.draw(sample, "where") is None
+    assert script.sample_condition(sample, "where") is None
     alike = [AspectText(f"{i}", {"a": "same", "b": str(i % 3)}) for i in range(60)]
     conditions = {key: ConditionWordings(key) for key in "ab"}
-    assert script.draw(AspectSample("alike", alike, conditions), "a") is None
+    assert script.sample_condition(AspectSample("alike", alike, conditions), "a") is None
 
 
 def test_accuracy_is_that_of_the_nearer_text(script):

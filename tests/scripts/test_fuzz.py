@@ -55,23 +55,23 @@ def test_what_is_a_failure(fuzz, monkeypatch, tmp_path, body, said):
     exec(f"def run(command):\n    {body}\n    return 0", names)
     monkeypatch.setattr("llmcond.cli.run", names["run"])
     monkeypatch.setitem(fuzz.KINDS, "none", lambda *_: fuzz.Command(["evaluate"]))
-    assert said in fuzz.try_one("none", 0, fuzz.Base(tmp_path))
-    assert fuzz.try_one("none", 0, fuzz.Base(tmp_path))
+    assert said in fuzz.try_input("none", 0, fuzz.Base(tmp_path))
+    assert fuzz.try_input("none", 0, fuzz.Base(tmp_path))
 
 
 def test_an_input_that_hangs_and_one_that_kills_its_process(fuzz, monkeypatch, tmp_path):
     monkeypatch.setattr(fuzz, "LIMIT_SECONDS", -1)
     worker = fuzz.Worker(tmp_path)
     try:
-        worker.give("data", 0)
-        assert worker.answer() == "no end after -1 s"
+        worker.send("data", 0)
+        assert worker.answer() == "not finished after -1 s"
         monkeypatch.setattr(fuzz, "LIMIT_SECONDS", 60)
         worker.pipe.send(("no such kind", 0, None))
-        worker.asked, worker.until = ("no such kind", 0), float("inf")
+        worker.input, worker.deadline = ("no such kind", 0), float("inf")
         worker.pipe.poll(60)
-        assert worker.answer() == "the process died (1)"
+        assert worker.answer() == "the process ended (1)"
     finally:
-        worker.end()
+        worker.kill()
 
 
 # -- what contradicts an input -----------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_filters_mean_what_they_mean_to_sqlite(services):
     ("hits", "searched", "words"),
     [
         ([("t1", 0.9), ("t2", 0.8)], 2, ""),
-        ([("t1", None), ("t2", None)], 2, "no numbers"),
+        ([("t1", None), ("t2", None)], 2, "not finite numbers"),
         ([("t1", 0.8), ("t2", 0.9)], 2, "scores [0.8, 0.9]"),
         ([("t1", 0.9)], 2, "1 hits of 2 searched"),
         ([("t1", 0.9), ("t2", 0.8)], 3, "3 texts pass the filter, not 2"),
@@ -96,7 +96,7 @@ def test_filters_mean_what_they_mean_to_sqlite(services):
 )
 def test_what_hits_are_wrong(services, hits, searched, words):
     answer = {"results": [{"id": i, "score": s} for i, s in hits], "searched": searched}
-    wrong = services.wrong_hits(answer, 2, {"t1", "t2"})
+    wrong = services.check_hits(answer, 2, {"t1", "t2"})
     assert words in wrong
     assert bool(wrong) == bool(words)
 
@@ -115,10 +115,10 @@ def test_what_hits_are_wrong(services, hits, searched, words):
     ],
 )
 def test_what_answers_are_wrong(services, fuzz, tmp_path, status, body, words):
-    check = lambda content: services.wrong_similarities(content, 1)  # noqa: E731
+    check = lambda content: services.check_similarities(content, 1)  # noqa: E731
     request = services.Request(fuzz.Base(tmp_path), b"", True, check)
     content = json.dumps(body).replace("FOLDER", str(tmp_path)).encode()
-    wrong = request.wrong_answer(status, content)
+    wrong = request.check_answer(status, content)
     assert words in wrong
     assert bool(wrong) == bool(words)
 
@@ -127,7 +127,7 @@ def test_a_server_that_ends_is_a_failure(services, fuzz, tmp_path):
     (tmp_path / "log").write_text("serving on http://127.0.0.1:1")
     process = subprocess.Popen(["sleep", "60"])
     base = fuzz.Base(tmp_path, (process.pid, tmp_path / "log"))
-    services.served(base)
+    services.get_server(base)
     process.kill()
     process.wait()
     assert "the server ended" in services.Request(base, b"GET / HTTP/1.1", True).failure()
@@ -135,14 +135,14 @@ def test_a_server_that_ends_is_a_failure(services, fuzz, tmp_path):
 
 def test_what_outputs_are_wrong(services, tmp_path):
     told = {"rows": services.OUTPUT_ROWS}
-    wrong = lambda: services.wrong_output(tmp_path, told, None)  # noqa: E731
+    wrong = lambda: services.check_output(tmp_path, told, None)  # noqa: E731
     pq.write_table(pa.table({"id": range(100)}), tmp_path / "part-000000.parquet")
-    assert wrong() == "100 rows are there, not 130"
+    assert wrong() == "the output has 100 rows, not 130"
     pq.write_table(pa.table({"id": range(30)}), tmp_path / "part-000001.parquet")
     assert wrong() == ""
     (tmp_path / "part-000001.parquet").write_bytes(b"junk")
     assert "cannot be read" in wrong()
-    assert services.wrong_output(tmp_path, {"rows": 270}, None).startswith("270 rows were said")
+    assert services.check_output(tmp_path, {"rows": 270}, None).startswith("270 rows were reported")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_outputs_are_wrong(services, tmp_path):
 def test_what_ratings_are_wrong(services, tmp_path, labels, words):
     (tmp_path / "rated.csv").write_text("\n".join(["label", *labels.split(), ""]))
     told = {"rows": 2, "ill_defined": 0 if "6" in labels else 1, "unanswered": 2}
-    wrong = services.wrong_ratings(tmp_path / "rated.csv", told)
+    wrong = services.check_ratings(tmp_path / "rated.csv", told)
     assert words in wrong
     assert bool(wrong) == bool(words)
 

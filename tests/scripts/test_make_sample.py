@@ -43,7 +43,7 @@ def test_the_check_fails_for_files_that_were_changed(tmp_path: Path):
     test.write_text(test.read_text(encoding="utf-8").replace("the", "a", 1), encoding="utf-8")
     done = subprocess.run([*script, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "test.csv: missing or not what this script writes" in done.stdout
+    assert "test.csv: missing, or differs from what this script writes" in done.stdout
 
 
 def test_it_is_large_enough_and_rated_on_the_whole_range(sample: Dataset):

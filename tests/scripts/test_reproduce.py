@@ -95,7 +95,7 @@ def test_case_lays_out_every_table(scripts, call, work):
     assert ours[SFR, "cond - c"]["paper"] == {"spearman": 20.38, "accuracy": 52.51}
     assert ours[SFR, "cond - c"]["ours"]["accuracy"]["low"] is not None
     # An encoder that is not there has its rows, with the reason told once.
-    assert "see what is said" in ours["nobody/nothing-here", "CONC(s+c)"]["reason"]
+    assert "see the remark" in ours["nobody/nothing-here", "CONC(s+c)"]["reason"]
     assert record["encoders"][2]["reason"]
     # Table 6 has the poolings of the paper, and its figures.
     pooled = {(r["encoder"], r["pooling"], r["setting"]): r for r in rows_of(record, "Table 6")}
@@ -105,7 +105,7 @@ def test_case_lays_out_every_table(scripts, call, work):
     heads = [row for row in rows_of(record, "Table 2") if row["encoder"] == SFR]
     assert [row["head"] for row in heads] == ["mlp", "linear", "pca", "ica", "mlp", "linear"]
     assert heads[0]["paper"] == {"spearman": 62.85}
-    assert "32 dimensions, all that it has" in heads[0]["set_up"]
+    assert "32 dimensions, all that the encoder has" in heads[0]["set_up"]
     assert "not in the paper: without subtraction" in heads[-1]["set_up"]
     printed = "| 62.85 | "
     assert printed in text
@@ -234,13 +234,13 @@ def test_printed_figures_are_complete(scripts):
 
 
 def test_values_over_seeds(scripts):
-    value, over = scripts.shared.Value, scripts.shared.over_seeds
+    value, over = scripts.shared.Value, scripts.shared.average_over_seeds
     mean = over([value(0.1), value(0.2), value(0.3)])
     assert (mean.value, mean.deviation, mean.seeds) == (pytest.approx(0.2), pytest.approx(0.1), 3)
     assert mean.high - mean.value == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
-    assert mean.shown(100, 1) == "20.0 ± 10.0 [-4.8, 44.8]"
-    assert over([value(0.5, 0.4, 0.6)]).shown(100, 1) == "50.0 [40.0, 60.0]"
-    assert over([value(0.5), value(None)]).shown(1, 3) == "undefined"
+    assert mean.format(100, 1) == "20.0 ± 10.0 [-4.8, 44.8]"
+    assert over([value(0.5, 0.4, 0.6)]).format(100, 1) == "50.0 [40.0, 60.0]"
+    assert over([value(0.5), value(None)]).format(1, 3) == "undefined"
 
 
 def test_cells_keep_their_column(scripts):

@@ -15,7 +15,7 @@ def test_many_values_are_as_few(monkeypatch, n):
     def both(function, *given):
         few = function(*given)
         with monkeypatch.context() as patch:
-            patch.setattr(halves, "_MAX_NUMPY_VALUES", 0)
+            patch.setattr(half_precision, "_MAX_NUMPY_VALUES", 0)
             return few, function(*given)
 
     np.testing.assert_array_equal(

@@ -330,7 +330,7 @@ def test_the_sample_is_what_the_script_writes(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "train.tsv: missing or not what this script writes" in done.stdout
+    assert "train.tsv: missing, or differs from what this script writes" in done.stdout
 
 
 def test_in_the_sample_the_relation_decides():
