@@ -100,7 +100,7 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
 def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, small_rows):
     data = write_rows(small_rows)
     quick = Path("quick.toml")
-    recipe = (llmcond.bundled.bundled("heads") / "linear.toml").read_text()
+    recipe = (llmcond.bundled.bundled_folder("heads") / "linear.toml").read_text()
     quick.write_text(recipe.replace("epochs = 200", "epochs = 3"))
     results = ok(
         capsys,
@@ -280,7 +280,7 @@ def test_an_artefact_says_what_made_it(capsys, own_run):
 
 def test_names_never_collide(capsys, own_run, tiny):
     """A prompt called x and the head of another without subtraction have different names."""
-    bundled = (llmcond.bundled.bundled("prompts") / "concat-sent-cond.toml").read_text()
+    bundled = (llmcond.bundled.bundled_folder("prompts") / "concat-sent-cond.toml").read_text()
     Path("x+c.toml").write_text(bundled)
     extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
     assert "cannot be called 'x+c'" in refused(capsys, *extract, "--prompt", "x+c.toml")
@@ -317,7 +317,7 @@ def test_a_hidden_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
 def test_evaluate_leaves_out_a_head_whose_prompt_has_changed(capsys, own_run, tiny):
     ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
     prompt = Path("concat-sent-cond.toml")
-    bundled = (llmcond.bundled.bundled("prompts") / prompt.name).read_text()
+    bundled = (llmcond.bundled.bundled_folder("prompts") / prompt.name).read_text()
     prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
     extract = ["extract", "--model", tiny, "--run", str(own_run), "--dtype", "float32"]
     assert run([*extract, "--prompt", str(prompt)]) == 0
@@ -660,7 +660,7 @@ def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, t
 
     record.write_text(json.dumps(good))
     prompt = Path("concat-sent-cond.toml")
-    bundled = llmcond.bundled.bundled("prompts") / prompt.name
+    bundled = llmcond.bundled.bundled_folder("prompts") / prompt.name
     prompt.write_text(
         bundled.read_text().replace("{sentence} {condition}", "{sentence}: {condition}")
     )

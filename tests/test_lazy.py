@@ -33,9 +33,9 @@ SEARCHES = """
 """.split()
 
 OPENED = """
-from llmcond.bundled import PRETRAINED, bundled
+from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.runs.embedding_model import EmbeddingModel
-model = EmbeddingModel.find(bundled("models") / PRETRAINED)
+model = EmbeddingModel.find(bundled_folder("models") / DEFAULT_MODEL)
 assert model.head.is_fitted and model.head.head.kind == "none"
 assert not EmbeddingModel.find(model.run.folder, "none", "concat-cond-sent").head.is_fitted
 """
@@ -95,7 +95,7 @@ os.environ["OMP_NUM_THREADS"] = "2"
 from pathlib import Path
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
-from llmcond.features.extract import Part
+from llmcond.features.extract import EncodingPart
 from llmcond.scale.extraction import EncoderOf, FragmentWriter
 from llmcond.system import cpu_threads
 assert cpu_threads() == 2
@@ -104,7 +104,7 @@ fingerprint = resolve("minilm", options).identity.fingerprint
 folder = Path({str(tmp_path)!r})
 writer = FragmentWriter(EncoderOf("minilm", options, fingerprint, folder, "float16"))
 assert cpu_threads() == 1
-written = writer.work([Part([EncoderInput("", "a man"), EncoderInput("", "a dog")], {{}})])
+written = writer.work([EncodingPart([EncoderInput("", "a man"), EncoderInput("", "a dog")], {{}})])
 assert len(written.fragment.keys) == 32  # of two inputs, 16 bytes each
 """
     assert {"torch", "transformers", "peft"}.isdisjoint(loaded(code, LARGE))

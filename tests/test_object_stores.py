@@ -99,7 +99,7 @@ def test_a_server_under_load_is_asked_again(capsys, fitted, bucket, proxy, monke
         original(self, size)
 
     monkeypatch.setattr(outputs.Output, "_check_room", busy)
-    monkeypatch.setattr(outputs.ParquetOutput, "add", lambda self, *_: busy(self, 0))
+    monkeypatch.setattr(outputs.ParquetOutput, "add_unit", lambda self, *_: busy(self, 0))
     ok(capsys, *embed(f"{bucket}/{out}", fitted, source=f"{bucket}/src"))
     assert proxy.refused == 5
     assert len(table(f"{bucket}/{out}")) == 250

@@ -100,9 +100,11 @@ class SettingSources:
         Raises:
             UserError: this encoder does not support one of the options.
         """
-        chosen = {name: getattr(self.options, name) for name in ROUTER_SETTINGS}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        check_router(self.name, chosen, self.trained_router, self.options.pooling)
+        router_options = {name: getattr(self.options, name) for name in ROUTER_SETTINGS}
+        router_options = {
+            name: value for name, value in router_options.items() if value is not None
+        }
+        check_router(self.name, router_options, self.trained_router, self.options.pooling)
         for name, setting in SETTINGS.items():
             if setting.settle is not None:
                 self.settled[name] = setting.settle(self)
@@ -114,16 +116,16 @@ class SettingSources:
         return identity
 
 
-# -- how settings are settled ------------------------------------------------------------------
+# -- resolving settings ------------------------------------------------------------------------
 
 
 def _settle_dtype(sources: SettingSources) -> Dtype:
     """Return the chosen dtype; for ``auto`` the fastest that the device computes natively."""
-    chosen = sources.options.dtype
-    if sources.no_float16 and chosen == "float16":
-        raise UserError(f"{sources.name} may not be computed in float16: {sources.no_float16}.")
-    if chosen != "auto":
-        return chosen
+    dtype = sources.options.dtype
+    if sources.no_float16 and dtype == "float16":
+        raise UserError(f"{sources.name} does not work in float16: {sources.no_float16}.")
+    if dtype != "auto":
+        return dtype
     if sources.no_float16:
         return "bfloat16"
     if sources.device.startswith("cuda"):
@@ -137,15 +139,13 @@ def _settle_dtype(sources: SettingSources) -> Dtype:
 
 def _settle_pooling(sources: SettingSources) -> str:
     """Return the chosen pooling, otherwise that of the model, otherwise the mean with a note."""
-    given, legal, name = sources.options.pooling, sources.poolings, sources.name
+    requested, legal, name = sources.options.pooling, sources.poolings, sources.name
     if sources.options.router_mode in RELEASED_MODES:
         return "cls"
-    if given is not None and plugins.is_plugin(given) and "latent" not in legal:
-        return identify_pooling(given, name)
-    if given is not None and given not in legal:
-        raise UserError(
-            f"pooling is {given!r}, but {name} may be pooled by {' or '.join(legal)} only."
-        )
+    if requested is not None and plugins.is_plugin(requested) and "latent" not in legal:
+        return identify_pooling(requested, name)
+    if requested is not None and requested not in legal:
+        raise UserError(f"pooling is {requested!r}, but {name} only supports {' or '.join(legal)}.")
     pooling: str | None = sources.find("pooling")
     if pooling is not None and pooling not in legal:
         raise UserError(
@@ -172,66 +172,66 @@ def encoder_types() -> frozenset[str]:
 
 
 def _settle_attention(sources: SettingSources) -> Attention:
-    given, stated = sources.options.attention, sources.files.get("attention")
+    requested, recorded = sources.options.attention, sources.files.get("attention")
     if sources.known is not None:
         known: Attention = sources.known["attention"]
-        if given not in (None, known):
+        if requested not in (None, known):
             raise UserError(
-                f"attention is {given!r}, but {sources.name} was trained with {known} attention; "
-                "its vectors would be noise."
+                f"attention is {requested!r}, but {sources.name} was trained with {known} "
+                "attention; its vectors would be noise."
             )
         return known
-    if stated != "causal" and is_encoder(sources.model_type):
-        if given == "causal":
+    if recorded != "causal" and is_encoder(sources.model_type):
+        if requested == "causal":
             raise UserError(
                 f"attention is 'causal', but {sources.name} is an encoder ({sources.model_type}), "
                 "which is bidirectional."
             )
         return "bidirectional"
-    if given is None and stated is None:
+    if requested is None and recorded is None:
         sources.assumed.append(
-            "causal attention: a decoder whose config does not say (--attention)"
+            "causal attention: the config of this decoder does not state it (--attention)"
         )
-    return given or stated or "causal"
+    return requested or recorded or "causal"
 
 
 def _settle_pool_over(sources: SettingSources) -> PoolOver:
-    own: PoolOver = (sources.known or {}).get("pool_over", "all")
-    given, pooling = sources.options.pool_over or own, sources.settled["pooling"]
-    if given == "after-instruction":
-        _check_choice("pool_over", given, tuple(dict.fromkeys(("all", "text", own))))
-    if given == "text" and not get_pooling(pooling).supports_pool_over:
+    default: PoolOver = (sources.known or {}).get("pool_over", "all")
+    requested, pooling = sources.options.pool_over or default, sources.settled["pooling"]
+    if requested == "after-instruction":
+        _check_choice("pool_over", requested, tuple(dict.fromkeys(("all", "text", default))))
+    if requested == "text" and not get_pooling(pooling).supports_pool_over:
         raise UserError(
-            f"pool_over is 'text', but {sources.name} pools by {pooling}, which knows one token "
-            "only or has a rule of its own. It goes with --pooling mean or last."
+            f"pool_over is 'text', but {sources.name} pools by {pooling}, which does not support "
+            "it. Use --pooling mean or last."
         )
-    return given
+    return requested
 
 
 def _settle_normalize(sources: SettingSources) -> bool:
-    stated: bool | None = sources.find("normalize")
-    if stated is None:
+    recorded: bool | None = sources.find("normalize")
+    if recorded is None:
         sources.assumed.append(
-            "unit L2 norm: the checkpoint does not say (--no-normalize to change it)"
+            "unit L2 norm: the checkpoint does not state it (--no-normalize to change it)"
         )
-    return stated is None or stated
+    return recorded is None or recorded
 
 
 def _settle_max_length(sources: SettingSources) -> int:
-    limit, given = sources.positions, sources.options.max_length
-    if given is not None:
-        if given < 8 or given > (limit or given):
+    limit, requested = sources.positions, sources.options.max_length
+    if requested is not None:
+        if requested < 8 or requested > (limit or requested):
             most = f" and at most {limit}, the positions that {sources.name} has"
             least = f"it must be at least 8{most if limit else ''}"
-            raise UserError(f"max_length is {given}; {least}.")
-        return given
-    stated: int | None = sources.find("max_length")
-    if stated is None:
-        stated = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
+            raise UserError(f"max_length is {requested}; {least}.")
+        return requested
+    recorded: int | None = sources.find("max_length")
+    if recorded is None:
+        recorded = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
         sources.assumed.append(
-            f"at most {stated} tokens an input: the checkpoint does not say (--max-length)"
+            f"at most {recorded} tokens per input: the checkpoint does not state it (--max-length)"
         )
-    return min(stated, limit or stated)
+    return min(recorded, limit or recorded)
 
 
 # -- the settings ------------------------------------------------------------------------------
@@ -378,9 +378,9 @@ class EncoderSettings(Generic[Auto, Open]):
 
 
 SETTINGS: Mapping[str, Setting] = {
-    own.name: declared
-    for own in fields(EncoderSettings)
-    if isinstance(declared := declaration_of(own), Setting)
+    setting.name: declared
+    for setting in fields(EncoderSettings)
+    if isinstance(declared := declaration_of(setting), Setting)
 }
 ROUTER_SETTINGS = tuple(name for name, s in SETTINGS.items() if s.absent_with == "router")
 
@@ -393,11 +393,11 @@ def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], 
     """
 
     def redeclare(cls: type[_T]) -> type[_T]:
-        for own in fields(EncoderSettings):
-            hint = str(own.type).replace("Auto | ", auto).replace(" | Open", unset)
-            cls.__annotations__[own.name] = hint
-            default = SETTINGS[own.name].settled_default if settled else own.default
-            setattr(cls, own.name, field(default=default, metadata=own.metadata))
+        for setting in fields(EncoderSettings):
+            hint = str(setting.type).replace("Auto | ", auto).replace(" | Open", unset)
+            cls.__annotations__[setting.name] = hint
+            default = SETTINGS[setting.name].settled_default if settled else setting.default
+            setattr(cls, setting.name, field(default=default, metadata=setting.metadata))
         return cls
 
     return redeclare
@@ -461,7 +461,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
         """Return these options with the open ones filled in from a training record."""
         values = {name: value for name, value in trained.items() if getattr(self, name) is None}
         if self.pooling is not None and not get_pooling(self.pooling).supports_pool_over:
-            values.pop("pool_over", None)  # it went with another pooling
+            values.pop("pool_over", None)  # it belongs to another pooling
         return dataclasses.replace(self, **values)
 
     @classmethod
@@ -470,7 +470,7 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
 
         Options that ``values`` lacks are left open.
         """
-        names = {own.name for own in fields(cls)}
+        names = {option.name for option in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
@@ -528,10 +528,10 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
             return cls(**{**values, **required})
         except KeyError as error:
             raise LlmcondError(
-                f"{source} records no encoder identity of ours: {error} is missing."
+                f"{source} has no valid encoder identity: {error} is missing."
             ) from error
         except TypeError as error:
-            raise LlmcondError(f"{source} records no encoder identity of ours: {error}.") from error
+            raise LlmcondError(f"{source} has no valid encoder identity: {error}.") from error
 
     def differences(self, other: EncoderIdentity) -> list[str]:
         """Return ``field: mine, not theirs`` for each field that differs."""
@@ -541,7 +541,7 @@ class EncoderIdentity(EncoderSettings[Never, Never]):
         ]
 
 
-# -- what is derived of the settings -----------------------------------------------------------
+# -- derived from the settings -----------------------------------------------------------------
 
 
 def _literals(hint: Any) -> tuple[str, ...]:
@@ -555,21 +555,20 @@ _HINTS = get_type_hints(EncoderOptions)
 #: Legal values of the options that have choices.
 CHOICES = {name: legal for name, hint in _HINTS.items() if (legal := _literals(hint))}
 CHOICES["pooling"] = tuple(POOLINGS)
-#: The settings that are as the model has them if left open, with their types: what training
-#: records of an encoder.
+#: Settings that default to the model's, with their types. Training records them.
 MODEL_SETTINGS: dict[str, type] = {
-    own.name: next((kind for kind in (bool, int, float) if kind in get_args(hint)), str)
-    for own in fields(EncoderSettings)
-    if own.default is None and (hint := _HINTS[own.name])
+    setting.name: next((kind for kind in (bool, int, float) if kind in get_args(hint)), str)
+    for setting in fields(EncoderSettings)
+    if setting.default is None and (hint := _HINTS[setting.name])
 }
-#: Those among them that a model has by itself; a router is put into it.
+#: The settings among them that a model has without a router.
 STATED = tuple(name for name in MODEL_SETTINGS if name not in ROUTER_SETTINGS)
-#: Those that decide which tokens an encoder reads and pools.
+#: Settings that decide which tokens an encoder reads and pools.
 READ = ("pooling", "pool_over", "max_length", "special_tokens", "instruction_format")
 _IN_WORDS: Mapping[PoolOver, str] = {
     "all": "all tokens",
     "text": "the text's own tokens",
-    "after-instruction": "what follows the instruction",
+    "after-instruction": "the tokens after the instruction",
 }
 
 
@@ -587,7 +586,7 @@ def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
 
 
 def _check_instruction_format(template: str) -> None:
-    """Check that a template names ``{instruction}`` and ``{text}``, each once, and nothing else."""
+    """Check that a template names ``{instruction}`` and ``{text}`` once each, and nothing else."""
     try:
         fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
     except ValueError as error:
@@ -597,7 +596,7 @@ def _check_instruction_format(template: str) -> None:
     if fields not in (plain, plain[::-1]):
         raise UserError(
             f"the instruction format {template!r} must name {{instruction}} and {{text}}, each "
-            "once, and nothing else in braces."
+            "once, and no other name in braces."
         )
 
 

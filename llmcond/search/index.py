@@ -204,7 +204,7 @@ class Index:
     def _open(cls, folder: Path, device: str, settings: Mapping[str, Any]) -> Index:
         record = read_json(folder / "index.json")
         check_format(record, FORMAT, str(folder))
-        check_record(record, _Record, str(folder / "index.json"), "Build another index.")
+        check_record(record, _IndexRecord, str(folder / "index.json"), "Build another index.")
         model_args: dict[str, Any] = dict.fromkeys(("run", "model", "head", "prompt"))
         model_args |= record["made_by"]
         if "run" in settings or "model" in settings:
@@ -708,7 +708,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _IndexRecord:
     """The contents of index.json."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD

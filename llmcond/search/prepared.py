@@ -31,7 +31,7 @@ _SPARE = 6
 Scores = NDArray[np.float32]
 
 
-class _EncodedTexts(NamedTuple):
+class _TextsWithVectors(NamedTuple):
     """Queries or texts, and their vectors without a condition, (n, parts * dim)."""
 
     texts: Sequence[str]
@@ -94,7 +94,7 @@ class PreparedSearch:
             batch = self._encode(queries[start : start + batch_size])
             scores = {condition: self._score_all(batch, condition) for condition in self.weights}
             for index, query in enumerate(batch.texts):
-                encoded = _EncodedTexts([query], batch.stored[index : index + 1])
+                encoded = _TextsWithVectors([query], batch.stored[index : index + 1])
                 query_scores = {
                     condition: all_scores[index] for condition, all_scores in scores.items()
                 }
@@ -152,17 +152,17 @@ class PreparedSearch:
             )
         return hits
 
-    def _encode(self, texts: Sequence[str]) -> _EncodedTexts:
-        return _EncodedTexts(texts, self.version.model.projections.encode_texts(texts))
+    def _encode(self, texts: Sequence[str]) -> _TextsWithVectors:
+        return _TextsWithVectors(texts, self.version.model.projections.encode_texts(texts))
 
-    def _project(self, encoded: _EncodedTexts, condition: str | None) -> Array:
+    def _project(self, encoded: _TextsWithVectors, condition: str | None) -> Array:
         """Return the unit vectors of encoded texts under a condition, (n, k)."""
         projections = self.version.model.projections
         vectors = projections.get(condition)(encoded.texts, encoded.stored, projections.encode)
         guide = self.version.guides.get(condition)
         return vectors if guide is None else guide.transform(vectors)
 
-    def _score_all(self, queries: _EncodedTexts, condition: str | None) -> Scores:
+    def _score_all(self, queries: _TextsWithVectors, condition: str | None) -> Scores:
         """Return the cosines of queries with all texts under a condition, (q, n)."""
         view = self.version.view(condition)
         if view is None:
@@ -183,9 +183,9 @@ class PreparedSearch:
             near, ["id", "text", *self.version.table.columns, *vector_column]
         )
 
-    def _compare(self, query: _EncodedTexts, rows: Any) -> dict[str, Scores]:
+    def _compare(self, query: _TextsWithVectors, rows: Any) -> dict[str, Scores]:
         """Return the cosines of a query with a few texts under each condition, (m,)."""
-        texts = _EncodedTexts(rows["text"].to_pylist(), vectors_of(rows))
+        texts = _TextsWithVectors(rows["text"].to_pylist(), vectors_of(rows))
         return {c: self._project(texts, c) @ self._project(query, c)[0] for c in self.weights}
 
     def _sum_scores(self, scores: Mapping[str, Scores]) -> Scores:
@@ -201,7 +201,7 @@ class PreparedSearch:
 
     def _make_hits(
         self,
-        query: _EncodedTexts,
+        query: _TextsWithVectors,
         near: Positions,
         rows: Any,
         scores: Mapping[str, Scores],
@@ -233,7 +233,7 @@ class PreparedSearch:
         return Hits(query.texts[0], dict(self.weights), hit_rows, self.n, exact, name, guides)
 
     def _score_without(
-        self, query: _EncodedTexts, near: Positions, hits: Sequence[Mapping[str, Any]]
+        self, query: _TextsWithVectors, near: Positions, hits: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
         """Return the scores and ranks of hits without a condition; None where there are none.
 

@@ -154,7 +154,7 @@ class StreamModel:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _OutputRecord:
     """The required fields of the record that is stored with the embeddings.
 
     Attributes:
@@ -357,7 +357,7 @@ def _extend_record(
     previous_schema, unit_rows = None, UNIT_ROWS
     if previous_record is not None:
         check_format(dict(previous_record), FORMAT, f"{out}/{RECORD_NAME}")
-        check_record(previous_record, _Record, f"{out}/{RECORD_NAME}", "Name another --out.")
+        check_record(previous_record, _OutputRecord, f"{out}/{RECORD_NAME}", "Name another --out.")
         _check_same(out, previous_record["made_of"], config)
         known_parts = [SourcePart(*part) for part in previous_record["parts"]]
         previous_schema, unit_rows = (

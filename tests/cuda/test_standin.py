@@ -24,7 +24,7 @@ def load(folder: Path) -> Encoder:
 def test_a_tensor_that_was_left_on_the_cpu(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "to_device", lambda values, device: values)
+    monkeypatch.setattr(forward, "move_to_device", lambda values, device: values)
     with pytest.raises(LlmcondError, match="Expected all tensors to be on the same device"):
         load(tmp_path)
 
@@ -34,7 +34,7 @@ def test_a_copy_that_is_read_before_its_event(
 ) -> None:
     encoder = load(tmp_path)
     fetch = engine.copy_to_cpu
-    monkeypatch.setattr(engine, "fetch", lambda values: (fetch(values)[0], None))
+    monkeypatch.setattr(engine, "copy_to_cpu", lambda values: (fetch(values)[0], None))
     with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine\.py"):
         encoder.encode_counted(INPUTS)
 
@@ -46,7 +46,7 @@ def test_a_copy_from_memory_that_is_not_pinned(
         return values.to(device, non_blocking=True)
 
     encoder = load(tmp_path)
-    monkeypatch.setattr(forward, "to_device", unpinned)
+    monkeypatch.setattr(forward, "move_to_device", unpinned)
     with pytest.raises(RuntimeError, match="memory that is not pinned"):
         encoder.encode_counted(INPUTS)
 

@@ -9,7 +9,7 @@ from llmcond.encoders.poolings import POOLINGS
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_values_are_legal(model):
-    stated = model.stated
+    stated = model.all_settings
     assert EncoderOptions.of(stated).attention == stated["attention"]
     assert stated["attention"] is not None
     assert model.poolings

@@ -93,7 +93,7 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
     path = tmp_path / "conditions.json"
     path.write_text(json.dumps(written))
     assert find_calibration(tmp_path) == CALIBRATION
-    monkeypatch.setattr(condition_checks, "bundled", lambda _: tmp_path)
+    monkeypatch.setattr(condition_checks, "bundled_folder", lambda _: tmp_path)
     (tmp_path / DEFAULT_MODEL).mkdir()
     path.rename(tmp_path / DEFAULT_MODEL / "conditions.json")
     assert find_calibration(tmp_path).is_of_model is False
@@ -112,5 +112,5 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
 
 
 def test_without_any_calibration_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(condition_checks, "bundled", lambda _: tmp_path)
+    monkeypatch.setattr(condition_checks, "bundled_folder", lambda _: tmp_path)
     assert find_calibration(tmp_path / "run") is None

@@ -242,7 +242,7 @@ def test_an_export_that_differs_is_not_kept(fitted, tmp_path, monkeypatch):
         }
         return exporting.ModularEmbedder(made.affixes, layers), tokenizer
 
-    monkeypatch.setattr(exporting, "plain", wrong)
+    monkeypatch.setattr(exporting, "to_modules", wrong)
     with pytest.raises(llmcond.LlmcondError, match="other vectors than llmcond under 'the place'"):
         export(fitted, tmp_path / "out", "hypernet", "the place")
     assert list(tmp_path.iterdir()) == []

@@ -41,7 +41,7 @@ def check_whole(store, count=20):
 
 def test_fragments_are_seen_once_they_are_added(tmp_path, store):
     actor = FeatureStore(tmp_path, IDENTITY, "float32")
-    with store.writing():
+    with store.fragment_writer_claim():
         fragments = [written(actor, range(8)), written(actor, range(8, 20))]
         assert store.missing(INPUTS) == list(range(20))
         assert store.add_fragments(fragments) == 20
@@ -51,7 +51,7 @@ def test_fragments_are_seen_once_they_are_added(tmp_path, store):
 
 
 def test_rows_that_are_there_by_now_are_not_added_again(store):
-    with store.writing():
+    with store.fragment_writer_claim():
         first, some, none = (written(store, own) for own in (range(8), range(4, 12), range(2, 6)))
         append(store, [0, 1])  # another process, in the meantime
         assert store.add_fragments([first, some, none]) == 10
@@ -64,7 +64,7 @@ def test_files_outlive_merging_while_they_are_being_written(store, monkeypatch):
     monkeypatch.setattr("llmcond.features.fragments._MERGED_FRAGMENTS", 3)
     monkeypatch.setattr("llmcond.lance_io._KEPT_VERSIONS", 1)
     other = FeatureStore(store.folder.parent, IDENTITY, "float32")
-    with store.writing(), other.fragment_writer_claim():
+    with store.fragment_writer_claim(), other.fragment_writer_claim():
         waiting, lost = written(store, range(8, 20)), files(store)
         for i in range(8):
             append(other, [i])
@@ -77,14 +77,14 @@ def test_files_outlive_merging_while_they_are_being_written(store, monkeypatch):
 def test_what_a_kill_left_is_removed_by_the_next_one_that_writes(store):
     append(store, range(8))
     committed = files(store)
-    with store.writing():
+    with store.fragment_writer_claim():
         written(store, range(8, 20))
     assert len(files(store)) == len(committed) + 1
     dataset = store.folder / "vectors.lance"
     staged = [dataset / "_transactions" / ".tmp5iRQOd", dataset / "_versions" / "9.manifest#1"]
     for path in staged:
         path.touch()
-    with store.writing():
+    with store.fragment_writer_claim():
         assert files(store) == committed
         assert [path for path in staged if path.exists()] == []
     check_whole(store, 8)

@@ -68,7 +68,7 @@ def check(store, chosen):
     np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
     rows = dataset_of(store).to_table(columns=["key", "n_tokens"])
     assert sorted(rows["n_tokens"].to_pylist()) == chosen
-    assert rows["n_tokens"].take(store.places(inputs)).to_pylist() == chosen
+    assert rows["n_tokens"].take(store.positions(inputs)).to_pylist() == chosen
     assert len(set(rows["key"].to_pylist())) == len(store) == len(chosen)
 
 
@@ -92,7 +92,7 @@ def test_fragments_of_others_are_committed(bucket, store):
         encoded = Encoded(VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
         return actor.write_fragment([INPUTS[i] for i in chosen], encoded)
 
-    with store.writing():
+    with store.fragment_writer_claim():
         first, some, none = (written(own) for own in (range(8), range(4, 12), range(2, 6)))
         assert store.add_fragments([first, some, none]) == 12
         assert store.add_fragments([first, some, none]) == 0
@@ -195,7 +195,7 @@ def test_merging_keeps_every_row_in_its_place(bucket, store, monkeypatch):
     old = FeatureStore(bucket, IDENTITY, "float32")
     for start in range(5, 100, 5):
         add(store, order[start : start + 5])
-    assert store.places([MANY[i] for i in order]).tolist() == list(range(100))
+    assert store.positions([MANY[i] for i in order]).tolist() == list(range(100))
     assert len(dataset_of(store).get_fragments()) < 10
     # The files of the version that it knows are gone.
     np.testing.assert_array_equal(

@@ -118,9 +118,9 @@ def test_what_earlier_versions_cut_is_not_found(store, monkeypatch):
 
 def test_truncated_inputs_are_counted(store):
     append(store)
-    assert store.count_truncated_at(store.places(INPUTS)) == 7
-    assert store.count_truncated_at(store.places([INPUTS[0], INPUTS[1], INPUTS[0]])) == 2
-    assert store.count_truncated_at(store.places([])) == 0
+    assert store.count_truncated_at(store.positions(INPUTS)) == 7
+    assert store.count_truncated_at(store.positions([INPUTS[0], INPUTS[1], INPUTS[0]])) == 2
+    assert store.count_truncated_at(store.positions([])) == 0
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"pooling": "cls"}, {"weights": "x"}])
@@ -207,10 +207,10 @@ def test_a_part_is_claimed_by_one_at_a_time(tmp_path, store):
 def test_places_count_in_the_order_of_adding(store):
     append(store, [7, 3])
     append(store, [3, 11])
-    assert store.places([INPUTS[i] for i in (11, 0, 7, 3, 7)]).tolist() == [2, -1, 0, 1, 0]
-    assert store.places([]).tolist() == []
-    assert store.count_truncated_at(store.places([INPUTS[3], INPUTS[7]])) == 1
-    assert store.count_truncated_at(store.places([])) == 0
+    assert store.positions([INPUTS[i] for i in (11, 0, 7, 3, 7)]).tolist() == [2, -1, 0, 1, 0]
+    assert store.positions([]).tolist() == []
+    assert store.count_truncated_at(store.positions([INPUTS[3], INPUTS[7]])) == 1
+    assert store.count_truncated_at(store.positions([])) == 0
 
 
 # -- many commits ----------------------------------------------------------------------------------
@@ -248,12 +248,12 @@ def check(store, chosen):
     assert set(range(len(MANY))) - set(store.missing(MANY)) == set(chosen)
     assert len(store) == len(chosen)
     np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
-    assert store.count_truncated_at(store.places(inputs)) == sum(i % 3 == 0 for i in chosen)
+    assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in chosen)
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     keys = [
         item.key if i % 3 else item.key_when_cut for i, item in zip(chosen, inputs, strict=True)
     ]
-    assert store.places(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
+    assert store.positions(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
     assert sorted(table["n_tokens"].to_pylist()) == chosen
 
 
@@ -274,7 +274,7 @@ def test_merging_keeps_every_row_in_its_place(merging, tmp_path, store):
         if start > 100 and opened_within is None:
             opened_within = FeatureStore(tmp_path, IDENTITY, "float32")
         wanted = [MANY[i] for i in order[:start]]
-        assert store.places(wanted).tolist() == list(range(min(start, 300)))
+        assert store.positions(wanted).tolist() == list(range(min(start, 300)))
     check(store, range(300))
     for other in (opened_before, opened_within):
         other.refresh()
@@ -391,7 +391,7 @@ def read_until(done, store):
         inputs = [MANY[i] for i in there]
         if there:
             np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[there])
-        assert store.count_truncated_at(store.places(inputs)) == sum(i % 3 == 0 for i in there)
+        assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in there)
 
 
 def test_threads_add_each_input_once(merging, tmp_path, store):

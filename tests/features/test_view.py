@@ -47,7 +47,7 @@ def few_resamples() -> Iterator[None]:
         return bootstrap_metrics(*data, min(resamples, 20))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results, "resample", few_draws)
+        patch.setattr(results, "bootstrap_metrics", few_draws)
         yield
 
 
@@ -640,7 +640,7 @@ def test_a_head_is_found_by_its_prompts_in_another_order(capsys, sampled):
 
 
 def small_recipe(head: str) -> str:
-    recipe = (llmcond.bundled.bundled("heads") / f"{head}.toml").read_text()
+    recipe = (llmcond.bundled.bundled_folder("heads") / f"{head}.toml").read_text()
     recipe = recipe.replace("rank = 64", "rank = 2").replace("epochs = 60", "epochs = 2")
     Path("mine.toml").write_text(recipe)
     return "mine.toml"
@@ -693,7 +693,7 @@ def test_a_plus_without_a_prompt_is_refused_as_such(capsys, sampled, prompts):
 
 
 def test_a_prompt_called_c_makes_no_names_collide(capsys, own):
-    bundled = (llmcond.bundled.bundled("prompts") / f"{J}.toml").read_text()
+    bundled = (llmcond.bundled.bundled_folder("prompts") / f"{J}.toml").read_text()
     Path("c.toml").write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
     extract = ("extract", "--model", model_of(own), "--run", own, *ENCODER)
     ok(capsys, *extract, "--prompt", "c.toml")

@@ -259,7 +259,7 @@ def test_shared_prefixes_have_the_gradients_of_all_that_begin_with_them(prepare,
 def test_all_weights_have_the_gradients_of_padded_rows(prepare, name):
     trainable = prepare(name, **FULL)
     assert trainable.engine.packs == (CASES[name].window > 0)
-    assert trainable.adapted is None
+    assert trainable.peft_model is None
     own = dict(trainable.network.named_parameters())
     assert trained(trainable.network).keys() == own.keys()
     rows = every_length(trainable)
@@ -457,7 +457,7 @@ def once_is_each(task, trainable):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainable.engine, "embed", counted)
             loss = model(inputs, rows, [0, 1])
-        assert len(set(seen[-1])) == len(seen[-1]) < 2 * len(rows) * len(task.view.needed())
+        assert len(set(seen[-1])) == len(seen[-1]) < 2 * len(rows) * len(task.view.required_parts())
         loss.backward()
         gradients = taken(model)
         model.eval()
@@ -578,7 +578,7 @@ def adapted_modules(network):
 
 def descend(model, inputs, steps=15, rate=3e-3):
     """Train on all rows at once; return the losses."""
-    optimiser = torch.optim.AdamW(model.trained().values(), lr=rate, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(model.trained_parameters().values(), lr=rate, weight_decay=0.0)
     rows, losses = np.arange(len(inputs)), []
     model.train()
     for step in range(steps):

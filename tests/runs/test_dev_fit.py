@@ -156,7 +156,7 @@ def test_rows_of_new_conditions_are_told_apart(run, metric):
         2, without, trained, replace(dev, condition=texts), train, metric
     )
     assert folded.gain.trained.value == pytest.approx(metric(trained, dev.rating, dev.pair))
-    assert f"{metric.heading} {metric.show(folded.gain.trained.value)}" in dev_gain_text(folded)
+    assert f"{metric.heading} {metric.format(folded.gain.trained.value)}" in dev_gain_text(folded)
     for name, rows in (("seen", ~new), ("unseen", new)):
         gain = folded.by_condition[name]
         assert gain.n == rows.sum()

@@ -109,7 +109,7 @@ def test_a_filter_delays_neither_the_model_nor_others(searched, monkeypatch):
         return matching(table, where, seconds)
 
     asked = {"query": "two men", "condition": PLACE}
-    monkeypatch.setattr(TextTable, "matching", held)
+    monkeypatch.setattr(TextTable, "match_filter", held)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.post, "/v1/search", {**asked, "where": "year > 2021"})
         assert begun.wait(60)

@@ -106,7 +106,7 @@ def test_templates_name_further_columns(answers, tmp_path):
     for own in (rows, again):
         number = own.sentence1[0].removeprefix("q")
         assert render_rows(own, prompt).first[0].text == f"q{number} (n{number}) rain"
-    with pytest.raises(UserError, match=r"'note'.*not read"):
+    with pytest.raises(UserError, match=r"'note'.*read without it"):
         render_rows(task.read(DataOptions(ROWS)).splits["train"], prompt)
     (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
     with pytest.raises(UserError, match=r"nite.*note.*fields"):

@@ -34,7 +34,7 @@ ENCODER = ("--dtype", "float32", "--pooling", "mean", "--normalize", "--device",
 def in_tmp(tmp_path, monkeypatch):
     """Run in a folder with a small recipe."""
     monkeypatch.chdir(tmp_path)
-    recipe = (llmcond.bundled.bundled("heads") / "linear.toml").read_text()
+    recipe = (llmcond.bundled.bundled_folder("heads") / "linear.toml").read_text()
     Path("quick.toml").write_text(recipe.replace("epochs = 200", "epochs = 2"))
     return tmp_path
 
@@ -230,7 +230,7 @@ def test_wrong_input_is_refused_before_anything_is_encoded(
 ):
     rows = [("red hat", "blue hat", "on", 3), ("red", "blue", "hat on", 2), *small_rows]
     monkeypatch.setattr(LazyEncoder, "__call__", forbid)
-    shutil.copy(llmcond.bundled.bundled("prompts") / f"{J}.toml", "copy.toml")
+    shutil.copy(llmcond.bundled.bundled_folder("prompts") / f"{J}.toml", "copy.toml")
     write_template("glued.toml", "{sentence}  {condition}".replace("  ", " "))
     data = write_rows(rows)
     Path("folder.html").mkdir()

@@ -598,7 +598,7 @@ def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, m
             other._rows, other._ready = 80, [json.loads(args[1])]
             other._commit()
 
-    monkeypatch.setattr(outputs.LanceOutput, "add", add)
+    monkeypatch.setattr(outputs.LanceOutput, "add_unit", add)
     assert run([str(argument) for argument in embed("out.lance", fitted)]) == 1
     assert "another program has written to out.lance in the meantime" in capsys.readouterr().err
     found = table("out.lance")["id"].to_pylist()

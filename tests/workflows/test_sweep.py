@@ -45,7 +45,7 @@ BOTH = f"{J}+{S}"
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run in a folder with small recipes of two names."""
     monkeypatch.chdir(tmp_path)
-    bundled = (llmcond.bundled.bundled("heads") / "mlp.toml").read_text()
+    bundled = (llmcond.bundled.bundled_folder("heads") / "mlp.toml").read_text()
     lines = [
         line for line in bundled.splitlines() if line.split(" ")[0] not in ("hidden", "epochs")
     ]

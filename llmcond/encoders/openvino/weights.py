@@ -86,7 +86,7 @@ def read_tensors(
     return tensors
 
 
-class DenseLayer(NamedTuple):
+class DenseWeights(NamedTuple):
     """A dense layer of sentence-transformers behind the pooling: activation(x W^T + b).
 
     Attributes:
@@ -100,7 +100,7 @@ class DenseLayer(NamedTuple):
     activation: str
 
 
-def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseLayer]:
+def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseWeights]:
     """Read the dense layers behind the pooling; often there are none.
 
     ``width`` is the size of pooled vectors.
@@ -118,7 +118,7 @@ def read_dense(checkpoint: Checkpoint, width: int) -> list[DenseLayer]:
         if not tensors.keys() <= {"linear.weight", "linear.bias"} or weight.shape[1:] != (width,):
             raise CannotRunError(f"its layer {name} has other tensors than expected")
         width = len(weight)
-        layers.append(DenseLayer(weight, tensors.get("linear.bias"), activation))
+        layers.append(DenseWeights(weight, tensors.get("linear.bias"), activation))
     return layers
 
 

@@ -86,7 +86,7 @@ class _TurnFitting(HeadTrainer[RoleHead, FittedRoleHead]):
 
     def prepare(self) -> None:
         self._rng = np.random.Generator(np.random.SFC64(self.seed))
-        least = self.settings.least
+        least = self.settings.min_context
         window_turns = windows(self.data.starts, self.settings.window, least)
         if not len(window_turns):
             raise UserError(

@@ -32,10 +32,10 @@ class DialogueTask(AnyTask[Dialogues]):
         self.refuse_rated_options(data, "utterances")
         return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
 
-    def add_external_split(
+    def with_others(
         self, dataset: Dialogues, data: DataOptions, split: str | None
     ) -> tuple[Dialogues, str]:
-        """Return a dataset with dialogues from another source; see ``data.with_others``.
+        """Return a dataset with dialogues from another source; see ``add_external_split``.
 
         Raises:
             UserError: An option is only for rated rows, or the dialogues are invalid.

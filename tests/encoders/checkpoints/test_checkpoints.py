@@ -376,7 +376,7 @@ def test_default_prompt_suits_instruction_format_and_pooling(folder, options, fr
         ({"revision": "main"}, "revision is 'main', but .* only models on the hub have revisions"),
         ({"attention": "both"}, "attention is 'both'.*Legal: bidirectional, causal"),
         ({"attention": "causal"}, "is an encoder \\(bert\\), which is bidirectional"),
-        ({"pooling": "latent"}, "may be pooled by cls or mean or last or pooler only"),
+        ({"pooling": "latent"}, "only supports cls or mean or last or pooler"),
         ({"pool_over": "words"}, "pool_over is 'words'"),
         (
             {"pool_over": "text", "pooling": "cls"},
@@ -456,7 +456,7 @@ def test_what_no_file_says_of_a_decoder_is_listed_as_assumed(decoder):
         "causal",
         "unit",
     ]
-    assert "a decoder whose config does not say (--attention)" in resolved.assumed[1]
+    assert "the config of this decoder does not state it (--attention)" in resolved.assumed[1]
 
 
 @pytest.mark.parametrize("attention", ["causal", "bidirectional"])
@@ -549,8 +549,8 @@ def test_options_go_before_the_settings_of_a_copy(decoder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pooling": "latent"}, r"'latent', but .* may be pooled by mean or cls or last only"),
-        ({"pooling": "pooler"}, r"may be pooled by mean or cls or last only"),
+        ({"pooling": "latent"}, r"'latent', but .* only supports mean or cls or last"),
+        ({"pooling": "pooler"}, r"only supports mean or cls or last"),
         ({"attention": "causal"}, r"trained with bidirectional attention; .* noise"),
         ({"pool_over": "text", "pooling": "cls"}, r"pool_over is 'text', but .* pools by cls"),
     ],
@@ -651,7 +651,7 @@ def test_settings_that_are_not_read_do_no_harm(folder):
 def test_known_model_that_float16_breaks_is_not_computed_in_it(decoder):
     like = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
     change_json(decoder / "config.json", model_type="qwen2")
-    with pytest.raises(UserError, match=r"may not be computed in float16: its vectors collapse"):
+    with pytest.raises(UserError, match=r"does not work in float16: its vectors collapse"):
         settle(decoder, like=like, dtype="float16")
     assert settle(decoder, like=like, dtype="auto").identity.dtype == "bfloat16"
     (sentence,) = settle(decoder, like=like, quantize="8bit").assumed

@@ -353,7 +353,7 @@ def given(encoder, items):
 
     hook = encoder.engine.model.network.register_forward_pre_hook(note, with_kwargs=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder.engine, "shares", False)
+        patch.setattr(encoder.engine, "shares_prefixes", False)
         encoder.encode_counted(items)
     hook.remove()
     return rows
@@ -730,7 +730,7 @@ def test_model_that_float16_breaks_is_not_computed_in_it(tmp_path, monkeypatch, 
     # On a CPU without bfloat16 too, where auto is float32 for any other model.
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     made = checkpoints.make(kind, tmp_path / "model")
-    with pytest.raises(UserError, match=rf"may not be computed in float16: .*{reason}"):
+    with pytest.raises(UserError, match=rf"does not work in float16: .*{reason}"):
         load(made.folder, like=name, dtype="float16")
     options = EncoderOptions(like=name, device="cpu")
     assert resolve(str(made.folder), options).identity.dtype == "bfloat16"

@@ -28,7 +28,7 @@ def visible(batch, causal):
     """Return (tokens, tokens): which sees which, from the path of each segment alone."""
     seen = torch.zeros(batch.n_tokens, batch.n_tokens, dtype=torch.bool)
     for at, segment in enumerate(batch.segments):
-        for before in [*batch.path(at), segment]:
+        for before in [*batch.ancestors(at), segment]:
             seen[segment.start : segment.stop, before.start : before.stop] = True
     return seen.tril() if causal else seen
 

@@ -177,7 +177,7 @@ def test_path_of_an_input_has_all_of_its_tokens_and_no_other(plan):
     ids, _, batches = plan
     for batch in batches:
         for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
-            path = [*batch.path(leaf), batch.segments[leaf]]
+            path = [*batch.ancestors(leaf), batch.segments[leaf]]
             assert path[0].begin == 0
             assert path[0].parent == -1
             assert path[-1].end == len(ids[index])
@@ -189,11 +189,11 @@ def test_segment_ends_where_the_last_that_goes_on_from_it_does(plan):
     _, _, batches = plan
     for batch in batches:
         for at, segment in enumerate(batch.segments):
-            below = [s for i, s in enumerate(batch.segments) if segment in batch.path(i)]
+            below = [s for i, s in enumerate(batch.segments) if segment in batch.ancestors(i)]
             assert segment.parent < at
-            assert segment.until == max([segment.stop, *(s.stop for s in below)])
+            assert segment.subtree_stop == max([segment.stop, *(s.stop for s in below)])
             # Nothing else stands between them: a tree's row is depth first.
-            assert segment.until - segment.stop == sum(s.length for s in below)
+            assert segment.subtree_stop - segment.stop == sum(s.length for s in below)
 
 
 @given(plans())

@@ -96,7 +96,7 @@ def test_every_known_architecture_has_a_case():
 
 def test_every_case_is_packed(name, loaded):
     assert loaded(name).engine.packs == (CASES[name].window > 0)
-    assert loaded(name).engine.shares == CASES[name].shares
+    assert loaded(name).engine.shares_prefixes == CASES[name].shares
 
 
 @pytest.mark.matrix
@@ -224,7 +224,7 @@ def test_pairs_of_a_decoder_are_packed_alike(make, name):
         attention="causal",
         special_tokens="tokenizer",
     )
-    assert encoder.engine.shares == (pooling == "last")
+    assert encoder.engine.shares_prefixes == (pooling == "last")
     contexts = [None, "", "the color of the dress", "the color of the sky"]
     items = [EncoderInput("", text, context) for text in WORDS[:8] for context in contexts]
     found = encoder.encode_counted(items).vectors
@@ -269,8 +269,8 @@ def prompts(n_texts=12):
 def test_shared_prefixes_change_no_vector_and_save_tokens(make, loaded, name):
     sharing = loaded(name)
     apart = load(make(name), CASES[name], share_prefixes=False)
-    assert sharing.engine.shares
-    assert not apart.engine.shares
+    assert sharing.engine.shares_prefixes
+    assert not apart.engine.shares_prefixes
     for items in (prompts(), mix(sharing, seed=4)):
         found, expected = sharing.encode_counted(items), apart.encode_counted(items)
         near(found.vectors, expected.vectors)
@@ -287,7 +287,7 @@ def test_encoder_that_cannot_share_exactly_never_does(make, loaded, name):
         EncoderInput(item.instruction if apart.identity.instruction_format else "", item.text)
         for item in prompts(3)
     ]
-    assert not loaded(name).engine.shares
+    assert not loaded(name).engine.shares_prefixes
     found, expected = loaded(name).encode_counted(items), apart.encode_counted(items)
     assert found.n_computed == expected.n_computed
     near(found.vectors, expected.vectors)
@@ -575,7 +575,7 @@ def test_batches_that_are_begun_ahead_come_in_their_order(make, loaded, ahead):
         if len(begun) == 4:
             raise cuda_error(begun[-1])
 
-    engine.ahead = ahead
+    engine.batches_ahead = ahead
     encoder.engine.model.network.register_forward_pre_hook(begin, with_kwargs=True)
     rows = encoder._tokenizer(items)
     order, vectors = [], np.empty((len(items), engine.dim), dtype=np.float32)

@@ -110,7 +110,7 @@ def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
     checkpoint = Checkpoint("NV", source.parent, known)
     write_json(source.parent / "config.json", dict(known.architecture))
     options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
-    with pytest.raises(UserError, match="may be pooled by latent only"):
+    with pytest.raises(UserError, match="only supports latent"):
         resolve_checkpoint(checkpoint, options, "cpu", identify=False)
 
 

@@ -175,7 +175,7 @@ def test_equal_texts_are_not_counted_as_wrong(data):
 def test_drawn_candidates_are_of_other_dialogues(many, pool):
     turns = many.splits["test"]
     for h in (2, 5):
-        rows, _, _ = turns.context(h)
+        rows, _, _ = turns.contexts(h)
         found = pool(turns, h)
         assert found.shape == (len(rows), 7)
         for row, own in zip(rows.tolist(), found, strict=True):
@@ -186,7 +186,7 @@ def test_drawn_candidates_are_of_other_dialogues(many, pool):
             assert (np.bincount(own, minlength=120) <= among).all()
         np.testing.assert_array_equal(found, pool(turns, h))
         assert not np.array_equal(found, replace(pool, seed=4)(turns, h))
-    assert RandomPool(True, size=10_000)(turns, 8).shape[1] == len(turns.context(8)[0]) - 1
+    assert RandomPool(True, size=10_000)(turns, 8).shape[1] == len(turns.contexts(8)[0]) - 1
 
 
 @pytest.mark.parametrize("h", [1, 4])
@@ -195,7 +195,7 @@ def test_retrieved_candidates_are_the_nearest_of_a_sort(many, h):
     features = np.random.default_rng(2).standard_normal((120, 6)).astype(np.float32)
     unit = features / np.linalg.norm(features, axis=1, keepdims=True)
     found = RetrievedPool(features, 9)(turns, h)
-    rows, contexts, _ = turns.context(h)
+    rows, contexts, _ = turns.contexts(h)
     said = np.unique(turns.utterances)
     for row, context, own in zip(rows.tolist(), contexts, found, strict=True):
         near = unit @ unit[context[-2:]].mean(axis=0)

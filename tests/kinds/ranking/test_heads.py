@@ -242,7 +242,7 @@ def test_embeddings_are_the_features_at_the_start(name, with_neighbours):
 
     def make():
         module = made.family(made.settings, *arrays.dims)
-        module.begin(features.relations)
+        module.initialise(features.relations)
         return module
 
     module = seeded(make, 0)[0].finished()
@@ -257,7 +257,7 @@ def test_low_rank_starts_as_a_projection():
     arrays, features = graph(), QueryFeatures(graph())
     made = recipe("hypernet", dim=D)
     module = made.family(made.settings, *arrays.dims)
-    module.begin(features.relations)
+    module.initialise(features.relations)
     x = features.entities(np.arange(N))
     which = torch.zeros(N, dtype=torch.int64)
     once = module.map(x, features.relations @ module.basis, which).detach()

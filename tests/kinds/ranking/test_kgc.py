@@ -52,7 +52,7 @@ def test_a_router_has_something_to_route(capsys, graph, model, tmp_path):
     assert not folder.exists()
     assert list(ok(capsys, *routed)["prompts"]) == ["routed"]
     said = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
-    assert "Give --router csr as well" in said
+    assert "Add --router csr" in said
 
 
 def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path):
