@@ -45,6 +45,13 @@ class Matrix(ABC):
     Attributes:
         shape: (n, dim).
         parts: the matrices that this one is computed from.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import ConcatenatedMatrix
+        >>> matrix = ConcatenatedMatrix([np.ones((3, 2), dtype=np.float16), np.zeros((3, 1))])
+        >>> matrix.shape, matrix.read([0, 2]).dtype
+        ((3, 3), dtype('float32'))
     """
 
     shape: tuple[int, ...]
@@ -130,6 +137,13 @@ class SharedRows(Matrix):
         index: (n,) position of each row's vector in the table.
         unique_table: whether the vectors of the table are distinct, so that rows can be compared
             by their positions alone.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import SharedRows
+        >>> table = np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float16)
+        >>> SharedRows(table, np.array([1, 1, 0])).read().tolist()
+        [[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     """
 
     def __init__(self, table: MatrixLike, index: Positions, unique_table: bool = True) -> None:
@@ -153,7 +167,18 @@ class SharedRows(Matrix):
 
 
 class Difference(Matrix):
-    """The difference ``first`` - ``second``, computed in float32 for the rows that are read."""
+    """The difference ``first`` - ``second``, computed in float32 for the rows that are read.
+
+    Attributes:
+        first: (n, dim) vectors.
+        second: (n, dim) vectors to subtract.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import Difference
+        >>> Difference(np.array([[3.0, 2.0]]), np.array([[1.0, 2.0]])).read().tolist()
+        [[2.0, 0.0]]
+    """
 
     def __init__(self, first: MatrixLike, second: MatrixLike) -> None:
         self.first, self.second = as_matrix(first), as_matrix(second)
@@ -168,7 +193,17 @@ class Difference(Matrix):
 
 
 class ConcatenatedMatrix(Matrix):
-    """Several matrices concatenated along the columns."""
+    """Several matrices concatenated along the columns, in float32.
+
+    Attributes:
+        parts: the matrices, (n, dim_i) each.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import ConcatenatedMatrix
+        >>> ConcatenatedMatrix([np.array([[1.0]]), np.array([[2.0, 3.0]])]).read().tolist()
+        [[1.0, 2.0, 3.0]]
+    """
 
     def __init__(self, parts: Sequence[MatrixLike]) -> None:
         self.parts = tuple(as_matrix(part) for part in parts)
@@ -195,6 +230,19 @@ def cosine(first: Array, second: Array) -> Array:
     """Return the cosine of each row of ``first`` with the same row of ``second``, (n,) float32.
 
     A zero vector carries no information about its text, so its cosine with any vector is 0.
+
+    Args:
+        first: (n, dim) vectors.
+        second: (n, dim) vectors.
+
+    Returns:
+        (n,) cosines in float32.
+
+    Example:
+        >>> import numpy as np
+        >>> from llmcond.heads import cosine
+        >>> cosine(np.array([[1.0, 0.0], [0.0, 0.0]]), np.array([[2.0, 0.0], [1.0, 0.0]])).tolist()
+        [1.0, 0.0]
     """
     product = _inner(first, second)
     norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))

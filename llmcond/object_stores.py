@@ -95,7 +95,7 @@ def describe_failure(name: str, error: BaseException) -> str:
     """Return the message for an error about a path or URI, without secrets, and with advice."""
     advice = (
         " Check that the bucket exists, and that the environment has its credentials and endpoint "
-        "(docs/scale.md)."
+        "(docs/object-stores.md)."
     )
     return f"{redact(error)}.{advice if is_remote(name) else ''}"
 

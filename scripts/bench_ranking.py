@@ -170,7 +170,7 @@ def main() -> None:
         return query_tensor[rows] @ candidate_tensor.T
 
     seconds, ours = timed(lambda: rank(vectors, candidates, queries, known))
-    rows = [{"ranking": "llmcond", **seconds, "mrr": float((1 / ours.of()).mean())}]
+    rows = [{"ranking": "llmcond", **seconds, "mrr": float((1 / ours.resolve_ties()).mean())}]
     seconds, sorted_by_score = timed(lambda: sorted_ranks(scores, queries, known))
     rows.append(
         {"ranking": "sort of all scores", **seconds, "mrr": float((1 / sorted_by_score).mean())}

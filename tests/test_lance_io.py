@@ -15,12 +15,12 @@ LIMITED = """
 import resource, signal, sys
 import pyarrow as pa
 from llmcond.errors import is_disk_full
-from llmcond.lance_io import Target, newest
+from llmcond.lance_io import DatasetTarget, open_newest
 uri, size = sys.argv[1], int(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 try:
-    Target(uri, None, newest(uri)).write(pa.table({"x": list(range(1000))}))
+    DatasetTarget(uri, None, open_newest(uri)).write(pa.table({"x": list(range(1000))}))
 except OSError as error:
     print(is_disk_full(error))
 """

@@ -96,13 +96,13 @@ from pathlib import Path
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import EncodingPart
-from llmcond.scale.extraction import EncoderOf, FragmentWriter
+from llmcond.scale.extraction import ActorEncoderSpec, FragmentWriter
 from llmcond.system import cpu_threads
 assert cpu_threads() == 2
 options = EncoderOptions(device="cpu")
 fingerprint = resolve("minilm", options).identity.fingerprint
 folder = Path({str(tmp_path)!r})
-writer = FragmentWriter(EncoderOf("minilm", options, fingerprint, folder, "float16"))
+writer = FragmentWriter(ActorEncoderSpec("minilm", options, fingerprint, folder, "float16"))
 assert cpu_threads() == 1
 written = writer.work([EncodingPart([EncoderInput("", "a man"), EncoderInput("", "a dog")], {{}})])
 assert len(written.fragment.keys) == 32  # of two inputs, 16 bytes each
@@ -113,7 +113,7 @@ assert len(written.fragment.keys) == 32  # of two inputs, 16 bytes each
 def test_heads_of_rated_pairs_import_no_other_kind():
     from llmcond.heads.recipes import FAMILIES
 
-    names = "recipes fit base module settings storage plain estimator"
+    names = "recipes fit base module settings storage numpy_heads estimator"
     code = "".join(f"import llmcond.heads.{name}\n" for name in names.split())
     others = {home.partition(":")[0] for home in FAMILIES.values() if "kinds" in home}
     assert others

@@ -8,7 +8,7 @@ import pytest
 
 from llmcond.metrics import METRICS
 from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
-from llmcond.runs.trials import _completed
+from llmcond.runs.trials import _iterate_completed
 
 SPEARMAN = METRICS["spearman"]
 
@@ -169,7 +169,7 @@ def test_fits_of_several_processes(kept):
     futures[1].set_result("b")
     # The others are done once it was said that they are not.
     kept.then = lambda: [future.set_result("a") for future in futures[::2]]
-    done = [future.result() for future in _completed(futures, seconds=0)]
+    done = [future.result() for future in _iterate_completed(futures, seconds=0)]
     assert sorted(done) == ["a", "a", "b"]
     assert kept.lines == ["fitting: 1 of 3 fits are done"]
 

@@ -36,7 +36,7 @@ class ShowPrompt(ColumnOptions, EncoderFlags, Command):
     split_seed: int | None = option(
         None,
         metavar="S",
-        help="random seed that splits a single file into train, dev and test",
+        help="random seed that splits a single file into train, dev and test (default: 0)",
     )
     model: str | None = option(
         None,

@@ -69,7 +69,7 @@ class Run(AnyRun):
         return "test" if data["rows"].get("test", 0) > data["unrated"].get("test", 0) else "dev"
 
 
-class RankingRunBase(AnyRun):
+class UnratedRun(AnyRun):
     """A run whose examples have right answers instead of ratings."""
 
     #: Candidates have no condition, so a query with subtraction would lie in another space.

@@ -192,7 +192,7 @@ def every_length(trainable, typed=False):
 def test_packed_rows_have_the_gradients_of_padded_ones(name, prepare):
     trainable, case = prepare(name), CASES[name]
     assert trainable.engine.packs == (case.window > 0)
-    assert trainable.engine.shares == case.shares
+    assert trainable.engine.shares_prefixes == case.shares
     shake(trainable)
     most = trainable.engine.budget
     mixed = trainable.tokenizer(mix(trainable.resolved, 3))

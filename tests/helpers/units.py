@@ -65,8 +65,8 @@ def killed_at(point, count):
 
         pq.write_table = half
     elif point == "written":
-        before(outputs.ParquetOutput, "add")
-        before(outputs.LanceOutput, "add")
+        before(outputs.ParquetOutput, "add_unit")
+        before(outputs.LanceOutput, "add_unit")
     elif point == "not committed":
         before(lance.LanceDataset, "commit")
     else:

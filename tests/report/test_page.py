@@ -194,7 +194,7 @@ def hostile(page):
         ),
         similarity={new if name == old else name: v for name, v in page.similarity.items()},
         isotropy=[{**row, "prompt": row["prompt"] + evil} for row in page.isotropy],
-        made={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
+        provenance={evil: {"text": HOSTILE[1], "list": [HOSTILE[0], 1]}, "long": HOSTILE[6]},
         baseline=new,
     )
 
@@ -223,7 +223,7 @@ def undefined(page):
             {**row, **dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))}
             for row in page.isotropy
         ],
-        made={"nothing": None},
+        provenance={"nothing": None},
     )
 
 
@@ -468,7 +468,7 @@ def test_names_that_occur_twice_are_refused(page):
 
 
 def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"ends in \.pdf; name an \.html or \.htm file"):
+    with pytest.raises(UserError, match=r"has the suffix \.pdf; name an \.html or \.htm file"):
         check_page(tmp_path / "page.pdf")
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(UserError, match="is a folder; name a file"):

@@ -88,19 +88,19 @@ from llmcond.scale import pool
 from llmcond.errors import LlmcondError, UserError
 for address in ("127.0.0.1:1", "somewhere"):
     try:
-        with pool.actors(pool.Cluster(address=address), Squares):
+        with pool.actor_pool(pool.RayCluster(address=address), Squares):
             pass
     except UserError as error:
         print(error)
 size, pool._OBJECT_STORE = pool._OBJECT_STORE, 1
 try:
-    with pool.actors(pool.Cluster(actors=1), Squares):
+    with pool.actor_pool(pool.RayCluster(actors=1), Squares):
         pass
 except LlmcondError as error:
     print(error)
 pool._OBJECT_STORE = size
 folder = pathlib.Path(sys.argv[1])
-with pool.actors(pool.Cluster(actors=1), Squares, folder) as squares:
+with pool.actor_pool(pool.RayCluster(actors=1), Squares, folder) as squares:
     found = sum(square for _, (square, _) in squares.map(range(4)))
     (own,) = pathlib.Path("/tmp").glob(f"llmcond-ray-{os.getpid()}-*")
     mode = oct(own.stat().st_mode & 0o777)

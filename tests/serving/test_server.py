@@ -210,7 +210,13 @@ WRONG = [
         "values",
         "at most 64",
     ),
-    ("/v1/embeddings", {**GOOD, "condition": " ", "values": ["a"]}, 422, "values", "no condition"),
+    (
+        "/v1/embeddings",
+        {**GOOD, "condition": " ", "values": ["a"]},
+        422,
+        "values",
+        "an empty condition",
+    ),
     (
         "/v1/embeddings",
         {**GOOD, "condition": ["a", "b", "c"], "values": [["a"], ["b"]]},

@@ -11,13 +11,13 @@ from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.prompts import Prompt
 from llmcond.runs.run_heads import RunHead
-from llmcond.runs.task_runs import RankingRunBase
+from llmcond.runs.task_runs import UnratedRun
 
 if TYPE_CHECKING:
     from llmcond.kinds.dialogue.roles import FittedRoleHead
 
 
-class DialogueRun(RankingRunBase):
+class DialogueRun(UnratedRun):
     """A run of the dialogue task."""
 
     kind, own_command = "dialogue", "reply"

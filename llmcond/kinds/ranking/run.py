@@ -10,13 +10,13 @@ from llmcond.features.view import FeatureView
 from llmcond.kinds.ranking.task import QueryData, RankingTask
 from llmcond.prompts import Prompt
 from llmcond.runs.run_heads import RunHead
-from llmcond.runs.task_runs import RankingRunBase
+from llmcond.runs.task_runs import UnratedRun
 
 if TYPE_CHECKING:
     from llmcond.kinds.ranking.heads import FittedQueryHead
 
 
-class RankingRun(RankingRunBase):
+class RankingRun(UnratedRun):
     """A run of a task that ranks candidates for queries."""
 
     kind, own_command = "ranking", "complete"

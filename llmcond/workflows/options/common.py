@@ -268,7 +268,7 @@ class TaskOptions(ColumnOptions):
     split_seed: int | None = option(
         None,
         metavar="S",
-        help="random seed that splits a single file into train, dev and test",
+        help="random seed that splits a single file into train, dev and test (default: 0)",
     )
     task: str | None = option(
         None,

@@ -290,7 +290,7 @@ def test_length_is_read_from_the_tokenizer(folder):
     change_json(folder / "tokenizer_config.json", model_max_length=50)
     resolved = settle(folder)
     assert resolved.identity.max_length == 50
-    assert not any("tokens an input" in sentence for sentence in resolved.assumed)
+    assert not any("tokens per input" in sentence for sentence in resolved.assumed)
 
 
 def test_length_is_at_most_the_positions(folder):

@@ -281,7 +281,7 @@ def test_a_changed_condition_changes_its_own_vectors_only(tmp_path):
 def test_equal_keys_have_equal_weights(tmp_path):
     encoder = load("simcse-bert", tmp_path, layers=1, pooling="mean")
     csr = encoder.engine.passes
-    module = next(m for m in csr._layer_of if csr.routes(m))
+    module = next(m for m in csr._layer_of if csr.is_routed(m))
     scores = csr.scores(module, torch.randn(2, 32), torch.ones(2, 5, 32))
     torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
 

@@ -179,7 +179,7 @@ def test_drawn_candidates_are_of_other_dialogues(many, pool):
         found = pool(turns, h)
         assert found.shape == (len(rows), 7)
         for row, own in zip(rows.tolist(), found, strict=True):
-            others = [turns.of(i) for i in range(len(turns)) if i != row]
+            others = [turns.utterances_of(i) for i in range(len(turns)) if i != row]
             if pool.same_depth:
                 others = [other[h : h + 1] for other in others]
             among = np.bincount(np.concatenate(others), minlength=120)
@@ -199,7 +199,7 @@ def test_retrieved_candidates_are_the_nearest_of_a_sort(many, h):
     said = np.unique(turns.utterances)
     for row, context, own in zip(rows.tolist(), contexts, found, strict=True):
         near = unit @ unit[context[-2:]].mean(axis=0)
-        others = [i for i in said.tolist() if i not in turns.of(row)]
+        others = [i for i in said.tolist() if i not in turns.utterances_of(row)]
         assert own.tolist() == sorted(others, key=lambda i: -near[i])[:9]
 
 

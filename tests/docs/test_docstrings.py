@@ -1,0 +1,47 @@
+"""Docstrings of the public names: complete, and with examples that run."""
+
+import doctest
+import inspect
+import re
+
+import pytest
+
+import llmcond
+import llmcond.heads
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (llmcond, llmcond.heads)
+    for name in module.__all__
+    if callable(getattr(module, name))
+}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def sections(text):
+    return set(
+        re.findall(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", text, re.M)
+    )
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_are_complete(name):
+    value = PUBLIC[name]
+    headings = sections(inspect.getdoc(value) or "")
+    assert headings & {"Example", "Examples"}
+    if not inspect.isclass(value):
+        signature = inspect.signature(value)
+        assert "Args" in headings or not signature.parameters
+        assert "Returns" in headings or signature.return_annotation in (None, "None")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", PUBLIC)
+def test_examples_run(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    for test in finder.find(PUBLIC[name], name, globs={}):
+        runner.run(test)
+    assert runner.failures == 0, capsys.readouterr().out
+    assert runner.tries > 0
