@@ -56,7 +56,7 @@ class Option:
 
     Attributes:
         help: help text, without a full stop. The command line adds the default unless the text
-            contains ``default:`` or the default is None, a boolean, 0, 1 or empty.
+            contains ``default:`` or the default is None, a boolean or empty.
         metavar: name of the value in help texts; None: derived from the type.
         flag: name of the flag if it differs from the field's; ``""`` for a positional argument.
         parse: function that converts the text of the command line; None: convert by the type.

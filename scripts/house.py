@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -298,21 +299,22 @@ def files_with(word: str, package: Path) -> list[str]:
     ]
 
 
-def measure_revision(package: Path, revision: str) -> House:
-    """Return the figures of a package at a git revision.
+@contextmanager
+def extracted_revision(checkout: Path, revision: str) -> Iterator[Path]:
+    """Extract a git revision into a temporary folder; also used by `prose.py`.
 
     Raises:
-        SystemExit: the revision does not exist, or does not contain the package.
+        SystemExit: git does not know the revision.
     """
     git = shutil.which("git") or "git"
-    command = [git, "-C", str(package.parent), "archive", "--format=tar", revision]
+    command = [git, "-C", str(checkout), "archive", "--format=tar", revision]
     completed = subprocess.run(command, capture_output=True, check=False)
     if completed.returncode:
-        raise SystemExit(f"house: {completed.stderr.decode().strip()}")
+        raise SystemExit(f"git archive failed: {completed.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(completed.stdout)) as archive:
             archive.extractall(folder, filter="data")
-        return measure(Path(folder) / package.name)
+        yield Path(folder)
 
 
 def rows(house: House) -> dict[str, str]:
@@ -362,7 +364,8 @@ def main(arguments: list[str] | None = None) -> int:
     package = options.root.resolve()
     houses = {"now": measure(package)}
     if options.against:
-        houses = {options.against: measure_revision(package, options.against), **houses}
+        with extracted_revision(package.parent, options.against) as folder:
+            houses = {options.against: measure(folder / package.name), **houses}
     if options.json:
         print(json.dumps({name: asdict(house) for name, house in houses.items()}))
     elif options.against:

@@ -1,6 +1,6 @@
-"""Count wording that is hard to read, in code and documentation, and fail where there is too much.
+"""Count wording in code and pages that is hard to read, and check that it does not increase.
 
-    python scripts/prose.py                       # print every count beside its limit
+    python scripts/prose.py                       # print every count and its limit
     python scripts/prose.py --list words          # print every place that a count includes
     python scripts/prose.py --against 100d9ab     # compare with a git revision, as a Markdown table
     python scripts/prose.py --check               # exit with 1 if a count exceeds its limit
@@ -16,16 +16,14 @@ import argparse
 import ast
 import io
 import re
-import shutil
-import subprocess
 import sys
-import tarfile
-import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+
+from house import extracted_revision
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: A place in a file, and what is there.
@@ -189,22 +187,6 @@ def blocks(page: str) -> Iterator[tuple[int, str]]:
             block.append(line.strip())
 
 
-def measure_revision(revision: str) -> dict[str, int]:
-    """Return the counts at a git revision.
-
-    Raises:
-        SystemExit: git does not know the revision.
-    """
-    command = [shutil.which("git") or "git", "-C", str(ROOT), "archive", "--format=tar", revision]
-    result = subprocess.run(command, capture_output=True, check=False)
-    if result.returncode:
-        raise SystemExit(f"prose: {result.stderr.decode().strip()}")
-    with tempfile.TemporaryDirectory() as folder:
-        with tarfile.open(fileobj=io.BytesIO(result.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-        return {name: len(findings) for name, findings in measure(Path(folder)).items()}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the counts; return 1 if `--check` finds one above its limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -221,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(", ".join(f"{text} {n}" for text, n in summary if n > 1), file=sys.stderr)
         return 0
     if options.against:
-        before = measure_revision(options.against)
+        with extracted_revision(ROOT, options.against) as folder:
+            before = {name: len(items) for name, items in measure(folder).items()}
         print(f"| | {options.against} | now |\n|---|---|---|")
         for name, meaning in MEANING.items():
             print(f"| {meaning} | {before[name]:,} | {len(findings[name]):,} |")

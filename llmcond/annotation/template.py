@@ -1,7 +1,7 @@
 """Templates of questions to a language model, and parsers of its answers.
 
 A template is a bundled TOML file in ``prompts/annotate``, or another TOML file. The model has to
-answer with one JSON object, which has the fields of ``Template.schema``.
+answer with one JSON object, which has the fields of ``QuestionTemplate.schema``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class PromptInputs(Protocol):
 
     def __len__(self) -> int: ...
 
-    def describe_user(self, item: EncoderInput) -> str | None:
+    def locate(self, item: EncoderInput) -> str | None:
         """Describe the first row or text that needs an input, for messages; None if none does."""
 
     def check_distinct(self) -> None:
@@ -69,7 +69,7 @@ class SplitInputs:
     def __len__(self) -> int:
         return 4 * sum(len(rows) for rows, _ in self._splits)
 
-    def describe_user(self, item: EncoderInput) -> str | None:
+    def locate(self, item: EncoderInput) -> str | None:
         """Describe the first row that needs an input: ``row 17 of train.csv``."""
         for rows, renderers in self._splits:
             renders = [render for pair in renderers for render in pair]

@@ -73,7 +73,7 @@ def extract_prompt(
     try:
         return extract_inputs(store, encoder, prompt.name, inputs, missing)
     except InputError as error:
-        where = inputs.describe_user(error.item)
+        where = inputs.locate(error.item)
         if where is None:
             raise
         raise UserError(f"{where}, prompt {prompt.name}: {error}") from error

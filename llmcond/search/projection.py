@@ -91,7 +91,7 @@ class ConditionProjection:
 
         Args:
             texts: n texts.
-            stored: (n, parts * dim): the vectors of ``Sources.stored``, concatenated for each text;
+            stored: (n, parts * dim): the vectors of ``text_inputs``, concatenated for each text;
                 (n, 0) if there are none.
             encode: computes the vectors of inputs that contain both the text and the condition.
         """

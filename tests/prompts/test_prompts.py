@@ -545,7 +545,7 @@ def test_both_sentences_of_a_row_get_the_same_wrong_condition_within_their_split
             strict=True,
         )  # fmt: skip
     assert listed == [item for row in expected for item in row]
-    where = SplitInputs(splits, SHUFFLED).describe_user(listed[4 * len(splits[0]) + 4 * 7])
+    where = SplitInputs(splits, SHUFFLED).locate(listed[4 * len(splits[0]) + 4 * 7])
     assert where == splits[1].describe(7)
 
 

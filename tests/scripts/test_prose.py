@@ -108,5 +108,5 @@ def test_before_and_after(prose, checkout, capsys, monkeypatch):
     monkeypatch.setattr(prose, "ROOT", checkout)
     assert prose.main(["--root", str(checkout), "--against", "HEAD"]) == 0
     assert "| identifiers of tests/ that contain a listed word | 1 | 0 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"prose: .*no-such-revision"):
+    with pytest.raises(SystemExit, match=r"git archive failed: .*no-such-revision"):
         prose.main(["--against", "no-such-revision"])

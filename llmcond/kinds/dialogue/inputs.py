@@ -27,7 +27,7 @@ class UtteranceInputs(list[EncoderInput]):
         super().__init__(part.render(text, "") for text in texts)
         self._texts = texts
 
-    def describe_user(self, item: EncoderInput) -> str | None:
+    def locate(self, item: EncoderInput) -> str | None:
         """Return a description of the text that needs an input, such as ``the utterance 'Hi!'``."""
         return f"the utterance {self._texts[self.index(item)]!r}" if item in self else None
 

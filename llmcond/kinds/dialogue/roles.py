@@ -61,7 +61,7 @@ class RoleSettings(GradientSettings):
             the cross-entropy of the target among the targets of the batch, with the score divided
             by ``temperature``. ``weighted`` is the same with weights that are learned for each
             distance.
-        score: default score of candidates; see ``turns.Score``.
+        score: default score of candidates; see ``turns.ContextScore``.
         norm: normalisation of the target values of c3l. The pair at distances d_i and d_j has
             s = 2 - (d_i + d_j) / w. It is mapped to the range from 1 / w to 1, either from the
             range of the window's ``actual`` pairs (released code), or from the range 1 / w to

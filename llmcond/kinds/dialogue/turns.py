@@ -168,7 +168,7 @@ def query_vectors(
         weights: learned weights, for ``weighted``.
 
     Raises:
-        UserError: As for ``Score.coefficients``.
+        UserError: As for ``ContextScore.coefficients``.
     """
     first, second = _to_tensor(b1), _to_tensor(b2)
     parsed = ContextScore.parse(score) if isinstance(score, str) else score
@@ -303,7 +303,7 @@ class ContextState:
         """The vector (k,) whose inner products with candidates are their scores.
 
         Raises:
-            UserError: As for ``Score.coefficients``.
+            UserError: As for ``ContextScore.coefficients``.
         """
         pairs, singles = self.score.coefficients(len(self), self.weights)
         b1, b2, inverse = (_to_tensor(array) for array in self._require_vectors())

@@ -84,7 +84,7 @@ class QueryInputs:
     def __len__(self) -> int:
         return sum(map(len, self.columns.values()))
 
-    def describe_user(self, item: EncoderInput) -> str | None:
+    def locate(self, item: EncoderInput) -> str | None:
         """Return a description of the text that needs an input, such as ``the entity 'dog'``."""
         sentence, condition, candidate = self.texts.names
         tables = {

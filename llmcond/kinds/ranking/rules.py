@@ -104,10 +104,10 @@ class TrainGraph:
         return self.known.gather(head, inverse)
 
 
-def rank_rule(context: TrainGraph, triples: Triples, known: KnownTriples | None) -> Ranks:
+def rank_rule(train_graph: TrainGraph, triples: Triples, known: KnownTriples | None) -> Ranks:
     """Rank by the reversed edge alone: entities with it come first, and all others tie."""
-    nothing = np.zeros((len(triples), 0)), np.zeros((context.n_entities, 0))
-    return rank(*nothing, triples, known, [context.create_reverse_term()])
+    nothing = np.zeros((len(triples), 0)), np.zeros((train_graph.n_entities, 0))
+    return rank(*nothing, triples, known, [train_graph.create_reverse_term()])
 
 
 #: Weights that are tried, in standard deviations of the scores, in the order of preference if
@@ -124,7 +124,7 @@ def fit_reverse_weights(
     candidates: MatrixLike,
     triples: Triples,
     known: KnownTriples | None,
-    context: TrainGraph,
+    train_graph: TrainGraph,
     terms: Sequence[Term] = (),
     exclude_head: bool = False,
 ) -> Floats:
@@ -139,30 +139,30 @@ def fit_reverse_weights(
         candidates: embeddings of candidates, (n, k).
         triples: dev queries with their answers, (m, 3).
         known: known answers, which are left out.
-        context: the training graph.
+        train_graph: the training graph.
         terms: other terms of the scores.
         exclude_head: whether the head of a query is left out; see ``rank``.
 
     Returns:
         Weights of shape (2R,), equal for both directions of a relation.
     """
-    matrix, relation = as_matrix(queries), triples[:, 1] % context.n_relations
-    query_rows, _ = context.reversed_edges(triples[:, 0], triples[:, 1])
+    matrix, relation = as_matrix(queries), triples[:, 1] % train_graph.n_relations
+    query_rows, _ = train_graph.reversed_edges(triples[:, 0], triples[:, 1])
     affected = np.random.default_rng(0).permutation(np.unique(query_rows))
     affected = affected[np.argsort(relation[affected], kind="stable")]
     # The first query of each relation, then the second of each, and so on.
     occurrence = np.arange(len(affected)) - np.searchsorted(relation[affected], relation[affected])
     affected = affected[np.argsort(occurrence, kind="stable")][:_MOST_QUERIES]
     if not len(affected):
-        return np.zeros(2 * context.n_relations)
+        return np.zeros(2 * train_graph.n_relations)
     vectors, affected_triples = matrix.read(affected), triples[affected]
     sample = slice(None, None, max(1, len(candidates) // 4_096))
     score_std = float(np.std(vectors[:BLOCK] @ as_matrix(candidates).read(sample).T, axis=1).mean())
-    reverse_terms = [context.create_reverse_term(weight * score_std) for weight in _WEIGHTS[1:]]
+    reverse_terms = [train_graph.create_reverse_term(weight * score_std) for weight in _WEIGHTS[1:]]
     pool = CandidatePool(candidates, known, terms, exclude_head)
     ranks = rank_each(vectors, pool, affected_triples, reverse_terms)
     reciprocal_ranks = [1 / term_ranks.resolve_ties() for term_ranks in ranks]
-    weights = np.zeros(context.n_relations)
+    weights = np.zeros(train_graph.n_relations)
     for relation_index in np.unique(relation[affected]):
         has_relation = relation[affected] == relation_index
         if has_relation.sum() >= _LEAST_QUERIES:

@@ -109,7 +109,7 @@ class RankingTask(AnyTask[Q]):
         return QueryRows(columns, ("condition",), ("sentence", "answer"), group_column="condition")
 
     def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
-        """Return a dataset with an additional split, ``OTHERS``, of queries from another source.
+        """Return a dataset with an additional split, ``OTHER_SPLIT``, of queries from elsewhere.
 
         These queries have sentences, conditions and candidates of the dataset. Their answers are
         known answers, like all others.

@@ -39,11 +39,11 @@ def test_joint_features_are_of_what_is_asked_only():
     assert list(inputs.columns) == ["candidates", "joint", "conditions"]
     joint = ["two dogs the place", "two dogs inverse people", "children the place"]
     assert texts_of(inputs.joint) == joint
-    assert inputs.describe_user(inputs.joint[1]) == (
+    assert inputs.locate(inputs.joint[1]) == (
         "the entity 'two dogs' under the relation 'inverse people'"
     )
-    assert inputs.describe_user(inputs.conditions[1]) == "the relation 'people'"
-    assert inputs.describe_user(EncoderInput("", "nothing")) is None
+    assert inputs.locate(inputs.conditions[1]) == "the relation 'people'"
+    assert inputs.locate(EncoderInput("", "nothing")) is None
 
 
 def test_what_is_subtracted_may_be_of_the_sentence(tmp_path):
