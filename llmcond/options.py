@@ -55,8 +55,8 @@ class Option:
     """The declaration of a field as a flag of the command line.
 
     Attributes:
-        help: help text, without a full stop. The command line adds the default unless the text
-            contains ``default:`` or the default is None, a boolean or empty.
+        help: help text, without a full stop and, unless ``help_with`` cannot know it, without the
+            default.
         metavar: name of the value in help texts; None: derived from the type.
         flag: name of the flag if it differs from the field's; ``""`` for a positional argument.
         parse: function that converts the text of the command line; None: convert by the type.
@@ -75,6 +75,16 @@ class Option:
     repeat: bool = False
     source: str = ""
     needs: str = ""
+
+    def help_with(self, default: Any) -> str:
+        """Return the help text with the default, unless it names one or the default is empty."""
+        if "default:" in self.help or default in (dataclasses.MISSING, None, (), ""):
+            return self.help
+        if isinstance(default, bool):
+            default = "yes" if default else "no"
+        elif isinstance(default, tuple):
+            default = " ".join(default)
+        return f"{self.help} (default: {default})"
 
 
 def option(default: Any = dataclasses.MISSING, kind: type[Option] = Option, **spec: Any) -> Any:
@@ -271,9 +281,9 @@ def all_optional(cls: type[T]) -> type[T]:
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     fields = []
     for name, hint, spec in options_of(cls):
-        default = defaults[name]
-        text = spec.help if "default:" in spec.help else f"{spec.help} (default: {default})"
-        metadata = option(None, **{**dataclasses.asdict(spec), "help": text})
+        metadata = option(
+            None, **{**dataclasses.asdict(spec), "help": spec.help_with(defaults[name])}
+        )
         fields.append((name, hint | None, metadata))
     return dataclasses.make_dataclass(f"Optional{cls.__name__}", fields, frozen=True, kw_only=True)
 

@@ -232,7 +232,7 @@ def _share(values: Floats, groups: Indices, seed: int) -> Estimate:
 
 
 def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
-    """Return the mean over data sets with independent errors; undefined estimates are left out."""
+    """Return the mean over datasets with independent errors; undefined estimates are left out."""
     defined = [estimate for estimate in estimates if not math.isnan(estimate.value)]
     if not defined:
         return Estimate(math.nan)
@@ -449,7 +449,7 @@ def measure_labels(
     """Measure accuracy and V-measure against the number of labelled texts.
 
     Args:
-        sample: the data set; its conditions with 3 to 10 values are measured.
+        sample: the dataset; its conditions with 3 to 10 values are measured.
         vectors: vectors of the rows that ``needed_rows`` returns.
         sizes: numbers of labelled texts; conditions with fewer than 20 other texts are left out.
         fit: function that learns from labels.

@@ -100,7 +100,7 @@ def _unseen_values(whole: AspectSample, sample: AspectSample) -> dict[str, list[
         seen = {text.attributes.get(key) for text in sample.texts}
         commonest = [value for value, _ in counts[key].most_common(_COMMONEST)]
         unseen = [v for v in commonest if v not in seen and 0 < len(v) < _LONGEST_VALUE]
-        # Some data sets have JSON values: quoted texts are valid examples, objects are not.
+        # Some datasets have JSON values: quoted texts are valid examples, objects are not.
         examples[key] = [v.strip('"').replace("_", " ") for v in unseen if v[0] not in "{["]
     return examples
 

@@ -4,7 +4,7 @@
     python scripts/calibrate_conditions.py --data FOLDER --model RUN --figures figures.jsonl
         --family requests=snips,hwu --family reviews=hotel_reviews,restaurant_reviews
 
-FOLDER contains NAME.json of each data set, as docs/aspects.md describes. For every condition with
+FOLDER contains NAME.json of each dataset, as docs/aspects.md describes. For every condition with
 enough texts, the script samples 50 texts. It computes their indicators, which need no labels, and
 the accuracy of paired triples among them, which the indicators have to predict. The fitted
 coefficients are written to conditions.json in the folder of the model, where the commands look for
@@ -72,8 +72,8 @@ class ConditionSample:
     """Sampled texts with a condition, and paired triples among them.
 
     Attributes:
-        set: name of the data set.
-        key: key of the condition in the data set.
+        set: name of the dataset.
+        key: key of the condition in the dataset.
         condition: text of the condition.
         texts: the texts.
         triples: positions of anchor, nearer and further text.
@@ -338,15 +338,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--data", type=Path, nargs="+", required=True, metavar="FOLDER", help="folders of data sets"
-    )
+    add("--data", type=Path, nargs="+", required=True, metavar="FOLDER", help="folders of datasets")
     add(
         "--model",
         default=DEFAULT_MODEL,
         help=f"bundled model, or run folder (default: {DEFAULT_MODEL})",
     )
-    add("--only", nargs="+", default=[], metavar="NAME", help="data sets to use (default: all)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="datasets to use (default: all)")
     add(
         "--most",
         type=int,

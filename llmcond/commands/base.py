@@ -186,11 +186,7 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``add_argument`` for an option of a type."""
     kind = plain_type(hint)
     inner = get_args(kind)
-    text = spec.help
-    shown = default not in (dataclasses.MISSING, None, (), "") and not isinstance(default, bool)
-    if shown and "default:" not in text:
-        text += f" (default: {' '.join(default) if isinstance(default, tuple) else default})"
-    keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
+    keywords: dict[str, Any] = {"help": spec.help_with(default).replace("%", "%%")}
     if spec.metavar is not None:
         keywords["metavar"] = spec.metavar
     if kind is bool:

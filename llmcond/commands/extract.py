@@ -1,4 +1,4 @@
-"""``llmcond extract``: encode the texts of a data set under prompts."""
+"""``llmcond extract``: encode the texts of a dataset under prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Extract(ExtractOptions, Command):
-    """Encode the texts of a data set under prompts, and store their vectors in a run.
+    """Encode the texts of a dataset under prompts, and store their vectors in a run.
 
     Vectors that the run has already stored are not computed again. If interrupted, the same command
     resumes where it stopped.

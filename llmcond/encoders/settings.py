@@ -423,18 +423,18 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
     device: str = _option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
     max_tokens_per_batch: int | None = _option(
         metavar="N",
-        help="largest number of tokens in one forward pass (default: chosen by the device and its "
+        help="largest number of tokens in one forward pass (default: depends on the device and its "
         "memory)",
     )
     share_prefixes: bool = _option(
         True,
         help="compute a common beginning of several inputs only once, if that is exact, as for "
-        "causal encoders that pool the last token (default: yes)",
+        "causal encoders that pool the last token",
     )
     fold_latents: bool = _option(
         True,
         help="multiply out NV-Embed-v2's latent block when the model is loaded, which gives the "
-        "same vectors up to rounding in a fraction of the time and memory (default: yes)",
+        "same vectors up to rounding in a fraction of the time and memory",
     )
 
     def __post_init__(self) -> None:

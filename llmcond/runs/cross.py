@@ -79,7 +79,7 @@ class CrossEncoder(SimilarityModel):
         """Predict the similarity of rows, with a progress bar on standard error.
 
         Args:
-            rows: n rows of a data set.
+            rows: n rows of a dataset.
 
         Returns:
             The predicted similarities, (n,) float32.

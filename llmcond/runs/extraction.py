@@ -64,7 +64,7 @@ def extract_prompt(
     inputs: PromptInputs,
     missing: MissingCount | None = None,
 ) -> Extraction:
-    """Extract all inputs of a data set under a prompt; see ``extract_inputs``.
+    """Extract all inputs of a dataset under a prompt; see ``extract_inputs``.
 
     Raises:
         UserError: The encoder returned NaN or infinity; the message names the row.

@@ -116,7 +116,7 @@ class Kind(ABC):
         return ""
 
     def log_data(self, data: Any) -> None:  # noqa: B027 - most kinds have nothing to log
-        """Log what is unusual about a data set after reading it."""
+        """Log what is unusual about a dataset after reading it."""
 
 
 def find_kind(name: str) -> Kind:

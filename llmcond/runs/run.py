@@ -2,7 +2,7 @@
 
 The manifest ``run.json`` names the encoder, data and prompts. ``rows.parquet`` next to it holds the
 data, rows by split. ``features/`` is the feature store, unless run.json gives another store URI,
-and ``heads/`` holds the fitted heads. The encoder and the data set of a run never change; prompts
+and ``heads/`` holds the fitted heads. The encoder and the dataset of a run never change; prompts
 and heads can be added. This module has the base class of all runs. Runs of rated pairs are in
 ``task_runs.py``, runs of other kinds of task in ``kinds/``.
 """
@@ -191,7 +191,7 @@ class AnyRun(ABC):
 
     @cached_property
     def data(self) -> Data:
-        """The data set, which is read once.
+        """The dataset, which is read once.
 
         Raises:
             UserError: It cannot be read.

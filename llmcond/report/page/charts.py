@@ -102,7 +102,7 @@ def interval_chart(
 def scatter_chart() -> dict[str, Any]:
     """Return a chart of predictions against ratings, with the quartiles at each rating.
 
-    The page's script supplies the data sets ``points`` (x, y, row) and ``levels`` (rating, low,
+    The page's script supplies the datasets ``points`` (x, y, row) and ``levels`` (rating, low,
     median, high).
     """
     x, y = _rating_axis("x:Q"), alt.Y("y:Q", title="predicted similarity").scale(zero=False)
@@ -123,7 +123,7 @@ def scatter_chart() -> dict[str, Any]:
 def calibration_chart() -> dict[str, Any]:
     """Return a chart of the mean prediction at each rating.
 
-    The page's script supplies the data sets ``levels`` (series A or B, rating, place, n, mean, low,
+    The page's script supplies the datasets ``levels`` (series A or B, rating, place, n, mean, low,
     high) and ``ends``, the two ends of the line on which prediction and rating are equal. ``place``
     is the rating with a small shift that separates the two series.
     """
@@ -157,7 +157,7 @@ def calibration_chart() -> dict[str, Any]:
 def hits_chart() -> dict[str, Any]:
     """Return a chart of the share of answers among the first k candidates, by k.
 
-    The page's script supplies the data set ``points`` (series A or B, name, k, share).
+    The page's script supplies the dataset ``points`` (series A or B, name, k, share).
     """
     colour, shape = _series_encoding("series:N", ("A", "B"))
     tooltip = [
@@ -181,7 +181,7 @@ def hits_chart() -> dict[str, Any]:
 def curve_chart(measure: str, title: str) -> dict[str, Any]:
     """Return a chart of a measure against epochs.
 
-    The page's script supplies the data sets ``chosen`` (seed, epoch, measure), with a line for each
+    The page's script supplies the datasets ``chosen`` (seed, epoch, measure), with a line for each
     seed of the selected system, and ``others`` (name, epoch, measure), with the means over seeds of
     all other systems. Either may be empty.
     """
@@ -203,7 +203,7 @@ def curve_chart(measure: str, title: str) -> dict[str, Any]:
 
 
 def _chart_of(data: str) -> Any:
-    """Return a chart of the data set that the page's script supplies under this name."""
+    """Return a chart of the dataset that the page's script supplies under this name."""
     return alt.Chart(alt.NamedData(name=data))
 
 

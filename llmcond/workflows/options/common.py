@@ -27,7 +27,7 @@ TEXT_HELP = f"column of the texts (default: {', otherwise '.join(TEXT_COLUMNS)})
 
 CHECK_HELP = (
     "report whether each condition is expected to work on these texts, as llmcond check-condition "
-    "does (default: yes)"
+    "does"
 )
 
 VALUES_HELP = (
@@ -49,7 +49,7 @@ class RunOption(Options):
 
 
 def _parse_number(text: str) -> float | str:
-    """Convert a text to a number if it is one; the data set checks any other text."""
+    """Convert a text to a number if it is one; the dataset checks any other text."""
     try:
         return float(text)
     except ValueError:
@@ -304,4 +304,4 @@ class MetricOption(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunOption, TaskOptions, EncoderModelOptions):
-    """Options of commands that encode a data set into a run."""
+    """Options of commands that encode a dataset into a run."""

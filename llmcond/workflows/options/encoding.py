@@ -1,11 +1,11 @@
-"""Options of commands that encode a data set or time encoders."""
+"""Options of commands that encode a dataset or time encoders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from llmcond.benchmark.shapes import Level, Shape
 from llmcond.encoders.spec import Quantize
@@ -76,8 +76,9 @@ class BenchOptions(DeviceOption):
     )
     shape: Sequence[Shape] = option(
         (),
-        help="architectures to time at full size with random weights, without a checkpoint on disk "
-        "(default: minilm, unless --model is given)",
+        metavar="NAME",
+        help="architectures to time at full size with random weights, without a checkpoint on "
+        f"disk: {', '.join(get_args(Shape))} (default: minilm, unless --model is given)",
     )
     quantize: Sequence[Quantize] = option(
         (),

@@ -49,11 +49,9 @@ class TripleOptions(GraphOptions):
     k: Positive = option(10, flag="-k", metavar="K", help="number of entities to show")
     filtered: bool = option(
         True,
-        help="leave out entities that complete the triple in any split of the data (default: yes)",
+        help="leave out entities that complete the triple in any split of the data",
     )
-    exclude_head: bool = option(
-        True, help="leave out the entity that the query names (default: yes)"
-    )
+    exclude_head: bool = option(True, help="leave out the entity that the query names")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
@@ -63,7 +63,9 @@ class AnalyseOptions(RunOption, SplitOption):
     """Options of ``llmcond analyse``: the heads to explain, and the analyses."""
 
     head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
-    what: Sequence[Analysis] = option((), help="analyses to run (default: all)")
+    what: Sequence[Analysis] = option(
+        (), metavar="NAME", help=f"analyses to run: {', '.join(get_args(Analysis))} (default: all)"
+    )
     out: str | Path | None = option(
         None, metavar="DIR", help="folder for the plots (default: in the run)"
     )

@@ -76,7 +76,7 @@ class EmbedOptions(GuideOption, EmbedderOptions, ScaleOptions):
     )
     normalize: bool = option(
         True,
-        help="scale vectors to unit L2 norm, so that inner products are cosines (default: yes)",
+        help="scale vectors to unit L2 norm, so that inner products are cosines",
     )
 
     def __post_init__(self) -> None:
