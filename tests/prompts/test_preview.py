@@ -13,6 +13,7 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.encoders.encoder import Encoder
+from llmcond.encoders.spec import Router
 from llmcond.prompts import load_prompt
 from llmcond.prompts.inputs import input_conditions, render_rows
 from llmcond.prompts.preview import preview_prompt
@@ -41,6 +42,11 @@ def refused(capsys, *arguments):
     line = captured.err.splitlines()[-1]
     assert line.startswith("llmcond: error: ")
     return line
+
+
+def to_encoder_input(item):
+    router = None if item["router"] is None else Router(**item["router"])
+    return EncoderInput(item["instruction"], item["text"], item["context"], router=router)
 
 
 def texts(report, *keys):
@@ -75,7 +81,7 @@ def test_the_first_training_row_is_shown_by_default(capsys):
 @pytest.mark.parametrize("name", bundled_names("prompts"))
 def test_what_is_shown_is_what_is_extracted(capsys, name):
     report, inputs = shown(capsys, name, "--row", 7), render_rows(TRAIN, load_prompt(name))
-    made = [EncoderInput(i["instruction"], i["text"], i["context"]) for i in report["inputs"]]
+    made = [to_encoder_input(item) for item in report["inputs"]]
     expected = [inputs.first[6], inputs.second[6]]
     if name != "control-no-condition":
         expected.append(inputs.first_unconditional[6])
