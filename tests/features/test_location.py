@@ -1,4 +1,4 @@
-"""Stores in a bucket, of a real server that speaks S3's protocol."""
+"""Feature stores in a bucket, on a server that speaks the S3 protocol."""
 
 import os
 import re
@@ -32,8 +32,8 @@ def store(bucket):
 
 
 @pytest.fixture
-def elsewhere(monkeypatch, tmp_path, bucket):
-    """The same store as another machine sees it, with locks of its own."""
+def other_machine(monkeypatch, tmp_path, bucket):
+    """The same store as another machine sees it, with separate locks."""
     with monkeypatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
         return FeatureStore(bucket, IDENTITY, "float32")
@@ -41,69 +41,71 @@ def elsewhere(monkeypatch, tmp_path, bucket):
 
 @pytest.fixture
 def proxy(s3_server, store, monkeypatch):
-    """What stands between the store's next handles and the server."""
-    found = Proxy(s3_server.port)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{found.port}")
-    yield found
-    found.close()
+    """A proxy between the server and the handles that are opened from now on."""
+    server_proxy = Proxy(s3_server.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server_proxy.port}")
+    yield server_proxy
+    server_proxy.close()
 
 
-def add(store, chosen):
-    chosen = list(chosen)
-    n_tokens = np.array(chosen, dtype=np.int32)
-    encoded = Encoded(MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0)
-    return store.append([MANY[i] for i in chosen], encoded)
+def add_rows(store, indices):
+    indices = list(indices)
+    n_tokens = np.array(indices, dtype=np.int32)
+    encoded = Encoded(MANY_VECTORS[indices], n_tokens, n_tokens % 3 == 0)
+    return store.append([MANY[i] for i in indices], encoded)
 
 
-def dataset_of(store):
+def open_dataset(store):
     location = store._location
     return lance.dataset(location.uri, storage_options=dict(location.options))
 
 
-def check(store, chosen):
-    """Check that the store holds these of the many inputs, once, each in its place."""
-    chosen = sorted(chosen)
-    inputs = [MANY[i] for i in chosen]
-    assert sorted(set(range(len(MANY))) - set(store.missing(MANY))) == chosen
-    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
-    rows = dataset_of(store).to_table(columns=["key", "n_tokens"])
-    assert sorted(rows["n_tokens"].to_pylist()) == chosen
-    assert rows["n_tokens"].take(store.positions(inputs)).to_pylist() == chosen
-    assert len(set(rows["key"].to_pylist())) == len(store) == len(chosen)
+def check_contents(store, indices):
+    """Check that the store holds exactly these of the many inputs, once, at the right positions."""
+    indices = sorted(indices)
+    inputs = [MANY[i] for i in indices]
+    assert sorted(set(range(len(MANY))) - set(store.missing(MANY))) == indices
+    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[indices])
+    rows = open_dataset(store).to_table(columns=["key", "n_tokens"])
+    assert sorted(rows["n_tokens"].to_pylist()) == indices
+    assert rows["n_tokens"].take(store.positions(inputs)).to_pylist() == indices
+    assert len(set(rows["key"].to_pylist())) == len(store) == len(indices)
 
 
-def test_what_is_put_into_a_bucket_comes_out_of_it(bucket, store):
+def test_vectors_are_read_back_from_a_bucket(bucket, store):
     assert store.missing(INPUTS) == list(range(20))
     assert append(store, range(12)) == 12
     assert append(store) == 8
-    again = FeatureStore(bucket, IDENTITY, "float32")
-    assert again.missing(INPUTS) == []
-    np.testing.assert_array_equal(again.lookup(INPUTS).read(), VECTORS)
-    assert again.count_truncated_at(again.positions(INPUTS)) == TRUNCATED.sum()
+    reopened = FeatureStore(bucket, IDENTITY, "float32")
+    assert reopened.missing(INPUTS) == []
+    np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), VECTORS)
+    assert reopened.count_truncated_at(reopened.positions(INPUTS)) == TRUNCATED.sum()
     assert FeatureStore(bucket, IDENTITY, "float16").missing(INPUTS) == list(range(20))
-    again.check_writable()
+    reopened.check_writable()
 
 
-def test_fragments_of_others_are_committed(bucket, store):
+def test_fragments_of_other_processes_are_committed(bucket, store):
     actor = FeatureStore(bucket, IDENTITY, "float32", only_write=True)
 
-    def written(chosen):
-        chosen = list(chosen)
-        encoded = Encoded(VECTORS[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
-        return actor.write_fragment([INPUTS[i] for i in chosen], encoded)
+    def write_fragment_rows(indices):
+        indices = list(indices)
+        encoded = Encoded(VECTORS[indices], N_TOKENS[indices], TRUNCATED[indices])
+        return actor.write_fragment([INPUTS[i] for i in indices], encoded)
 
     with store.fragment_writer_claim():
-        first, some, none = (written(own) for own in (range(8), range(4, 12), range(2, 6)))
-        assert store.add_fragments([first, some, none]) == 12
-        assert store.add_fragments([first, some, none]) == 0
+        first, overlapping, contained = (
+            write_fragment_rows(indices) for indices in (range(8), range(4, 12), range(2, 6))
+        )
+        assert store.add_fragments([first, overlapping, contained]) == 12
+        assert store.add_fragments([first, overlapping, contained]) == 0
         late = FeatureStore(bucket, IDENTITY, "float32", only_write=True)
-        actor = late  # which knows the dataset
-        assert store.add_fragments([written(range(10, 20))]) == 8
+        actor = late  # It was opened when the dataset existed already.
+        assert store.add_fragments([write_fragment_rows(range(10, 20))]) == 8
     np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
-    assert sorted(dataset_of(store).to_table()["n_tokens"].to_pylist()) == list(range(20))
+    assert sorted(open_dataset(store).to_table()["n_tokens"].to_pylist()) == list(range(20))
 
 
-def test_a_bucket_says_what_made_the_store(bucket, store, monkeypatch):
+def test_bucket_contains_the_description_of_the_store(bucket, store, monkeypatch):
     append(store)
     assert store._location.description(store._dataset) == {
         "format": 1,
@@ -115,49 +117,54 @@ def test_a_bucket_says_what_made_the_store(bucket, store, monkeypatch):
         FeatureStore(bucket, IDENTITY, "float32")
 
 
-def test_two_machines_double_nothing(store, elsewhere, monkeypatch, caplog):
+def test_two_machines_store_no_duplicates(store, other_machine, monkeypatch, caplog):
     monkeypatch.setattr(fragments_module, "_MERGED_FRAGMENTS", 4)
     monkeypatch.setattr(fragments_module, "_LARGEST_PART", 2)
-    assert store.folder != elsewhere.folder
-    added = []
+    assert store.folder != other_machine.folder
+    n_added = []
 
-    def work(own, seed):
+    def add_in_random_order(handle, seed):
         order = np.random.default_rng(seed).permutation(len(MANY))
         for start in range(0, len(order), 20):
-            added.append(add(own, order[start : start + 20]))
+            n_added.append(add_rows(handle, order[start : start + 20]))
 
     with ThreadPoolExecutor(2) as pool:
-        for task in [pool.submit(work, own, seed) for seed, own in enumerate((store, elsewhere))]:
+        for task in [
+            pool.submit(add_in_random_order, handle, seed)
+            for seed, handle in enumerate((store, other_machine))
+        ]:
             task.result()
-    assert sum(added) == len(MANY)
-    for own in (store, elsewhere):
-        own.refresh()
-        check(own, range(len(MANY)))
-    told = [record for record in caplog.messages if "other machines are writing to s3://" in record]
-    assert len(told) <= 2
+    assert sum(n_added) == len(MANY)
+    for handle in (store, other_machine):
+        handle.refresh()
+        check_contents(handle, range(len(MANY)))
+    warnings = [
+        record for record in caplog.messages if "other machines are writing to s3://" in record
+    ]
+    assert len(warnings) <= 2
 
 
-def test_a_commit_on_what_is_not_the_newest_version_is_made_again(store, elsewhere, caplog):
-    add(store, range(10))
-    elsewhere.refresh()
-    commit, raced = lance_io.DatasetTarget.commit, []
+def test_commit_on_an_outdated_version_is_repeated(store, other_machine, caplog):
+    add_rows(store, range(10))
+    other_machine.refresh()
+    commit, n_added_by_other = lance_io.DatasetTarget.commit, []
 
-    def commit_second(target, fragments, removed=()):
-        if not raced:
-            raced.append(add(elsewhere, range(5, 20)))
+    def commit_after_other(target, fragments, removed=()):
+        if not n_added_by_other:
+            n_added_by_other.append(add_rows(other_machine, range(5, 20)))
         return commit(target, fragments, removed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.DatasetTarget, "commit", commit_second)
-        patch.setattr(elsewhere, "_target", lambda: _Plain(elsewhere, commit))
-        assert add(store, range(30)) == 10
-    assert raced == [10]
-    check(store, range(30))
+        patch.setattr(lance_io.DatasetTarget, "commit", commit_after_other)
+        patch.setattr(other_machine, "_target", lambda: UnchallengedTarget(other_machine, commit))
+        assert add_rows(store, range(30)) == 10
+    assert n_added_by_other == [10]
+    check_contents(store, range(30))
     assert sum("other machines are writing to s3://" in record for record in caplog.messages) == 1
 
 
-class _Plain:
-    """A target whose commits nobody forestalls."""
+class UnchallengedTarget:
+    """A target whose commits are not preceded by those of another machine."""
 
     def __init__(self, store, commit):
         self._target, self._commit = FeatureStore._target(store), commit
@@ -169,60 +176,62 @@ class _Plain:
         return self._commit(self._target, fragments)
 
 
-def test_the_first_commit_is_made_once(store, elsewhere):
+def test_dataset_is_created_only_once(store, other_machine):
     create = lance_io.DatasetTarget.create
-    raced = []
+    calls = []
 
-    def create_second(target, schema, fragments):
-        if not raced:
-            raced.append(True)
-            raced.append(add(elsewhere, range(5)))
+    def create_after_other(target, schema, fragments):
+        if not calls:
+            calls.append(True)
+            calls.append(add_rows(other_machine, range(5)))
         return create(target, schema, fragments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lance_io.DatasetTarget, "create", create_second)
-        assert add(store, range(8)) == 3
-    assert raced == [True, 5]
-    check(store, range(8))
+        patch.setattr(lance_io.DatasetTarget, "create", create_after_other)
+        assert add_rows(store, range(8)) == 3
+    assert calls == [True, 5]
+    check_contents(store, range(8))
 
 
-def test_merging_keeps_every_row_in_its_place(bucket, store, monkeypatch):
+def test_merging_preserves_row_positions(bucket, store, monkeypatch):
     for name, value in (("_MERGED_FRAGMENTS", 4), ("_LARGEST_PART", 2), ("_FULL_ROWS", 60)):
         monkeypatch.setattr(fragments_module, name, value)
     monkeypatch.setattr(lance_io, "_KEPT_VERSIONS", 2)
     order = np.random.default_rng(2).permutation(100).tolist()
-    add(store, order[:5])
+    add_rows(store, order[:5])
     old = FeatureStore(bucket, IDENTITY, "float32")
     for start in range(5, 100, 5):
-        add(store, order[start : start + 5])
+        add_rows(store, order[start : start + 5])
     assert store.positions([MANY[i] for i in order]).tolist() == list(range(100))
-    assert len(dataset_of(store).get_fragments()) < 10
-    # The files of the version that it knows are gone.
+    assert len(open_dataset(store).get_fragments()) < 10
+    # The files of the version that the old handle has opened are gone.
     np.testing.assert_array_equal(
         old.lookup([MANY[i] for i in order[:5]]).read(), MANY_VECTORS[order[:5]]
     )
-    check(store, range(100))
+    check_contents(store, range(100))
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-def told_by(attempt):
-    """Return what an error says; and check that it is one line, and tells no secret."""
+def catch_message(attempt):
+    """Return the message of an error, after checking that it is one line without secrets."""
     with pytest.raises(LlmcondError) as caught:
         attempt()
-    said = str(caught.value)
-    assert "\n" not in said
-    assert ACCESS_KEY not in said
-    assert SECRET_KEY not in said
+    message = str(caught.value)
+    assert "\n" not in message
+    assert ACCESS_KEY not in message
+    assert SECRET_KEY not in message
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
-    return said
+    return message
 
 
-def test_a_bucket_that_is_not_there_is_told(bucket):
-    said = told_by(lambda: FeatureStore("s3://nobody/here", IDENTITY, "float32"))
-    assert re.match(r"there is no bucket s3://nobody\. Create it, or check AWS_.*AWS_REGION", said)
+def test_missing_bucket_is_reported(bucket):
+    message = catch_message(lambda: FeatureStore("s3://nobody/here", IDENTITY, "float32"))
+    assert re.match(
+        r"there is no bucket s3://nobody\. Create it, or check AWS_.*AWS_REGION", message
+    )
 
 
 @pytest.mark.parametrize(
@@ -232,13 +241,15 @@ def test_a_bucket_that_is_not_there_is_told(bucket):
         ((503, "SlowDown"), "the store answered with SlowDown.*Run the same command again later"),
     ],
 )
-def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected, monkeypatch):
+def test_requests_that_the_storage_denies_are_reported(
+    bucket, store, proxy, answer, expected, monkeypatch
+):
     monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
     proxied = FeatureStore(bucket, IDENTITY, "float32")
     proxy.answer = answer
     for attempt in (lambda: FeatureStore(bucket, IDENTITY, "float32"), lambda: append(proxied)):
-        assert re.search(f"^{bucket}/.*{expected}", told_by(attempt))
-    assert re.search(expected, told_by(proxied.check_writable))
+        assert re.search(f"^{bucket}/.*{expected}", catch_message(attempt))
+    assert re.search(expected, catch_message(proxied.check_writable))
 
 
 @pytest.mark.parametrize(
@@ -282,15 +293,15 @@ def test_what_the_storage_refuses_is_told(bucket, store, proxy, answer, expected
         ),
     ],
 )
-def test_what_storages_say_is_told_without_their_secrets(uri, text, expected):
-    """Texts as Lance gives them, cut; KEY stands for what must not be told."""
+def test_storage_errors_are_reported_without_secrets(uri, text, expected):
+    """The texts are abridged from Lance's errors; KEY stands for secrets."""
     with pytest.raises(UserError) as caught:
         BucketLocation(uri).raise_unreachable(OSError(text))
     assert str(caught.value).startswith(expected)
     assert "KEY" not in str(caught.value).replace("ACCESS_KEY", "").replace("ACCOUNT_KEY", "")
 
 
-def test_a_damaged_file_is_told_without_addresses_of_requests():
+def test_damaged_file_is_reported_without_signed_urls():
     text = "Not found: x?X-Amz-Signature=KEY <Error><AWSAccessKeyId>KEY, /home/a/b.rs:1:2"
     assert (
         BucketLocation("s3://b/x")
@@ -299,43 +310,43 @@ def test_a_damaged_file_is_told_without_addresses_of_requests():
     )
 
 
-def test_a_server_that_is_not_there_is_told(bucket, store, proxy):
+def test_unreachable_server_is_reported(bucket, store, proxy):
     proxy.close()
-    said = told_by(lambda: FeatureStore(bucket, IDENTITY, "float32"))
-    assert re.search(r"cannot be reached\. Run the same command again.*AWS_ENDPOINT_URL", said)
+    message = catch_message(lambda: FeatureStore(bucket, IDENTITY, "float32"))
+    assert re.search(r"cannot be reached\. Run the same command again.*AWS_ENDPOINT_URL", message)
 
 
-def test_a_server_under_load_is_asked_again(bucket, store, proxy):
+def test_requests_to_a_busy_server_are_repeated(bucket, store, proxy):
     proxied = FeatureStore(bucket, IDENTITY, "float32")
     proxy.answer, proxy.most = (503, "SlowDown"), 5
-    add(proxied, range(30))
+    add_rows(proxied, range(30))
     assert proxy.refused == 5
-    check(proxied, range(30))
+    check_contents(proxied, range(30))
 
 
-def test_a_commit_whose_answer_is_lost_doubles_nothing(bucket, store, proxy, caplog):
-    """The server has written the version, the client asks again, and is told that it is there."""
+def test_commit_with_lost_response_stores_no_duplicates(bucket, store, proxy, caplog):
+    """The server has written the version, so the client's second request finds that it exists."""
     proxied = FeatureStore(bucket, IDENTITY, "float32")
-    add(proxied, range(10))
+    add_rows(proxied, range(10))
     proxy.answer, proxy.only, proxy.loses_answers = (503, "SlowDown"), ("PUT", "_versions/"), True
     proxy.most = 1
-    assert add(proxied, range(30)) == 20
+    assert add_rows(proxied, range(30)) == 20
     assert proxy.refused == 1
-    check(proxied, range(30))
+    check_contents(proxied, range(30))
     assert not caplog.messages
 
 
-def test_a_storage_without_conditional_writes_is_told(bucket, store, proxy):
+def test_storage_without_conditional_writes_is_reported(bucket, store, proxy):
     proxied = FeatureStore(bucket, IDENTITY, "float32")
-    add(proxied, range(10))
+    add_rows(proxied, range(10))
     proxy.answer, proxy.only = (412, "PreconditionFailed"), ("PUT", "_versions/")
-    assert "If-None-Match" in told_by(lambda: add(proxied, range(20)))
+    assert "If-None-Match" in catch_message(lambda: add_rows(proxied, range(20)))
     proxy.answer = None
     store.refresh()
-    check(store, range(10))
+    check_contents(store, range(10))
 
 
-def test_a_server_that_was_killed_is_told_and_what_it_lost_is_written_again(tmp_path, monkeypatch):
+def test_rows_lost_by_a_killed_server_are_written_again(tmp_path, monkeypatch):
     server = Server()
     try:
         for name, value in environment(server.port).items():
@@ -343,15 +354,15 @@ def test_a_server_that_was_killed_is_told_and_what_it_lost_is_written_again(tmp_
         monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
         uri = f"s3://features/{tmp_path.name}"
         store = FeatureStore(uri, IDENTITY, "float32")
-        add(store, range(10))
+        add_rows(store, range(10))
         server.kill()
-        assert "cannot be reached" in told_by(lambda: add(store, range(20)))
-        server.start()  # which has nothing in its memory any more
+        assert "cannot be reached" in catch_message(lambda: add_rows(store, range(20)))
+        server.start()  # The server has lost everything, as it keeps objects in memory.
         with pytest.raises(LlmcondError, match="cannot be read"):
-            add(store, range(20))
-        again = FeatureStore(uri, IDENTITY, "float32")
-        assert add(again, range(20)) == 20
-        check(again, range(20))
+            add_rows(store, range(20))
+        reopened = FeatureStore(uri, IDENTITY, "float32")
+        assert add_rows(reopened, range(20)) == 20
+        check_contents(reopened, range(20))
     finally:
         server.kill()
 
@@ -361,32 +372,32 @@ def keep_adding(uri, variables, connection):
     store = FeatureStore(uri, IDENTITY, "float32")
     connection.send("ready")
     for start in range(0, len(MANY), 3):
-        add(store, range(start, start + 3))
+        add_rows(store, range(start, start + 3))
 
 
-def test_a_killed_process_leaves_complete_rows(bucket, store, s3_server):
-    for wanted in (10, 60, 150):
-        ours, theirs = FORKING.Pipe()
-        arguments = (bucket, environment(s3_server.port), theirs)
+def test_killed_process_leaves_complete_rows(bucket, store, s3_server):
+    for n_expected in (10, 60, 150):
+        parent_end, child_end = FORKING.Pipe()
+        arguments = (bucket, environment(s3_server.port), child_end)
         process = FORKING.Process(target=keep_adding, args=arguments, daemon=True)
         process.start()
-        assert ours.recv() == "ready"
-        while process.is_alive() and len(store) < wanted:
+        assert parent_end.recv() == "ready"
+        while process.is_alive() and len(store) < n_expected:
             store.refresh()
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         store.refresh()
-        check(store, set(range(len(MANY))) - set(store.missing(MANY)))
-    there = len(store)
-    assert there >= wanted
-    assert add(store, range(len(MANY))) == len(MANY) - there
-    check(store, range(len(MANY)))
+        check_contents(store, set(range(len(MANY))) - set(store.missing(MANY)))
+    n_stored = len(store)
+    assert n_stored >= n_expected
+    assert add_rows(store, range(len(MANY))) == len(MANY) - n_stored
+    check_contents(store, range(len(MANY)))
 
 
-# -- where -----------------------------------------------------------------------------------------
+# -- store URIs ------------------------------------------------------------------------------------
 
 
-def test_a_file_uri_is_a_folder(tmp_path):
+def test_file_uri_refers_to_a_folder(tmp_path):
     store = FeatureStore(f"file://{tmp_path}/a%20b", IDENTITY, "float32")
     append(store)
     assert store.folder.parent == tmp_path / "a b"
@@ -394,7 +405,7 @@ def test_a_file_uri_is_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("uri", "expected"),
     [
         ("s3://features/", "s3://features"),
         ("gs://features/a/b/", "gs://features/a/b"),
@@ -403,17 +414,17 @@ def test_a_file_uri_is_a_folder(tmp_path):
         ("/tmp/x/", "/tmp/x"),
     ],
 )
-def test_places_are_recorded_so_that_they_are_found_from_anywhere(given, expected):
-    assert resolve_store_uri(given) == expected
+def test_store_uris_are_normalized(uri, expected):
+    assert resolve_store_uri(uri) == expected
 
 
-def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
+def test_relative_folder_is_resolved_to_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve_store_uri("a/b") == str(tmp_path / "a" / "b")
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("uri", "expected"),
     [
         (
             "s4://features/x",
@@ -431,38 +442,38 @@ def test_a_folder_is_recorded_with_its_whole_path(tmp_path, monkeypatch):
         ("s3:///x", "names no bucket"),
     ],
 )
-def test_what_names_no_place_is_refused(given, expected):
+def test_invalid_store_uri_is_rejected(uri, expected):
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
-        resolve_store_uri(given)
+        resolve_store_uri(uri)
     assert SECRET_KEY not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_locks_are_in_a_folder_that_nobody_else_can_write(monkeypatch, tmp_path):
+def test_folder_of_locks_must_not_be_writable_for_others(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    place = BucketLocation("s3://somewhere/features/store")
-    place.prepare()
-    home = place.folder.parent
-    assert home.stat().st_mode & 0o777 == 0o700
-    home.chmod(0o755)  # as earlier versions made it
-    place.prepare()
-    home.chmod(0o777)
+    location = BucketLocation("s3://somewhere/features/store")
+    location.prepare()
+    lock_folder = location.folder.parent
+    assert lock_folder.stat().st_mode & 0o777 == 0o700
+    lock_folder.chmod(0o755)  # Earlier versions created the folder with this mode.
+    location.prepare()
+    lock_folder.chmod(0o777)
     with pytest.raises(UserError, match=r"other users can write to it.*set TMPDIR"):
-        place.prepare()
-    home.rename(tmp_path / "taken")
-    home.symlink_to(tmp_path / "taken")
+        location.prepare()
+    lock_folder.rename(tmp_path / "taken")
+    lock_folder.symlink_to(tmp_path / "taken")
     (tmp_path / "taken").chmod(0o700)
     with pytest.raises(UserError, match="not your folder"):
-        place.prepare()
-    home.unlink()
-    home.touch()
+        location.prepare()
+    lock_folder.unlink()
+    lock_folder.touch()
     with pytest.raises(UserError, match="cannot be created"):
-        place.prepare()
+        location.prepare()
 
 
-def test_a_folder_of_another_user_is_not_used_for_locks(monkeypatch, tmp_path):
+def test_folder_of_another_user_is_rejected_for_locks(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 12_345)
-    place = BucketLocation("s3://somewhere/features/store")
+    location = BucketLocation("s3://somewhere/features/store")
     with pytest.raises(UserError, match="not your folder"):
-        place.prepare()
+        location.prepare()

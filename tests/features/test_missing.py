@@ -1,4 +1,4 @@
-"""What a store lacks is told before it is encoded."""
+"""Counts of the inputs that a store lacks, which are reported before encoding."""
 
 import re
 
@@ -16,7 +16,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.progress import format_duration
 
 
-def inputs(numbers):
+def make_inputs(numbers):
     return [EncoderInput(instruction="", text=f"text {number:04d}") for number in numbers]
 
 
@@ -32,55 +32,55 @@ def add(store, items):
 
 
 @pytest.mark.parametrize("window", [1, 7, 1000])
-def test_what_is_there_and_what_repeats_is_not_missing(store, window):
-    add(store, inputs(range(10)))
-    found = count_missing(store, iter(inputs([*range(5, 30), *range(25)])), window)
-    assert (found.n_inputs, found.n_missing, found.n_characters) == (30, 20, 20 * 9)
-    assert list(found.sample) == inputs(range(10, 30))
+def test_stored_and_repeated_inputs_are_not_missing(store, window):
+    add(store, make_inputs(range(10)))
+    counts = count_missing(store, iter(make_inputs([*range(5, 30), *range(25)])), window)
+    assert (counts.n_inputs, counts.n_missing, counts.n_characters) == (30, 20, 20 * 9)
+    assert list(counts.sample) == make_inputs(range(10, 30))
 
 
-def test_what_is_stored_while_it_is_counted_was_missing(store):
-    def while_encoding():
-        yield from inputs(range(5))
-        add(store, inputs(range(8)))
-        yield from inputs(range(5, 10))
+def test_inputs_stored_during_counting_count_as_missing(store):
+    def store_while_counting():
+        yield from make_inputs(range(5))
+        add(store, make_inputs(range(8)))
+        yield from make_inputs(range(5, 10))
 
-    assert count_missing(store, while_encoding(), 2).n_missing == 10
+    assert count_missing(store, store_while_counting(), 2).n_missing == 10
 
 
-def test_counts_of_several_share_what_they_have_seen(store):
-    """What two prompts have in common is encoded for the first, so the second does not lack it."""
+def test_counts_of_several_prompts_share_seen_keys(store):
+    """Inputs that two prompts share are encoded for the first, so the second lacks none of them."""
     seen = KeyIndex()
     parts = [
-        count_missing(store, inputs(numbers), 7, seen)
+        count_missing(store, make_inputs(numbers), 7, seen)
         for numbers in (range(20), range(10, 25), range(5))
     ]
     assert [(part.n_inputs, part.n_missing) for part in parts] == [(20, 20), (5, 5), (0, 0)]
     whole = merge_counts(parts)
     assert (whole.n_inputs, whole.n_missing, whole.n_characters) == (25, 25, 25 * 9)
-    assert list(whole.sample) == inputs(range(25))
+    assert list(whole.sample) == make_inputs(range(25))
 
 
-def test_the_sample_is_small_and_from_all_over(store, monkeypatch):
+def test_sample_is_small_and_spans_all_inputs(store, monkeypatch):
     monkeypatch.setattr(missing, "_SAMPLE_SIZE", 16)
-    found = count_missing(store, inputs(range(1000)), 50)
-    numbers = [int(item.text.split()[1]) for item in found.sample]
-    assert found.n_missing == 1000
+    counts = count_missing(store, make_inputs(range(1000)), 50)
+    numbers = [int(item.text.split()[1]) for item in counts.sample]
+    assert counts.n_missing == 1000
     assert 8 <= len(numbers) <= 16
     assert numbers == sorted(set(numbers))
     assert (numbers[0] < 300, numbers[-1] > 700) == (True, True)
 
 
-def test_the_sample_has_no_rhythm_of_the_data(store):
-    """Every eighth text is short, as conditions are between sentences: an eighth of any sample."""
+def test_sample_does_not_follow_periods_of_the_data(store):
+    """Every eighth text is short, as conditions are. The sample must keep this share."""
     items = [EncoderInput("", f"{n}" if n % 8 == 0 else f"a text {n}") for n in range(40_000)]
-    found = count_missing(store, items, 1_000)
-    short = sum(item.text.isdigit() for item in found.sample) / len(found.sample)
+    counts = count_missing(store, items, 1_000)
+    short = sum(item.text.isdigit() for item in counts.sample) / len(counts.sample)
     assert short == pytest.approx(1 / 8, abs=0.03)
 
 
-def test_samples_of_several_counts_are_joined_at_one_density(store):
-    few = count_missing(store, inputs(range(2_000)), 1_000)
+def test_merged_samples_have_equal_sampling_rates(store):
+    few = count_missing(store, make_inputs(range(2_000)), 1_000)
     many = count_missing(store, [EncoderInput("", f"long {n}") for n in range(100_000)], 10_000)
     assert len(few.sample) == 2_000
     for whole in (merge_counts([few, many]), merge_counts([many, few])):
@@ -93,11 +93,11 @@ def test_samples_of_several_counts_are_joined_at_one_density(store):
     ("seconds", "text"),
     [(0.2, "1 s"), (59.2, "59 s"), (89, "1 min"), (3_540, "59 min"), (7_260, "2 h 1 min")],
 )
-def test_spans_of_time_have_one_or_two_units(seconds, text):
+def test_format_duration_uses_one_or_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_extraction_tells_what_it_will_do(
+def test_extraction_reports_how_many_inputs_it_encodes(
     capsys, tiny_checkpoint, write_rows, small_rows, tmp_path
 ):
     data = str(write_rows(small_rows))
@@ -105,8 +105,8 @@ def test_extraction_tells_what_it_will_do(
     arguments = ["extract", "--model", str(tiny_checkpoint()), "--run", str(tmp_path / "run")]
     prompts = ["--prompt", "concat-sent-cond", "pair-cond"]
     assert run([*arguments, "--data", data, *fixed, *prompts]) == 0
-    told = capsys.readouterr().err
-    (found, wanted) = re.search(r"to encode: (\d+) of (\d+) inputs\n", told).groups()
-    assert found == wanted
+    progress = capsys.readouterr().err
+    (n_missing, total) = re.search(r"to encode: (\d+) of (\d+) inputs\n", progress).groups()
+    assert n_missing == total
     assert run([*arguments, *fixed, *prompts]) == 0
-    assert f"all {wanted} inputs are stored already; nothing is encoded" in capsys.readouterr().err
+    assert f"all {total} inputs are stored already; nothing is encoded" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The feature store: what is put in comes out, once, and never mixed with another's."""
+"""The feature store: vectors are stored once, come back unchanged, and are never mixed up."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ from llmcond.features import store as store_module
 from llmcond.features.store import FeatureStore
 from llmcond.lance_io import DatasetTarget
 
-PROCESSES = multiprocessing.get_context("spawn")
+SPAWNING = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_float32_vectors_come_back_bit_for_bit(store):
     np.testing.assert_array_equal(store.lookup(INPUTS).read(), VECTORS)
 
 
-def test_float16_vectors_come_back_as_float16_rounds_them(tmp_path):
+def test_float16_vectors_are_rounded_to_float16(tmp_path):
     store = FeatureStore(tmp_path, IDENTITY, "float16")
     append(store)
     read = store.lookup(INPUTS).read()
@@ -50,11 +50,13 @@ def test_float16_vectors_come_back_as_float16_rounds_them(tmp_path):
     assert np.abs(read - VECTORS).max() > 0
 
 
-def test_vectors_are_read_in_the_order_asked_for(store):
+def test_vectors_are_read_in_the_requested_order(store):
     append(store, [7, 3, 11])
     append(store, [0, 19])
-    wanted = [19, 3, 0, 7, 3, 11, 19]
-    np.testing.assert_array_equal(store.lookup([INPUTS[i] for i in wanted]).read(), VECTORS[wanted])
+    indices = [19, 3, 0, 7, 3, 11, 19]
+    np.testing.assert_array_equal(
+        store.lookup([INPUTS[i] for i in indices]).read(), VECTORS[indices]
+    )
 
 
 def test_reading_in_blocks_changes_nothing(store, monkeypatch):
@@ -69,8 +71,8 @@ def test_an_input_appended_twice_is_stored_once(store):
     assert append(store, range(8, 20)) == 8
     assert len(store) == 20
     keys = lance.dataset(str(store.folder / "vectors.lance")).to_table()["key"].to_pylist()
-    own = (INPUTS[i].key if i % 3 else INPUTS[i].key_when_cut for i in range(20))
-    assert sorted(keys) == sorted(own)
+    expected_keys = (INPUTS[i].key if i % 3 else INPUTS[i].key_when_cut for i in range(20))
+    assert sorted(keys) == sorted(expected_keys)
 
 
 def test_the_first_vector_of_an_input_stays(store):
@@ -86,34 +88,34 @@ def test_missing_inputs_are_named_by_position(store):
     assert store.missing([]) == []
 
 
-def test_reading_missing_features_says_to_extract_again(store):
+def test_reading_missing_features_advises_to_extract_again(store):
     append(store, range(15))
     with pytest.raises(UserError, match=r"5 of 20 features.*Run the same `llmcond extract` again"):
         store.lookup(INPUTS).read()
 
 
-def test_reading_an_empty_store_says_to_extract_again(store):
+def test_reading_an_empty_store_advises_to_extract(store):
     with pytest.raises(UserError, match="llmcond extract"):
         store.lookup(INPUTS[:1]).read()
 
 
-def test_instruction_is_part_of_what_a_vector_is_stored_under(store):
+def test_key_distinguishes_instruction_from_text(store):
     append(store)
     assert store.missing([EncoderInput("text", " 0"), EncoderInput("text 0", "")]) == [0, 1]
 
 
-def test_what_earlier_versions_cut_is_not_found(store, monkeypatch):
-    """They cut whatever came last, such as the condition, and stored it as any other input."""
+def test_inputs_cut_by_earlier_versions_count_as_missing(store, monkeypatch):
+    """Earlier versions cut the end, such as the condition, and stored the result as usual."""
     with monkeypatch.context() as patch:
         patch.setattr(EncoderInput, "key_when_cut", EncoderInput.key)
         append(store)
-    again = FeatureStore(store.folder.parent, IDENTITY, "float32")
+    reopened = FeatureStore(store.folder.parent, IDENTITY, "float32")
     cut = [i for i in range(20) if i % 3 == 0]
-    assert again.missing(INPUTS) == cut
-    assert append(again, vectors=VECTORS + 1) == len(cut)
-    assert again.missing(INPUTS) == []
+    assert reopened.missing(INPUTS) == cut
+    assert append(reopened, vectors=VECTORS + 1) == len(cut)
+    assert reopened.missing(INPUTS) == []
     expected = VECTORS + (np.arange(20) % 3 == 0)[:, None]
-    np.testing.assert_array_equal(again.lookup(INPUTS).read(), expected)
+    np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), expected)
 
 
 def test_truncated_inputs_are_counted(store):
@@ -124,7 +126,7 @@ def test_truncated_inputs_are_counted(store):
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"pooling": "cls"}, {"weights": "x"}])
-def test_encoders_that_differ_do_not_share_vectors(tmp_path, store, change):
+def test_different_encoders_do_not_share_vectors(tmp_path, store, change):
     append(store)
     other = FeatureStore(tmp_path, replace(IDENTITY, **change), "float32")
     assert other.missing(INPUTS) == list(range(20))
@@ -138,14 +140,14 @@ def test_store_types_do_not_share_vectors(tmp_path, store):
     assert FeatureStore(tmp_path, IDENTITY, "float16").missing(INPUTS) == list(range(20))
 
 
-def test_a_reopened_store_holds_the_same(tmp_path, store):
+def test_reopened_store_holds_the_same_vectors(tmp_path, store):
     append(store)
     reopened = FeatureStore(tmp_path, IDENTITY, "float32")
     assert len(reopened) == 20
     np.testing.assert_array_equal(reopened.lookup(INPUTS).read(), VECTORS)
 
 
-def test_another_handle_sees_rows_after_a_refresh(tmp_path, store):
+def test_other_handle_sees_rows_after_refresh(tmp_path, store):
     append(store, range(5))
     other = FeatureStore(tmp_path, IDENTITY, "float32")
     append(store, range(5, 9))
@@ -154,14 +156,14 @@ def test_another_handle_sees_rows_after_a_refresh(tmp_path, store):
     np.testing.assert_array_equal(other.lookup(INPUTS[:9]).read(), VECTORS[:9])
 
 
-def test_a_handle_opened_before_the_first_row_sees_it_after_a_refresh(tmp_path, store):
+def test_handle_opened_before_first_row_sees_it_after_refresh(tmp_path, store):
     other = FeatureStore(tmp_path, IDENTITY, "float32")
     append(store)
     other.refresh()
     assert other.missing(INPUTS) == []
 
 
-def test_a_stale_handle_doubles_nothing(tmp_path, store):
+def test_stale_handle_stores_no_duplicates(tmp_path, store):
     stale = FeatureStore(tmp_path, IDENTITY, "float32")
     append(store, range(10))
     assert append(stale) == 10
@@ -179,21 +181,21 @@ def test_store_describes_its_encoder(store):
     assert description == {"format": 1, "dtype": "float32", "encoder": IDENTITY.to_json()}
 
 
-def test_store_of_a_newer_version_is_refused(tmp_path, store):
+def test_store_of_newer_version_is_rejected(tmp_path, store):
     append(store)
     (store.folder / "store.json").write_text('{"format": 2}')
     with pytest.raises(UserError, match=r"newer version of llmcond.*Upgrade llmcond"):
         FeatureStore(tmp_path, IDENTITY, "float32")
 
 
-def test_store_without_a_format_is_refused(tmp_path, store):
+def test_store_without_format_is_rejected(tmp_path, store):
     append(store)
     (store.folder / "store.json").write_text("{}")
     with pytest.raises(LlmcondError, match="no format version"):
         FeatureStore(tmp_path, IDENTITY, "float32")
 
 
-def test_a_part_is_claimed_by_one_at_a_time(tmp_path, store):
+def test_part_is_claimed_by_one_handle_at_a_time(tmp_path, store):
     other = FeatureStore(tmp_path, IDENTITY, "float32")
     with store.claim("part") as mine:
         assert mine
@@ -204,7 +206,7 @@ def test_a_part_is_claimed_by_one_at_a_time(tmp_path, store):
         assert later
 
 
-def test_places_count_in_the_order_of_adding(store):
+def test_positions_follow_the_order_of_addition(store):
     append(store, [7, 3])
     append(store, [3, 11])
     assert store.positions([INPUTS[i] for i in (11, 0, 7, 3, 7)]).tolist() == [2, -1, 0, 1, 0]
@@ -219,133 +221,133 @@ MANY = [EncoderInput("", f"one of many {i}") for i in range(600)]
 MANY_VECTORS = np.random.default_rng(1).normal(size=(600, 6)).astype(np.float32)
 
 
-#: Merge after every few commits, and keep no old version.
+#: Settings that merge after every few commits, and that keep no old version.
 EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_KEPT_VERSIONS": 1}
 
 
-def merge_eagerly(setting):
+def merge_eagerly(set_attribute):
     for name, value in EAGER.items():
-        setting(lance_io if hasattr(lance_io, name) else fragments_module, name, value)
+        set_attribute(lance_io if hasattr(lance_io, name) else fragments_module, name, value)
 
 
 @pytest.fixture
-def merging(monkeypatch):
+def eager_merging(monkeypatch):
     merge_eagerly(monkeypatch.setattr)
 
 
-def add(store, chosen):
-    """Add some of the many inputs; the order they are added in is ascending in no test."""
-    chosen = list(chosen)
-    n_tokens = np.array(chosen, dtype=np.int32)
-    encoded = Encoded(MANY_VECTORS[chosen], n_tokens, n_tokens % 3 == 0)
-    return store.append([MANY[i] for i in chosen], encoded)
+def add_rows(store, indices):
+    """Add some of the many inputs. No test adds them in ascending order."""
+    indices = list(indices)
+    n_tokens = np.array(indices, dtype=np.int32)
+    encoded = Encoded(MANY_VECTORS[indices], n_tokens, n_tokens % 3 == 0)
+    return store.append([MANY[i] for i in indices], encoded)
 
 
-def check(store, chosen):
-    """Check that the store holds these of the many inputs, complete and once, and no others."""
-    chosen = sorted(chosen)
-    inputs = [MANY[i] for i in chosen]
-    assert set(range(len(MANY))) - set(store.missing(MANY)) == set(chosen)
-    assert len(store) == len(chosen)
-    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[chosen])
-    assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in chosen)
+def check_contents(store, indices):
+    """Check that the store holds exactly these of the many inputs, each complete and once."""
+    indices = sorted(indices)
+    inputs = [MANY[i] for i in indices]
+    assert set(range(len(MANY))) - set(store.missing(MANY)) == set(indices)
+    assert len(store) == len(indices)
+    np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[indices])
+    assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in indices)
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     keys = [
-        item.key if i % 3 else item.key_when_cut for i, item in zip(chosen, inputs, strict=True)
+        item.key if i % 3 else item.key_when_cut for i, item in zip(indices, inputs, strict=True)
     ]
     assert store.positions(inputs).tolist() == [table["key"].to_pylist().index(key) for key in keys]
-    assert sorted(table["n_tokens"].to_pylist()) == chosen
+    assert sorted(table["n_tokens"].to_pylist()) == indices
 
 
-def files(store, kind):
+def list_files(store, kind):
     return list((store.folder / "vectors.lance" / kind).iterdir())
 
 
-def test_merging_keeps_every_row_in_its_place(merging, tmp_path, store):
+def test_merging_preserves_row_positions(eager_merging, tmp_path, store):
     order = np.random.default_rng(2).permutation(300)
-    add(store, order[:2])
+    add_rows(store, order[:2])
     opened_before = FeatureStore(tmp_path, IDENTITY, "float32")
     opened_within = None
-    size, start = 0, 2
+    block_size, start = 0, 2
     while start < 300:
-        size = size % 5 + 1
-        add(store, order[start : start + size])
-        start += size
+        block_size = block_size % 5 + 1
+        add_rows(store, order[start : start + block_size])
+        start += block_size
         if start > 100 and opened_within is None:
             opened_within = FeatureStore(tmp_path, IDENTITY, "float32")
-        wanted = [MANY[i] for i in order[:start]]
-        assert store.positions(wanted).tolist() == list(range(min(start, 300)))
-    check(store, range(300))
+        inputs = [MANY[i] for i in order[:start]]
+        assert store.positions(inputs).tolist() == list(range(min(start, 300)))
+    check_contents(store, range(300))
     for other in (opened_before, opened_within):
         other.refresh()
-        check(other, range(300))
-    check(FeatureStore(tmp_path, IDENTITY, "float32"), range(300))
+        check_contents(other, range(300))
+    check_contents(FeatureStore(tmp_path, IDENTITY, "float32"), range(300))
 
 
-def test_an_old_handle_reads_on_when_its_files_are_gone(merging, tmp_path, store):
+def test_old_handle_can_read_after_its_files_are_removed(eager_merging, tmp_path, store):
     for i in range(3):
-        add(store, [2 * i, 2 * i + 1])
+        add_rows(store, [2 * i, 2 * i + 1])
     old = FeatureStore(tmp_path, IDENTITY, "float32")
-    old_files = files(store, "data")
+    old_files = list_files(store, "data")
     for i in range(6, 20):
-        add(store, [i])
+        add_rows(store, [i])
     assert not any(path.exists() for path in old_files)
-    chosen = [5, 0, 3]
+    indices = [5, 0, 3]
     assert len(old) == 6
     np.testing.assert_array_equal(
-        old.lookup([MANY[i] for i in chosen]).read(), MANY_VECTORS[chosen]
+        old.lookup([MANY[i] for i in indices]).read(), MANY_VECTORS[indices]
     )
     stale = FeatureStore(tmp_path, IDENTITY, "float32")
     for i in range(20, 40):
-        add(store, [i])
-    assert stale.count_truncated_at(stale.positions([MANY[i] for i in chosen])) == 2
-    assert add(stale, range(45)) == 5
-    check(stale, range(45))
+        add_rows(store, [i])
+    assert stale.count_truncated_at(stale.positions([MANY[i] for i in indices])) == 2
+    assert add_rows(stale, range(45)) == 5
+    check_contents(stale, range(45))
 
 
-def test_files_and_versions_stay_few(tmp_path):
+def test_number_of_files_and_versions_stays_small(tmp_path):
     store = FeatureStore(tmp_path, IDENTITY, "float32")
-    most = {"data": 0, "_versions": 0, "_transactions": 0}
+    peaks = {"data": 0, "_versions": 0, "_transactions": 0}
     for i in range(300):
-        add(store, [2 * i, 2 * i + 1])
-        most = {kind: max(n, len(files(store, kind))) for kind, n in most.items()}
-    # Of 300 commits; merged ones leave their old files for a while.
+        add_rows(store, [2 * i, 2 * i + 1])
+        peaks = {kind: max(n, len(list_files(store, kind))) for kind, n in peaks.items()}
+    # There were 300 commits. Merging leaves the old files in place for a while.
     assert len(lance.dataset(store._location.uri).get_fragments()) < 45
-    assert all(n < 110 for n in most.values())
-    check(store, range(600))
+    assert all(n < 110 for n in peaks.values())
+    check_contents(store, range(600))
 
 
-def test_what_a_killed_merge_left_is_removed(merging, store):
-    add(store, [0])
-    rubbish = store.folder / "vectors.lance" / "data" / ("01" * 12 + "a" * 26 + ".lance")
-    rubbish.write_bytes(b"half a file")
+def test_files_of_a_killed_merge_are_removed(eager_merging, store):
+    add_rows(store, [0])
+    leftover = store.folder / "vectors.lance" / "data" / ("01" * 12 + "a" * 26 + ".lance")
+    leftover.write_bytes(b"half a file")
     for i in range(1, 8):
-        add(store, [i])
-    assert not rubbish.exists()
-    check(store, range(8))
+        add_rows(store, [i])
+    assert not leftover.exists()
+    check_contents(store, range(8))
 
 
-def test_nothing_is_merged_where_there_is_no_room_for_it(merging, store, monkeypatch):
+def test_nothing_is_merged_on_a_full_disk(eager_merging, store, monkeypatch):
     usage = SimpleNamespace(free=1_000)
     monkeypatch.setattr(store_module, "SPARE_BYTES", 0)
     monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
     for i in range(60):
-        add(store, [i])
-    # 6 numbers of 4 bytes each, twice: what is merged and as much again.
+        add_rows(store, [i])
+    # A row has 6 numbers of 4 bytes, and merging needs the space of the merged rows twice.
     assert 20 < len(lance.dataset(store._location.uri).get_fragments()) <= 60
-    check(store, range(60))
+    check_contents(store, range(60))
 
 
-def test_nothing_is_added_where_there_is_no_room_for_it(store, monkeypatch):
-    add(store, [0])
+def test_append_raises_on_a_full_disk(store, monkeypatch):
+    add_rows(store, [0])
     usage = SimpleNamespace(free=100)
     monkeypatch.setattr(location_module.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(DiskFullError, match="the 1 features already stored are kept"):
-        add(store, [1])
-    check(store, range(1))
+        add_rows(store, [1])
+    check_contents(store, range(1))
 
 
-def test_merging_is_planned_for_the_last_fragments_alone():
+def test_only_the_last_fragments_are_mergeable():
     many, full = fragments_module._MERGED_FRAGMENTS, fragments_module._FULL_ROWS
     mergeable = partial(fragments_module.mergeable, row_bytes=788)
     assert mergeable([]) == 0
@@ -354,15 +356,15 @@ def test_merging_is_planned_for_the_last_fragments_alone():
     assert mergeable([full] * 100) == 0
     assert mergeable([full] * 3 + [512] * many) == many
     assert mergeable([512] * 9 + [full] + [512] * (many - 1)) == 0
-    # What was merged is left alone until there is as much again, several times over.
+    # Merged fragments are merged again only when several times as many rows have been added.
     assert mergeable([512 * many] + [512] * (many - 1)) == 0
     assert mergeable([512 * many] * 7 + [512] * many) == many + 7
-    # Of 4,096 dimensions: 84 MB each, and 8.
+    # With 4,096 dimensions, these fragments have 84 MB and 8 MB each.
     assert fragments_module.mergeable([10_240] * 100, row_bytes=8_212) == 0
     assert fragments_module.mergeable([1_024] * many, row_bytes=8_212) == many
 
 
-def test_a_row_is_rewritten_a_few_times_at_most():
+def test_rows_are_rewritten_few_times():
     rows, rewritten = [], 0
     for _ in range(4_000):
         rows.append(512)
@@ -373,48 +375,48 @@ def test_a_row_is_rewritten_a_few_times_at_most():
     assert rewritten <= 2.1 * sum(rows)
 
 
-# -- several at once -------------------------------------------------------------------------------
+# -- concurrency -----------------------------------------------------------------------------------
 
 
-def add_in_order_of(store, seed, added):
+def add_rows_in_random_order(store, seed, added):
     order = np.random.default_rng(seed).permutation(200)
     for start in range(0, 200, 7):
-        chosen = order[start : start + 7]
-        if store.missing([MANY[i] for i in chosen]):
-            added.append(add(store, chosen))
+        indices = order[start : start + 7]
+        if store.missing([MANY[i] for i in indices]):
+            added.append(add_rows(store, indices))
 
 
 def read_until(done, store):
     while not done.is_set():
         store.refresh()
-        there = sorted(set(range(200)) - set(store.missing(MANY[:200])))
-        inputs = [MANY[i] for i in there]
-        if there:
-            np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[there])
-        assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in there)
+        stored = sorted(set(range(200)) - set(store.missing(MANY[:200])))
+        inputs = [MANY[i] for i in stored]
+        if stored:
+            np.testing.assert_array_equal(store.lookup(inputs).read(), MANY_VECTORS[stored])
+        assert store.count_truncated_at(store.positions(inputs)) == sum(i % 3 == 0 for i in stored)
 
 
-def test_threads_add_each_input_once(merging, tmp_path, store):
-    """Some share an object and some a folder; others read all the while."""
+def test_threads_add_each_input_once(eager_merging, tmp_path, store):
+    """Some threads share an object, others only a folder, while two threads read."""
     second, third = (FeatureStore(tmp_path, IDENTITY, "float32") for _ in range(2))
     added, done = [], threading.Event()
     with ThreadPoolExecutor(6) as pool:
-        reading = [pool.submit(read_until, done, own) for own in (store, third)]
-        adding = [
-            pool.submit(add_in_order_of, own, seed, added)
-            for seed, own in enumerate((store, store, store, second))
+        readers = [pool.submit(read_until, done, handle) for handle in (store, third)]
+        writers = [
+            pool.submit(add_rows_in_random_order, handle, seed, added)
+            for seed, handle in enumerate((store, store, store, second))
         ]
-        wait(adding)
+        wait(writers)
         done.set()
-    for task in reading + adding:
+    for task in readers + writers:
         task.result()
     assert sum(added) == 200
-    for own in (store, second):
-        own.refresh()
-        check(own, range(200))
+    for handle in (store, second):
+        handle.refresh()
+        check_contents(handle, range(200))
 
 
-def test_a_read_that_fails_again_is_repeated_where_nothing_is_removed(store):
+def test_read_that_fails_twice_is_repeated_under_the_lock(store):
     append(store)
     locked = []
 
@@ -432,7 +434,7 @@ def test_a_read_that_fails_again_is_repeated_where_nothing_is_removed(store):
     assert locked == [False, False, True]
 
 
-def test_a_claim_may_end_in_another_thread(store):
+def test_claim_may_end_in_another_thread(store):
     block = store.claim("part")
     assert block.__enter__()
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
@@ -442,7 +444,7 @@ def test_a_claim_may_end_in_another_thread(store):
         assert mine
 
 
-def test_claims_that_a_kill_left_are_removed_and_others_stay(tmp_path, store):
+def test_claims_of_killed_processes_are_removed(tmp_path, store):
     append(store, [0])
     with store.claim("mine") as mine:
         assert mine
@@ -452,12 +454,12 @@ def test_claims_that_a_kill_left_are_removed_and_others_stay(tmp_path, store):
         with second.claim("other") as other:
             assert other
             assert {path.name for path in claims.glob("*.lock")} == {"mine.lock", "other.lock"}
-        with second.claim("mine") as again:
-            assert not again
+        with second.claim("mine") as claimed_again:
+            assert not claimed_again
     assert list(claims.glob("*.lock")) == []
 
 
-def test_the_locks_of_others_are_tried_once_whatever_the_number_of_claims(store):
+def test_locks_of_other_processes_are_tried_only_once(store):
     with store.claim("first"):
         abandoned = store.folder / "claims" / "abandoned.lock"
         abandoned.touch()
@@ -480,31 +482,34 @@ def test_claims_leave_no_files_behind(store):
 
 def test_threads_claim_a_part_one_at_a_time(tmp_path, store):
     second = FeatureStore(tmp_path, IDENTITY, "float32")
-    inside, won, crowds = [], [], []
+    inside, claims, counts = [], [], []
 
-    def claiming(own):
+    def claim_repeatedly(handle):
         for _ in range(60):
-            with own.claim("part") as mine:
+            with handle.claim("part") as mine:
                 if mine:
                     inside.append(1)
-                    crowds.append(len(inside))
-                    won.append(1)
+                    counts.append(len(inside))
+                    claims.append(1)
                     inside.pop()
 
-    threads = [threading.Thread(target=claiming, args=(own,)) for own in (store, store, second)]
+    threads = [
+        threading.Thread(target=claim_repeatedly, args=(handle,))
+        for handle in (store, store, second)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(crowds) == {1}
-    # How often depends on how the threads take turns; the last of them has nobody to wait for.
-    assert won
+    assert set(counts) == {1}
+    # The number of claims depends on how threads take turns, but the last one always succeeds.
+    assert claims
     with store.claim("part") as mine:
         assert mine
 
 
 def keep_adding(root, seed, connection, killed_in_merge):
-    """Add the many inputs in a process of its own, until someone kills it."""
+    """Add the many inputs in a separate process, until it is killed."""
     merge_eagerly(setattr)
     if killed_in_merge:
         commit = DatasetTarget.commit
@@ -520,47 +525,47 @@ def keep_adding(root, seed, connection, killed_in_merge):
     store = FeatureStore(root, IDENTITY, "float32")
     order = np.random.default_rng(seed).permutation(len(MANY))
     for start in range(0, len(order), 3):
-        add(store, order[start : start + 3])
+        add_rows(store, order[start : start + 3])
     connection.recv()
 
 
 @pytest.fixture
-def adders(tmp_path):
-    """Three processes that stand before their first input; the first one dies as it merges."""
-    started = []
+def adding_processes(tmp_path):
+    """Three processes that wait before their first input. The first one dies as it merges."""
+    workers = []
     for seed in range(3):
-        ours, theirs = PROCESSES.Pipe()
-        arguments = (tmp_path, seed, theirs, seed == 0)
-        process = PROCESSES.Process(target=keep_adding, args=arguments, daemon=True)
+        parent_end, child_end = SPAWNING.Pipe()
+        arguments = (tmp_path, seed, child_end, seed == 0)
+        process = SPAWNING.Process(target=keep_adding, args=arguments, daemon=True)
         process.start()
-        started.append((process, ours))
-    assert [connection.recv() for _, connection in started] == ["ready"] * 3
-    yield started
-    for process, _ in started:
+        workers.append((process, parent_end))
+    assert [connection.recv() for _, connection in workers] == ["ready"] * 3
+    yield workers
+    for process, _ in workers:
         process.kill()
         process.join()
 
 
-def test_killed_processes_leave_complete_rows(tmp_path, adders):
-    """One dies between making a merged file and committing it, the others wherever they are."""
-    (first, word), *others = adders
-    word.send("go")
+def test_killed_processes_leave_complete_rows(tmp_path, adding_processes):
+    """One dies between writing a merged file and committing it, the others at any point."""
+    (first, connection), *others = adding_processes
+    connection.send("go")
     first.join(PATIENCE)
-    watching = FeatureStore(tmp_path, IDENTITY, "float32")
-    assert len(watching) == 3 * EAGER["_MERGED_FRAGMENTS"]
-    for _, word in others:
-        word.send("go")
+    watcher = FeatureStore(tmp_path, IDENTITY, "float32")
+    assert len(watcher) == 3 * EAGER["_MERGED_FRAGMENTS"]
+    for _, connection in others:
+        connection.send("go")
     for process, _ in others:
-        wanted = min(len(watching) + 50, len(MANY))
-        while process.is_alive() and len(watching) < wanted:
-            watching.refresh()
+        n_expected = min(len(watcher) + 50, len(MANY))
+        while process.is_alive() and len(watcher) < n_expected:
+            watcher.refresh()
         process.kill()
         process.join()
-    assert [process.exitcode for process, _ in adders] == [-signal.SIGKILL] * 3
-    watching.refresh()
-    there = set(range(len(MANY))) - set(watching.missing(MANY))
-    check(watching, there)
+    assert [process.exitcode for process, _ in adding_processes] == [-signal.SIGKILL] * 3
+    watcher.refresh()
+    stored = set(range(len(MANY))) - set(watcher.missing(MANY))
+    check_contents(watcher, stored)
     store = FeatureStore(tmp_path, IDENTITY, "float32")
-    check(store, there)
-    assert add(store, range(len(MANY))) == len(MANY) - len(there)
-    check(store, range(len(MANY)))
+    check_contents(store, stored)
+    assert add_rows(store, range(len(MANY))) == len(MANY) - len(stored)
+    check_contents(store, range(len(MANY)))
