@@ -1,4 +1,4 @@
-"""Rows: ratings on their scale, faults by row, and splits that share no sentence pair."""
+"""Rows of data: scaled ratings, errors that name the row, and splits without shared pairs."""
 
 import json
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from llmcond.data.datasets import (
 from llmcond.data.rows import Rows, leaked_pairs, rows_digest, shares_sentence, split_by_pair
 from llmcond.errors import UserError
 
-Write = Callable[..., Path]
+WriteRows = Callable[..., Path]
 NAMES = ("sentence1", "sentence2", "condition", "label")
 
 
-def rows_of(*arguments: Any, **options: Any) -> Rows:
+def load_rows(*arguments: Any, **options: Any) -> Rows:
     return read_rows(*arguments, **options)[0]
 
 
@@ -72,17 +72,17 @@ def unordered_pairs(rows: Rows) -> set[frozenset[str]]:
         (RatingScale(-5, 5, unrated="empty"), ["", -1, 5], [np.nan, 0.4, 1]),
     ],
 )
-def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
-    write_rows: Write, scale: RatingScale, labels: list[object], expected: list[float]
+def test_ratings_are_scaled_by_the_range_and_not_by_the_data(
+    write_rows: WriteRows, scale: RatingScale, labels: list[object], expected: list[float]
 ):
     path = write_rows([("a", "b", "c", label) for label in labels])
-    rows = rows_of(str(path), scale=scale)
+    rows = load_rows(str(path), scale=scale)
     np.testing.assert_allclose(rows.rating, expected, rtol=0, atol=1e-15)
     assert rows.rated.tolist() == [not np.isnan(value) for value in expected]
 
 
 @pytest.mark.parametrize(
-    ("label", "words"),
+    ("label", "message"),
     [
         (0, "label is 0, outside the rating range 1 to 5"),
         (5.01, "label is 5.01, outside the rating range 1 to 5"),
@@ -95,30 +95,28 @@ def test_ratings_are_scaled_by_the_range_and_not_by_what_the_file_holds(
         ("True", "label is 'True', not a number"),
     ],
 )
-def test_a_label_that_is_no_rating_is_refused_with_its_row(
-    write_rows: Write, label: object, words: str
-):
+def test_invalid_label_is_reported_with_its_row(write_rows: WriteRows, label: object, message: str):
     path = write_rows([("a", "b", "c", 1), ("a", "b", "c", label)])
     with pytest.raises(UserError) as caught:
-        rows_of(str(path))
-    assert f"row 2 of rows.csv: {words}" in str(caught.value)
+        load_rows(str(path))
+    assert f"row 2 of rows.csv: {message}" in str(caught.value)
 
 
 @pytest.mark.parametrize("label", ["true", "null", "NaN", "[3]", '"x"'])
-def test_a_json_value_that_is_no_number_is_refused_with_its_row(tmp_path: Path, label: str):
+def test_json_label_that_is_not_a_number_is_reported_with_its_row(tmp_path: Path, label: str):
     path = write_json_lines(tmp_path / "rows.jsonl", "1", label)
     with pytest.raises(UserError, match=r"row 2 of rows.jsonl: label is .*, not a number"):
-        rows_of(path)
+        load_rows(path)
 
 
-def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(write_rows: Write):
+def test_error_of_rating_out_of_range_names_the_options(write_rows: WriteRows):
     path = write_rows([("a", "b", "c", 7)])
     with pytest.raises(UserError, match=r"-1, which marks unrated rows.*--rating-range"):
-        rows_of(str(path))
+        load_rows(str(path))
 
 
 @pytest.mark.parametrize(
-    ("scale", "words"),
+    ("scale", "message"),
     [
         (RatingScale(5, 1), "low must be below high"),
         (RatingScale(3, 3), "low must be below high"),
@@ -131,46 +129,44 @@ def test_a_rating_out_of_range_tells_how_to_name_the_range_and_unrated_rows(writ
         (RatingScale(unrated="none"), "--unrated is 'none'; expected a number, or empty"),
     ],
 )
-def test_a_scale_that_maps_nothing_or_hides_ratings_is_refused(
-    write_rows: Write, scale: RatingScale, words: str
-):
+def test_invalid_rating_scale_is_rejected(write_rows: WriteRows, scale: RatingScale, message: str):
     path = write_rows([("a", "b", "c", 1)])
-    with pytest.raises(UserError, match=words):
-        rows_of(str(path), scale=scale)
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
+        load_rows(str(path), scale=scale)
+    with pytest.raises(UserError, match=message):
         read_dataset(str(path), scale=scale)
 
 
-def test_a_label_out_of_range_where_empty_ones_are_unrated(write_rows: Write):
+def test_out_of_range_label_is_rejected_if_empty_means_unrated(write_rows: WriteRows):
     path = write_rows([("a", "b", "c", -1)])
     with pytest.raises(UserError, match=r"is -1, outside .*not empty, which marks unrated rows"):
-        rows_of(str(path), scale=RatingScale(unrated="empty"))
+        load_rows(str(path), scale=RatingScale(unrated="empty"))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "Float64", "object"])
-def test_labels_that_are_missing_in_memory_are_unrated_where_asked_for(dtype: str):
+def test_missing_labels_in_memory_can_be_unrated(dtype: str):
     texts = {name: ["a", "b"] for name in NAMES[:3]}
     table = pd.DataFrame({**texts, "label": pd.Series([None, 3], dtype=dtype)})
-    for one in (table, pa.Table.from_pandas(table), {**texts, "label": [np.nan, 3]}):
-        rows = rows_of(one, scale=RatingScale(unrated="empty"))
+    for source in (table, pa.Table.from_pandas(table), {**texts, "label": [np.nan, 3]}):
+        rows = load_rows(source, scale=RatingScale(unrated="empty"))
         np.testing.assert_array_equal(rows.rating, [np.nan, 0.5])
         with pytest.raises(UserError, match=r"row 1 of rows in memory: label is .*--unrated empty"):
-            rows_of(one)
+            load_rows(source)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".xlsx", ".jsonl"])
-def test_null_labels_of_every_format_are_unrated_where_asked_for(tmp_path: Path, suffix: str):
+def test_null_labels_of_every_format_can_be_unrated(tmp_path: Path, suffix: str):
     table = pd.DataFrame([("a", "b", "c", 3), ("a", "b", "c", None)], columns=NAMES)
     path = tmp_path / f"rows{suffix}"
     if suffix == ".jsonl":
         table.to_json(path, orient="records", lines=True)
     else:
         getattr(table, {".parquet": "to_parquet", ".xlsx": "to_excel"}[suffix])(path)
-    rows = rows_of(str(path), scale=RatingScale(unrated="empty"))
+    rows = load_rows(str(path), scale=RatingScale(unrated="empty"))
     np.testing.assert_array_equal(rows.rating, [0.5, np.nan])
 
 
-def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
+def test_unrated_rows_are_read_and_counted(tmp_path: Path, write_rows: WriteRows):
     write_rows([("a", "b", "c", -1), ("a", "b", "d", 2), ("e", "f", "c", -1)], "d/train.csv")
     write_rows([("g", "h", "c", 3)], "d/dev.csv")
     record = read_dataset(str(tmp_path / "d")).to_json()
@@ -182,7 +178,7 @@ def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words"),
+    ("rows", "message"),
     [
         ([("", "b", "c", 1)], "row 1 of rows.csv: sentence1 is empty. Correct or remove it"),
         (
@@ -199,16 +195,16 @@ def test_unrated_rows_are_kept_and_counted(tmp_path: Path, write_rows: Write):
         ),
     ],
 )
-def test_the_first_wrong_row_is_named_and_the_others_are_counted(
-    write_rows: Write, rows: list[tuple[object, ...]], words: str
+def test_first_invalid_row_is_named_and_others_are_counted(
+    write_rows: WriteRows, rows: list[tuple[object, ...]], message: str
 ):
     with pytest.raises(UserError) as caught:
-        rows_of(str(write_rows(rows)))
-    assert words in str(caught.value)
+        load_rows(str(write_rows(rows)))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (None, "sentence1 is empty"),
         (7, "sentence1 is 7, not a text"),
@@ -217,32 +213,32 @@ def test_the_first_wrong_row_is_named_and_the_others_are_counted(
         ("a \udfff b", "sentence1 contains half of a surrogate pair"),
     ],
 )
-def test_a_json_value_that_is_no_text_is_refused(tmp_path: Path, value: object, words: str):
+def test_json_value_that_is_not_a_text_is_rejected(tmp_path: Path, value: object, message: str):
     path = tmp_path / "rows.jsonl"
     record = {"sentence1": value, "sentence2": "b", "condition": "c", "label": 1}
     path.write_text(json.dumps(record) + "\n")
     with pytest.raises(UserError) as caught:
-        rows_of(str(path))
-    assert f"row 1 of rows.jsonl: {words}" in str(caught.value)
+        load_rows(str(path))
+    assert f"row 1 of rows.jsonl: {message}" in str(caught.value)
 
 
-def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path):
+def test_complete_surrogate_pair_is_a_character(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         '{"sentence1": "\\ud83d\\ude42", "sentence2": "b", "condition": "c", "label": 1}'
     )
-    assert rows_of(str(path)).sentence1 == ["🙂"]
+    assert load_rows(str(path)).sentence1 == ["🙂"]
 
 
-def test_columns_are_read_by_the_names_given(write_rows: Write):
+def test_columns_may_have_other_names(write_rows: WriteRows):
     path = write_rows([("a", "b", "c", 3)], header="text_a,text_b,aspect,score")
     columns = Columns("text_b", "text_a", "aspect", "score")
-    rows = rows_of(str(path), columns=columns)
+    rows = load_rows(str(path), columns=columns)
     assert (rows.sentence1, rows.sentence2, rows.condition) == (["b"], ["a"], ["c"])
     assert rows.rating.tolist() == [0.5]
     write_rows([("a", "b", "", 3)], header="text_a,text_b,aspect,score")
     with pytest.raises(UserError, match=r"row 1 of rows.csv: aspect is empty"):
-        rows_of(str(path), None, columns)
+        load_rows(str(path), None, columns)
 
 
 # --- Splits -----------------------------------------------------------------------------------
@@ -252,23 +248,23 @@ PAIRS = st.lists(st.tuples(SENTENCE, SENTENCE), min_size=1, max_size=60)
 
 
 @given(PAIRS, st.integers(0, 3))
-def test_no_sentence_pair_is_in_two_splits_in_either_order(pairs: list[tuple[str, str]], seed: int):
+def test_no_sentence_pair_is_in_two_splits(pairs: list[tuple[str, str]], seed: int):
     rows = make_rows(pairs)
     if len(unordered_pairs(rows)) < 3:
         with pytest.raises(UserError, match="distinct sentence pairs; at least 3"):
             split_by_pair(rows, FRACTIONS, seed)
         return
     splits = split_by_pair(rows, FRACTIONS, seed)
-    found = [unordered_pairs(part) for part in splits.values()]
+    pair_sets = [unordered_pairs(part) for part in splits.values()]
     assert list(splits) == ["train", "dev", "test"]
-    assert all(found)
-    assert sum(map(len, found)) == len(set.union(*found)) == len(unordered_pairs(rows))
+    assert all(pair_sets)
+    assert sum(map(len, pair_sets)) == len(set.union(*pair_sets)) == len(unordered_pairs(rows))
     numbers = np.concatenate([part.number for part in splits.values()])
     assert sorted(numbers) == list(rows.number)
 
 
 @given(PAIRS, st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_decide_where_a_pair_goes(pairs: list[tuple[str, str]], random):
+def test_row_order_does_not_change_the_split(pairs: list[tuple[str, str]], random):
     pairs = [*pairs, ("g", "h"), ("i", "j"), ("k", "l")]
     shuffled = [pair if random.random() < 0.5 else pair[::-1] for pair in pairs]
     random.shuffle(shuffled)
@@ -279,7 +275,7 @@ def test_the_order_of_rows_does_not_decide_where_a_pair_goes(pairs: list[tuple[s
     }
 
 
-def test_one_file_is_split_70_15_15_by_its_seed(write_rows: Write):
+def test_single_file_is_split_70_15_15_by_seed(write_rows: WriteRows):
     rows = [(f"a{i}", f"b{i}", condition, 3) for i in range(100) for condition in ("c", "d")]
     path = str(write_rows(rows))
     dataset = read_dataset(path, seed=1)
@@ -289,7 +285,7 @@ def test_one_file_is_split_70_15_15_by_its_seed(write_rows: Write):
     assert read_dataset(path, seed=2).digest != dataset.digest
 
 
-def test_rows_keep_their_number_in_the_file_when_split(write_rows: Write):
+def test_split_rows_keep_their_number_in_the_file(write_rows: WriteRows):
     path = write_rows([(f"a{i}", f"b{i}", "c", 3) for i in range(10)])
     for rows in read_dataset(str(path)).splits.values():
         assert [f"a{number - 1}" for number in rows.number] == rows.sentence1
@@ -297,13 +293,15 @@ def test_rows_keep_their_number_in_the_file_when_split(write_rows: Write):
 
 
 @pytest.mark.parametrize("n_pairs", [1, 2])
-def test_a_file_with_fewer_pairs_than_splits_is_refused(write_rows: Write, n_pairs: int):
+def test_file_with_fewer_pairs_than_splits_is_rejected(write_rows: WriteRows, n_pairs: int):
     rows = [(f"a{i % n_pairs}", "b", f"c{i}", 3) for i in range(10)]
     with pytest.raises(UserError, match=f"has {n_pairs} distinct sentence pairs; at least 3"):
         read_dataset(str(write_rows(rows)))
 
 
-def test_without_a_dev_file_a_tenth_of_the_training_pairs_is_dev(tmp_path: Path, write_rows: Write):
+def test_missing_dev_file_is_replaced_by_tenth_of_training_pairs(
+    tmp_path: Path, write_rows: WriteRows
+):
     rows = [(f"a{i}", f"b{i}", condition, 3) for i in range(50) for condition in ("c", "d")]
     write_rows(rows, "d/train.csv")
     write_rows([("x", "y", "c", 3)], "d/test.csv")
@@ -317,27 +315,28 @@ def test_without_a_dev_file_a_tenth_of_the_training_pairs_is_dev(tmp_path: Path,
     )
 
 
-def test_a_train_file_with_one_pair_cannot_give_a_dev_split(tmp_path: Path, write_rows: Write):
+def test_train_file_with_one_pair_cannot_be_split(tmp_path: Path, write_rows: WriteRows):
     write_rows([("a", "b", "c", 3), ("b", "a", "d", 3)], "d/train.csv")
     with pytest.raises(UserError, match="1 distinct sentence pairs; at least 2"):
         read_dataset(str(tmp_path / "d"))
 
 
-def test_sentences_that_differ_in_case_or_spaces_are_the_same():
+def test_sentences_that_differ_in_case_or_spaces_are_equal():
     pairs = [(f"Two men play {i}", f"A dog sits {i}") for i in range(20)]
-    near = [(f"a DOG  sits {i}", f"two men play {i} ") for i in range(20)]
-    rows = make_rows([*pairs, *near])
+    variants = [(f"a DOG  sits {i}", f"two men play {i} ") for i in range(20)]
+    rows = make_rows([*pairs, *variants])
     assert rows.pair.tolist() == [*range(20), *range(20)]
-    # Keys are as they first stand, so that splits of pairs without such doubles stay as they were.
+    # Keys have the spelling of the first occurrence, so that splits without such duplicates do not
+    # change.
     assert rows.pair_keys() == [tuple(sorted(pair)) for pair in pairs]
     split = split_by_pair(rows, {"train": 0.7, "dev": 0.3}, 0)
     assert set(split["train"].number % 20).isdisjoint(split["dev"].number % 20)
-    alone = split_by_pair(make_rows(pairs), {"train": 0.7, "dev": 0.3}, 0)
-    assert set(alone["dev"].number % 20) == set(split["dev"].number % 20)
-    assert leaked_pairs(make_rows(near), make_rows(pairs)) == 20
+    without_variants = split_by_pair(make_rows(pairs), {"train": 0.7, "dev": 0.3}, 0)
+    assert set(without_variants["dev"].number % 20) == set(split["dev"].number % 20)
+    assert leaked_pairs(make_rows(variants), make_rows(pairs)) == 20
 
 
-def test_rows_that_share_a_sentence_are_found_on_either_side():
+def test_shares_sentence_compares_both_sides():
     train = make_rows([("a", "b"), ("c", "d")])
     shared = shares_sentence(
         make_rows([("x", " A"), ("D", "y"), ("x", "y"), ("ab", "y")]), train.folded_sentences()
@@ -353,13 +352,13 @@ def test_leaked_pairs_are_counted_once_and_in_either_order():
 # --- Texts for embedding ----------------------------------------------------------------------
 
 
-def test_the_condition_is_a_column_where_the_file_has_it(write_rows: Write):
+def test_condition_is_read_from_a_column(write_rows: WriteRows):
     path = write_rows([("a", "x"), ("b", "y")], header="sentence,condition")
     assert read_texts(str(path), "sentence") == ConditionedTexts(["a", "b"], ["x", "y"], "rows.csv")
     assert read_texts(str(path), "sentence", "sentence").conditions == ["a", "b"]
 
 
-def test_one_condition_for_all_rows_is_asked_for(write_rows: Write):
+def test_condition_text_applies_to_all_rows(write_rows: WriteRows):
     path = str(write_rows([("a", "x"), ("b", "y")], header="sentence,condition"))
     texts = read_texts(path, "sentence", condition_text="the place")
     assert texts.conditions == ["the place", "the place"]
@@ -373,7 +372,7 @@ def test_one_condition_for_all_rows_is_asked_for(write_rows: Write):
         read_texts(path, "sentence", condition_text=" ")
 
 
-def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name(tmp_path: Path):
+def test_missing_condition_is_not_replaced_by_the_column_name(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"sentence": "a", "condition": "x"}\n{"sentence": "b"}\n')
     with pytest.raises(UserError, match="condition"):
@@ -381,7 +380,7 @@ def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name
 
 
 @pytest.mark.parametrize(
-    ("rows", "sentence", "condition", "words"),
+    ("rows", "sentence", "condition", "message"),
     [
         ([("a", "x")], "sentense", "condition", "no column 'sentense'.*Did you mean 'sentence'"),
         ([("a", "x"), ("", "y")], "sentence", "condition", "row 2 of .*: sentence is empty"),
@@ -389,15 +388,19 @@ def test_a_row_without_the_condition_of_the_others_does_not_get_the_columns_name
         ([], "sentence", "condition", "rows.csv is empty"),
     ],
 )
-def test_texts_that_cannot_be_embedded_are_refused(
-    write_rows: Write, rows: list[tuple[object, ...]], sentence: str, condition: str, words: str
+def test_invalid_texts_are_rejected(
+    write_rows: WriteRows,
+    rows: list[tuple[object, ...]],
+    sentence: str,
+    condition: str,
+    message: str,
 ):
     path = write_rows(rows, header="sentence,condition")
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         read_texts(str(path), sentence, condition)
 
 
-def test_texts_are_read_from_a_file_and_not_from_a_folder(tmp_path: Path, write_rows: Write):
+def test_read_texts_rejects_a_folder(tmp_path: Path, write_rows: WriteRows):
     write_rows([("a", "b", "c", 1)], "d/test.csv")
     with pytest.raises(UserError, match="is a folder; name a single file"):
         read_texts(str(tmp_path / "d"), "sentence1", "condition")
@@ -408,9 +411,7 @@ def test_texts_are_read_from_a_file_and_not_from_a_folder(tmp_path: Path, write_
 ROWS = [("a", "b", "c", 1), ("a", "b", "d", 4), ("é", "f", "c", -1), ("g", "h", "c", 2)]
 
 
-def test_the_digest_is_that_of_the_rows_whatever_file_they_come_from(
-    tmp_path: Path, write_rows: Write
-):
+def test_digest_does_not_depend_on_the_file_format(tmp_path: Path, write_rows: WriteRows):
     for name in ("train", "dev"):
         path = write_rows(ROWS, f"csv/{name}.csv")
         (tmp_path / "parquet").mkdir(exist_ok=True)
@@ -424,24 +425,24 @@ def test_the_digest_is_that_of_the_rows_whatever_file_they_come_from(
     ("position", "column", "value"),
     [(0, 0, "A"), (0, 1, "B"), (1, 2, "e"), (3, 3, 3), (2, 3, 1), (0, 3, -1)],
 )
-def test_the_digest_changes_with_every_text_and_rating(
-    write_rows: Write, position: int, column: int, value: Any
+def test_digest_changes_with_every_text_and_rating(
+    write_rows: WriteRows, position: int, column: int, value: Any
 ):
-    before = rows_digest(rows_of(str(write_rows(ROWS))))
+    before = rows_digest(load_rows(str(write_rows(ROWS))))
     changed = [list(row) for row in ROWS]
     changed[position][column] = value
-    assert rows_digest(rows_of(str(write_rows([tuple(row) for row in changed])))) != before
+    assert rows_digest(load_rows(str(write_rows([tuple(row) for row in changed])))) != before
 
 
-def test_the_digest_tells_which_rows_are_in_which_split(tmp_path: Path, write_rows: Write):
-    for folder, train, dev in (("one", ROWS[:2], ROWS[2:]), ("two", ROWS[2:], ROWS[:2])):
+def test_digest_depends_on_the_split_of_rows(tmp_path: Path, write_rows: WriteRows):
+    for folder, train, dev in (("first", ROWS[:2], ROWS[2:]), ("second", ROWS[2:], ROWS[:2])):
         write_rows(train, f"{folder}/train.csv")
         write_rows(dev, f"{folder}/dev.csv")
-    one, two = (read_dataset(str(tmp_path / folder)).digest for folder in ("one", "two"))
-    assert one != two
+    first, second = (read_dataset(str(tmp_path / folder)).digest for folder in ("first", "second"))
+    assert first != second
 
 
-def test_a_folder_says_which_split_its_rows_are(tmp_path: Path, write_rows: Write):
+def test_read_rows_returns_the_name_of_the_split(tmp_path: Path, write_rows: WriteRows):
     for name in ("train", "dev"):
         write_rows([("a", "b", "c", 1)], f"{name}.csv")
     assert read_rows(str(tmp_path))[1] == "dev"
@@ -449,7 +450,7 @@ def test_a_folder_says_which_split_its_rows_are(tmp_path: Path, write_rows: Writ
     assert read_rows(str(tmp_path / "train.csv"), "dev")[1] == "dev"
 
 
-def test_without_a_condition_the_column_of_that_name_must_be_there(write_rows: Write):
+def test_column_condition_is_required_without_other_condition(write_rows: WriteRows):
     path = str(write_rows([("a", "x")], header="sentence,place"))
     with pytest.raises(UserError, match="no column 'condition'"):
         read_texts(path, "sentence", None)
