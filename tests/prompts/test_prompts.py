@@ -1,4 +1,4 @@
-"""Prompt templates: what they render to, and what is refused."""
+"""Prompt templates: rendering, validation, digests, controls and routers."""
 
 import json
 import random
@@ -43,7 +43,7 @@ text = "{condition}"
 """
 
 
-def load(tmp_path: Path, text: str) -> Prompt:
+def load_template(tmp_path: Path, text: str) -> Prompt:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
     return load_prompt(str(path))
@@ -115,14 +115,14 @@ INSTRUCTED = replace(PLAIN, instruction_format="{instruction} {text}", special_t
         ("pair-cond", replace(PLAIN, pooling="last"), ""),
     ],
 )
-def test_a_prompt_knows_which_encoders_can_take_it(
+def test_obstacle_names_why_an_encoder_does_not_suit(
     name: str, encoder: EncoderIdentity, obstacle: str
 ):
-    found = load_prompt(name).obstacle(encoder)
-    assert (obstacle in found) if obstacle else found == ""
+    message = load_prompt(name).obstacle(encoder)
+    assert (obstacle in message) if obstacle else message == ""
 
 
-def test_a_context_on_one_side_only_is_refused(tmp_path: Path):
+def test_context_in_one_part_only_is_rejected(tmp_path: Path):
     path = tmp_path / "half.toml"
     path.write_text(
         'description = "d"\nsource = "s"\n[conditional]\ncontext = "{sentence}"\n'
@@ -135,7 +135,7 @@ def test_a_context_on_one_side_only_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     "part", [InputTemplate("{condition}", "Embed"), InputTemplate("{condition}", context="")]
 )
-def test_an_unconditional_part_alone_can_be_an_obstacle(part: InputTemplate):
+def test_unconditional_part_alone_can_be_an_obstacle(part: InputTemplate):
     prompt = Prompt("d", "s", InputTemplate("{sentence} {condition}"), part)
     assert prompt.obstacle(replace(PLAIN, pooling="cls", instruction_format=""))
 
@@ -144,22 +144,22 @@ def test_pair_prompts_put_one_text_into_the_context():
     prompt = load_prompt("pair-cond")
     rendered = prompt.conditional.render(SENTENCE, CONDITION)
     assert rendered == EncoderInput("", CONDITION, context=SENTENCE)
-    # An empty context is not none: both vectors are pooled over the condition's own tokens.
+    # An empty context differs from none: both vectors are pooled over the condition's tokens only.
     unconditional = prompt.unconditional.render(SENTENCE, CONDITION)
     assert unconditional == EncoderInput("", CONDITION, context="")
 
 
-def test_a_context_changes_the_digest_and_none_does_not():
+def test_only_a_context_changes_the_digest():
     plain = Prompt("d", "s", InputTemplate("{sentence} {condition}"), InputTemplate("{condition}"))
     empty = replace(plain, unconditional=InputTemplate("{condition}", context=""))
     assert plain.digest != empty.digest
-    recorded = prompt_from_json(plain.to_json(), "run.json")
-    assert recorded.digest == plain.digest
-    # As it was recorded before there were contexts.
-    old = json.loads(json.dumps(plain.to_json()))
+    restored = prompt_from_json(plain.to_json(), "run.json")
+    assert restored.digest == plain.digest
+    # Records had no context before contexts were introduced.
+    old_record = json.loads(json.dumps(plain.to_json()))
     for part in ("conditional", "unconditional"):
-        del old[part]["context"]
-    assert prompt_from_json(old, "run.json") == plain
+        del old_record[part]["context"]
+    assert prompt_from_json(old_record, "run.json") == plain
 
 
 def test_instruction_and_context_exclude_each_other(tmp_path: Path):
@@ -173,7 +173,7 @@ def test_instruction_and_context_exclude_each_other(tmp_path: Path):
 
 
 @given(st.text(), st.text())
-def test_texts_are_put_in_untouched_whatever_braces_they_hold(sentence: str, condition: str):
+def test_texts_with_braces_are_inserted_unchanged(sentence: str, condition: str):
     part = InputTemplate(text="{condition}|{sentence}", instruction="I: {sentence}")
     expected = EncoderInput(f"I: {sentence}", f"{condition}|{sentence}")
     assert part.render(sentence, condition) == expected
@@ -186,12 +186,12 @@ def test_placeholders_inside_a_sentence_are_text():
 
 
 def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
-    prompt = load(tmp_path, TEMPLATE.replace('"{sentence}"', '"{{x}} {sentence}"'))
+    prompt = load_template(tmp_path, TEMPLATE.replace('"{sentence}"', '"{{x}} {sentence}"'))
     assert prompt.conditional.render("s", "c").text == "{x} s"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "expected"),
     [
         ("{sentence}", "{sentense}", ["{sentense}", "Did you mean 'sentence'", "{condition}"]),
         ("{sentence}", "{}", ["unknown placeholder {}"]),
@@ -223,23 +223,23 @@ def test_doubled_braces_in_a_template_are_single_braces_of_text(tmp_path: Path):
         ('source = "s"', 'source = "s"\nname = "n"', ["'name'", "has the name of its file"]),
     ],
 )
-def test_a_faulty_template_is_refused_with_its_place(
-    tmp_path: Path, old: str, new: str, words: list[str]
+def test_invalid_template_is_reported_with_its_file(
+    tmp_path: Path, old: str, new: str, expected: list[str]
 ):
     assert old in TEMPLATE
     with pytest.raises(UserError) as caught:
-        load(tmp_path, TEMPLATE.replace(old, new))
+        load_template(tmp_path, TEMPLATE.replace(old, new))
     message = str(caught.value)
     assert message.startswith(str(tmp_path / "mine.toml"))
-    assert all(word in message for word in words), message
+    assert all(text in message for text in expected), message
 
 
 @pytest.mark.parametrize(
     "placeholder", ["{sentence!r}", "{sentence:>10}", "{sentence:{condition}}"]
 )
-def test_a_conversion_or_format_spec_is_refused_as_it_was_written(tmp_path: Path, placeholder: str):
+def test_conversion_or_format_spec_is_quoted_in_the_error(tmp_path: Path, placeholder: str):
     with pytest.raises(UserError) as caught:
-        load(tmp_path, TEMPLATE.replace("{sentence}", placeholder))
+        load_template(tmp_path, TEMPLATE.replace("{sentence}", placeholder))
     assert placeholder in str(caught.value)
 
 
@@ -252,29 +252,32 @@ def test_a_conversion_or_format_spec_is_refused_as_it_was_written(tmp_path: Path
         ("[unconditional]\n", '[unconditional]\ninstruction = "I"\n'),
     ],
 )
-def test_the_digest_changes_with_every_string_that_is_encoded(tmp_path: Path, old: str, new: str):
-    assert load(tmp_path, TEMPLATE).digest != load(tmp_path, TEMPLATE.replace(old, new)).digest
+def test_digest_changes_with_every_encoded_string(tmp_path: Path, old: str, new: str):
+    assert (
+        load_template(tmp_path, TEMPLATE).digest
+        != load_template(tmp_path, TEMPLATE.replace(old, new)).digest
+    )
 
 
-def test_the_digest_tells_an_instruction_from_a_text():
+def test_digest_distinguishes_instruction_from_text():
     both, swapped = InputTemplate("a", "b"), InputTemplate("b", "a")
     assert Prompt("d", "s", both, both).digest != Prompt("d", "s", swapped, swapped).digest
 
 
-def test_the_digest_stays_with_another_description_source_and_name():
+def test_digest_ignores_description_source_and_name():
     prompt = load_prompt("cond")
     renamed = replace(prompt, name="n", description="d", source="s")
     assert renamed.digest == prompt.digest
 
 
 @pytest.mark.parametrize("name", bundled_names("prompts"))
-def test_a_record_gives_the_prompt_back(name: str):
+def test_prompt_is_restored_from_its_record(name: str):
     prompt = load_prompt(name)
     assert prompt_from_json(prompt.to_json(), "manifest.json") == prompt
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"conditional": {"text": "{sentence} {condition}", "instruction": ""}}, "digest"),
         ({"unconditional": {"text": "{sentence}", "instruction": ""}}, "digest"),
@@ -284,17 +287,17 @@ def test_a_record_gives_the_prompt_back(name: str):
         ({"unconditional": {"text": "{word}", "instruction": ""}}, "unknown placeholder"),
     ],
 )
-def test_a_changed_record_is_refused(change: dict[str, object], words: str):
+def test_changed_record_is_rejected(change: dict[str, object], message: str):
     record = {**load_prompt("cond").to_json(), **change}
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         prompt_from_json(record, "manifest.json")
     assert str(caught.value).startswith("manifest.json")
 
 
-def test_a_template_that_encodes_both_apart_is_separate(tmp_path: Path):
-    joint = load(tmp_path, TEMPLATE)
-    apart = load(tmp_path, TEMPLATE.replace("Given {condition}", "Given"))
-    assert (joint.separate, apart.separate) == (False, True)
+def test_template_that_encodes_texts_separately_is_separate(tmp_path: Path):
+    joint = load_template(tmp_path, TEMPLATE)
+    separate = load_template(tmp_path, TEMPLATE.replace("Given {condition}", "Given"))
+    assert (joint.separate, separate.separate) == (False, True)
     assert load_prompt("separate").separate
     joint = [load_prompt(name) for name in bundled_names("prompts")]
     assert all(prompt.subtracts_condition for prompt in joint if prompt.control != "left-out")
@@ -302,8 +305,8 @@ def test_a_template_that_encodes_both_apart_is_separate(tmp_path: Path):
 
 # -- the bundled templates ---------------------------------------------------------------------
 
-#: What every bundled template makes of SENTENCE and CONDITION: of an instruction or a context, and
-#: a text; conditional, then unconditional.
+#: Conditional and unconditional inputs of every bundled template for SENTENCE and CONDITION. Each
+#: is a text, or a pair of an instruction or context and a text.
 QUESTION = f"What is {CONDITION}?"
 RENDERED = {
     "concat-sent-question": (f"{SENTENCE} {QUESTION}", QUESTION),
@@ -363,7 +366,7 @@ RENDERED = {
 
 
 @pytest.mark.parametrize("name", RENDERED)
-def test_bundled_templates_render_as_they_are_meant(name: str):
+def test_bundled_templates_render_as_expected(name: str):
     prompt = load_prompt(name)
     for part, expected in zip(
         (prompt.conditional, prompt.unconditional), RENDERED[name], strict=True
@@ -373,20 +376,22 @@ def test_bundled_templates_render_as_they_are_meant(name: str):
         assert (rendered.context or rendered.instruction, rendered.text) == (first, text)
 
 
-def test_an_encoder_without_instructions_has_templates_enough_and_others_have_more():
+def test_every_encoder_has_enough_bundled_templates():
     prompts = [load_prompt(name) for name in bundled_names("prompts")]
     joint = [prompt for prompt in prompts if not prompt.separate and prompt.control is None]
     assert len([prompt for prompt in joint if not prompt.obstacle(PLAIN)]) >= 8
     instructed = replace(INSTRUCTED, instruction_format="Instruct: {instruction}\nQuery: {text}")
-    needing = [p for p in joint if p.conditional.instruction and not p.obstacle(instructed)]
-    assert len(needing) >= 8
+    with_instruction = [
+        p for p in joint if p.conditional.instruction and not p.obstacle(instructed)
+    ]
+    assert len(with_instruction) >= 8
     assert len({prompt.digest for prompt in prompts}) == len(prompts)
     assert all(prompt.description and prompt.source for prompt in prompts)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", bundled_names("prompts"))
-def test_no_bundled_template_makes_two_conditions_of_the_sample_the_same(name: str):
+def test_bundled_templates_distinguish_conditions_of_the_sample(name: str):
     for rows in read_dataset(None).splits.values():
         assert find_same_inputs(rows, load_prompt(name)) is None
 
@@ -405,34 +410,36 @@ text = "{sentence}"
 """
 
 
-def rows_of(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
+def make_rows(texts: list[tuple[str, str, str]], first: int = 1) -> Rows:
     columns = [list(column) for column in zip(*texts, strict=True)]
     numbers = np.arange(first, first + len(texts))
     return Rows(*columns, rating=np.full(len(texts), 0.5), number=numbers, file="rows.csv")
 
 
-def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
+def test_control_without_condition_is_joint_and_not_subtractable():
     assert (LEFT_OUT.separate, LEFT_OUT.subtracts_condition, LEFT_OUT.subtractable) == (False,) * 3
     assert (SHUFFLED.separate, SHUFFLED.subtracts_condition, SHUFFLED.subtractable) == (
         False,
         True,
         True,
     )
-    read = []
+    parts_read = []
     for subtract in (True, False):
         view = FeatureView((LEFT_OUT,), subtract)
-        found = view.sentence_features(lambda prompt, part: read.append(part) or np.ones((2, 3)))
+        features = view.sentence_features(
+            lambda prompt, part: parts_read.append(part) or np.ones((2, 3))
+        )
         assert not view.subtracts
-        np.testing.assert_array_equal(found, np.ones((2, 3)))
-    assert read == ["conditional"] * 2
+        np.testing.assert_array_equal(features, np.ones((2, 3)))
+    assert parts_read == ["conditional"] * 2
     with pytest.raises(UserError, match="encodes no condition without its sentence"):
         FeatureView((LEFT_OUT,), conditioned=True)
-    beside = FeatureView((load_prompt("concat-sent-cond"), LEFT_OUT))
-    assert beside.subtracts
+    combined = FeatureView((load_prompt("concat-sent-cond"), LEFT_OUT))
+    assert combined.subtracts
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "expected"),
     [
         ("{sentence}", "{condition}", ["names {condition}", "only {sentence}"]),
         ('"{sentence}"\n[', '"{sentence} {condition}"\n[', ["names {condition} and {sentence}"]),
@@ -442,29 +449,29 @@ def test_a_control_without_the_condition_is_joint_with_nothing_to_subtract():
         ("[conditional]", '[conditional]\ncontrol = "shuffled"', ["'conditional.control'"]),
     ],
 )
-def test_a_faulty_control_is_refused_with_its_place(
-    tmp_path: Path, old: str, new: str, words: list[str]
+def test_invalid_control_is_reported_with_its_file(
+    tmp_path: Path, old: str, new: str, expected: list[str]
 ):
     assert old in LEFT_OUT_TEMPLATE
     with pytest.raises(UserError) as caught:
-        load(tmp_path, LEFT_OUT_TEMPLATE.replace(old, new))
+        load_template(tmp_path, LEFT_OUT_TEMPLATE.replace(old, new))
     message = str(caught.value)
     assert message.startswith(str(tmp_path / "mine.toml"))
     assert "\n" not in message
-    assert all(word in message for word in words), message
+    assert all(text in message for text in expected), message
 
 
-def test_a_control_may_have_a_context_or_an_instruction_of_its_own(tmp_path: Path):
+def test_control_may_have_a_context_or_an_instruction(tmp_path: Path):
     text = LEFT_OUT_TEMPLATE.replace("text =", 'instruction = "Embed"\ntext =')
-    assert load(tmp_path, text).obstacle(PLAIN)
-    apart = TEMPLATE.replace("Given {condition}", "").replace(
+    assert load_template(tmp_path, text).obstacle(PLAIN)
+    separate_template = TEMPLATE.replace("Given {condition}", "").replace(
         "source", 'control = "shuffled"\nsource'
     )
-    assert load(tmp_path, apart).separate
+    assert load_template(tmp_path, separate_template).separate
 
 
-def test_a_control_changes_the_digest_and_none_leaves_it_as_it_was():
-    # As runs of before there were controls have recorded it.
+def test_only_a_control_changes_the_digest():
+    # Runs from before controls were introduced have recorded these digests.
     assert load_prompt("concat-sent-cond").digest == "e0f2ba61c6d7b327559b7947fc3474f3"
     assert load_prompt("pair-cond").digest == "2a78c9f6453f0b131d14efbd8ad22cee"
     plain = replace(SHUFFLED, control=None)
@@ -478,51 +485,59 @@ def test_a_control_changes_the_digest_and_none_leaves_it_as_it_was():
         prompt_from_json(changed, "run.json")
 
 
-def kind(condition: str) -> str:
+def normalize(condition: str) -> str:
     return " ".join(condition.casefold().split())
 
 
-texts = st.sampled_from(["a", "b c", "B  c", "d", "A ", "ſ", "s"])
+SHORT_TEXTS = st.sampled_from(["a", "b c", "B  c", "d", "A ", "ſ", "s"])
 
 
-@given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=12), st.randoms())
-def test_shuffled_rows_get_a_condition_of_another_row_that_is_not_their_own(
-    made: list[tuple[str, str, str]], shuffler: random.Random
+@given(
+    st.lists(st.tuples(SHORT_TEXTS, SHORT_TEXTS, SHORT_TEXTS), min_size=1, max_size=12),
+    st.randoms(),
+)
+def test_shuffled_rows_get_a_different_condition_of_another_row(
+    row_texts: list[tuple[str, str, str]], shuffler: random.Random
 ):
-    rows = rows_of(made)
-    if len({kind(text) for text in rows.condition}) == 1:
+    rows = make_rows(row_texts)
+    if len({normalize(text) for text in rows.condition}) == 1:
         with pytest.raises(UserError, match="another row, but all"):
             input_conditions(rows, SHUFFLED)
         return
-    given_ = input_conditions(rows, SHUFFLED)
-    assert len(given_) == len(rows)
-    assert set(given_) <= set(rows.condition)
-    assert all(kind(own) != kind(other) for own, other in zip(rows.condition, given_, strict=True))
-    assert input_conditions(rows, SHUFFLED) == given_
+    conditions = input_conditions(rows, SHUFFLED)
+    assert len(conditions) == len(rows)
+    assert set(conditions) <= set(rows.condition)
+    assert all(
+        normalize(original) != normalize(other)
+        for original, other in zip(rows.condition, conditions, strict=True)
+    )
+    assert input_conditions(rows, SHUFFLED) == conditions
     assert input_conditions(rows, replace(SHUFFLED, control=None)) is rows.condition
-    # Not by the order of rows: a file sorted in another way has the same control.
-    order = list(range(len(made)))
+    # The order of rows has no influence, so a file that is sorted differently has the same control.
+    order = list(range(len(row_texts)))
     shuffler.shuffle(order)
-    moved = input_conditions(rows_of([made[i] for i in order]), SHUFFLED)
-    assert moved == [given_[i] for i in order]
+    reordered = input_conditions(make_rows([row_texts[i] for i in order]), SHUFFLED)
+    assert reordered == [conditions[i] for i in order]
 
 
-def test_conditions_are_drawn_as_often_as_they_occur():
-    frequent = [(f"s{i}", f"t{i}", "the place" if i % 4 else f"c{i % 20}") for i in range(4_000)]
-    rows = rows_of(frequent)
-    given_ = input_conditions(rows, SHUFFLED)
-    drawn = Counter(
-        other for own, other in zip(rows.condition, given_, strict=True) if own != "the place"
+def test_conditions_are_sampled_by_their_frequency():
+    row_texts = [(f"s{i}", f"t{i}", "the place" if i % 4 else f"c{i % 20}") for i in range(4_000)]
+    rows = make_rows(row_texts)
+    conditions = input_conditions(rows, SHUFFLED)
+    counts = Counter(
+        other
+        for original, other in zip(rows.condition, conditions, strict=True)
+        if original != "the place"
     )
     # 3,000 of the 3,800 rows that have another condition are about the place.
-    assert drawn["the place"] / drawn.total() == pytest.approx(3_000 / 3_800, abs=0.05)
-    others = Counter(other for other in given_ if other != "the place")
+    assert counts["the place"] / counts.total() == pytest.approx(3_000 / 3_800, abs=0.05)
+    others = Counter(other for other in conditions if other != "the place")
     assert max(others.values()) < 1.25 * min(others.values())
 
 
-def test_the_draw_stays_from_one_version_to_the_next():
+def test_shuffled_conditions_are_the_same_in_every_version():
     rows = read_dataset(None).splits["train"]
-    # Features are stored under the prompt's digest: with another draw they would be mixed up.
+    # Features are stored under the prompt's digest, so another draw would mix them up.
     assert input_conditions(rows, SHUFFLED)[:3] == [
         "what colour someone is wearing",
         "the activity",
@@ -530,27 +545,29 @@ def test_the_draw_stays_from_one_version_to_the_next():
     ]
 
 
-def test_both_sentences_of_a_row_get_the_same_wrong_condition_within_their_split():
+def test_both_sentences_get_the_same_shuffled_condition():
     splits = list(read_dataset(None).splits.values())
-    listed = list(SplitInputs(splits, SHUFFLED))
-    assert len(listed) == len(SplitInputs(splits, SHUFFLED)) == 4 * sum(map(len, splits))
+    all_inputs = list(SplitInputs(splits, SHUFFLED))
+    assert len(all_inputs) == len(SplitInputs(splits, SHUFFLED)) == 4 * sum(map(len, splits))
     expected = []
     for rows in splits:
-        made = render_rows(rows, SHUFFLED)
-        assert made.first_unconditional == made.second_unconditional
-        own = load_prompt("concat-sent-cond")
-        assert all(a != b for a, b in zip(made.first, render_rows(rows, own).first, strict=True))
+        inputs = render_rows(rows, SHUFFLED)
+        assert inputs.first_unconditional == inputs.second_unconditional
+        joint_prompt = load_prompt("concat-sent-cond")
+        assert all(
+            a != b for a, b in zip(inputs.first, render_rows(rows, joint_prompt).first, strict=True)
+        )
         expected += zip(
-            made.first, made.first_unconditional, made.second, made.second_unconditional,
+            inputs.first, inputs.first_unconditional, inputs.second, inputs.second_unconditional,
             strict=True,
         )  # fmt: skip
-    assert listed == [item for row in expected for item in row]
-    where = SplitInputs(splits, SHUFFLED).locate(listed[4 * len(splits[0]) + 4 * 7])
-    assert where == splits[1].describe(7)
+    assert all_inputs == [item for row in expected for item in row]
+    description = SplitInputs(splits, SHUFFLED).locate(all_inputs[4 * len(splits[0]) + 4 * 7])
+    assert description == splits[1].describe(7)
 
 
-def test_a_single_condition_cannot_be_shuffled():
-    rows = rows_of([("a", "b", "the place"), ("c", "d", "The  place")])
+def test_single_condition_cannot_be_shuffled():
+    rows = make_rows([("a", "b", "the place"), ("c", "d", "The  place")])
     with pytest.raises(UserError, match=r"control-shuffled .* all 2 rows of a split of rows\.csv"):
         SplitInputs([rows], SHUFFLED)
     assert len(list(SplitInputs([rows], LEFT_OUT))) == 8
@@ -558,7 +575,7 @@ def test_a_single_condition_cannot_be_shuffled():
 
 @pytest.fixture
 def controls_run(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """A run with both controls, and a head fitted on one."""
+    """A run with both controls, and a head that is fitted on one of them."""
     folder = str(tmp_path / "run")
     manifest = json.loads((tiny_run / "run.json").read_text())
     command = ["extract", "--model", manifest["encoder"]["model"], "--run", folder]
@@ -571,25 +588,27 @@ def controls_run(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     return folder
 
 
-def test_controls_are_compared_like_any_other(
+def test_controls_are_evaluated_like_other_prompts(
     controls_run: str, capsys: pytest.CaptureFixture[str], small_rows: list[tuple]
 ):
     assert run(["evaluate", "--run", controls_run, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    shown = {row["name"]: row for row in results}
-    assert shown["linear@control-shuffled"]["subtract"]
-    assert not shown["none@control-no-condition"]["subtract"]
-    # Both rows of a pair get the same text, so the same similarity.
+    results_by_name = {row["name"]: row for row in results}
+    assert results_by_name["linear@control-shuffled"]["subtract"]
+    assert not results_by_name["none@control-no-condition"]["subtract"]
+    # Both rows of a pair get the same text, and so the same similarity.
     assert run(["evaluate", "--run", controls_run, "--predictions", "p.csv", "--json"]) == 0
     capsys.readouterr()
     lines = [line.split(",") for line in Path("p.csv").read_text().splitlines()]
-    column = lines[0].index("none@control-no-condition")
-    own = lines[0].index("none@concat-sent-cond")
+    control_column = lines[0].index("none@control-no-condition")
+    joint_column = lines[0].index("none@concat-sent-cond")
     pairs: dict[tuple[str, ...], set[str]] = {}
     for line in lines[1:]:
-        pairs.setdefault(tuple(line[1:3]), set()).add(line[column])
+        pairs.setdefault(tuple(line[1:3]), set()).add(line[control_column])
     assert all(len(values) == 1 for values in pairs.values())
-    assert any(a[own] != b[own] for a, b in zip(lines[1::2], lines[2::2], strict=True))
+    assert any(
+        a[joint_column] != b[joint_column] for a, b in zip(lines[1::2], lines[2::2], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -600,22 +619,22 @@ def test_controls_are_compared_like_any_other(
         ({"head": "none", "prompt": "control-no-condition"}, "control-no-condition"),
     ],
 )
-def test_controls_are_refused_for_texts_before_the_encoder_is_looked_for(
+def test_controls_are_rejected_for_texts_before_encoder_is_resolved(
     controls_run: str,
     options: dict[str, str],
     name: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def unreachable(*_: object) -> None:
-        raise AssertionError("the encoder was looked for")
+    def fail(*_: object) -> None:
+        raise AssertionError("the encoder was resolved")
 
-    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", unreachable)
+    monkeypatch.setattr("llmcond.runs.Run.resolve_encoder", fail)
     message = f"the prompt {name} is a control, which is only for comparisons: "
     with pytest.raises(UserError, match=message):
         llmcond.load_embedder(controls_run, **options)
-    given_ = [text for key, value in options.items() for text in (f"--{key}", value)]
-    command = ["similarity", "a", "b", "--condition", "c", "--run", controls_run, *given_]
+    flags = [text for key, value in options.items() for text in (f"--{key}", value)]
+    command = ["similarity", "a", "b", "--condition", "c", "--run", controls_run, *flags]
     assert run(command) == 2
     Path("texts.csv").write_text("sentence\ntwo men\n")
     command = [
@@ -628,14 +647,14 @@ def test_controls_are_refused_for_texts_before_the_encoder_is_looked_for(
         "--run",
         controls_run,
     ]
-    assert run([*command, *given_]) == 2
+    assert run([*command, *flags]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert len(errors) == 2
     assert all(message in line for line in errors)
     assert not Path("v.npy").exists()
 
 
-def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
+def test_advice_for_a_rejected_control_is_accepted(controls_run: str):
     embedder = llmcond.load_embedder(
         controls_run, head="none", prompt="concat-sent-cond", device="cpu"
     )
@@ -648,9 +667,9 @@ def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
 
 
 @pytest.mark.parametrize(
-    ("template", "rows", "found"),
+    ("template", "rows", "collision"),
     [
-        # The border between both texts is lost: "red" and "red hat" are two conditions.
+        # The boundary between both texts is lost, though "red" and "red hat" are two conditions.
         (
             "{condition} {sentence}",
             [("hat is worn", "hat fits", "red"), ("is worn", "fits", "red hat")],
@@ -668,27 +687,29 @@ def test_the_advice_of_a_refused_control_is_accepted(controls_run: str):
         ("{sentence} {condition}", [("a", "b", "x "), ("a", "b", "x"), ("a", "b", "X")], None),
     ],
 )
-def test_two_rows_made_the_same_are_found(
-    template: str, rows: list[tuple[str, str, str]], found: tuple[int, int] | None
+def test_find_same_inputs_detects_collisions(
+    template: str, rows: list[tuple[str, str, str]], collision: tuple[int, int] | None
 ):
     prompt = Prompt("d", "s", InputTemplate(template), InputTemplate("{condition}"), name="mine")
-    numbered = rows_of(rows, first=5)
-    assert find_same_inputs(numbered, prompt) == (found and (found[0] - 5, found[1] - 5))
-    if found is None:
-        SplitInputs([numbered], prompt).check_distinct()
+    numbered_rows = make_rows(rows, first=5)
+    assert find_same_inputs(numbered_rows, prompt) == (
+        collision and (collision[0] - 5, collision[1] - 5)
+    )
+    if collision is None:
+        SplitInputs([numbered_rows], prompt).check_distinct()
         return
     with pytest.raises(UserError) as caught:
-        SplitInputs([numbered], prompt).check_distinct()
+        SplitInputs([numbered_rows], prompt).check_distinct()
     message = str(caught.value)
     assert "\n" not in message
-    assert f"the prompt mine gives the same input for row {found[0]} of rows.csv" in message
-    assert f"row {found[1]} of rows.csv" in message
-    second = numbered.condition[found[1] - 5]
+    assert f"the prompt mine gives the same input for row {collision[0]} of rows.csv" in message
+    assert f"row {collision[1]} of rows.csv" in message
+    second = numbered_rows.condition[collision[1] - 5]
     assert repr(second) in message
 
 
-def test_a_template_made_without_its_check_is_found_and_controls_are_let_be():
-    rows = rows_of([("a", "b", "x"), ("a", "b", "y")])
+def test_find_same_inputs_reports_unchecked_template_but_no_control():
+    rows = make_rows([("a", "b", "x"), ("a", "b", "y")])
     lost = Prompt("d", "s", InputTemplate("{sentence}"), InputTemplate("{sentence}"), name="lost")
     assert find_same_inputs(rows, lost) == (0, 1)
     assert find_same_inputs(rows, load_prompt("separate")) is None
@@ -699,10 +720,10 @@ def test_a_template_made_without_its_check_is_found_and_controls_are_let_be():
 # -- routers -----------------------------------------------------------------------------------
 
 
-def routed_template(tmp_path: Path, **changes: object) -> Path:
+def write_routed_template(tmp_path: Path, **changes: object) -> Path:
     keys = {"text": '"{sentence}"', "router": '"{condition}"', **changes}
     lines = [f"{key} = {value}" for key, value in keys.items()]
-    path = tmp_path / "own.toml"
+    path = tmp_path / "mine.toml"
     path.write_text(
         'description = "a"\nsource = "b"\n[conditional]\n'
         + "\n".join(lines)
@@ -711,8 +732,8 @@ def routed_template(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
-    prompt = load_prompt(str(routed_template(tmp_path, temperature=0.2, centre="false")))
+def test_router_is_a_text_with_settings(tmp_path: Path):
+    prompt = load_prompt(str(write_routed_template(tmp_path, temperature=0.2, centre="false")))
     item = prompt.conditional.render("a dog {", "the mood }")
     assert (item.text, item.context) == ("a dog {", None)
     assert item.router == Router("the mood }", 0.2, False, True)
@@ -721,20 +742,20 @@ def test_a_router_is_a_text_with_its_settings(tmp_path: Path):
     assert prompt_from_json(prompt.to_json(), "record") == prompt
 
 
-def test_a_router_without_settings_has_those_of_the_bundled_template(tmp_path: Path):
-    own = load_prompt(str(routed_template(tmp_path)))
-    assert own.digest == load_prompt("routed").digest
+def test_default_router_matches_the_bundled_template(tmp_path: Path):
+    prompt = load_prompt(str(write_routed_template(tmp_path)))
+    assert prompt.digest == load_prompt("routed").digest
 
 
-def test_settings_of_a_router_change_the_digest(tmp_path: Path):
+def test_router_settings_change_the_digest(tmp_path: Path):
     digests = {
-        load_prompt(str(routed_template(tmp_path, **changes))).digest
+        load_prompt(str(write_routed_template(tmp_path, **changes))).digest
         for changes in ({}, {"temperature": 0.2}, {"centre": "true"}, {"router": '"{condition}."'})
     }
     assert len(digests) == 4
 
 
-def test_records_of_prompts_without_a_router_are_as_they_were():
+def test_records_of_prompts_without_router_are_unchanged():
     assert set(load_prompt("pair-cond").to_json()["conditional"]) == {
         "text",
         "instruction",
@@ -743,7 +764,7 @@ def test_records_of_prompts_without_a_router_are_as_they_were():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"router": '" "'}, "router is empty"),
         ({"router": '"{mood}"'}, r"unknown placeholder \{mood\}"),
@@ -754,13 +775,13 @@ def test_records_of_prompts_without_a_router_are_as_they_were():
         ({"tau": 0.1}, "unknown key 'conditional.tau'"),
     ],
 )
-def test_a_router_that_cannot_be_is_refused(tmp_path: Path, changes: dict, said: str):
-    with pytest.raises(UserError, match=said):
-        load_prompt(str(routed_template(tmp_path, **changes)))
+def test_invalid_router_is_rejected(tmp_path: Path, changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        load_prompt(str(write_routed_template(tmp_path, **changes)))
 
 
 @pytest.mark.parametrize("pooling", ["pooler", "latent"])
-def test_a_router_needs_the_tokens_own_states(pooling: str):
+def test_router_requires_pooling_of_token_states(pooling: str):
     identity = replace(IDENTITY, pooling=pooling)
     assert "--pooling cls or mean or last" in load_prompt("routed").obstacle(identity)
     assert load_prompt("routed").obstacle(replace(IDENTITY, pooling="mean")) == ""
