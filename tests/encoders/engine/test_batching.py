@@ -1,4 +1,4 @@
-"""Batches by a token budget: complete, within the budget, and always the same."""
+"""Batches under a token budget: complete, within the budget and deterministic."""
 
 import random
 from itertools import combinations, pairwise, takewhile
@@ -15,32 +15,32 @@ BUDGETS = st.integers(1, 1_000)
 
 
 @given(LENGTHS, BUDGETS)
-def test_every_position_is_in_one_batch(lengths, budget):
+def test_each_input_is_in_one_batch(lengths, budget):
     batches = plan_batches(lengths, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
 
 
 @given(LENGTHS, BUDGETS)
-def test_padded_batches_keep_the_budget(lengths, budget):
+def test_padded_batches_stay_within_budget(lengths, budget):
     for batch in plan_batches(lengths, budget):
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
 @given(LENGTHS, BUDGETS)
-def test_batches_are_filled_before_the_next_begins(lengths, budget):
+def test_each_batch_is_full_except_the_last(lengths, budget):
     batches = plan_batches(lengths, budget)
     for batch in batches[:-1]:
         assert (len(batch) + 1) * max(lengths[i] for i in batch) > budget
 
 
 @given(LENGTHS, BUDGETS)
-def test_batches_go_from_long_to_short(lengths, budget):
+def test_batches_are_sorted_by_descending_length(lengths, budget):
     planned = [lengths[i] for batch in plan_batches(lengths, budget) for i in batch]
     assert planned == sorted(lengths, reverse=True)
 
 
 @given(LENGTHS, BUDGETS)
-def test_the_same_lengths_give_the_same_batches(lengths, budget):
+def test_batches_are_deterministic(lengths, budget):
     assert plan_batches(lengths, budget) == plan_batches(tuple(lengths), budget)
 
 
@@ -48,7 +48,7 @@ def test_inputs_of_equal_length_keep_their_order():
     assert plan_batches([2, 3, 2, 3, 2], 6) == [[1, 3], [0, 2, 4]]
 
 
-def test_input_beyond_the_budget_gets_a_batch_of_its_own():
+def test_input_beyond_budget_gets_separate_batch():
     assert plan_batches([5, 50, 5], 10) == [[1], [0, 2]]
 
 
@@ -60,65 +60,65 @@ def inputs_of(batches):
 
 
 @given(LENGTHS, BUDGETS)
-def test_every_input_is_in_one_row(lengths, budget):
+def test_each_input_is_in_one_row(lengths, budget):
     assert sorted(inputs_of(pack(lengths, budget))) == list(range(len(lengths)))
 
 
 @given(LENGTHS, BUDGETS)
-def test_rows_keep_the_budget(lengths, budget):
+def test_rows_stay_within_budget(lengths, budget):
     for batch in pack(lengths, budget):
         assert batch.n_tokens == sum(lengths[i] for i in batch.inputs)
         assert len(batch.inputs) == 1 or batch.n_tokens <= budget
 
 
 @given(LENGTHS, BUDGETS)
-def test_rows_go_from_long_to_short(lengths, budget):
+def test_rows_are_sorted_by_descending_length(lengths, budget):
     packed = inputs_of(pack(lengths, budget))
     assert packed == sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
 
 
 @given(LENGTHS, BUDGETS)
-def test_row_is_its_inputs_one_behind_the_other(lengths, budget):
+def test_row_concatenates_its_inputs(lengths, budget):
     for batch in pack(lengths, budget):
         assert not batch.shared
         assert [segment.source for segment in batch.segments] == list(batch.inputs)
         assert batch.leaves == tuple(range(len(batch.inputs)))
-        places = [
+        positions = [
             batch.position(leaf, token)
             for index, leaf in zip(batch.inputs, batch.leaves, strict=True)
             for token in range(lengths[index])
         ]
-        assert places == list(range(batch.n_tokens))
+        assert positions == list(range(batch.n_tokens))
 
 
 @given(LENGTHS, BUDGETS)
-def test_the_same_lengths_give_the_same_rows(lengths, budget):
+def test_rows_are_deterministic(lengths, budget):
     assert pack(lengths, budget) == pack(tuple(lengths), budget)
 
 
 @given(LENGTHS, BUDGETS)
-def test_no_row_is_longer_than_an_even_share_and_an_input(lengths, budget):
+def test_row_length_is_at_most_equal_share_plus_one_input(lengths, budget):
     share = sum(lengths) / max(1, -(-sum(lengths) // budget))
     for batch in pack(lengths, budget):
         assert batch.n_tokens < share + STEP + max(lengths)
 
 
 @pytest.mark.parametrize("budget", [512, 1_024, 1_536, 4_096])
-def test_rows_are_about_equal(budget):
-    """Of full rows and a rest, the rest would leave the machine half idle."""
+def test_rows_have_similar_lengths(budget):
+    """After rows filled to the budget, a short last row would leave the machine half idle."""
     for seed in range(20):
         lengths = random.Random(seed).choices(range(5, 40), k=256)
         sizes = [batch.n_tokens for batch in pack(lengths, budget)]
-        # What each row has more than its share is missing in the last one.
+        # What each row has above its share is missing in the last row.
         assert min(sizes) >= max(sizes) - (40 + STEP) * len(sizes)
         assert len(sizes) <= -(-sum(lengths) // budget) + 1
 
 
-def test_rows_are_equal_up_to_a_step_and_an_input():
+def test_row_lengths_differ_by_at_most_a_step_and_an_input():
     assert [batch.n_tokens for batch in pack([10] * 128, 1_000)] == [700, 580]
 
 
-def test_nothing_to_pack_makes_no_rows():
+def test_no_inputs_give_no_rows():
     assert pack([], 10) == []
     assert pack_shared([], 10) == []
 
@@ -127,25 +127,25 @@ def test_nothing_to_pack_makes_no_rows():
 
 
 @st.composite
-def families(draw):
-    """Inputs of few kinds of tokens, of which some go on from others, and some are the same."""
+def inputs_with_prefixes(draw):
+    """Generate inputs over a small vocabulary, some with common prefixes, some equal."""
     tokens = st.integers(0, draw(st.integers(0, 2)))
     prefixes = draw(st.lists(st.lists(tokens, max_size=15), min_size=1, max_size=3))
-    own = draw(st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=12))
-    return [draw(st.sampled_from(prefixes)) + row for row in own]
+    suffixes = draw(st.lists(st.lists(tokens, min_size=1, max_size=20), min_size=1, max_size=12))
+    return [draw(st.sampled_from(prefixes)) + row for row in suffixes]
 
 
 @st.composite
-def plans(draw):
-    """Inputs, a budget and their rows, also where sharing is not worth it."""
-    ids, budget = draw(families()), draw(st.integers(1, 80))
+def shared_rows(draw):
+    """Generate inputs, a budget and the rows, also where sharing saves little."""
+    ids, budget = draw(inputs_with_prefixes()), draw(st.integers(1, 80))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batching, "_WORTH_SHARING", draw(st.sampled_from([0.97, 1.0])))
         return ids, budget, pack_shared(ids, budget)
 
 
 def content(batch, ids):
-    """Return the tokens of a row; every place is filled once."""
+    """Return the tokens of a row and check that every position is filled once."""
     row = [None] * batch.n_tokens
     for segment in batch.segments:
         assert segment.length > 0
@@ -155,25 +155,25 @@ def content(batch, ids):
     return row
 
 
-@given(plans())
-def test_every_input_is_in_one_row_with_sharing(plan):
+@given(shared_rows())
+def test_each_input_is_in_one_row_with_sharing(plan):
     ids, _, batches = plan
     assert sorted(inputs_of(batches)) == list(range(len(ids)))
 
 
-@given(plans())
-def test_every_token_is_found_at_its_place(plan):
+@given(shared_rows())
+def test_position_locates_every_token(plan):
     ids, _, batches = plan
     for batch in batches:
         row = content(batch, ids)
         for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
-            places = [batch.position(leaf, token) for token in range(len(ids[index]))]
-            assert [row[place] for place in places] == ids[index]
-            assert places == sorted(places)
+            positions = [batch.position(leaf, token) for token in range(len(ids[index]))]
+            assert [row[position] for position in positions] == ids[index]
+            assert positions == sorted(positions)
 
 
-@given(plans())
-def test_path_of_an_input_has_all_of_its_tokens_and_no_other(plan):
+@given(shared_rows())
+def test_path_of_an_input_covers_exactly_its_tokens(plan):
     ids, _, batches = plan
     for batch in batches:
         for index, leaf in zip(batch.inputs, batch.leaves, strict=True):
@@ -184,27 +184,27 @@ def test_path_of_an_input_has_all_of_its_tokens_and_no_other(plan):
             assert all(first.end == second.begin for first, second in pairwise(path))
 
 
-@given(plans())
-def test_segment_ends_where_the_last_that_goes_on_from_it_does(plan):
+@given(shared_rows())
+def test_subtree_ends_with_its_last_descendant(plan):
     _, _, batches = plan
     for batch in batches:
-        for at, segment in enumerate(batch.segments):
-            below = [s for i, s in enumerate(batch.segments) if segment in batch.ancestors(i)]
-            assert segment.parent < at
-            assert segment.subtree_stop == max([segment.stop, *(s.stop for s in below)])
-            # Nothing else stands between them: a tree's row is depth first.
-            assert segment.subtree_stop - segment.stop == sum(s.length for s in below)
+        for index, segment in enumerate(batch.segments):
+            descendants = [s for i, s in enumerate(batch.segments) if segment in batch.ancestors(i)]
+            assert segment.parent < index
+            assert segment.subtree_stop == max([segment.stop, *(s.stop for s in descendants)])
+            # Nothing else is in between, because the row of a tree is in depth-first order.
+            assert segment.subtree_stop - segment.stop == sum(s.length for s in descendants)
 
 
-@given(plans())
-def test_rows_keep_the_budget_with_sharing(plan):
+@given(shared_rows())
+def test_rows_stay_within_budget_with_sharing(plan):
     _, budget, batches = plan
     for batch in batches:
         assert len(batch.inputs) == 1 or batch.n_tokens <= budget
 
 
-@given(plans())
-def test_prefix_stands_in_a_row_once(plan):
+@given(shared_rows())
+def test_prefix_occurs_once_in_a_row(plan):
     ids, _, batches = plan
     for batch in (batch for batch in batches if batch.shared):
         for first, second in combinations(batch.segments, 2):
@@ -218,22 +218,22 @@ def test_prefix_stands_in_a_row_once(plan):
                 assert len(same) < MIN_SHARED
 
 
-@given(plans())
-def test_sharing_never_computes_more_than_there_is(plan):
+@given(shared_rows())
+def test_sharing_never_computes_additional_tokens(plan):
     ids, _, batches = plan
     assert sum(batch.n_tokens for batch in batches) <= sum(map(len, ids))
 
 
-@given(families(), st.integers(1, 80))
-def test_the_same_inputs_give_the_same_rows_with_sharing(ids, budget):
+@given(inputs_with_prefixes(), st.integers(1, 80))
+def test_rows_are_deterministic_with_sharing(ids, budget):
     assert pack_shared(ids, budget) == pack_shared([tuple(row) for row in ids], budget)
 
 
-@given(families(), st.integers(1, 80), st.randoms(use_true_random=False))
-def test_order_of_the_inputs_does_not_change_the_rows_with_sharing(ids, budget, order):
+@given(inputs_with_prefixes(), st.integers(1, 80), st.randoms(use_true_random=False))
+def test_row_lengths_do_not_depend_on_input_order_with_sharing(ids, budget, order):
     shuffled = order.sample(ids, len(ids))
-    found = [[b.n_tokens for b in pack_shared(rows, budget)] for rows in (ids, shuffled)]
-    assert found[0] == found[1]
+    row_lengths = [[b.n_tokens for b in pack_shared(rows, budget)] for rows in (ids, shuffled)]
+    assert row_lengths[0] == row_lengths[1]
 
 
 def test_repeated_input_is_computed_once():
@@ -243,7 +243,7 @@ def test_repeated_input_is_computed_once():
     assert sorted(batch.inputs) == [0, 1, 2, 3]
 
 
-def test_input_that_others_go_on_from_ends_inside_their_row():
+def test_input_that_is_a_prefix_ends_inside_the_row():
     ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8]]
     (batch,) = pack_shared(ids, 100)
     assert batch.n_tokens == 8
@@ -251,7 +251,7 @@ def test_input_that_others_go_on_from_ends_inside_their_row():
 
 
 @pytest.mark.parametrize("common", [MIN_SHARED, MIN_SHARED - 1])
-def test_prefix_is_shared_from_its_least_length_on(common):
+def test_prefix_is_shared_from_minimum_length_on(common):
     ids = [list(range(8)), [*range(common), *range(20, 28 - common)]]
     assert sum(batch.n_tokens for batch in pack_shared(ids, 100)) == (
         16 - common if common >= MIN_SHARED else 16
@@ -259,22 +259,22 @@ def test_prefix_is_shared_from_its_least_length_on(common):
 
 
 @pytest.mark.parametrize("n_inputs", [2, 60])
-def test_plan_is_that_without_sharing_where_little_is_shared(n_inputs):
-    chance = random.Random(0)
-    ids = [chance.choices(range(1_000), k=chance.randint(1, 50)) for _ in range(n_inputs)]
+def test_rows_are_not_shared_if_little_is_saved(n_inputs):
+    generator = random.Random(0)
+    ids = [generator.choices(range(1_000), k=generator.randint(1, 50)) for _ in range(n_inputs)]
     assert pack_shared(ids, 200) == pack([len(row) for row in ids], 200)
 
 
 @settings(deadline=None)
-@given(families(), st.integers(1, 80))
-def test_plan_shares_or_is_that_without_sharing(ids, budget):
+@given(inputs_with_prefixes(), st.integers(1, 80))
+def test_sharing_saves_three_percent_or_is_not_used(ids, budget):
     batches, lengths = pack_shared(ids, budget), [len(row) for row in ids]
     assume(batches != pack(lengths, budget))
     assert sum(batch.n_tokens for batch in batches) <= 0.97 * sum(lengths)
 
 
 @pytest.mark.parametrize("budget", [1_000_000, 1_000, 64])
-def test_chain_of_thousands_that_each_go_on_from_the_last_is_planned(budget):
+def test_chain_of_thousands_of_prefixes_is_packed(budget):
     depth = 2_500
     ids = [list(range(stop)) for stop in range(1, depth + 1)]
     batches = pack_shared(ids, budget)
@@ -292,11 +292,11 @@ def test_chain_of_thousands_that_each_go_on_from_the_last_is_planned(budget):
 
 
 @pytest.mark.parametrize("suffixes", [2, 8, 32])
-def test_families_are_shared_nearly_as_well_as_they_can_be(suffixes):
+def test_sharing_of_prefixes_is_nearly_optimal(suffixes):
     ids = [
-        [family] * 60 + [1_000 + family * suffixes + at] * 8
-        for family in range(30)
-        for at in range(suffixes)
+        [prefix] * 60 + [1_000 + prefix * suffixes + suffix] * 8
+        for prefix in range(30)
+        for suffix in range(suffixes)
     ]
     computed = sum(batch.n_tokens for batch in pack_shared(ids, 1_024))
     ideal = suffixes * 68 / (60 + 8 * suffixes)

@@ -1,4 +1,4 @@
-"""Packed inputs get the vectors that padded ones and single ones get, and memory may run out."""
+"""Packed, padded and single inputs get equal vectors, also after running out of memory."""
 
 import random
 import shutil
@@ -21,7 +21,7 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine import attention, engine, varlen
 from llmcond.errors import LlmcondError, UserError
 
-# What is this small is done before a second thread has woken up.
+# Networks this small finish before a second thread would have started.
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -32,30 +32,30 @@ def load(folder, case, **options):
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
-    """A maker of a case's folder, each made once."""
-    made = {}
+def make_folder(tmp_path_factory):
+    """A function that returns the checkpoint folder of a case and creates it on first use."""
+    folders = {}
 
     def folder(name):
         case = CASES[name]
         key = case.kind, *case.made.items(), *case.config.items()
-        if key not in made:
-            path = tmp_path_factory.mktemp("made") / "model"
-            made[key] = checkpoints.make(case.kind, path, **case.made).folder
+        if key not in folders:
+            path = tmp_path_factory.mktemp("checkpoint") / "model"
+            folders[key] = checkpoints.make(case.kind, path, **case.made).folder
             checkpoints.change_json(path / "config.json", **case.config)
-        return made[key]
+        return folders[key]
 
     return folder
 
 
 @pytest.fixture(scope="module")
-def loaded(make):
-    """A loader of a case's encoder, each loaded once."""
+def get_encoder(make_folder):
+    """A function that returns the encoder of a case and loads it on first use."""
     encoders = {}
 
     def encoder(name):
         if name not in encoders:
-            encoders[name] = load(make(name), CASES[name])
+            encoders[name] = load(make_folder(name), CASES[name])
         return encoders[name]
 
     return encoder
@@ -66,25 +66,25 @@ def name(request):
     return request.param
 
 
-def padded(encoder, items):
+def encode_padded(encoder, items):
     """Encode without packing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "packs", False)
         return encoder.encode_counted(items)
 
 
-def at_budget(encoder, budget, items):
+def encode_with_budget(encoder, budget, items):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "budget", budget)
         return encoder.encode_counted(items)
 
 
-def computed_alone(encoder, encoded):
-    """Return the tokens that inputs have when nothing is filled up and nothing is shared."""
+def count_unshared_tokens(encoder, encoded):
+    """Return the number of tokens without padding and without shared prefixes."""
     return int(np.minimum(encoded.n_tokens, encoder.identity.max_length).sum())
 
 
-# -- packed is padded is alone -----------------------------------------------------------------
+# -- packed, padded and single inputs ----------------------------------------------------------
 
 
 def test_every_known_architecture_has_a_case():
@@ -94,29 +94,29 @@ def test_every_known_architecture_has_a_case():
     assert covered == known - {"nvembed"}
 
 
-def test_every_case_is_packed(name, loaded):
-    assert loaded(name).engine.packs == (CASES[name].window > 0)
-    assert loaded(name).engine.shares_prefixes == CASES[name].shares
+def test_cases_use_packing_as_expected(name, get_encoder):
+    assert get_encoder(name).engine.packs == (CASES[name].window > 0)
+    assert get_encoder(name).engine.shares_prefixes == CASES[name].shares
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 150, 100_000])
-def test_packed_inputs_get_the_vectors_of_padded_ones(name, loaded, budget):
-    encoder = loaded(name)
+def test_packed_vectors_equal_padded_vectors(name, get_encoder, budget):
+    encoder = get_encoder(name)
     items = mix(encoder, seed=budget)
-    found, expected = at_budget(encoder, budget, items), padded(encoder, items)
-    near(found.vectors, expected.vectors)
-    assert found.n_tokens.tolist() == expected.n_tokens.tolist()
-    assert found.truncated.any()
+    packed, expected = encode_with_budget(encoder, budget, items), encode_padded(encoder, items)
+    near(packed.vectors, expected.vectors)
+    assert packed.n_tokens.tolist() == expected.n_tokens.tolist()
+    assert packed.truncated.any()
 
 
 @pytest.mark.matrix
-def test_packed_inputs_get_the_vectors_of_single_ones(name, loaded):
-    encoder = loaded(name)
+def test_packed_vectors_equal_vectors_of_single_inputs(name, get_encoder):
+    encoder = get_encoder(name)
     items = mix(encoder, seed=1, n_inputs=20)
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
     near(encoder.encode_counted(items).vectors, alone)
-    single = np.concatenate([padded(encoder, [item]).vectors for item in items])
+    single = np.concatenate([encode_padded(encoder, [item]).vectors for item in items])
     near(alone, single)
 
 
@@ -127,65 +127,67 @@ def test_packed_inputs_get_the_vectors_of_single_ones(name, loaded):
     task=st.sampled_from(TASKS[1:]),
     budget=st.sampled_from([60, 1_000]),
 )
-def test_inputs_of_any_lengths_are_packed_alike(name, loaded, lengths, task, budget):
-    encoder = loaded(name)
+def test_packed_vectors_equal_padded_vectors_for_any_lengths(
+    name, get_encoder, lengths, task, budget
+):
+    encoder = get_encoder(name)
     task = task if encoder.identity.instruction_format else ""
-    least = int(encoder.identity.pool_over == "text")
-    texts = [" ".join(WORDS[at : at + max(least, n)]) for at, n in enumerate(lengths)]
-    items = [EncoderInput(task if at % 3 else "", text) for at, text in enumerate(texts)]
-    near(at_budget(encoder, budget, items).vectors, padded(encoder, items).vectors)
+    min_words = int(encoder.identity.pool_over == "text")
+    texts = [" ".join(WORDS[index : index + max(min_words, n)]) for index, n in enumerate(lengths)]
+    items = [EncoderInput(task if index % 3 else "", text) for index, text in enumerate(texts)]
+    near(encode_with_budget(encoder, budget, items).vectors, encode_padded(encoder, items).vectors)
 
 
-def test_nothing_is_filled_up(name, loaded):
-    encoder = loaded(name)
+def test_packing_computes_no_padding(name, get_encoder):
+    encoder = get_encoder(name)
     if not encoder.engine.packs:
-        pytest.skip("it is padded")
+        pytest.skip("this encoder is padded")
     items = mix(encoder, seed=2)
     if CASES[name].window < MAX_LENGTH:
         items = [EncoderInput("", text) for text in ("", "dogs", "a", "")]
-    found, expected = encoder.encode_counted(items), padded(encoder, items)
+    packed, padded = encoder.encode_counted(items), encode_padded(encoder, items)
     if CASES[name].shares:
-        assert found.n_computed < computed_alone(encoder, found)
+        assert packed.n_computed < count_unshared_tokens(encoder, packed)
     else:
-        assert found.n_computed == computed_alone(encoder, found)
-    assert expected.n_computed > computed_alone(encoder, found)
+        assert packed.n_computed == count_unshared_tokens(encoder, packed)
+    assert padded.n_computed > count_unshared_tokens(encoder, packed)
 
 
-def test_inputs_beyond_a_window_are_padded_beside_packed_ones(loaded):
-    encoder, window = loaded("gemma-wider"), CASES["gemma-wider"].window
+def test_only_inputs_beyond_the_window_are_padded(get_encoder):
+    encoder, window = get_encoder("gemma-wider"), CASES["gemma-wider"].window
     forwards = []
     hook = encoder.engine.model.network.register_forward_pre_hook(
         lambda module, args, kwargs: forwards.append(("packed" in kwargs, kwargs["input_ids"])),
         with_kwargs=True,
     )
-    items = [EncoderInput("", " ".join(WORDS[at : at + at % 9])) for at in range(40)]
-    found = encoder.encode_counted(items)
+    items = [EncoderInput("", " ".join(WORDS[index : index + index % 9])) for index in range(40)]
+    encoded = encoder.encode_counted(items)
     hook.remove()
     assert {packed for packed, _ in forwards} == {False, True}
     assert all(ids.shape[1] > window for packed, ids in forwards if not packed)
     narrow = sum(ids.numel() for packed, ids in forwards if packed)
-    assert narrow == sum(n for n in found.n_tokens if n <= window)
-    near(found.vectors, padded(encoder, items).vectors)
+    assert narrow == sum(n for n in encoded.n_tokens if n <= window)
+    near(encoded.vectors, encode_padded(encoder, items).vectors)
 
 
 @pytest.mark.parametrize("name", ["e5-xlm-r", "bge-m3", "simcse-roberta", "roberta-mean"])
-def test_text_that_holds_the_padding_token_itself_is_packed_alike(loaded, name):
-    """Their positions leave it out, wherever it stands."""
-    encoder = loaded(name)
+def test_text_with_padding_token_is_packed_correctly(get_encoder, name):
+    """Position ids skip the padding token, wherever it occurs."""
+    encoder = get_encoder(name)
     texts = ["the <pad> dogs <pad><pad> run", "<pad>", "run", "<pad> a man <pad>", "two dogs"]
     items = [EncoderInput("", text) for text in texts]
     rows = encoder._tokenizer(items)
     assert any(row.ids[1:-1].count(1) > 1 for row in rows)
-    found = encoder.encode_counted(items).vectors
-    near(found, padded(encoder, items).vectors)
-    near(found, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    vectors = encoder.encode_counted(items).vectors
+    near(vectors, encode_padded(encoder, items).vectors)
+    near(vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
 
 
-def test_pairs_are_packed_with_their_token_types(make):
+def test_pairs_are_packed_with_their_token_types(make_folder):
     case = CASES["simcse-bert"]
-    # Without --like: SimCSE's own pooling takes no pairs.
+    # There is no ``like``, because the pooling of SimCSE does not support pairs.
     encoder = load_encoder(
-        str(make("simcse-bert")),
+        str(make_folder("simcse-bert")),
         dtype="float32",
         device="cpu",
         max_length=60,
@@ -194,30 +196,30 @@ def test_pairs_are_packed_with_their_token_types(make):
     )
     assert case.kind == "simcse-bert"
     assert encoder.engine.packs
-    chance = random.Random(0)
-    texts = [" ".join(chance.choices(WORDS, k=chance.randint(1, 30))) for _ in range(30)]
+    generator = random.Random(0)
+    texts = [" ".join(generator.choices(WORDS, k=generator.randint(1, 30))) for _ in range(30)]
     items = [
-        EncoderInput("", text, chance.choice([None, "", "the color", text, "dogs " * 60]))
+        EncoderInput("", text, generator.choice([None, "", "the color", text, "dogs " * 60]))
         for text in texts
     ]
-    types = []
+    batches = []
     hook = encoder.engine.model.network.register_forward_pre_hook(
-        lambda module, args, kwargs: types.append(kwargs.get("token_type_ids")), with_kwargs=True
+        lambda module, args, kwargs: batches.append(kwargs.get("token_type_ids")), with_kwargs=True
     )
-    found = at_budget(encoder, 200, items)
+    packed = encode_with_budget(encoder, 200, items)
     hook.remove()
-    assert any(given is not None and 0 < given.float().mean() < 1 for given in types)
-    near(found.vectors, padded(encoder, items).vectors)
-    near(found.vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    assert any(types is not None and 0 < types.float().mean() < 1 for types in batches)
+    near(packed.vectors, encode_padded(encoder, items).vectors)
+    near(packed.vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
     untyped = encoder.encode_counted([EncoderInput("", item.text) for item in items])
-    assert np.abs(untyped.vectors - found.vectors).max() > 0.01
+    assert np.abs(untyped.vectors - packed.vectors).max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["sfr", "causal-mean"])
-def test_pairs_of_a_decoder_are_packed_alike(make, name):
+def test_pairs_of_a_decoder_are_packed_correctly(make_folder, name):
     pooling = {"sfr": "last", "causal-mean": "mean"}[name]
     encoder = load_encoder(
-        str(make(name)),
+        str(make_folder(name)),
         dtype="float32",
         device="cpu",
         pooling=pooling,
@@ -227,36 +229,36 @@ def test_pairs_of_a_decoder_are_packed_alike(make, name):
     assert encoder.engine.shares_prefixes == (pooling == "last")
     contexts = [None, "", "the color of the dress", "the color of the sky"]
     items = [EncoderInput("", text, context) for text in WORDS[:8] for context in contexts]
-    found = encoder.encode_counted(items).vectors
-    near(found, padded(encoder, items).vectors)
-    near(found, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    vectors = encoder.encode_counted(items).vectors
+    near(vectors, encode_padded(encoder, items).vectors)
+    near(vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
 
 
-def test_minilm_packs_to_its_own_vectors():
+def test_minilm_is_packed_without_padding():
     minilm = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
     assert minilm.engine.packs
     items = mix(minilm, seed=3, n_inputs=12)
-    found = minilm.encode_counted(items)
-    near(found.vectors, padded(minilm, items).vectors)
-    assert found.n_computed == computed_alone(minilm, found)
+    packed = minilm.encode_counted(items)
+    near(packed.vectors, encode_padded(minilm, items).vectors)
+    assert packed.n_computed == count_unshared_tokens(minilm, packed)
 
 
-def test_many_inputs_come_back_in_their_order(loaded):
-    """More than one thread takes at a time."""
-    encoder = loaded("simcse-bert")
-    texts = [f"{WORDS[at % 60]} {WORDS[at % 7]} {at}" for at in range(600)]
+def test_vectors_of_many_inputs_are_in_input_order(get_encoder):
+    """There are more inputs than one thread takes at a time."""
+    encoder = get_encoder("simcse-bert")
+    texts = [f"{WORDS[index % 60]} {WORDS[index % 7]} {index}" for index in range(600)]
     items = [EncoderInput("", text) for text in texts]
-    found = encoder.encode_counted(items).vectors
-    near(found, at_budget(encoder, 100_000, items).vectors)
-    for at in (0, 255, 256, 599):
-        near(found[[at]], encoder.encode_counted([items[at]]).vectors)
+    vectors = encoder.encode_counted(items).vectors
+    near(vectors, encode_with_budget(encoder, 100_000, items).vectors)
+    for index in (0, 255, 256, 599):
+        near(vectors[[index]], encoder.encode_counted([items[index]]).vectors)
 
 
 # -- shared prefixes ---------------------------------------------------------------------------
 
 
 def prompts(n_texts=12):
-    """What several inputs of a causal encoder have in common: the task, and the text's start."""
+    """Return inputs that share their instruction and the start of their text."""
     return [
         EncoderInput(task, f"{text} {end}")
         for task in ("retrieve the color of the dress", "retrieve the number of people")
@@ -266,109 +268,111 @@ def prompts(n_texts=12):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shares])
-def test_shared_prefixes_change_no_vector_and_save_tokens(make, loaded, name):
-    sharing = loaded(name)
-    apart = load(make(name), CASES[name], share_prefixes=False)
-    assert sharing.engine.shares_prefixes
-    assert not apart.engine.shares_prefixes
-    for items in (prompts(), mix(sharing, seed=4)):
-        found, expected = sharing.encode_counted(items), apart.encode_counted(items)
-        near(found.vectors, expected.vectors)
-        assert found.n_tokens.tolist() == expected.n_tokens.tolist()
-        assert expected.n_computed == computed_alone(apart, expected)
-        assert found.n_computed < expected.n_computed
-    assert sharing.encode_counted(prompts()).n_computed < 0.6 * expected.n_tokens.sum()
+def test_shared_prefixes_save_tokens_and_keep_vectors(make_folder, get_encoder, name):
+    encoder = get_encoder(name)
+    unshared = load(make_folder(name), CASES[name], share_prefixes=False)
+    assert encoder.engine.shares_prefixes
+    assert not unshared.engine.shares_prefixes
+    for items in (prompts(), mix(encoder, seed=4)):
+        shared, expected = encoder.encode_counted(items), unshared.encode_counted(items)
+        near(shared.vectors, expected.vectors)
+        assert shared.n_tokens.tolist() == expected.n_tokens.tolist()
+        assert expected.n_computed == count_unshared_tokens(unshared, expected)
+        assert shared.n_computed < expected.n_computed
+    assert encoder.encode_counted(prompts()).n_computed < 0.6 * expected.n_tokens.sum()
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.shares])
-def test_encoder_that_cannot_share_exactly_never_does(make, loaded, name):
-    apart = load(make(name), CASES[name], share_prefixes=False)
+def test_encoder_that_cannot_share_prefixes_exactly_does_not(make_folder, get_encoder, name):
+    unshared = load(make_folder(name), CASES[name], share_prefixes=False)
     items = [
-        EncoderInput(item.instruction if apart.identity.instruction_format else "", item.text)
+        EncoderInput(item.instruction if unshared.identity.instruction_format else "", item.text)
         for item in prompts(3)
     ]
-    assert not loaded(name).engine.shares_prefixes
-    found, expected = loaded(name).encode_counted(items), apart.encode_counted(items)
-    assert found.n_computed == expected.n_computed
-    near(found.vectors, expected.vectors)
+    assert not get_encoder(name).engine.shares_prefixes
+    encoded, expected = get_encoder(name).encode_counted(items), unshared.encode_counted(items)
+    assert encoded.n_computed == expected.n_computed
+    near(encoded.vectors, expected.vectors)
 
 
 # -- what cannot be packed ---------------------------------------------------------------------
 
-#: Each direction, with rotary positions and with learnt ones.
-REFUSING = ["e5-mistral", "gte-qwen2", "e5-xlm-r", "simcse-bert", "nv-embed"]
+#: Causal and bidirectional encoders, with rotary and with learnt positions.
+PADDED = ["e5-mistral", "gte-qwen2", "e5-xlm-r", "simcse-bert", "nv-embed"]
 
 
-def unpacked(make, name, monkeypatch):
-    """Load a case that is to be padded, and compare it with the packed one."""
-    encoder = load(make(name), CASES[name])
+def check_padded(make_folder, name, monkeypatch):
+    """Check that a case is padded under the patches, and that its vectors equal packed ones."""
+    encoder = load(make_folder(name), CASES[name])
     assert not encoder.engine.packs
     items = mix(encoder, seed=5, n_inputs=15)
-    found = encoder.encode_counted(items)
+    padded = encoder.encode_counted(items)
     monkeypatch.undo()
-    near(found.vectors, load(make(name), CASES[name]).encode_counted(items).vectors)
-    return found
+    near(padded.vectors, load(make_folder(name), CASES[name]).encode_counted(items).vectors)
+    return padded
 
 
-def open_attention(module, query, key, value, mask, scaling=None, packed=None, **options):
+def leak_to_all(module, query, key, value, mask, scaling=None, packed=None, **options):
     """Let the texts of a packed row see each other."""
     return attention.sdpa_attention_forward(
         module, query, key, value, mask, scaling=scaling, **options
     )
 
 
-def later_attention(module, query, key, value, mask, scaling=None, packed=None, **options):
-    """As transformers' own, let texts see those that stand before them."""
+def leak_to_earlier(module, query, key, value, mask, scaling=None, packed=None, **options):
+    """Let texts see the texts before them, as the causal mask of transformers does."""
     if packed is not None:
         mask = torch.full((query.shape[2],) * 2, float("-inf")).triu(1)[None, None]
-    return open_attention(module, query, key, value, mask, scaling, None, **options)
+    return leak_to_all(module, query, key, value, mask, scaling, None, **options)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("leak", [open_attention, later_attention])
-@pytest.mark.parametrize("name", REFUSING)
-def test_encoder_whose_texts_would_see_each_other_is_padded(make, monkeypatch, name, leak):
+@pytest.mark.parametrize("leak", [leak_to_all, leak_to_earlier])
+@pytest.mark.parametrize("name", PADDED)
+def test_encoder_is_padded_if_attention_leaks_between_texts(make_folder, monkeypatch, name, leak):
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, leak)
-    unpacked(make, name, monkeypatch)
+    check_padded(make_folder, name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["e5-xlm-r", "bge-m3", "simcse-roberta"])
-def test_encoder_whose_positions_would_be_wrong_is_padded(make, monkeypatch, name):
+def test_encoder_is_padded_if_positions_would_be_wrong(make_folder, monkeypatch, name):
     monkeypatch.setattr(engine, "skipped_id", lambda network: None)
-    unpacked(make, name, monkeypatch)
+    check_padded(make_folder, name, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError, TypeError, KeyError])
-def test_encoder_that_fails_on_a_packed_row_is_padded(make, monkeypatch, error):
-    honest = attention._compute_attention
+def test_encoder_is_padded_if_packed_row_raises(make_folder, monkeypatch, error):
+    original = attention._compute_attention
 
-    def failing(*states, packed=None, **options):
+    def fail_if_packed(*states, packed=None, **options):
         if packed is not None:
             raise error("not in a packed row")
-        return honest(*states, **options)
+        return original(*states, **options)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, failing)
-    unpacked(make, "e5-mistral", monkeypatch)
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, fail_if_packed)
+    check_padded(make_folder, "e5-mistral", monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["sfr", "gte-qwen2", "gemma", "e5-xlm-r", "simcse-bert"])
-def test_padding_token_without_an_embedding_changes_nothing(tmp_path, make, loaded, name):
-    encoder = loaded(name)
-    folder = shutil.copytree(make(name), tmp_path / "model")
+def test_padding_token_without_embedding_does_not_change_vectors(
+    tmp_path, make_folder, get_encoder, name
+):
+    encoder = get_encoder(name)
+    folder = shutil.copytree(make_folder(name), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", pad_token="[NEWPAD]")
     other = load(folder, CASES[name])
     rows = len(other.engine.model.network.get_input_embeddings().weight)
-    assert other._tokenizer.pad_id == rows  # one behind the last
+    assert other._tokenizer.pad_id == rows  # one after the last embedding
     items = mix(encoder, seed=8, n_inputs=15)
-    near(padded(other, items).vectors, padded(encoder, items).vectors)
+    near(encode_padded(other, items).vectors, encode_padded(encoder, items).vectors)
     near(other.encode_counted(items).vectors, encoder.encode_counted(items).vectors)
     with pytest.raises(UserError, match=f"token id {rows},.*embeddings for the ids 0 to"):
         other.encode([EncoderInput("", "dogs [NEWPAD]")])
 
 
-def test_end_without_an_embedding_is_told(tmp_path, make):
+def test_end_token_without_embedding_raises(tmp_path, make_folder):
     case = CASES["nv-embed"]
-    folder = shutil.copytree(make("nv-embed"), tmp_path / "model")
+    folder = shutil.copytree(make_folder("nv-embed"), tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", additional_special_tokens=["[END]"])
     encoder = load(folder, case, special_tokens="<s> {text} [END]")
     with pytest.raises(
@@ -377,104 +381,112 @@ def test_end_without_an_embedding_is_told(tmp_path, make):
         encoder.encode([EncoderInput("", "dogs")])
 
 
-def test_encoder_with_eager_attention_is_padded(tmp_path, make):
-    made = checkpoints.make("mistral", tmp_path / "model")
-    checkpoints.change_json(made.folder / "config.json", attn_implementation="eager")
-    encoder = load(made.folder, CASES["e5-mistral"])
+def test_encoder_with_eager_attention_is_padded(tmp_path, make_folder):
+    checkpoint = checkpoints.make("mistral", tmp_path / "model")
+    checkpoints.change_json(checkpoint.folder / "config.json", attn_implementation="eager")
+    encoder = load(checkpoint.folder, CASES["e5-mistral"])
     assert encoder.engine.model.network.config._attn_implementation == "eager"
     assert not encoder.engine.packs
     items = mix(encoder, seed=6, n_inputs=15)
-    expected = load(make("e5-mistral"), CASES["e5-mistral"]).encode_counted(items)
+    expected = load(make_folder("e5-mistral"), CASES["e5-mistral"]).encode_counted(items)
     near(encoder.encode_counted(items).vectors, expected.vectors)
 
 
-# -- a kernel for uneven lengths ---------------------------------------------------------------
+# -- kernels for variable lengths --------------------------------------------------------------
 
 
-def with_kernels(make, name, monkeypatch, *chosen):
-    monkeypatch.setattr(varlen, "varlen_kernels", lambda device, dtype: [*chosen])
-    return load(make(name), CASES[name])
+def load_with_kernels(make_folder, name, monkeypatch, *kernels):
+    monkeypatch.setattr(varlen, "varlen_kernels", lambda device, dtype: [*kernels])
+    return load(make_folder(name), CASES[name])
 
 
 @pytest.mark.matrix
-def test_kernel_for_uneven_lengths_gives_the_same_vectors(make, loaded, monkeypatch, name):
+def test_varlen_kernel_gives_the_same_vectors(make_folder, get_encoder, monkeypatch, name):
     if not CASES[name].window:
-        pytest.skip("it is padded")
-    encoder = with_kernels(make, name, monkeypatch, kernel)
+        pytest.skip("this encoder is padded")
+    encoder = load_with_kernels(make_folder, name, monkeypatch, kernel)
     assert encoder.engine.packs
     assert encoder.engine._runtime.kernel is kernel
     items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
+    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
 
 
-def first_aligned(query, key, value, ends, key_ends, longest, longest_keys, **options):
-    """As kernels were once: the first query is aligned with the first key."""
+def align_first(query, key, value, ends, key_ends, max_queries, max_keys, **options):
+    """Align the first query with the first key, as older kernels did."""
     parts = []
     for (start, stop), (first, last) in zip(
         pairwise(ends.tolist()), pairwise(key_ends.tolist()), strict=True
     ):
         n_keys = min(last - first, stop - start)
-        of_one = torch.tensor([[0, stop - start], [0, n_keys]], dtype=torch.int32)
+        cu_lengths = torch.tensor([[0, stop - start], [0, n_keys]], dtype=torch.int32)
         states = query[start:stop], *(x[first : first + n_keys] for x in (key, value))
-        parts.append(kernel(*states, *of_one, longest, longest_keys, **options))
+        parts.append(kernel(*states, *cu_lengths, max_queries, max_keys, **options))
     return torch.cat(parts)
 
 
-def broken(*arguments, **options):
+def raise_error(*arguments, **options):
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
-@pytest.mark.parametrize("wrong", [first_aligned, broken])
-def test_wrong_kernel_is_not_taken(make, loaded, monkeypatch, wrong):
-    encoder = with_kernels(make, "e5-mistral", monkeypatch, wrong)
+@pytest.mark.parametrize("incorrect", [align_first, raise_error])
+def test_incorrect_kernel_is_not_used(make_folder, get_encoder, monkeypatch, incorrect):
+    encoder = load_with_kernels(make_folder, "e5-mistral", monkeypatch, incorrect)
     assert encoder.engine.packs
     assert encoder.engine._runtime.kernel is None
     assert encoder.engine.kernel_name == "scaled_dot_product_attention"
     near(
         encoder.encode_counted(prompts(4)).vectors,
-        loaded("e5-mistral").encode_counted(prompts(4)).vectors,
+        get_encoder("e5-mistral").encode_counted(prompts(4)).vectors,
     )
-    # The next one is tried.
-    encoder = with_kernels(make, "e5-mistral", monkeypatch, wrong, kernel)
+    # The next kernel is tried.
+    encoder = load_with_kernels(make_folder, "e5-mistral", monkeypatch, incorrect, kernel)
     assert encoder.engine._runtime.kernel is kernel
 
 
-def of_flash_attn(*arguments, softmax_scale, causal):
-    """With the signature of the library flash-attn."""
+def attend_like_flash_attn(*arguments, softmax_scale, causal):
+    """Attend with the signature of the library flash-attn."""
     window = (-1, 0) if causal else (-1, -1)
     return kernel(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
 
 
-def of_torch_2_10(query, key, value, ends, key_ends, most, most_keys, is_causal=False):
-    window = (-1, 0) if is_causal else (-1, -1)
-    return kernel(query, key, value, ends, key_ends, most, most_keys, window_size=window)
-
-
-def of_torch_2_11(
-    query, key, value, ends, key_ends, most, most_keys, *, scale=None, window_size=(-1, -1)
+def attend_like_torch_2_10(
+    query, key, value, ends, key_ends, max_queries, max_keys, is_causal=False
 ):
-    given = query, key, value, ends, key_ends, most, most_keys
-    return kernel(*given, scale=scale, window_size=window_size)
+    window = (-1, 0) if is_causal else (-1, -1)
+    return kernel(query, key, value, ends, key_ends, max_queries, max_keys, window_size=window)
 
 
-@pytest.mark.parametrize("older", [of_torch_2_10, of_torch_2_11])
+def attend_like_torch_2_11(
+    query, key, value, ends, key_ends, max_queries, max_keys, *, scale=None, window_size=(-1, -1)
+):
+    arguments = query, key, value, ends, key_ends, max_queries, max_keys
+    return kernel(*arguments, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("older_kernel", [attend_like_torch_2_10, attend_like_torch_2_11])
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
-def test_kernels_of_older_versions_of_torch_are_taken(make, loaded, monkeypatch, name, older):
-    encoder = with_kernels(make, name, monkeypatch, varlen._adapt_torch_kernel(older))
+def test_kernels_of_older_torch_versions_are_used(
+    make_folder, get_encoder, monkeypatch, name, older_kernel
+):
+    encoder = load_with_kernels(
+        make_folder, name, monkeypatch, varlen._adapt_torch_kernel(older_kernel)
+    )
     assert encoder.engine.kernel_name == "varlen_attn"
     items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
+    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
 
 
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
-def test_flash_attn_is_called_as_its_library_has_it(make, loaded, monkeypatch, name):
-    encoder = with_kernels(make, name, monkeypatch, varlen._adapt_flash_attn(of_flash_attn))
+def test_flash_attn_is_called_with_its_signature(make_folder, get_encoder, monkeypatch, name):
+    encoder = load_with_kernels(
+        make_folder, name, monkeypatch, varlen._adapt_flash_attn(attend_like_flash_attn)
+    )
     assert encoder.engine.kernel_name == "flash_attn"
     items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, loaded(name).encode_counted(items).vectors)
+    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
 
 
-# -- memory that runs out ----------------------------------------------------------------------
+# -- out of memory -----------------------------------------------------------------------------
 
 
 def cuda_error(tokens):
@@ -494,8 +506,11 @@ def cublas_error(tokens):
     )
 
 
-class Memory:
-    """A network that takes so many tokens at a time, and what its engine gave."""
+class LimitedMemory:
+    """Let a network run out of memory beyond a number of tokens, and record what its engine yields.
+
+    ``errors`` counts the failed batches; ``runs`` has the order of inputs of each run.
+    """
 
     def __init__(self, encoder, limit, error=cuda_error):
         self.encoder, self.limit, self.error = encoder, limit, error
@@ -507,7 +522,7 @@ class Memory:
         self._hook = self.encoder.engine.model.network.register_forward_pre_hook(
             self._check, with_kwargs=True
         )
-        self.encoder.engine.run = self._noted
+        self.encoder.engine.run = self._record
         return self
 
     def __exit__(self, *_):
@@ -522,14 +537,14 @@ class Memory:
             assert self.errors < 1_000
             raise self.error(tokens)
 
-    def _noted(self, rows, *arguments, **options):
-        given = []
+    def _record(self, rows, *arguments, **options):
+        inputs = []
         for pooled in self._run(rows, *arguments, **options):
             assert len(pooled.vectors) == len(pooled.inputs)
-            given += pooled.inputs
+            inputs += pooled.inputs
             yield pooled
-        assert sorted(given) == list(range(len(rows)))
-        self.runs.append(given)
+        assert sorted(inputs) == list(range(len(rows)))
+        self.runs.append(inputs)
 
 
 @pytest.mark.matrix
@@ -537,12 +552,12 @@ class Memory:
     "error", [cuda_error, cublas_error, cpu_error, lambda tokens: MemoryError()]
 )
 @pytest.mark.parametrize("name", ["e5-mistral", "simcse-bert", "gemma-wider", "nv-embed"])
-def test_batches_are_halved_until_they_fit(make, loaded, name, error):
-    items = mix(loaded(name), seed=8)
-    expected = loaded(name).encode_counted(items).vectors
+def test_batches_are_halved_until_they_fit(make_folder, get_encoder, name, error):
+    items = mix(get_encoder(name), seed=8)
+    expected = get_encoder(name).encode_counted(items).vectors
     for limit in (MAX_LENGTH, 150, 400):
-        encoder = load(make(name), CASES[name], max_tokens_per_batch=3_000)
-        with Memory(encoder, limit, error) as memory:
+        encoder = load(make_folder(name), CASES[name], max_tokens_per_batch=3_000)
+        with LimitedMemory(encoder, limit, error) as memory:
             near(encoder.encode_counted(items).vectors, expected)
             assert memory.errors > 0
             assert 1 <= encoder.engine.budget < 3_000
@@ -553,78 +568,78 @@ def test_batches_are_halved_until_they_fit(make, loaded, name, error):
             assert len(memory.runs) == 2
 
 
-def test_batches_without_packing_are_halved_too(make, loaded, monkeypatch):
-    items = mix(loaded("e5-mistral"), seed=9)
-    expected = loaded("e5-mistral").encode_counted(items).vectors
-    encoder = load(make("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
+def test_padded_batches_are_halved_too(make_folder, get_encoder, monkeypatch):
+    items = mix(get_encoder("e5-mistral"), seed=9)
+    expected = get_encoder("e5-mistral").encode_counted(items).vectors
+    encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
     monkeypatch.setattr(encoder.engine, "packs", False)
-    with Memory(encoder, 200) as memory:
+    with LimitedMemory(encoder, 200) as memory:
         near(encoder.encode_counted(items).vectors, expected)
     assert memory.errors > 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_batches_that_are_begun_ahead_come_in_their_order(make, loaded, ahead):
-    """As on a GPU; the fourth batch does not fit the first time."""
-    items = mix(loaded("simcse-bert"), seed=10)
-    encoder = load(make("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=150)
-    engine, begun, limits = encoder.engine, [], []
+def test_batches_begun_ahead_are_yielded_in_order(make_folder, get_encoder, ahead):
+    """GPUs begin batches ahead; here the fourth batch runs out of memory at its first attempt."""
+    items = mix(get_encoder("simcse-bert"), seed=10)
+    encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=150)
+    engine, batch_sizes, limits = encoder.engine, [], []
 
     def begin(module, args, kwargs):
-        begun.append(kwargs["input_ids"].numel())
-        if len(begun) == 4:
-            raise cuda_error(begun[-1])
+        batch_sizes.append(kwargs["input_ids"].numel())
+        if len(batch_sizes) == 4:
+            raise cuda_error(batch_sizes[-1])
 
     engine.batches_ahead = ahead
     encoder.engine.model.network.register_forward_pre_hook(begin, with_kwargs=True)
     rows = encoder._tokenizer(items)
     order, vectors = [], np.empty((len(items), engine.dim), dtype=np.float32)
     for pooled in engine.run(rows):
-        limits.append((len(begun), engine.budget))
+        limits.append((len(batch_sizes), engine.budget))
         order += pooled.inputs
         vectors[list(pooled.inputs)] = pooled.vectors
-    # Batches come so many later than they are begun; those before the fourth come before it is
-    # halved, and each input comes once, the longest first.
+    # A batch is yielded after ``ahead`` more have begun. The first three are yielded before the
+    # budget is halved. Each input is yielded once, the longest first.
     assert limits[0] == (min(ahead + 1, 4), 150)
-    assert [budget for _, budget in limits][:4] == [150, 150, 150, begun[3] // 2]
+    assert [budget for _, budget in limits][:4] == [150, 150, 150, batch_sizes[3] // 2]
     assert sorted(order) == list(range(len(items)))
     lengths = [len(rows[index].ids) for index in order]
     assert lengths == sorted(lengths, reverse=True)
-    near(vectors, loaded("simcse-bert").encode_counted(items).vectors)
+    near(vectors, get_encoder("simcse-bert").encode_counted(items).vectors)
 
 
-def test_memory_that_runs_out_in_several_threads_loses_no_input(make, loaded):
+def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encoder):
     items = [
-        EncoderInput("", f"{' '.join(WORDS[at % 70 : at % 70 + at % 19])} {at}")
-        for at in range(700)
+        EncoderInput("", f"{' '.join(WORDS[index % 70 : index % 70 + index % 19])} {index}")
+        for index in range(700)
     ]
-    expected = loaded("simcse-bert").encode_counted(items).vectors
+    expected = get_encoder("simcse-bert").encode_counted(items).vectors
     torch.set_num_threads(3)
-    encoder = load(make("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=3_000)
+    encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=3_000)
     torch.set_num_threads(1)
     assert encoder.concurrency.threads == 3
-    with Memory(encoder, 120) as memory:
+    with LimitedMemory(encoder, 120) as memory:
         near(encoder.encode(items), expected)
         assert memory.errors > 0
         assert len(memory.runs) == 3
 
 
-def test_inputs_that_are_all_alike_fit_alike(make, loaded):
+def test_identical_inputs_fit_into_limited_memory(make_folder, get_encoder):
     items = [EncoderInput("", "the dogs " * 12)] * 50
-    encoder = load(make("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
-    expected = loaded("e5-mistral").encode_counted(items[:1]).vectors
-    with Memory(encoder, 70):
+    encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
+    expected = get_encoder("e5-mistral").encode_counted(items[:1]).vectors
+    with LimitedMemory(encoder, 70):
         near(encoder.encode_counted(items).vectors, np.repeat(expected, 50, axis=0))
 
 
 @pytest.mark.parametrize("error", [cuda_error, cpu_error])
 @pytest.mark.parametrize("packs", [True, False])
-def test_single_input_that_does_not_fit_is_told(make, monkeypatch, packs, error):
-    encoder = load(make("simcse-bert"), CASES["simcse-bert"])
+def test_single_input_beyond_memory_reports_its_length(make_folder, monkeypatch, packs, error):
+    encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"])
     monkeypatch.setattr(encoder.engine, "packs", packs)
     items = [EncoderInput("", "dogs"), EncoderInput("", "dogs " * 48), EncoderInput("", "a man")]
     with (
-        Memory(encoder, 40, error),
+        LimitedMemory(encoder, 40, error),
         pytest.raises(
             LlmcondError,
             match=r"out of memory on cpu with a single input of 50 tokens\. Reduce max_length",
@@ -635,20 +650,22 @@ def test_single_input_that_does_not_fit_is_told(make, monkeypatch, packs, error)
     assert "llmcond models --check" in str(raised.value)
 
 
-def test_inputs_of_one_token_that_do_not_fit_are_told(make):
-    """Nothing is left to halve: not even where several of them are one row of one token."""
-    encoder = load(make("qwen3"), CASES["qwen3"])
+def test_inputs_of_one_token_beyond_memory_raise(make_folder):
+    """A row of one token cannot be halved, even if several inputs share it."""
+    encoder = load(make_folder("qwen3"), CASES["qwen3"])
     items = [EncoderInput("", "")] * 2
     assert encoder.encode_counted(items).n_tokens.tolist() == [1, 1]
-    with Memory(encoder, 0), pytest.raises(LlmcondError, match="out of memory"):
+    with LimitedMemory(encoder, 0), pytest.raises(LlmcondError, match="out of memory"):
         encoder.encode_counted(items)
 
 
-def test_other_errors_are_not_taken_for_memory(make):
-    encoder = load(make("simcse-bert"), CASES["simcse-bert"])
+def test_other_errors_are_not_treated_as_out_of_memory(make_folder):
+    encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"])
     budget = encoder.engine.budget
     with (
-        Memory(encoder, 0, lambda tokens: RuntimeError("mat1 and mat2 shapes differ")) as memory,
+        LimitedMemory(
+            encoder, 0, lambda tokens: RuntimeError("mat1 and mat2 shapes differ")
+        ) as memory,
         pytest.raises(RuntimeError, match="mat1 and mat2 shapes differ"),
     ):
         encoder.encode_counted([EncoderInput("", "dogs"), EncoderInput("", "a man")])

@@ -1,4 +1,4 @@
-"""Two sentences and a condition in one sequence: special tokens, and what is cut."""
+"""Two sentences and a condition in one sequence: special tokens and truncation."""
 
 from dataclasses import replace
 
@@ -29,28 +29,28 @@ def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def joined(tokenizer, *row, **changes):
+def join_texts(tokenizer, *row, **changes):
     (tokens,) = InputTokenizer(tokenizer, replace(IDENTITY, **changes), "tiny").join_rows([row])
     return tokens, tokenizer.decode(tokens.ids)
 
 
-def test_it_is_the_sequence_of_c_sts(tokenizer):
-    """Joined with the separator's own text, as the authors' code has it."""
-    tokens, _ = joined(tokenizer, SHORT, "children sit", CONDITION)
+def test_sequence_matches_code_of_c_sts(tokenizer):
+    """The texts are joined with the text of the separator, as in the authors' code."""
+    tokens, _ = join_texts(tokenizer, SHORT, "children sit", CONDITION)
     whole = f" {tokenizer.sep_token} ".join([SHORT, "children sit", CONDITION])
     assert tokens.ids == tokenizer(whole)["input_ids"]
     assert (tokens.first, tokens.last, tokens.second) == (0, len(tokens.ids), len(tokens.ids))
 
 
-def test_the_texts_alone_are_pooled_where_the_encoder_does_so(tokenizer):
-    tokens, _ = joined(tokenizer, SHORT, SHORT, CONDITION, pool_over="text")
+def test_special_tokens_are_not_pooled_if_pool_over_is_text(tokenizer):
+    tokens, _ = join_texts(tokenizer, SHORT, SHORT, CONDITION, pool_over="text")
     assert (tokens.first, tokens.last) == (1, len(tokens.ids) - 1)
 
 
-def test_long_sentences_share_what_the_condition_leaves(tokenizer):
+def test_long_sentences_share_remaining_tokens_equally(tokenizer):
     other = "three women sit on the street and read in the morning in the sun"
-    tokens, text = joined(tokenizer, LONG, other, CONDITION)
-    # 20 tokens, 4 special ones, 4 of the condition: 6 for each sentence.
+    tokens, text = join_texts(tokenizer, LONG, other, CONDITION)
+    # Of 20 tokens, 4 are special and 4 belong to the condition, so 6 are left per sentence.
     assert text == (
         f"[CLS] two men walk in the park [SEP] three women sit on the street [SEP] {CONDITION} "
         "[SEP]"
@@ -59,55 +59,57 @@ def test_long_sentences_share_what_the_condition_leaves(tokenizer):
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_a_short_sentence_leaves_the_other_one_has(tokenizer, swapped):
+def test_short_sentence_leaves_more_tokens_to_the_other(tokenizer, swapped):
     rows = (LONG, SHORT) if swapped else (SHORT, LONG)
-    tokens, text = joined(tokenizer, *rows, CONDITION)
+    tokens, text = join_texts(tokenizer, *rows, CONDITION)
     assert len(tokens.ids) == 20
     assert text.count(SHORT) == text.count(CONDITION) == 1
     assert "two men walk in the park at night in the" in text
 
 
-def test_either_order_keeps_the_same_words(tokenizer):
+def test_truncation_does_not_depend_on_sentence_order(tokenizer):
     other = "three women sit on the street at the beach in the morning"
-    one, two = (joined(tokenizer, *row, "a place")[1] for row in ((LONG, other), (other, LONG)))
-    assert one.split("[SEP]")[0][6:] == two.split("[SEP]")[1][1:]
-    assert one.split("[SEP]")[2] == two.split("[SEP]")[2]
+    first, second = (
+        join_texts(tokenizer, *row, "a place")[1] for row in ((LONG, other), (other, LONG))
+    )
+    assert first.split("[SEP]")[0][6:] == second.split("[SEP]")[1][1:]
+    assert first.split("[SEP]")[2] == second.split("[SEP]")[2]
 
 
-def test_texts_are_cut_where_the_tokenizer_cuts(tokenizer):
+def test_truncation_side_follows_tokenizer(tokenizer):
     tokenizer.truncation_side = "left"
-    _, text = joined(tokenizer, LONG, LONG, CONDITION)
+    _, text = join_texts(tokenizer, LONG, LONG, CONDITION)
     assert text.count("the rain on the street [SEP]") == 2
     assert "two men" not in text
 
 
 @pytest.mark.parametrize(("room", "fits"), [(10, True), (9, False)])
-def test_a_condition_that_leaves_no_room_is_refused(tokenizer, room, fits):
+def test_condition_that_leaves_no_room_is_rejected(tokenizer, room, fits):
     if fits:
-        assert joined(tokenizer, LONG, LONG, CONDITION, max_length=room)[1].count("two") == 2
+        assert join_texts(tokenizer, LONG, LONG, CONDITION, max_length=room)[1].count("two") == 2
         return
     with pytest.raises(UserError, match=r"has 4 tokens, which leave no room .* larger max_length"):
-        joined(tokenizer, LONG, LONG, CONDITION, max_length=room)
+        join_texts(tokenizer, LONG, LONG, CONDITION, max_length=room)
 
 
-def test_without_a_separator_texts_are_parted_by_the_end_token_or_refused(tokenizer):
+def test_end_token_replaces_missing_separator(tokenizer):
     tokenizer.sep_token, tokenizer.eos_token = None, "park"
-    tokens, _ = joined(tokenizer, SHORT, SHORT, CONDITION)
+    tokens, _ = join_texts(tokenizer, SHORT, SHORT, CONDITION)
     assert tokens.ids.count(tokenizer.eos_token_id) == 2
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="neither a separator nor an end token"):
-        joined(tokenizer, SHORT, SHORT, CONDITION)
+        join_texts(tokenizer, SHORT, SHORT, CONDITION)
 
 
-def test_a_batch_of_one_is_as_a_batch_of_many(folder):
+def test_vectors_do_not_depend_on_batch_size(folder):
     encoder = load_encoder(folder, dtype="float32", device="cpu", max_length=20)
     sentences = [LONG, SHORT, "children", "a dog", "two men in a red hat"]
     rows = [(a, b, c) for a in sentences for b in sentences for c in (CONDITION, "the mood")]
     with pytest.warns(UserWarning, match=r"18 of 50 rows .* their sentences were cut"):
         together = encoder.encode_joined(rows)
     assert together.shape == (50, 32)
-    for at in (1, 17, 33, 49):
-        alone = encoder.encode_joined([rows[at]])
-        np.testing.assert_allclose(alone[0], together[at], atol=1e-5)
+    for index in (1, 17, 33, 49):
+        alone = encoder.encode_joined([rows[index]])
+        np.testing.assert_allclose(alone[0], together[index], atol=1e-5)
     with pytest.raises(UserError, match="the text at position 1 is 3, not a text"):
         encoder.encode_joined([("a", "b", "c"), ("a", 3, "c")])

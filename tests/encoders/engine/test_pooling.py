@@ -1,4 +1,4 @@
-"""A pooling of a user's own: the right tokens, padded and packed, and bound to its source."""
+"""Custom pooling functions: their tokens, padding and packing, and their source in the identity."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from llmcond.files import write_json
 from llmcond.runs import open_run
 
 SOURCE = """
-def own_mean(hidden, counted):
+def custom_mean(hidden, counted):
     return hidden[counted].mean(dim=0)
 
 def sink(hidden, counted):
@@ -41,7 +41,7 @@ INPUTS = [
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "own_poolings.py"
+    path = tmp_path / "custom_poolings.py"
     path.write_text(SOURCE)
     yield path
     plugins._REGISTERED.clear()
@@ -50,11 +50,11 @@ def source(tmp_path):
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize("pool_over", ["all", "text"])
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
-def test_own_mean_is_the_mean(tiny_checkpoint, source, packs, pool_over, kind):
+def test_custom_mean_matches_mean_pooling(tiny_checkpoint, source, packs, pool_over, kind):
     options = {**OPTIONS, "pool_over": pool_over}
     inputs = INPUTS if kind == "bert" else INPUTS[:3]
     vectors = []
-    for pooling in ("mean", f"{source}:own_mean"):
+    for pooling in ("mean", f"{source}:custom_mean"):
         encoder = load_encoder(str(tiny_checkpoint(kind)), pooling=pooling, **options)
         encoder.engine.packs &= packs
         assert encoder.engine.packs is packs
@@ -62,7 +62,7 @@ def test_own_mean_is_the_mean(tiny_checkpoint, source, packs, pool_over, kind):
     np.testing.assert_allclose(vectors[1], vectors[0], rtol=0, atol=1e-6)
 
 
-def test_all_tokens_are_given_padded_and_packed_alike(tiny_checkpoint, source):
+def test_custom_pooling_gets_all_tokens_padded_and_packed(tiny_checkpoint, source):
     encoder = load_encoder(str(tiny_checkpoint()), pooling=f"{source}:sink", **OPTIONS)
     assert encoder.engine.packs
     packed = encoder.encode(INPUTS)
@@ -75,19 +75,19 @@ def test_all_tokens_are_given_padded_and_packed_alike(tiny_checkpoint, source):
     np.testing.assert_allclose(packed[0], expected.numpy(), rtol=0, atol=1e-5)
 
 
-def test_identity_names_the_function_and_what_its_file_holds(tiny_checkpoint, source):
-    folder, pooling = str(tiny_checkpoint()), f"{source}:own_mean"
+def test_identity_records_function_and_digest_of_file(tiny_checkpoint, source):
+    folder, pooling = str(tiny_checkpoint()), f"{source}:custom_mean"
     first = load_encoder(folder, pooling=pooling, **OPTIONS).identity
     name, digest = first.pooling.split("@")
-    assert name == "own_poolings.py:own_mean"
+    assert name == "custom_poolings.py:custom_mean"
     assert len(digest) == 16
     assert load_encoder(folder, pooling=pooling, **OPTIONS).identity == first
-    # As an identity records it: the function that was named before.
+    # The name that an identity records loads the same function.
     assert load_encoder(folder, pooling=first.pooling, **OPTIONS).identity == first
     source.write_text(SOURCE.replace("mean(dim=0)", "amax(dim=0)"))
     changed = load_encoder(folder, pooling=pooling, **OPTIONS).identity
     assert changed.fingerprint != first.fingerprint
-    with pytest.raises(UserError, match=r"own_poolings\.py has changed since"):
+    with pytest.raises(UserError, match=r"custom_poolings\.py has changed since"):
         load_encoder(folder, pooling=first.pooling, **OPTIONS)
 
 
@@ -95,29 +95,29 @@ def test_identity_names_the_function_and_what_its_file_holds(tiny_checkpoint, so
     ("name", "expected"),
     [
         ("wrong_shape", r"returned \(3,\) for an input; expected a tensor of shape \(32,\)"),
-        ("failing", r"own_poolings\.py:failing@\w+ failed: index 10000 is out of bounds"),
+        ("failing", r"custom_poolings\.py:failing@\w+ failed: index 10000 is out of bounds"),
         ("LEVEL", "is not a function that is defined in a Python file"),
-        ("own_meen", "has no 'own_meen'"),
+        ("custom_meen", "has no 'custom_meen'"),
     ],
 )
-def test_wrong_poolings_are_one_clear_line(tiny_checkpoint, source, name, expected):
+def test_invalid_pooling_functions_report_the_problem(tiny_checkpoint, source, name, expected):
     with pytest.raises(UserError, match=expected):
         load_encoder(str(tiny_checkpoint()), pooling=f"{source}:{name}", **OPTIONS).encode(INPUTS)
 
 
-def test_known_model_with_a_latent_block_takes_no_other_pooling(source):
+def test_known_model_with_latent_block_rejects_custom_pooling(source):
     known = find_model("nvidia/NV-Embed-v2")
     checkpoint = Checkpoint("NV", source.parent, known)
     write_json(source.parent / "config.json", dict(known.architecture))
-    options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
+    options = EncoderOptions(pooling=f"{source}:custom_mean", **OPTIONS)
     with pytest.raises(UserError, match="only supports latent"):
         resolve_checkpoint(checkpoint, options, "cpu", identify=False)
 
 
-def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
+def test_run_with_custom_pooling_needs_its_code_to_encode(
     capsys, tiny_checkpoint, write_rows, small_rows, source, tmp_path
 ):
-    options = EncoderOptions(pooling=f"{source}:own_mean", **OPTIONS)
+    options = EncoderOptions(pooling=f"{source}:custom_mean", **OPTIONS)
     data = str(write_rows(small_rows))
     extract(
         model=str(tiny_checkpoint()),
@@ -129,22 +129,22 @@ def test_run_is_opened_for_encoding_only_where_its_pooling_was_named(
     assert (
         open_run(tmp_path / "run")
         .resolve_encoder("cpu")
-        .identity.pooling.startswith("own_poolings.py:own_mean@")
+        .identity.pooling.startswith("custom_poolings.py:custom_mean@")
     )
     plugins._REGISTERED.clear()
-    # What is extracted is read without its code.
+    # Extracted features can be read without the code.
     assert run(["evaluate", "--run", str(tmp_path / "run"), "--json"]) == 0
-    with pytest.raises(UserError, match=r"needs your code own_poolings\.py:own_mean"):
+    with pytest.raises(UserError, match=r"needs your code custom_poolings\.py:custom_mean"):
         open_run(tmp_path / "run").resolve_encoder("cpu")
-    plugins.load(f"{source}:own_mean")
+    plugins.load(f"{source}:custom_mean")
     assert open_run(tmp_path / "run").resolve_encoder("cpu")
 
 
 @pytest.mark.parametrize("name", POOLINGS)
-def test_a_pooling_reads_the_tokens_that_it_says(name):
+def test_pooling_reads_the_tokens_it_declares(name):
     states, counted = torch.randn(1, 6, 4), torch.tensor([[False, True, True, True, False, False]])
     first, last = POOLINGS[name].tokens(1, 4, 6)
     states.requires_grad_(True)
     find_pooling(name)(states, counted, [6]).sum().backward()
-    read = states.grad[0].abs().sum(dim=1).nonzero()[:, 0].tolist()
-    assert read == list(range(first, last))
+    read_indices = states.grad[0].abs().sum(dim=1).nonzero()[:, 0].tolist()
+    assert read_indices == list(range(first, last))
