@@ -1,4 +1,4 @@
-"""CSR's router inside an encoder, against plain transcriptions, one text at a time."""
+"""CSR's router inside an encoder, compared with plain implementations one text at a time."""
 
 import json
 import random
@@ -23,12 +23,12 @@ from llmcond.errors import LlmcondError, UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Gemma's norm behind attention undoes any router.
-ROUTED = [name for name in CASES if not name.startswith("gemma")]
+#: Gemma's norm after attention undoes the effect of any router.
+ROUTABLE = [name for name in CASES if not name.startswith("gemma")]
 #: The authors' code is for encoders that add positions to their embeddings.
 ABSOLUTE = ["e5-xlm-r", "bge-m3", "simcse-roberta", "simcse-bert"]
 CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
-STRENGTH = 5.0  # the paper's 1 moves tiny random encoders by little
+STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encoders
 
 
 def load(name, folder, mode="paper", layers=2, **options):
@@ -36,9 +36,9 @@ def load(name, folder, mode="paper", layers=2, **options):
     if not (folder / "model").exists():
         checkpoints.make(case.kind, folder / "model", **case.made)
         checkpoints.change_json(folder / "model/config.json", **case.config)
-    usual = case.options if mode not in RELEASED_MODES else {}
+    case_options = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
-    router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **usual, **options}
+    router |= {"router_strength": STRENGTH, "max_length": MAX_LENGTH, **case_options, **options}
     if mode == "heavy":
         torch.manual_seed(3)
         width = json.loads((folder / "model/config.json").read_text())["hidden_size"]
@@ -47,31 +47,31 @@ def load(name, folder, mode="paper", layers=2, **options):
     return load_encoder(model, like=case.like, dtype="float32", device="cpu", **router)
 
 
-@pytest.fixture(params=[(name, mode) for name in ROUTED for mode in ("paper", "hidden", "heavy")])
+@pytest.fixture(params=[(name, mode) for name in ROUTABLE for mode in ("paper", "hidden", "heavy")])
 def encoder(request, tmp_path):
     return load(*request.param[:1], tmp_path, request.param[1])
 
 
-def routed(text, condition):
+def routed_input(text, condition):
     return EncoderInput("", text, router=Router(condition, 0.05, True, False))
 
 
-def mixed(seed=0, n=8):
-    """Sentences under several conditions each, some plain, one longer than fits."""
-    chance = random.Random(seed)
-    texts = [" ".join(chance.choices(WORDS, k=k)) for k in chance.choices(range(1, 30), k=n)]
+def mixed_inputs(seed=0, n=8):
+    """Return sentences under several conditions, some without router, one longer than fits."""
+    generator = random.Random(seed)
+    texts = [" ".join(generator.choices(WORDS, k=k)) for k in generator.choices(range(1, 30), k=n)]
     texts.append("the man " * 80)
-    items = [routed(text, condition) for text in texts for condition in CONDITIONS]
+    items = [routed_input(text, condition) for text in texts for condition in CONDITIONS]
     items += [EncoderInput("", text) for text in [*texts, *CONDITIONS]]
-    chance.shuffle(items)
+    generator.shuffle(items)
     return items
 
 
-# -- the transcription -------------------------------------------------------------------------
+# -- the paper's equation ----------------------------------------------------------------------
 
 
-class Plain:
-    """Equation 1 of the paper, in eager attention of one text without the engine."""
+class EagerReference:
+    """Equation 1 of the paper in eager attention, for one text and without the engine."""
 
     def __init__(self, encoder):
         self.network, self.identity = encoder.engine.model.network, encoder.identity
@@ -86,10 +86,10 @@ class Plain:
         modules = modules or [m for m in self.network.modules() if hasattr(m, "q_proj")]
         for layer, module in enumerate(modules):
             module.layer = layer
-            module.register_forward_pre_hook(self.keep, with_kwargs=True)
+            module.register_forward_pre_hook(self.record_states, with_kwargs=True)
         self.n_layers = len(modules)
 
-    def keep(self, module, args, kwargs):
+    def record_states(self, module, args, kwargs):
         self.states[module.layer] = (args[0] if args else kwargs["hidden_states"])[0]
 
     def attention(self, module, query, key, value, mask, scaling=None, **kwargs):
@@ -103,30 +103,33 @@ class Plain:
         queries, keys = (x.transpose(0, 1).flatten(1) for x in (query, key))
         if self.identity.router_mode != "paper":
             queries = keys = self.states[module.layer]
-        place = n - 1 if self.causal else 0
+        position = n - 1 if self.causal else 0
         if self.query is None:
-            self.found = queries[place]
-        elif (number := module.layer - self.n_layers + self.identity.router_layers) >= 0:
+            self.condition_query = queries[position]
+        elif (routed_layer := module.layer - self.n_layers + self.identity.router_layers) >= 0:
             query = self.query
             if self.heavy is not None:
-                query = self.heavy.query[number] @ query
-                keys = keys @ self.heavy.key[number].T
-            w = (keys @ query / len(query) ** 0.5).softmax(0)
-            output = output * (1 + self.identity.router_strength * w)[:, None, None]
+                query = self.heavy.query[routed_layer] @ query
+                keys = keys @ self.heavy.key[routed_layer].T
+            weights = (keys @ query / len(query) ** 0.5).softmax(0)
+            output = output * (1 + self.identity.router_strength * weights)[:, None, None]
         return output[None], None
 
     def run(self, row, query):
         self.query = query
-        AttentionInterface.register("transcribed", self.attention)
-        AttentionMaskInterface.register("transcribed", sdpa_mask)
-        was = self.network.config._attn_implementation
-        self.network.set_attn_implementation("transcribed")
-        own = {"input_ids": torch.tensor([row.ids]), "attention_mask": torch.ones(1, len(row.ids))}
+        AttentionInterface.register("reference", self.attention)
+        AttentionMaskInterface.register("reference", sdpa_mask)
+        previous = self.network.config._attn_implementation
+        self.network.set_attn_implementation("reference")
+        inputs = {
+            "input_ids": torch.tensor([row.ids]),
+            "attention_mask": torch.ones(1, len(row.ids)),
+        }
         if self.identity.pooling == "latent":
-            own["pooled"] = torch.arange(len(row.ids))
+            inputs["pooled"] = torch.arange(len(row.ids))
         with torch.inference_mode():
-            output = self.network(**own)
-        self.network.set_attn_implementation(was)
+            output = self.network(**inputs)
+        self.network.set_attn_implementation(previous)
         return output
 
     def vector(self, item):
@@ -134,7 +137,7 @@ class Plain:
             [EncoderInput("", item.router.text), EncoderInput("", item.text)]
         )
         self.run(condition, None)
-        output = self.run(row, self.found)
+        output = self.run(row, self.condition_query)
         hidden = output.last_hidden_state[0]
         pooled = {"cls": lambda: hidden[0], "last": lambda: hidden[row.last - 1]}
         pooled["pooler"] = lambda: output.pooler_output[0]
@@ -143,46 +146,46 @@ class Plain:
 
 
 @pytest.mark.matrix
-def test_a_vector_is_the_equation_of_the_paper(encoder):
-    items = [item for item in mixed(n=3) if item.router]
-    found = encoder.encode_counted(items).vectors
-    plain = Plain(encoder)
-    for item, vector in zip(items, found, strict=True):
-        np.testing.assert_allclose(vector, plain.vector(item), rtol=0, atol=1e-5)
+def test_vectors_match_equation_of_paper(encoder):
+    items = [item for item in mixed_inputs(n=3) if item.router]
+    vectors = encoder.encode_counted(items).vectors
+    reference = EagerReference(encoder)
+    for item, vector in zip(items, vectors, strict=True):
+        np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
 
 
 @pytest.mark.matrix
-def test_alone_is_in_any_batch_is_padded(encoder, monkeypatch):
-    items = mixed(1)
-    done = encoder.encode_counted(items)
+def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
+    items = mixed_inputs(1)
+    encoded = encoder.encode_counted(items)
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
-    np.testing.assert_allclose(done.vectors, alone, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(encoded.vectors, alone, rtol=0, atol=1e-5)
     assert encoder.engine.packs
     monkeypatch.setattr(encoder.engine, "packs", False)
     padded = encoder.encode_counted(items).vectors
-    np.testing.assert_allclose(padded, done.vectors, rtol=0, atol=1e-5)
-    plain = encoder.encode_counted([EncoderInput("", item.text) for item in items]).vectors
-    moved = np.abs(plain - done.vectors).max(axis=1)
-    assert all(moved[at] > 1e-4 for at, item in enumerate(items) if item.router)
+    np.testing.assert_allclose(padded, encoded.vectors, rtol=0, atol=1e-5)
+    unrouted = encoder.encode_counted([EncoderInput("", item.text) for item in items]).vectors
+    changes = np.abs(unrouted - encoded.vectors).max(axis=1)
+    assert all(changes[index] > 1e-4 for index, item in enumerate(items) if item.router)
 
 
-# -- as it was released --------------------------------------------------------------------------
+# -- the released code ---------------------------------------------------------------------------
 
 
 def released_tri(encoder, item, *, layers):
-    """The released tri-encoder, layer by layer."""
+    """Compute the released tri-encoder layer by layer."""
     network, strength = encoder.engine.model.network, encoder.identity.router_strength
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
-    condition, row = (one.ids for one in tokens)
+    condition, row = (tokenised.ids for tokenised in tokens)
     with torch.inference_mode():
         c = network(input_ids=torch.tensor([condition])).last_hidden_state[0]
         x = network.embeddings(input_ids=torch.tensor([[row[-1], *row]]))[0]
         for number, layer in enumerate(network.encoder.layer):
-            own = layer.attention.self
+            attention = layer.attention.self
             both = torch.cat([c, x])
             q, k, v = (
-                part.unflatten(1, (own.num_attention_heads, -1)).transpose(0, 1)
-                for part in (own.query(x), own.key(both), own.value(both))
+                part.unflatten(1, (attention.num_attention_heads, -1)).transpose(0, 1)
+                for part in (attention.query(x), attention.key(both), attention.value(both))
             )
             weights = (q @ k.transpose(1, 2) / q.shape[2] ** 0.5).softmax(-1)
             context = (weights @ v).transpose(0, 1).flatten(1)
@@ -195,18 +198,18 @@ def released_tri(encoder, item, *, layers):
 
 
 def released_bi(encoder, item, *, layers):
-    """The released bi-encoder, layer by layer."""
+    """Compute the released bi-encoder layer by layer."""
     network, strength = encoder.engine.model.network, encoder.identity.router_strength
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
-    condition, row = (one.ids for one in tokens)
+    condition, row = (tokenised.ids for tokenised in tokens)
     split = len(row) + 1
     with torch.inference_mode():
         x = network.embeddings(input_ids=torch.tensor([[*row, row[-1], *condition]]))[0]
         for number, layer in enumerate(network.encoder.layer):
-            own = layer.attention.self
+            attention = layer.attention.self
             q, k, v = (
-                part.unflatten(1, (own.num_attention_heads, -1)).transpose(0, 1)
-                for part in (own.query(x), own.key(x), own.value(x))
+                part.unflatten(1, (attention.num_attention_heads, -1)).transpose(0, 1)
+                for part in (attention.query(x), attention.key(x), attention.value(x))
             )
             scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
             others = torch.arange(len(x)) != split
@@ -225,54 +228,57 @@ def released_bi(encoder, item, *, layers):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("mode", RELEASED_MODES)
 @pytest.mark.parametrize("name", ABSOLUTE)
-def test_the_released_modes_are_the_authors_code(name, mode, layers, tmp_path):
+def test_released_modes_match_authors_code(name, mode, layers, tmp_path):
     encoder = load(name, tmp_path, mode, layers)
     assert encoder.identity.pooling == "cls"
-    items = [item for item in mixed(3, n=4) if item.router and len(item.text.split()) < 60]
-    found = encoder.encode_counted(items).vectors
-    wanted = released_tri if mode == "released-tri" else released_bi
-    for item, vector in zip(items, found, strict=True):
-        expected = wanted(encoder, item, layers=layers)
+    items = [item for item in mixed_inputs(3, n=4) if item.router and len(item.text.split()) < 60]
+    vectors = encoder.encode_counted(items).vectors
+    compute_reference = released_tri if mode == "released-tri" else released_bi
+    for item, vector in zip(items, vectors, strict=True):
+        expected = compute_reference(encoder, item, layers=layers)
         if encoder.identity.normalize:
             expected = expected / expected.norm()
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", RELEASED_MODES)
-def test_the_released_modes_do_not_depend_on_the_batch(mode, tmp_path):
+def test_released_modes_do_not_depend_on_batch(mode, tmp_path):
     encoder = load("simcse-roberta", tmp_path, mode)
-    items = mixed(4)
-    found = encoder.encode_counted(items).vectors
+    items = mixed_inputs(4)
+    vectors = encoder.encode_counted(items).vectors
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
-    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
 
 
-# -- what is computed, and gradients -------------------------------------------------------------
+# -- saved computation and gradients -------------------------------------------------------------
 
 
-def test_layers_before_the_router_are_computed_once_a_sentence(tmp_path):
+def test_layers_before_router_are_computed_once_per_sentence(tmp_path):
     encoder = load("e5-xlm-r", tmp_path, layers=1)
     blocks = encoder.engine.model.network.encoder.layer
-    seen = [[], []]
-    for block, sizes in zip(blocks, seen, strict=True):
+    sizes_per_layer = [[], []]
+    for block, sizes in zip(blocks, sizes_per_layer, strict=True):
         block.intermediate.register_forward_hook(
             lambda m, a, out, sizes=sizes: sizes.append(out.shape[1])
         )
-    items = [routed("two dogs run over wet grass", condition) for condition in CONDITIONS]
+    items = [routed_input("two dogs run over wet grass", condition) for condition in CONDITIONS]
     queries = encoder.queries(CONDITIONS)
-    for sizes in seen:
+    for sizes in sizes_per_layer:
         sizes.clear()
     encoder.encode_counted(items, queries)
-    (once,), (each,) = seen
-    assert each == len(CONDITIONS) * once
+    (first_size,), (second_size,) = sizes_per_layer
+    assert second_size == len(CONDITIONS) * first_size
 
 
-def test_a_changed_condition_changes_its_own_vectors_only(tmp_path):
+def test_condition_affects_only_vectors_routed_by_it(tmp_path):
     encoder = load("simcse-bert", tmp_path)
     texts = ["two dogs run over wet grass", "the man sits", "the gun is gone"]
-    before = encoder.encode_counted([routed(text, "the mood") for text in texts]).vectors
+    before = encoder.encode_counted([routed_input(text, "the mood") for text in texts]).vectors
     after = encoder.encode_counted(
-        [routed(text, "dogs" if at == 1 else "the mood") for at, text in enumerate(texts)]
+        [
+            routed_input(text, "dogs" if index == 1 else "the mood")
+            for index, text in enumerate(texts)
+        ]
     ).vectors
     np.testing.assert_allclose(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-6)
     assert np.abs(after[1] - before[1]).max() > 1e-4
@@ -287,43 +293,45 @@ def test_equal_keys_have_equal_weights(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED_MODES])
-def test_gradients_are_those_of_finite_differences(mode, tmp_path):
+def test_gradients_match_finite_differences(mode, tmp_path):
     encoder = load("e5-xlm-r", tmp_path, mode)
     network = encoder.engine.model.network
     items = [
-        routed(text, c) for text in ("two dogs run", "the man sits down") for c in CONDITIONS[:2]
+        routed_input(text, c)
+        for text in ("two dogs run", "the man sits down")
+        for c in CONDITIONS[:2]
     ]
     tokens = encoder._tokenizer([EncoderInput("", item.text) for item in items])
     routers = router_inputs(items)
     queries = dict(zip(routers, encoder._tokenizer(list(routers.values())), strict=True))
     weight = network.embeddings.word_embeddings.weight.requires_grad_(True)
     torch.manual_seed(0)
-    onto = torch.randn(len(items), encoder.dim)
+    directions = torch.randn(len(items), encoder.dim)
 
     def loss():
-        return (embed_routed(encoder.engine, items, tokens, queries) * onto).sum()
+        return (embed_routed(encoder.engine, items, tokens, queries) * directions).sum()
 
-    (found,) = torch.autograd.grad(loss(), weight)
-    # Of a condition's word, which reaches the loss through the router alone, and of a sentence's.
-    for text in (queries["the mood"].ids[1], tokens[0].ids[1]):
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    # A word of a condition affects the loss through the router only, a word of a sentence directly.
+    for token_id in (queries["the mood"].ids[1], tokens[0].ids[1]):
         step = torch.zeros_like(weight)
-        step[text] = torch.randn(weight.shape[1], dtype=weight.dtype) * 1e-2
+        step[token_id] = torch.randn(weight.shape[1], dtype=weight.dtype) * 1e-2
         with torch.no_grad():
             weight += step
             above = loss()
             weight -= 2 * step
             below = loss()
             weight += step
-        wanted = float(above - below) / 2
-        assert float((found * step).sum()) == pytest.approx(wanted, rel=2e-2, abs=2e-6)
-        assert abs(wanted) > 1e-6
+        expected = float(above - below) / 2
+        assert float((gradient * step).sum()) == pytest.approx(expected, rel=2e-2, abs=2e-6)
+        assert abs(expected) > 1e-6
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- invalid settings ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("gemma", {}, "change nothing. Leave out --router: routed pooling works with any"),
         ("e5-xlm-r", {"layers": 3}, "router_layers is 3, but .* has 2 layers"),
@@ -336,14 +344,14 @@ def test_gradients_are_those_of_finite_differences(mode, tmp_path):
         ("e5-xlm-r", {"mode": "released-bi", "pooling": "mean"}, "Leave out --pooling"),
     ],
 )
-def test_what_cannot_be_is_refused(name, options, said, tmp_path):
-    with pytest.raises(UserError, match=said):
+def test_invalid_router_settings_are_rejected(name, options, message, tmp_path):
+    with pytest.raises(UserError, match=message):
         load(name, tmp_path, **options)
 
 
-def other(name, folder, kind="xlm-r", **config):
-    """Load an architecture that no known model has, with a router in its last two layers."""
-    made = checkpoints.make(kind, folder / "model").folder
+def load_architecture(name, folder, kind="xlm-r", **config):
+    """Load an architecture that no known model uses, with a router in its last two layers."""
+    path = checkpoints.make(kind, folder / "model").folder
     config |= {"vocab_size": 3_000, "hidden_size": 32, "num_hidden_layers": 3}
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
     network = getattr(transformers, f"{name}Model")(
@@ -352,13 +360,13 @@ def other(name, folder, kind="xlm-r", **config):
     for weight in network.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.3)
-    network.save_pretrained(made)
+    network.save_pretrained(path)
     if kind == "xlm-r":
         checkpoints.change_json(
-            made / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
+            path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast"
         )
     return load_encoder(
-        str(made), device="cpu", dtype="float32", pooling="mean", router="csr", router_layers=2
+        str(path), device="cpu", dtype="float32", pooling="mean", router="csr", router_layers=2
     )
 
 
@@ -368,44 +376,44 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        # Two kinds of layers, of which one has windows and other rotations.
+        # One of its two kinds of layers has windows and different rotary embeddings.
         (
             "ModernBert",
             {**TOKENS, "global_attn_every_n_layers": 2, "local_attention": 64}
             | {"cls_token_id": 1, "sep_token_id": 2},
         ),
-        # Its attention modules do not know their number.
+        # Its attention modules have no layer index.
         ("DistilBert", {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}),
         ("EuroBert", {**TOKENS, "mask_token_id": 3}),
     ],
 )
-def test_layers_are_found_in_other_architectures(name, config, tmp_path):
-    encoder = other(name, tmp_path, **config)
+def test_router_supports_other_architectures(name, config, tmp_path):
+    encoder = load_architecture(name, tmp_path, **config)
     assert encoder.engine.passes.first_layer == 1
-    items = [item for item in mixed(5) if len(item.text) < 100]
-    found = encoder.encode_counted(items).vectors
+    items = [item for item in mixed_inputs(5) if len(item.text) < 100]
+    vectors = encoder.encode_counted(items).vectors
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
-    np.testing.assert_allclose(found, alone, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
     assert encoder.engine.packs
     encoder.engine.packs = False
-    np.testing.assert_allclose(encoder.encode_counted(items).vectors, found, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_counted(items).vectors, vectors, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["MPNet", "Albert"])
-def test_attention_that_takes_no_router_is_named(name, tmp_path):
+def test_unsupported_attention_is_reported(name, tmp_path):
     with pytest.raises(UserError, match=r"(mpnet\) computes its att|albert\) shares its wei)"):
-        other(name, tmp_path, "simcse-bert", embedding_size=32)
+        load_architecture(name, tmp_path, "simcse-bert", embedding_size=32)
 
 
-def test_a_heavy_router_has_trained_weights(tmp_path):
+def test_heavy_router_needs_trained_weights(tmp_path):
     encoder = load("e5-xlm-r", tmp_path, "heavy")
     weights = encoder.identity.weights
     path = tmp_path / "model/router.safetensors"
     save_file(HeavyRouter(2, 32).state_dict(), path)
-    again = load_encoder(
+    reloaded = load_encoder(
         str(tmp_path / "model"), router="csr", router_mode="heavy", router_layers=2
     )
-    assert again.identity.weights != weights
+    assert reloaded.identity.weights != weights
     with pytest.raises(
         LlmcondError, match="does not contain a router of 1 layers and 32 dimensions"
     ):

@@ -1,4 +1,4 @@
-"""Training an encoder with CSR's router in it: what comes out is the encoder that was trained."""
+"""Training an encoder with CSR's router: the saved encoder is the one that was trained."""
 
 import json
 
@@ -29,24 +29,25 @@ ITEMS = [
 
 @pytest.fixture
 def train(tiny, write_rows, small_rows, tmp_path, capsys):
-    """A caller of the command on small rows, that returns what it prints."""
-    plain = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
-    plain += " --router csr --router-layers 2 --head none --learning-rate 1e-2"
+    """A function that runs the command on small data and returns its output."""
+    defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
+    defaults += " --router csr --router-layers 2 --head none --learning-rate 1e-2"
     data = write_rows(small_rows)
 
-    def call(folder, *arguments, command=ok):
-        given = ["--data", data, "--run", tmp_path / folder, *plain.split(), *arguments]
-        return command(capsys, "train-lora", "--model", tiny, *given)
+    def run_train_lora(folder, *arguments, command=ok):
+        options = ["--data", data, "--run", tmp_path / folder, *defaults.split(), *arguments]
+        return command(capsys, "train-lora", "--model", tiny, *options)
 
-    return call
+    return run_train_lora
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"), [("paper", ""), ("heavy", ""), ("heavy", "--merge"), ("hidden", "--rank full")]
+    ("mode", "options"),
+    [("paper", ""), ("heavy", ""), ("heavy", "--merge"), ("hidden", "--rank full")],
 )
-def test_a_trained_router_is_the_folder_s_own(train, tmp_path, capsys, mode, how):
-    done = train("run", "--router-mode", mode, "--router-strength", "4", *how.split())
-    assert done["head"] == "none@routed+c"
+def test_trained_folder_records_its_router(train, tmp_path, capsys, mode, options):
+    report = train("run", "--router-mode", mode, "--router-strength", "4", *options.split())
+    assert report["head"] == "none@routed+c"
     folder = tmp_path / "run"
     encoder = llmcond.load_encoder(folder, dtype="float32")
     assert encoder.identity.router == "csr"
@@ -55,58 +56,60 @@ def test_a_trained_router_is_the_folder_s_own(train, tmp_path, capsys, mode, how
     vectors = encoder.encode(ITEMS)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-6
     scores = ok(capsys, "evaluate", "--run", folder, "--split", "dev")["results"]
-    (found,) = (row["spearman"] for row in scores if row["name"] == "none@routed+c")
-    assert found == next(one["spearman"] for one in done["scores"] if one["split"] == "dev")
-    said = refused(capsys, "models", "--check", folder, "--router", "none")
-    assert "was trained with --router csr" in said
+    (spearman,) = (row["spearman"] for row in scores if row["name"] == "none@routed+c")
+    assert spearman == next(
+        score["spearman"] for score in report["scores"] if score["split"] == "dev"
+    )
+    message = refused(capsys, "models", "--check", folder, "--router", "none")
+    assert "was trained with --router csr" in message
     with pytest.raises(llmcond.UserError, match="was trained with --router csr"):
         llmcond.load_encoder(folder, router="none")
 
 
-def test_a_router_that_no_prompt_uses_is_refused(train, tmp_path):
-    said = train("idle", "--head", "hadamard", "--prompt", "separate", command=refused)
-    assert "the prompt separate names no router" in said
+def test_router_that_no_prompt_uses_is_rejected(train, tmp_path):
+    message = train("idle", "--head", "hadamard", "--prompt", "separate", command=refused)
+    assert "the prompt separate names no router" in message
     assert not (tmp_path / "idle").exists()
 
 
-def test_a_heavy_router_is_trained_and_follows_the_seed(train, tmp_path):
+def test_heavy_router_is_trained_and_depends_on_seed(train, tmp_path):
     weights = []
     for name, seed, epochs in (("a", 1, 2), ("b", 1, 2), ("c", 2, 2), ("d", 1, 1)):
-        given = ["--router-mode", "heavy", "--seed", str(seed), "--epochs", str(epochs)]
-        train(name, *given, "--learning-rate", "1e-2")
+        options = ["--router-mode", "heavy", "--seed", str(seed), "--epochs", str(epochs)]
+        train(name, *options, "--learning-rate", "1e-2")
         weights.append(load_file(tmp_path / name / "router.safetensors"))
-        account = json.loads((tmp_path / name / "training.json").read_text())
-        assert account["made_of"]["encoder"]["router_mode"] == "heavy"
+        training_record = json.loads((tmp_path / name / "training.json").read_text())
+        assert training_record["made_of"]["encoder"]["router_mode"] == "heavy"
     assert all(torch.equal(weights[1][key], value) for key, value in weights[0].items())
     assert all(not torch.equal(weights[2][key], value) for key, value in weights[0].items())
     assert all(not torch.equal(weights[3][key], value) for key, value in weights[0].items())
 
 
-def test_joint_prompts_are_refused(train):
-    said = train("run", "--prompt", "concat-sent-cond", command=refused)
-    assert "it puts the condition into the text, but the encoder expects it in a router" in said
-    said = train("run", "--prompt", "pair-cond", command=refused)
-    assert "(--prompt routed)" in said
+def test_joint_prompts_are_rejected(train):
+    message = train("run", "--prompt", "concat-sent-cond", command=refused)
+    assert "it puts the condition into the text, but the encoder expects it in a router" in message
+    message = train("run", "--prompt", "pair-cond", command=refused)
+    assert "(--prompt routed)" in message
 
 
-def test_a_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
+def test_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
     train("run", "--router-mode", "heavy", "--merge")
     folder, staged = tmp_path / "run", tmp_path / "staged"
     staged.mkdir()
     _stage(open_run(folder), read_encoder_record(folder), staged)
-    mine, others = (llmcond.load_encoder(one, dtype="float32") for one in (folder, staged))
-    np.testing.assert_array_equal(mine.encode(ITEMS), others.encode(ITEMS))
+    trained, pushed = (llmcond.load_encoder(path, dtype="float32") for path in (folder, staged))
+    np.testing.assert_array_equal(trained.encode(ITEMS), pushed.encode(ITEMS))
 
 
 @pytest.mark.parametrize("mode", ["paper", "heavy", "released-tri"])
-def test_activations_computed_again_give_the_same_gradients(tiny, mode):
-    found = []
-    for again in (False, True):
+def test_gradient_checkpointing_gives_the_same_gradients(tiny, mode):
+    gradients = []
+    for checkpointing in (False, True):
         options = EncoderOptions(
             dtype="float32", device="cpu", router="csr", router_mode=mode, router_layers=2,
             pooling=None if mode == "released-tri" else "mean",
         )  # fmt: skip
-        settings = TuneSettings(rank=0, gradient_checkpointing=again)
+        settings = TuneSettings(rank=0, gradient_checkpointing=checkpointing)
         trainable = load_trainable(resolve(str(tiny), options), settings, seed=0)
         trainable.network.eval()
         for module in trainable.network.modules():
@@ -116,8 +119,8 @@ def test_activations_computed_again_give_the_same_gradients(tiny, mode):
         queries = dict(zip(routers, trainable.tokenizer(list(routers.values())), strict=True))
         vectors = embed_routed(trainable.engine, ITEMS, tokens, queries)
         (vectors * torch.linspace(-1, 1, vectors.numel()).view(vectors.shape)).sum().backward()
-        found.append([value.grad for value in trainable.network.parameters()])
-    for first, second in zip(*found, strict=True):
+        gradients.append([value.grad for value in trainable.network.parameters()])
+    for first, second in zip(*gradients, strict=True):
         assert (first is None) == (second is None)
         if first is not None:
             torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
