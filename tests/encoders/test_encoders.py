@@ -1,4 +1,4 @@
-"""Vectors: against sentence-transformers, against hidden states, and whatever the batch."""
+"""Vectors compared with sentence-transformers and with hidden states, in any batch."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ TEXTS = [
 ]
 
 
-def plain(texts):
+def plain_inputs(texts):
     return [EncoderInput("", text) for text in texts]
 
 
@@ -49,10 +49,10 @@ def tiny_mistral(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def minilm_vectors(minilm):
     with pytest.warns(UserWarning, match="1 of 9 inputs are longer than the 256 tokens"):
-        return minilm.encode(plain(TEXTS))
+        return minilm.encode(plain_inputs(TEXTS))
 
 
-def test_vectors_equal_those_of_sentence_transformers(minilm, minilm_vectors):
+def test_vectors_match_sentence_transformers(minilm, minilm_vectors):
     from sentence_transformers import SentenceTransformer
 
     peer = SentenceTransformer(str(minilm.resolved.checkpoint.folder), device="cpu").float()
@@ -61,29 +61,31 @@ def test_vectors_equal_those_of_sentence_transformers(minilm, minilm_vectors):
     np.testing.assert_allclose(minilm_vectors, expected, atol=1e-5)
 
 
-def test_vectors_are_float32_and_of_unit_norm(minilm, minilm_vectors):
+def test_vectors_are_float32_with_unit_norm(minilm, minilm_vectors):
     assert minilm_vectors.dtype == np.float32
     assert minilm_vectors.shape == (len(TEXTS), minilm.dim)
     np.testing.assert_allclose(np.linalg.norm(minilm_vectors, axis=1), 1, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
-def test_minilm_vector_does_not_depend_on_its_batch_mates(minilm, minilm_vectors):
-    alone = np.concatenate([minilm.encode(plain([text])) for text in TEXTS])
+def test_minilm_vector_does_not_depend_on_batch(minilm, minilm_vectors):
+    alone = np.concatenate([minilm.encode(plain_inputs([text])) for text in TEXTS])
     np.testing.assert_allclose(alone, minilm_vectors, atol=1e-5)
 
 
-def test_last_token_vector_does_not_depend_on_its_batch_mates(tiny_mistral):
+def test_last_token_vector_does_not_depend_on_batch(tiny_mistral):
     texts = ["red", "two dogs play in the park at night", "", "the colour of the hat", "rain ."]
-    together = tiny_mistral.encode(plain(texts))
-    alone = np.concatenate([tiny_mistral.encode(plain([text])) for text in texts])
+    together = tiny_mistral.encode(plain_inputs(texts))
+    alone = np.concatenate([tiny_mistral.encode(plain_inputs([text])) for text in texts])
     np.testing.assert_allclose(alone, together, atol=1e-5)
     assert np.abs(together[0] - together[1]).max() > 0.01
 
 
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
-def test_order_of_the_inputs_is_restored(minilm, minilm_vectors):
-    np.testing.assert_allclose(minilm.encode(plain(TEXTS[::-1])), minilm_vectors[::-1], atol=1e-5)
+def test_vectors_are_in_input_order(minilm, minilm_vectors):
+    np.testing.assert_allclose(
+        minilm.encode(plain_inputs(TEXTS[::-1])), minilm_vectors[::-1], atol=1e-5
+    )
 
 
 def test_vector_does_not_depend_on_the_token_budget(tiny, tiny_checkpoint):
@@ -91,32 +93,36 @@ def test_vector_does_not_depend_on_the_token_budget(tiny, tiny_checkpoint):
     small = load_encoder(
         str(tiny_checkpoint()), dtype="float32", device="cpu", max_tokens_per_batch=1
     )
-    np.testing.assert_allclose(small.encode(plain(texts)), tiny.encode(plain(texts)), atol=1e-5)
+    np.testing.assert_allclose(
+        small.encode(plain_inputs(texts)), tiny.encode(plain_inputs(texts)), atol=1e-5
+    )
 
 
 def test_repeated_texts_get_equal_vectors(tiny):
-    vectors = tiny.encode(plain(["red hat", "two dogs", "red hat", "red hat"]))
+    vectors = tiny.encode(plain_inputs(["red hat", "two dogs", "red hat", "red hat"]))
     np.testing.assert_array_equal(vectors[[2, 3]], vectors[[0, 0]])
     assert np.abs(vectors[0] - vectors[1]).max() > 0.01
 
 
 def test_inputs_of_equal_tokens_get_equal_vectors_in_any_batch(tiny_checkpoint):
-    # In bfloat16 the rounding of an input depends on its batch.
+    # In bfloat16, rounding depends on the batch.
     encoder = load_encoder(
         str(tiny_checkpoint()), dtype="bfloat16", device="cpu", max_tokens_per_batch=64
     )
-    spaces = [f"{' ' * n}red hat" for n in range(300)]  # of other lengths: in two units
+    spaces = [f"{' ' * n}red hat" for n in range(300)]  # different lengths, so in two work units
     rest = [" ".join(["dog"] * (n % 40 + 1)) for n in range(300)]
-    vectors = encoder.encode(plain([*spaces, *rest]))
+    vectors = encoder.encode(plain_inputs([*spaces, *rest]))
     assert len(np.unique(vectors[:300], axis=0)) == 1
     assert len(np.unique(vectors[300:], axis=0)) == 40
 
 
-def test_inputs_of_equal_tokens_under_other_routers_stay_apart(tiny):
-    chosen = [("red", 1.0), ("red", 0.5), ("dog", 1.0), ("red", 1.0)]
-    routers = [Router(text, temperature, False, True) for text, temperature in chosen]
+def test_inputs_of_equal_tokens_with_different_routers_differ(tiny):
+    settings = [("red", 1.0), ("red", 0.5), ("dog", 1.0), ("red", 1.0)]
+    routers = [Router(text, temperature, False, True) for text, temperature in settings]
     texts = ["a red hat", "a red hat", "a red hat", " a  red hat"]
-    items = [EncoderInput("", text, router=own) for text, own in zip(texts, routers, strict=True)]
+    items = [
+        EncoderInput("", text, router=router) for text, router in zip(texts, routers, strict=True)
+    ]
     vectors = tiny.encode(items)
     np.testing.assert_array_equal(vectors[0], vectors[3])
     assert len(np.unique(vectors, axis=0)) == 3
@@ -131,10 +137,10 @@ def test_no_inputs_give_an_empty_array(tiny):
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_bfloat16_is_close_to_float32(minilm_vectors):
     encoder = load_encoder("minilm", dtype="bfloat16", device="cpu")
-    vectors = encoder.encode(plain(TEXTS))
+    vectors = encoder.encode(plain_inputs(TEXTS))
     assert vectors.dtype == np.float32
     assert cosines(vectors, minilm_vectors).min() >= 0.999
-    assert np.abs(vectors - minilm_vectors).max() > 1e-4  # it was computed in bfloat16 indeed
+    assert np.abs(vectors - minilm_vectors).max() > 1e-4  # it was in fact computed in bfloat16
 
 
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
@@ -146,7 +152,7 @@ def test_bfloat16_is_close_to_float32(minilm_vectors):
         ("last", lambda hidden: hidden[-1]),
     ],
 )
-def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, pooling, expected):
+def test_pooling_matches_hidden_states_of_transformers(tiny_checkpoint, kind, pooling, expected):
     from transformers import AutoModel, AutoTokenizer
 
     folder = tiny_checkpoint(kind)
@@ -154,7 +160,7 @@ def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, p
         str(folder), dtype="float32", device="cpu", pooling=pooling, normalize=False
     )
     texts = ["two dogs play in the rain", "red", "the number of people at the beach ."]
-    vectors = encoder.encode(plain(texts))
+    vectors = encoder.encode(plain_inputs(texts))
     model, tokenizer = (
         AutoModel.from_pretrained(folder).eval(),
         AutoTokenizer.from_pretrained(folder),
@@ -166,65 +172,69 @@ def test_pooling_equals_hidden_states_computed_directly(tiny_checkpoint, kind, p
 
 
 def test_mean_is_summed_in_float32():
-    # 257 ones: the sum that bfloat16 cannot hold.
+    # bfloat16 cannot represent 257, the sum of these ones.
     hidden = torch.ones(1, 257, 1, dtype=torch.bfloat16)
     assert mean_pooling(hidden, torch.ones(1, 257, dtype=torch.bool), [257]).item() == 1
 
 
 @pytest.fixture(scope="module")
-def short(tiny_checkpoint):
+def short_encoder(tiny_checkpoint):
     return load_encoder(str(tiny_checkpoint()), dtype="float32", device="cpu", max_length=8)
 
 
-def test_truncated_inputs_are_counted(short):
-    encoded = short.encode_counted(plain(["red hat", "red " * 20, "red " * 6, "red " * 7]))
+def test_truncated_inputs_are_counted(short_encoder):
+    encoded = short_encoder.encode_counted(
+        plain_inputs(["red hat", "red " * 20, "red " * 6, "red " * 7])
+    )
     assert encoded.n_tokens.tolist() == [4, 22, 8, 9]  # [CLS] and [SEP] included
     assert encoded.truncated.tolist() == [False, True, False, True]
 
 
-def test_truncated_text_keeps_its_special_tokens(short):
-    cut = short.encode_counted(plain(["red green blue hat coat rain sun dogs people"])).vectors
-    whole = short.encode_counted(plain(["red green blue hat coat rain"])).vectors
-    np.testing.assert_array_equal(cut, whole)
+def test_truncated_text_keeps_its_special_tokens(short_encoder):
+    truncated = short_encoder.encode_counted(
+        plain_inputs(["red green blue hat coat rain sun dogs people"])
+    ).vectors
+    whole = short_encoder.encode_counted(plain_inputs(["red green blue hat coat rain"])).vectors
+    np.testing.assert_array_equal(truncated, whole)
 
 
-def test_encode_warns_about_truncation_and_counts_it(short):
+def test_encode_warns_about_truncation_and_counts_it(short_encoder):
     with pytest.warns(UserWarning, match="2 of 3 inputs are longer than the 8 tokens"):
-        short.encode(plain(["red", "red " * 20, "red " * 9]))
+        short_encoder.encode(plain_inputs(["red", "red " * 20, "red " * 9]))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("normalize", [False, True])
-def test_windows_of_a_long_text_are_averaged(short, normalize):
-    folder = str(short.resolved.checkpoint.folder)
+def test_vectors_of_windows_are_averaged(short_encoder, normalize):
+    folder = str(short_encoder.resolved.checkpoint.folder)
     options = {"dtype": "float32", "device": "cpu", "max_length": 8, "normalize": normalize}
     encoder = load_encoder(folder, **options, long_texts="windows")
     windows = ["red green blue hat", "coat rain sun dogs people", "two three men women children"]
-    found = encoder.encode_counted(plain(["red hat", " ".join(windows)]))
-    assert (found.n_tokens.tolist(), found.truncated.any()) == ([4, 16], False)
-    expected = encoder.encode(plain(windows)).mean(axis=0)
+    encoded = encoder.encode_counted(plain_inputs(["red hat", " ".join(windows)]))
+    assert (encoded.n_tokens.tolist(), encoded.truncated.any()) == ([4, 16], False)
+    expected = encoder.encode(plain_inputs(windows)).mean(axis=0)
     if normalize:
         expected /= np.linalg.norm(expected)
-    np.testing.assert_allclose(found.vectors[1], expected, atol=1e-6)
-    assert encoder.identity.fingerprint != short.identity.fingerprint
+    np.testing.assert_allclose(encoded.vectors[1], expected, atol=1e-6)
+    assert encoder.identity.fingerprint != short_encoder.identity.fingerprint
 
 
 @pytest.mark.filterwarnings("error")
-def test_encode_is_silent_where_nothing_is_truncated(short):
-    short.encode(plain(["red", "red " * 6]))
+def test_encode_does_not_warn_without_truncation(short_encoder):
+    short_encoder.encode(plain_inputs(["red", "red " * 6]))
 
 
-def test_empty_text_gets_a_vector_without_special_tokens(tiny_checkpoint, tmp_path):
+def test_empty_text_without_special_tokens_gets_vector(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
     encoder = load_encoder(str(folder), dtype="float32", device="cpu")
-    encoded = encoder.encode_counted(plain(["", "red hat"]))
+    encoded = encoder.encode_counted(plain_inputs(["", "red hat"]))
     assert encoded.n_tokens.tolist() == [0, 2]
     np.testing.assert_allclose(np.linalg.norm(encoded.vectors, axis=1), 1, atol=1e-5)
 
 
-def test_instruction_format_stands_around_the_text(tiny_checkpoint):
+def test_instruction_format_is_applied(tiny_checkpoint):
     encoder = load_encoder(
         str(tiny_checkpoint()), dtype="float32", device="cpu", instruction_format=FORMAT
     )
@@ -234,18 +244,18 @@ def test_instruction_format_stands_around_the_text(tiny_checkpoint):
     np.testing.assert_array_equal(encoder.encode([item]), encoder.encode([formatted]))
 
 
-def test_braces_in_instruction_and_text_stay_text(tiny_checkpoint):
+def test_braces_in_instruction_and_text_are_literal(tiny_checkpoint):
     encoder = load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=FORMAT)
     item = EncoderInput("find {text} }{ {0}", "{instruction} {{x}}")
     assert encoder.format(item) == "Instruct: find {text} }{ {0}\nQuery: {instruction} {{x}}"
 
 
-def test_input_without_instruction_is_encoded_as_it_is(tiny_checkpoint):
+def test_input_without_instruction_is_not_formatted(tiny_checkpoint):
     encoder = load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=FORMAT)
     assert encoder.format(EncoderInput("", "red hat")) == "red hat"
 
 
-def test_encoder_without_a_format_refuses_an_instruction(tiny):
+def test_encoder_without_format_rejects_instruction(tiny):
     with pytest.raises(UserError, match=r"takes no instruction.*--instruction-format"):
         tiny.encode([EncoderInput("retrieve", "red hat")])
 
@@ -264,12 +274,12 @@ def test_encoder_without_a_format_refuses_an_instruction(tiny):
         "no names",
     ],
 )
-def test_bad_instruction_format_is_refused(tiny_checkpoint, template):
+def test_invalid_instruction_format_is_rejected(tiny_checkpoint, template):
     with pytest.raises(UserError, match="instruction format"):
         load_encoder(str(tiny_checkpoint()), device="cpu", instruction_format=template)
 
 
-def test_checkpoint_that_lacks_weights_is_refused(tiny_checkpoint, tmp_path):
+def test_checkpoint_with_missing_weights_is_rejected(tiny_checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
@@ -281,19 +291,19 @@ def test_checkpoint_that_lacks_weights_is_refused(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("quantize", ["8bit", "4bit"])
-def test_quantised_encoder_gives_vectors_near_the_full_ones(tiny_checkpoint, quantize):
+def test_quantised_vectors_are_close_to_full_precision(tiny_checkpoint, quantize):
     pytest.importorskip("bitsandbytes")
     folder = str(tiny_checkpoint(hidden=64))
-    texts = plain(["two dogs play", "a red hat", "rain"])
+    texts = plain_inputs(["two dogs play", "a red hat", "rain"])
     full = load_encoder(folder, dtype="float32", device="cpu").encode(texts)
     encoder = load_encoder(folder, dtype="float32", device="cpu", quantize=quantize)
     vectors = encoder.encode(texts)
     assert np.isfinite(vectors).all()
     assert cosines(vectors, full).min() > 0.95
-    assert np.abs(vectors - full).max() > 1e-5  # its weights were quantised indeed
+    assert np.abs(vectors - full).max() > 1e-5  # the weights were in fact quantised
 
 
-def test_what_a_machine_may_lack_is_not_imported(tiny_checkpoint):
+def test_benchmark_does_not_import_optional_libraries(tiny_checkpoint):
     """The benchmark runs where storage and settings libraries are not installed."""
     script = textwrap.dedent("""
         import sys

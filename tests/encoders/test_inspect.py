@@ -1,4 +1,4 @@
-"""`llmcond models --check`: what an encoder will do, before it is downloaded."""
+"""`llmcond models --check`, which describes an encoder before it is downloaded."""
 
 import io
 import json
@@ -24,7 +24,7 @@ CPU = EncoderOptions(device="cpu")
 
 @pytest.fixture
 def offline(monkeypatch):
-    """No hub, and nothing in its cache."""
+    """Make the hub unreachable; its cache is empty."""
 
     def unreachable(*_):
         raise LlmcondError("the Hugging Face hub cannot be reached.")
@@ -32,13 +32,13 @@ def offline(monkeypatch):
     monkeypatch.setattr(checkpoints, "_download", unreachable)
 
 
-def checked(capsys, *arguments):
+def run_check(capsys, *arguments):
     code = run(["models", "--check", *map(str, arguments), "--json"])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
 
 
-def test_samples_show_what_the_network_is_given_and_pools(minilm):
+def test_samples_show_tokens_and_pooled_positions(minilm):
     report, problem = check_model("minilm", CPU)
     assert problem is None
     assert report["complete"]
@@ -48,11 +48,11 @@ def test_samples_show_what_the_network_is_given_and_pools(minilm):
     assert conditional["tokens"][-1] == "[SEP]"
     assert all(conditional["pooled"])
     assert unconditional["tokens"] == ["[CLS]", "the", "number", "of", "people", "[SEP]"]
-    given = minilm._tokenizer([EncoderInput("", "the number of people")])[0]
-    assert minilm._tokenizer.strings(given) == unconditional["tokens"]
+    row = minilm._tokenizer([EncoderInput("", "the number of people")])[0]
+    assert minilm._tokenizer.strings(row) == unconditional["tokens"]
 
 
-def test_tokens_without_an_embedding_are_told(tiny_checkpoint, tmp_path):
+def test_token_without_embedding_raises(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": 4}))
@@ -60,14 +60,14 @@ def test_tokens_without_an_embedding_are_told(tiny_checkpoint, tmp_path):
         check_model(str(folder), CPU)
 
 
-def test_a_check_counts_the_parameters_and_the_bytes_that_are_loaded():
+def test_check_counts_parameters_and_bytes_of_weights():
     report, _ = check_model("minilm", CPU)
     network = load_encoder(
         "minilm", dtype="float32", device="cpu", runtime="torch"
     ).engine.model.network
-    # The pooler is dropped after loading: it is not used.
-    loaded = sum(parameter.numel() for parameter in network.parameters())
-    assert report["n_parameters"] == loaded + 384 * 384 + 384
+    # The pooler is dropped after loading, because it is not used.
+    n_loaded = sum(parameter.numel() for parameter in network.parameters())
+    assert report["n_parameters"] == n_loaded + 384 * 384 + 384
     memory = {(row["dtype"], row["quantize"]): row for row in report["memory"]}
     assert memory["float32", "none"]["weights"] == 4 * report["n_parameters"]
     assert memory["bfloat16", "none"]["weights"] == 2 * report["n_parameters"]
@@ -78,12 +78,14 @@ def test_a_check_counts_the_parameters_and_the_bytes_that_are_loaded():
     ("pooling", "expected"),
     [("cls", [0]), ("last", [5]), ("mean", [0, 1, 2, 3, 4, 5])],
 )
-def test_marks_stand_under_what_the_pooling_takes(pooling, expected):
+def test_marks_are_under_pooled_tokens(pooling, expected):
     report, _ = check_model("minilm", EncoderOptions(device="cpu", pooling=pooling))
-    assert [i for i, on in enumerate(report["samples"][1]["pooled"]) if on] == expected
+    assert [
+        i for i, is_pooled in enumerate(report["samples"][1]["pooled"]) if is_pooled
+    ] == expected
 
 
-def test_marks_stand_under_the_text_of_an_instruction(tiny_checkpoint):
+def test_marks_are_under_text_after_instruction(tiny_checkpoint):
     options = EncoderOptions(
         device="cpu",
         pooling="mean",
@@ -92,11 +94,15 @@ def test_marks_stand_under_the_text_of_an_instruction(tiny_checkpoint):
     )
     report, _ = check_model(str(tiny_checkpoint()), options)
     sample = report["samples"][0]
-    pooled = [t for t, on in zip(sample["tokens"], sample["pooled"], strict=True) if on]
+    pooled = [
+        token
+        for token, is_pooled in zip(sample["tokens"], sample["pooled"], strict=True)
+        if is_pooled
+    ]
     assert pooled == ["the", "number", "of", "people"]
 
 
-def test_lines_are_as_wide_as_the_terminal_and_marks_under_their_tokens():
+def test_token_lines_fit_the_width_and_align_marks():
     sample = {
         "tokens": ["<s>", "▁the", "東京", "\n", "a\x1b[31m", "</s>"] * 4,
         "pooled": [False, True, True, True, False, True] * 4,
@@ -110,7 +116,7 @@ def test_lines_are_as_wide_as_the_terminal_and_marks_under_their_tokens():
     assert marks[0] == " "
 
 
-def test_a_check_is_readable_in_a_narrow_terminal():
+def test_check_fits_narrow_terminal():
     report, _ = check_model("minilm", CPU)
     out = io.StringIO()
     Console(width=80, file=out).print(render_checkup(report, 80))
@@ -118,7 +124,7 @@ def test_a_check_is_readable_in_a_narrow_terminal():
 
 
 @pytest.mark.parametrize("known", MODELS, ids=lambda model: model.name)
-def test_every_known_model_is_described_without_its_files(offline, monkeypatch, known):
+def test_check_describes_every_known_model_without_its_files(offline, monkeypatch, known):
     monkeypatch.setattr(checkpoints, "_find_package_folder", lambda _: None)
     report, problem = check_model(known.name, CPU)
     assert "cannot be reached" in str(problem)
@@ -131,8 +137,8 @@ def test_every_known_model_is_described_without_its_files(offline, monkeypatch, 
     assert {row["quantize"] for row in report["memory"]} == {"none", "8bit", "4bit"}
 
 
-def test_what_could_not_be_checked_is_told_and_fails(capsys, offline):
-    code, report, err = checked(capsys, "nvidia/NV-Embed-v2")
+def test_incomplete_check_reports_problem_and_fails(capsys, offline):
+    code, report, err = run_check(capsys, "nvidia/NV-Embed-v2")
     assert code == 1
     assert err.startswith("llmcond: error: the Hugging Face hub cannot be reached.")
     assert report["problem"] == "the Hugging Face hub cannot be reached."
@@ -143,24 +149,24 @@ def test_what_could_not_be_checked_is_told_and_fails(capsys, offline):
     assert "7.85 B parameters" in out
 
 
-def test_an_unknown_model_is_the_users_error(capsys):
+def test_unknown_model_exits_with_code_2(capsys):
     assert run(["models", "--check", "minilmm"]) == 2
     assert "unknown model 'minilmm'" in capsys.readouterr().err
 
 
-def test_a_check_reads_no_weights(capsys, tiny_checkpoint, tmp_path):
+def test_check_does_not_read_weights(capsys, tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint("mistral"), tmp_path / "model")
     (folder / "model.safetensors").write_bytes(b"not read")
-    code, report, _ = checked(capsys, folder, "--device", "cpu", "--pooling", "last")
+    code, report, _ = run_check(capsys, folder, "--device", "cpu", "--pooling", "last")
     assert code == 0
     assert report["attention"] == "causal"
     assert any("causal" in sentence for sentence in report["assumed"])
 
 
-def test_options_of_a_check_are_those_of_an_extraction(capsys, tiny_checkpoint):
+def test_check_applies_encoder_options(capsys, tiny_checkpoint):
     folder = tiny_checkpoint("mistral")
     options = ["--pooling", "mean", "--attention", "bidirectional", "--max-length", "16"]
-    code, report, _ = checked(capsys, folder, "--device", "cpu", *options)
+    code, report, _ = run_check(capsys, folder, "--device", "cpu", *options)
     assert code == 0
     assert (report["attention"], report["pooling"], report["max_length"]) == (
         "bidirectional",
@@ -173,7 +179,7 @@ def test_options_of_a_check_are_those_of_an_extraction(capsys, tiny_checkpoint):
     assert encoder.identity.attention == "bidirectional"
 
 
-def test_a_folder_like_a_model_that_refuses_float16(tiny_checkpoint, tmp_path):
+def test_check_rejects_float16_for_folder_like_gte_qwen2(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint("mistral"), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
@@ -184,7 +190,7 @@ def test_a_folder_like_a_model_that_refuses_float16(tiny_checkpoint, tmp_path):
         check_model(str(folder), options)
 
 
-def test_a_mistake_is_answered_by_its_line_alone(capsys):
+def test_invalid_options_print_only_an_error(capsys):
     assert run(["models", "--check", "minilm", "--pooling", "latent"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -193,7 +199,7 @@ def test_a_mistake_is_answered_by_its_line_alone(capsys):
     assert "--check NAME" in capsys.readouterr().err
 
 
-def test_a_listing_fits_a_narrow_terminal(capsys, monkeypatch):
+def test_model_list_fits_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(["models"]) == 0
     out, err = capsys.readouterr()
@@ -202,7 +208,7 @@ def test_a_listing_fits_a_narrow_terminal(capsys, monkeypatch):
     assert "columns left out, because a line has only 80 characters: " in err
 
 
-def test_texts_of_a_checkpoint_do_not_steer_the_terminal(capsys, tiny_checkpoint, tmp_path):
+def test_control_characters_of_a_checkpoint_are_escaped(capsys, tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     changed = {**config, "auto_map": {"AutoModel": "x\x1b]0;pwn\x07.Y"}}
@@ -213,17 +219,17 @@ def test_texts_of_a_checkpoint_do_not_steer_the_terminal(capsys, tiny_checkpoint
     assert "\\x1b" in err
 
 
-def test_the_table_of_models_fits_and_names_all(capsys):
+def test_model_list_has_all_models_and_columns(capsys):
     assert run(["models"]) == 0
     out = capsys.readouterr().out
     for model in MODELS:
         assert model.name in out
     script = [sys.executable, "-m", "llmcond", "models", "--json"]
     rows = json.loads(subprocess.run(script, capture_output=True, check=True, text=True).stdout)
-    wanted = {
+    columns = {
         "attention", "poolings", "instruction_format", "special_tokens", "padding_side",
         "max_length", "dtypes", "licence",
     }  # fmt: skip
-    assert all(wanted <= set(row) for row in rows["models"])
+    assert all(columns <= set(row) for row in rows["models"])
     gte = next(row for row in rows["models"] if row["name"].endswith("gte-Qwen2-7B-instruct"))
     assert gte["dtypes"] == ["float32", "bfloat16"]

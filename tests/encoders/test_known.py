@@ -1,4 +1,4 @@
-"""The files of known models: legal values, listed in order, and no unknown keys."""
+"""Definition files of known models: valid values, order, and unknown keys."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from llmcond.encoders.poolings import POOLINGS
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_values_are_legal(model):
-    stated = model.all_settings
-    assert EncoderOptions.of(stated).attention == stated["attention"]
-    assert stated["attention"] is not None
+def test_values_of_known_models_are_valid(model):
+    settings = model.all_settings
+    assert EncoderOptions.of(settings).attention == settings["attention"]
+    assert settings["attention"] is not None
     assert model.poolings
     assert set(model.poolings) <= POOLINGS.keys()
     assert isinstance(model.architecture["model_type"], str)
@@ -19,7 +19,7 @@ def test_values_are_legal(model):
     assert find_model(model.name.upper()) is model
 
 
-def test_minilm_comes_first_and_no_name_twice():
+def test_known_names_are_unique_and_begin_with_minilm():
     assert known_names()[:3] == [
         "minilm",
         "sentence-transformers/all-MiniLM-L6-v2",
@@ -29,7 +29,7 @@ def test_minilm_comes_first_and_no_name_twice():
 
 
 @pytest.mark.parametrize("text", ['licence = "MIT"', "poolings = []\ndimension = 3"])
-def test_file_with_missing_or_unknown_keys_is_refused(tmp_path, text):
-    (tmp_path / "own.toml").write_text(text)
+def test_file_with_missing_or_unknown_keys_is_rejected(tmp_path, text):
+    (tmp_path / "custom.toml").write_text(text)
     with pytest.raises((KeyError, TypeError), match=r"poolings|dimension"):
-        read_model(tmp_path / "own.toml")
+        read_model(tmp_path / "custom.toml")

@@ -1,4 +1,4 @@
-"""Options of an encoder: told once, checked where they are made, and keyword arguments."""
+"""Encoder options: one definition, validation on creation, and use as keyword arguments."""
 
 import inspect
 import subprocess
@@ -14,7 +14,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.options import declaration_of
 
 
-def test_load_encoder_takes_every_option_by_keyword():
+def test_load_encoder_accepts_every_option_as_keyword():
     parameters = list(inspect.signature(llmcond.load_encoder).parameters.values())
     assert parameters[0].name == "model"
     assert [p.name for p in parameters[1:]] == [field.name for field in fields(EncoderOptions)]
@@ -24,7 +24,7 @@ def test_load_encoder_takes_every_option_by_keyword():
 
 
 @pytest.mark.parametrize("name", ["weights", "quantize", "instruction_format", "attention"])
-def test_a_record_without_what_all_have_is_damaged(name):
+def test_identity_record_with_missing_key_is_rejected(name):
     options = {"dtype": "float32", "quantize": "none", "pooling": "mean", "max_length": 8}
     options |= {"normalize": True, "instruction_format": "", "attention": "bidirectional"}
     recorded = EncoderIdentity(weights="sha256:0", **options).to_json()
@@ -37,24 +37,24 @@ def test_a_record_without_what_all_have_is_damaged(name):
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_values_that_are_not_legal_are_one_clear_line(name):
+def test_invalid_value_reports_legal_values(name):
     for value in CHOICES[name]:
         assert getattr(EncoderOptions(**{name: value}), name) == value
     with pytest.raises(UserError, match=rf"{name} is 'flot32'.* Legal: .*{CHOICES[name][-1]}\."):
         EncoderOptions(**{name: "flot32"})
 
 
-def test_no_quantisation_has_two_spellings():
+def test_quantize_none_has_two_spellings():
     assert EncoderOptions(quantize=None) == EncoderOptions(quantize="none") == EncoderOptions()
 
 
-def test_settings_of_a_model_are_those_that_training_has_always_recorded():
-    routers = {
+def test_recorded_model_settings_are_unchanged():
+    router_settings = {
         "router": str, "router_mode": str, "router_layers": int, "router_strength": float,
     }  # fmt: skip
-    # Those of a router are recorded since there are any, and where there is one.
-    assert routers.items() <= MODEL_SETTINGS.items()
-    assert not set(STATED) & set(routers)
+    # Settings of a router are recorded only if the encoder has one.
+    assert router_settings.items() <= MODEL_SETTINGS.items()
+    assert not set(STATED) & set(router_settings)
     assert [(name, MODEL_SETTINGS[name]) for name in STATED] == [
         ("pooling", str),
         ("attention", str),
@@ -71,5 +71,7 @@ def test_options_import_no_large_library():
         "import sys, llmcond.encoders.settings\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'pydantic') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "[]\n"
