@@ -1,4 +1,4 @@
-"""Docstrings of the public names: complete, and with examples that run."""
+"""Docstrings of public names are complete, and their examples run."""
 
 import doctest
 import inspect
@@ -18,7 +18,7 @@ PUBLIC = {
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def sections(text):
+def find_sections(text):
     return set(
         re.findall(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", text, re.M)
     )
@@ -27,7 +27,7 @@ def sections(text):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstrings_are_complete(name):
     value = PUBLIC[name]
-    headings = sections(inspect.getdoc(value) or "")
+    headings = find_sections(inspect.getdoc(value) or "")
     assert headings & {"Example", "Examples"}
     if not inspect.isclass(value):
         signature = inspect.signature(value)

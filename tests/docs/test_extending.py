@@ -1,4 +1,4 @@
-"""docs/extending.md: its files are written and its commands run, as they stand on the page."""
+"""The files and commands of docs/extending.md work exactly as printed."""
 
 import re
 import shlex
@@ -15,13 +15,17 @@ from llmcond.cli import run
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
-#: A part of a command's line -> what it must show.
-SHOWN = {"kendall": "kendall", "runs/trios --plugin": "2 queries of 2 trios", "complete": "cider"}
+#: Maps a part of a command line to text that its output must contain.
+EXPECTED_OUTPUT = {
+    "kendall": "kendall",
+    "runs/trios --plugin": "2 queries of 2 trios",
+    "complete": "cider",
+}
 
 
 @pytest.fixture
-def forgotten(monkeypatch):
-    """No code is known: every command of the page must name its own."""
+def forget_plugins(monkeypatch):
+    """A function that forgets all plugins, so that each command must name its own."""
 
     def forget():
         monkeypatch.setattr(plugins, "_REGISTERED", {})
@@ -31,7 +35,7 @@ def forgotten(monkeypatch):
     return forget
 
 
-def test_the_page_runs(tmp_path, monkeypatch, capsys, forgotten):
+def test_page_runs(tmp_path, monkeypatch, capsys, forget_plugins):
     monkeypatch.chdir(tmp_path)
     names = []
     for language, text in BLOCKS:
@@ -41,27 +45,27 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys, forgotten):
             Path(title[1]).write_text(text[title.end() :], encoding="utf-8")
         elif language == "bash":
             for line in text.replace("\\\n", " ").splitlines():
-                forgotten()
+                forget_plugins()
                 program, *arguments = shlex.split(line)
                 assert program == "llmcond"
                 assert run(arguments) == 0, (line, capsys.readouterr().err)
-                shown = capsys.readouterr()
-                for part, expected in SHOWN.items():
-                    assert part not in line or expected in shown.out
+                captured = capsys.readouterr()
+                for part, expected in EXPECTED_OUTPUT.items():
+                    assert part not in line or expected in captured.out
         elif language == "python":
-            forgotten()
-            home = {}
+            forget_plugins()
+            namespace = {}
             for name in ("my_task.py", "my_heads.py"):
-                exec(Path(name).read_text(), home)  # the page's own text
-            exec(text, home)
-            assert -1 <= home["results"][0].metrics["spearman"].value <= 1
+                exec(Path(name).read_text(), namespace)  # text of the page
+            exec(text, namespace)
+            assert -1 <= namespace["results"][0].metrics["spearman"].value <= 1
     assert len(names) == 11
     ranks = Path("ranks.csv").read_text(encoding="utf-8").splitlines()
-    # Three dishes of test, two columns that are asked of each from both sides.
+    # Three test dishes, each with two columns, both in either direction.
     assert len(ranks) == 1 + 3 * 2 * 2
     assert ranks[1].split(",")[1:5] == ["forward", "chestnut soup", "drink", "cider"]
-    for refused in ("runs/answers", "runs/largest", "runs/menus", "runs/trios"):
-        forgotten()
-        assert run(["evaluate", "--head", "none", "--run", refused]) == 2
+    for run_folder in ("runs/answers", "runs/largest", "runs/menus", "runs/trios"):
+        forget_plugins()
+        assert run(["evaluate", "--head", "none", "--run", run_folder]) == 2
         assert "--plugin" in capsys.readouterr().err
     assert llmcond.Task is not None

@@ -1,4 +1,4 @@
-"""docs/integrations.md: what needs no further library is run, as it stands on the page."""
+"""Examples of docs/integrations.md run as printed, if they need no additional library."""
 
 import re
 import shlex
@@ -13,28 +13,28 @@ PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def block(name):
-    [found] = [text for text in BLOCKS if name in text]
-    return found
+def find_block(name):
+    [block] = [text for text in BLOCKS if name in text]
+    return block
 
 
-def test_an_export_of_the_bundled_model(tmp_path, monkeypatch, capsys):
+def test_exported_bundled_model_gives_the_same_vectors(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = re.search(r"^llmcond (export --out places .*)$", PAGE, re.MULTILINE)[1]
-    made = ok(capsys, *shlex.split(command))
-    # Its adapter is added to the weights.
-    assert made["difference"] < 1e-5
-    home = {}
-    exec(block('SentenceTransformer("places")'), home)  # the page's own text
+    report = ok(capsys, *shlex.split(command))
+    # The export adds the adapter to the weights.
+    assert report["difference"] < 1e-5
+    namespace = {}
+    exec(find_block('SentenceTransformer("places")'), namespace)  # text of the page
     texts = ["Two women read a book at the beach.", "Two women cook at night."]
-    wanted = llmcond.load_embedder("minilm-conditions").encode(texts, "the place")
-    np.testing.assert_allclose(home["vectors"], wanted, atol=1e-5)
+    expected = llmcond.load_embedder("minilm-conditions").encode(texts, "the place")
+    np.testing.assert_allclose(namespace["vectors"], expected, atol=1e-5)
 
 
-def test_any_condition():
-    exec(block("load_sentence_transformer("), {})
+def test_example_with_any_condition_runs():
+    exec(find_block("load_sentence_transformer("), {})
 
 
-def test_the_others_are_python():
+def test_all_python_blocks_compile():
     for text in BLOCKS:
         compile(text, "docs/integrations.md", "exec")

@@ -1,11 +1,11 @@
-"""Record what the code of one commit writes and prints, for later code to be held to.
+"""Record the files and outputs of one commit, with which later code is compared.
 
     PYTHONPATH=<checkout of commit 100d9ab> python tests/golden/record.py FOLDER
 
 ``legacy/`` was recorded with commit 100d9ab, the last one before the redesign: a tiny encoder with
 random weights, 78 rows written for this purpose, a run with six heads, an encoder fine-tuned by
 LoRA with its head, and under ``outputs/`` the JSON and the predictions of each command. It is not
-recorded again: it stands for what users have on disk. Its files name its own place ``/legacy``.
+recorded again, because it stands for files that users have. Its files name its folder ``/legacy``.
 """
 
 import csv
@@ -21,21 +21,21 @@ WORDS = (
 ).split()
 PEOPLE = ("two men", "three women", "four children", "two dogs")
 ACTIVITIES = ("ride", "play", "read", "cook")
-PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
+LOCATIONS = ("in the park", "at the beach", "in the kitchen", "on the street")
 CONDITIONS = ("the number of people", "the activity", "the place")
 
-#: What the recipe `hypernet` was when these were recorded.
-PLAIN = ("info_nce=0", "batches=conditions")
-#: Settings that keep a fit under a second.
-SMALL = ("epochs=4", "patience=4", "batch_size=16")
+#: Settings of the recipe ``hypernet`` at the time of the recording.
+HYPERNET = ("info_nce=0", "batches=conditions")
+#: Settings with which a fit takes less than a second.
+FAST = ("epochs=4", "patience=4", "batch_size=16")
 FITS = {
-    "linear": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", *SMALL),
-    "mlp": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", "hidden=12", *SMALL),
+    "linear": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", *FAST),
+    "mlp": ("--prompt", "concat-sent-cond", "--dim", "8", "--set", "hidden=12", *FAST),
     "pca": ("--prompt", "pair-cond", "--dim", "8", "--no-subtract"),
-    "hypernet": ("--prompt", "separate", "--dim", "8", "--set", "rank=4", *PLAIN, *SMALL),
+    "hypernet": ("--prompt", "separate", "--dim", "8", "--set", "rank=4", *HYPERNET, *FAST),
     "towers": (
         *("--prompt", "concat-sent-cond+separate", "--no-subtract", "--dim", "8"),
-        *("--set", "hidden=12", "rank=4", "members=2", *SMALL),
+        *("--set", "hidden=12", "rank=4", "members=2", *FAST),
     ),
 }
 RUN = ("--run", "run")
@@ -53,12 +53,12 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "analyse": ("analyse", *RUN, "--head", "linear", "hypernet", "--conditions", "2"),
     "sweep": (
         *("sweep", *RUN, "--head", "linear", "--prompt", "concat-sent-cond", "--vary", "dim=4,8"),
-        *("--seeds", "2", "--workers", "1", "--set", *SMALL),
+        *("--seeds", "2", "--workers", "1", "--set", *FAST),
     ),
     "compare-prompts": (
         *("compare-prompts", *ENCODER, "--run", "compared", "--data", "rows.csv"),
         *("--prompts", "concat-sent-cond", "pair-cond", "--heads", "linear", "pca"),
-        *("--workers", "1", "--set", "dim=8", *SMALL),
+        *("--workers", "1", "--set", "dim=8", *FAST),
     ),
     "train-lora": (
         *("train-lora", *ENCODER, "--run", "tuned", "--data", "rows.csv"),
@@ -83,14 +83,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 def rows() -> list[tuple[object, ...]]:
     """Return 26 sentence pairs under three conditions, rated by what the sentences share."""
     sentences = [
-        (people, activity, place)
-        for people, activity, place in itertools.product(range(4), repeat=3)
-        if (people + activity + place) % 2 == 0
+        (people, activity, location)
+        for people, activity, location in itertools.product(range(4), repeat=3)
+        if (people + activity + location) % 2 == 0
     ]
     table: list[tuple[object, ...]] = []
     for i in range(26):
         first, second = sentences[i % 32], sentences[(5 * i + 3) % 32]
-        texts = [f"{PEOPLE[p]} {ACTIVITIES[a]} {PLACES[q]}" for p, a, q in (first, second)]
+        texts = [f"{PEOPLE[p]} {ACTIVITIES[a]} {LOCATIONS[q]}" for p, a, q in (first, second)]
         for k, condition in enumerate(CONDITIONS):
             rating = 5 - abs(first[k] - second[k]) - (i + k) % 2
             table.append((*texts, condition, -1 if (i, k) == (25, 2) else max(rating, 1)))
@@ -112,7 +112,9 @@ def make_encoder(folder: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    special_names = dict(
+        zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True)
+    )
     config = BertConfig(
         vocab_size=len(tokens),
         hidden_size=32,
@@ -123,7 +125,7 @@ def make_encoder(folder: Path) -> None:
     )
     BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=64, **named
+        tokenizer_object=tokenizer, model_max_length=64, **special_names
     ).save_pretrained(folder)
 
 
@@ -151,7 +153,7 @@ def main() -> None:
             )
     for picture in folder.rglob("*.png"):
         picture.unlink()
-    for path in folder.rglob("*.json"):  # where the encoder lay then; readers put in where it is
+    for path in folder.rglob("*.json"):  # the test replaces /legacy by its folder
         path.write_text(path.read_text().replace(str(folder), "/legacy"))
 
 
