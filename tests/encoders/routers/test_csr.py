@@ -80,7 +80,6 @@ class EagerReference:
             getattr(encoder.engine.model.network, "csr_router", None),
         )
         self.causal = self.identity.attention == "causal"
-        self.own = []
         self.states = {}
         modules = [m for m in self.network.modules() if type(m).__name__.endswith("SelfAttention")]
         modules = modules or [m for m in self.network.modules() if hasattr(m, "q_proj")]
