@@ -1,4 +1,4 @@
-"""Training on texts with attributes: the groups that are drawn, their loss, and the command."""
+"""Training on texts with attributes: sampled groups, the contrastive loss, and the command."""
 
 import itertools
 import json
@@ -25,17 +25,17 @@ from llmcond.progress import TrainBar
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEOPLE = ["two men", "three women", "children", "two dogs"]
-PLACES = ["in the park", "at the beach", "in the kitchen", "on the street"]
+LOCATIONS = ["in the park", "at the beach", "in the kitchen", "on the street"]
 VERBS = ["play", "sit", "read", "walk"]
 
 
 @pytest.fixture(scope="module")
 def aspects(tmp_path_factory) -> Path:
-    """A folder with one set: people who do something somewhere, every combination once."""
+    """A folder with one dataset, which has every combination of people, verb and location once."""
     folder = tmp_path_factory.mktemp("aspects")
     texts = [
-        {"text": f"{who} {verb} {where}", "attrs": {"who": who, "where": where, "verb": verb}}
-        for who, where, verb in itertools.product(PEOPLE, PLACES, VERBS)
+        {"text": f"{who} {verb} {location}", "attrs": {"who": who, "where": location, "verb": verb}}
+        for who, location, verb in itertools.product(PEOPLE, LOCATIONS, VERBS)
     ]
     conditions = {
         "who": {"text": "the number of people", "question": "who", "para": ["people"]},
@@ -45,76 +45,82 @@ def aspects(tmp_path_factory) -> Path:
     return folder
 
 
-def groups_of(folder: Path, **settings) -> AspectSampler:
+def build_sampler(folder: Path, **settings) -> AspectSampler:
     return AspectSampler(
         read_aspect_datasets(folder), AspectSettings(aspects=str(folder), **settings)
     )
 
 
-def test_texts_of_a_group_have_a_value_in_common_or_not_as_their_numbers_say(aspects):
-    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).sample([0, 1])
-    values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
-    values |= {"the place": PLACES, "park or street": PLACES}
+def test_value_numbers_match_attribute_values_in_each_group(aspects):
+    batch = build_sampler(aspects, aspects_texts=500, aspects_values=0).sample([0, 1])
+    legal_values = {"the number of people": PEOPLE, "who": PEOPLE, "people": PEOPLE}
+    legal_values |= {"the place": LOCATIONS, "park or street": LOCATIONS}
     rows = batch.rows
     assert list(rows.sentence1) == list(rows.sentence2)
-    assert set(rows.condition) == set(values)
+    assert set(rows.condition) == set(legal_values)
     for group in range(batch.group.max() + 1):
-        chosen = np.flatnonzero(batch.group == group)
-        assert len({rows.condition[i] for i in chosen}) == 1
-        assert len({rows.sentence1[i] for i in chosen}) == len(chosen)
-        legal = values[rows.condition[chosen[0]]]
-        named = [next(own for own in legal if own in rows.sentence1[i]) for i in chosen]
-        for i, j in itertools.combinations(range(len(chosen)), 2):
-            assert (batch.value[chosen[i]] == batch.value[chosen[j]]) == (named[i] == named[j])
-        sizes = Counter(batch.value[chosen].tolist())
+        members = np.flatnonzero(batch.group == group)
+        assert len({rows.condition[i] for i in members}) == 1
+        assert len({rows.sentence1[i] for i in members}) == len(members)
+        group_values = legal_values[rows.condition[members[0]]]
+        member_values = [
+            next(value for value in group_values if value in rows.sentence1[i]) for i in members
+        ]
+        for i, j in itertools.combinations(range(len(members)), 2):
+            assert (batch.value[members[i]] == batch.value[members[j]]) == (
+                member_values[i] == member_values[j]
+            )
+        sizes = Counter(batch.value[members].tolist())
         assert (len(sizes), sizes[0]) in {(min(n, 4), m) for n, m in SHAPES}
 
 
-def test_texts_of_other_values_share_other_attributes_with_those_of_the_first(aspects):
-    batch = groups_of(aspects, aspects_texts=500, aspects_values=0).sample([0, 2])
+def test_negatives_share_other_attributes_with_positives(aspects):
+    batch = build_sampler(aspects, aspects_texts=500, aspects_values=0).sample([0, 2])
     texts, shared = batch.rows.sentence1, []
     for i in np.flatnonzero(batch.value > 0):
         first = np.flatnonzero((batch.group == batch.group[i]) & (batch.value == 0))
-        values = (*PEOPLE, *PLACES, *VERBS)
-        counts = [sum(own in texts[k] and own in texts[i] for own in values) for k in first]
+        values = (*PEOPLE, *LOCATIONS, *VERBS)
+        counts = [sum(value in texts[k] and value in texts[i] for value in values) for k in first]
         shared.append(max(counts))
-    # Two can be shared. Of texts drawn at random about one in four attributes would be.
+    # At most two attributes can be shared. Random texts would share about one in four.
     assert np.mean(shared) > 1.6
 
 
-def test_the_same_seed_draws_the_same_groups(aspects):
-    groups = groups_of(aspects)
-    first, again, other = groups.sample([0, 1]), groups.sample([0, 1]), groups.sample([0, 2])
-    assert first.rows.texts == again.rows.texts
-    assert first.value.tolist() == again.value.tolist()
+def test_same_seed_draws_same_groups(aspects):
+    sampler = build_sampler(aspects)
+    first, repeated, other = sampler.sample([0, 1]), sampler.sample([0, 1]), sampler.sample([0, 2])
+    assert first.rows.texts == repeated.rows.texts
+    assert first.value.tolist() == repeated.value.tolist()
     assert first.rows.texts != other.rows.texts
 
 
-def test_conditions_name_example_values_as_often_as_asked(aspects):
-    named = {}
+def test_share_of_conditions_with_values_follows_setting(aspects):
+    conditions_with_values = {}
     for share in (0, 0.5, 1):
-        batch = groups_of(aspects, aspects_texts=1800, aspects_values=share).sample([1])
+        batch = build_sampler(aspects, aspects_texts=1800, aspects_values=share).sample([1])
         conditions = dict(zip(batch.group.tolist(), batch.rows.condition, strict=True))
-        named[share] = [own for own in conditions.values() if isinstance(own, Condition)]
+        conditions_with_values[share] = [
+            condition for condition in conditions.values() if isinstance(condition, Condition)
+        ]
         count = len(conditions)
-    assert not named[0]
-    assert 0.35 * count < len(named[0.5]) < 0.65 * count
-    assert len(named[1]) == count
-    examples = [own.values for own in named[1]]
-    assert {len(own) for own in examples} == {2, 3, 4}
-    assert all(set(own) <= set(PEOPLE) or set(own) <= set(PLACES) for own in examples)
+    assert not conditions_with_values[0]
+    assert 0.35 * count < len(conditions_with_values[0.5]) < 0.65 * count
+    assert len(conditions_with_values[1]) == count
+    examples = [condition.values for condition in conditions_with_values[1]]
+    assert {len(values) for values in examples} == {2, 3, 4}
+    assert all(set(values) <= set(PEOPLE) or set(values) <= set(LOCATIONS) for values in examples)
 
 
-def test_the_loss_compares_texts_of_one_group_only():
+def test_loss_compares_texts_within_groups_only():
     vectors = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0.6, 0.8], [0.8, 0.6]])
     group, value = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0, 1, 0, 0])
     loss = supervised_contrast(3 * vectors, group, value, temperature=0.5)
-    # The first two are each other's positives, beside one negative; the last two have no negative.
+    # The first two are each other's positives and have one negative; the last two have none.
     expected = math.log(math.exp(2) + 1) - 2
     assert float(loss) == pytest.approx(expected * 2 / 4, abs=1e-6)
 
 
-def test_the_loss_of_copies_of_one_vector_is_that_of_chance():
+def test_loss_of_identical_vectors_is_chance_level():
     vectors = torch.ones(6, 4)
     value = torch.tensor([0, 0, 1, 2, 3, 4])
     loss = supervised_contrast(vectors, torch.zeros(6), value, temperature=0.07)
@@ -132,20 +138,20 @@ def command(tiny_checkpoint, small_rows, aspects, tmp_path_factory) -> list[str]
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    given = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
-    return [*given, *PLAIN.split(), "--aspects", str(aspects), "--aspects-texts", "24"]
+    arguments = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
+    return [*arguments, *PLAIN.split(), "--aspects", str(aspects), "--aspects-texts", "24"]
 
 
 def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     command, aspects, tmp_path, monkeypatch, capsys
 ):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    record = ok(capsys, *command, "--checkpoint-steps", "1", "--run", whole)
-    assert record["aspects"] == ["scenes"]
-    made_of = json.loads((whole / "training.json").read_text())["made_of"]["aspects"]
-    assert made_of["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
-    assert made_of["aspects_texts"] == 24
-    card = (whole / "README.md").read_text()
+    uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
+    summary = ok(capsys, *command, "--checkpoint-steps", "1", "--run", uninterrupted)
+    assert summary["aspects"] == ["scenes"]
+    config = json.loads((uninterrupted / "training.json").read_text())["made_of"]["aspects"]
+    assert config["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
+    assert config["aspects_texts"] == 24
+    card = (uninterrupted / "README.md").read_text()
     assert "Each step also used 24 texts with known attributes" in card
     assert "from the sets `scenes`." in card
 
@@ -161,11 +167,11 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
         run([*command, "--checkpoint-steps", "1", "--run", str(stopped)])
     monkeypatch.undo()
     ok(capsys, *command, "--checkpoint-steps", "1", "--run", stopped)
-    name = "model.safetensors"
-    assert digest_file(whole / name) == digest_file(stopped / name)
+    weights = "model.safetensors"
+    assert digest_file(uninterrupted / weights) == digest_file(stopped / weights)
     without = tmp_path / "without"
     ok(capsys, *command[: command.index("--aspects")], "--run", without)
-    assert digest_file(whole / name) != digest_file(without / name)
+    assert digest_file(uninterrupted / weights) != digest_file(without / weights)
 
 
 def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
@@ -174,27 +180,27 @@ def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
     ok(capsys, *command, *options.split(), "--run", tmp_path / "run")
     curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
     losses = [entry["loss"] for entry in curve]
-    # That of ratings is below 0.4 from the first epoch on.
+    # The loss of the ratings alone is below 0.4 from the first epoch on.
     assert losses[-1] < losses[0] - 0.5, losses
 
 
-def test_mistakes_are_told(command, aspects, tmp_path, capsys):
+def test_invalid_aspects_are_rejected(command, aspects, tmp_path, capsys):
     base = command[: command.index("--aspects")]
 
-    def said(*given: object) -> str:
-        return refused(capsys, *base, "--run", tmp_path / "run", *given)
+    def get_error(*options: object) -> str:
+        return refused(capsys, *base, "--run", tmp_path / "run", *options)
 
-    assert said("--aspects-texts", 30) == (
+    assert get_error("--aspects-texts", 30) == (
         "--aspects-texts needs --aspects FOLDER. Add it, or leave out --aspects-texts."
     )
-    assert "contains no dataset" in said("--aspects", tmp_path)
-    assert "--aspects-texts is 3; it must be at least 4" in said(
+    assert "contains no dataset" in get_error("--aspects", tmp_path)
+    assert "--aspects-texts is 3; it must be at least 4" in get_error(
         "--aspects", aspects, "--aspects-texts", 3
     )
     (tmp_path / "odd").mkdir()
     single = {"texts": [{"text": "a", "attrs": {"c": 1}}], "conds": {"c": "the c"}}
     (tmp_path / "odd" / "one.json").write_text(json.dumps(single))
-    assert "nothing to learn from" in said("--aspects", tmp_path / "odd")
+    assert "nothing to learn from" in get_error("--aspects", tmp_path / "odd")
     shutil.rmtree(tmp_path / "odd")
     with pytest.raises(UserError, match="for rated pairs, and the task kgc has none"):
         llmcond.train_lora(model="minilm", head="linear", task="kgc", aspects=aspects)

@@ -1,4 +1,4 @@
-"""Training an encoder and a head together: order, exact resumption, what comes out, bad input."""
+"""Training an encoder and a head together: order, exact resumption, results, invalid input."""
 
 import json
 import resource
@@ -40,14 +40,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def train(tiny, data, tmp_path, monkeypatch, capsys):
-    """A caller of the command on small rows, that returns what it prints."""
+    """Return a function that runs ``train-lora`` on small rows and returns its output."""
     monkeypatch.chdir(tmp_path)
-    plain = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
+    defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
 
     def call(folder, *arguments, command=ok):
-        given = [*plain.split(), *arguments]
+        options = [*defaults.split(), *arguments]
         return command(
-            capsys, "train-lora", "--model", tiny, "--data", data, "--run", folder, *given
+            capsys, "train-lora", "--model", tiny, "--data", data, "--run", folder, *options
         )
 
     return call
@@ -56,40 +56,42 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 # -- steps and their rows ----------------------------------------------------------------------
 
 
-def test_an_epoch_has_every_row_once_and_keeps_contrastive_pairs_together():
+def test_epoch_has_each_row_once_and_keeps_contrastive_pairs_together():
     group = contrast_groups(np.array([0, 0, 1, 2, 3, 3, 2, 0, 0, 4]))
     settings = TuneSettings(batch_size=4, gradient_accumulation_steps=2)
-    order = BatchSchedule(group, settings, seed=3, processes=1)
-    assert order.steps == 3
-    epochs = [order.epoch(number) for number in (0, 1)]
+    schedule = BatchSchedule(group, settings, seed=3, processes=1)
+    assert schedule.steps == 3
+    epochs = [schedule.epoch(number) for number in (0, 1)]
     for epoch in epochs:
-        assert len(epoch) == order.steps
+        assert len(epoch) == schedule.steps
         assert all(len(step) == 2 for step in epoch)
         parts = [part for step in epoch for part in step]
         assert sorted(np.concatenate(parts).tolist()) == list(range(10))
         for part in parts:
-            whole = [np.flatnonzero(group == own) for own in np.unique(group[part])]
-            assert sorted(np.concatenate(whole).tolist()) == sorted(part.tolist())
-            # A contrastive pair stands in the order of its rows, the positive where it was.
+            complete_groups = [
+                np.flatnonzero(group == group_id) for group_id in np.unique(group[part])
+            ]
+            assert sorted(np.concatenate(complete_groups).tolist()) == sorted(part.tolist())
+            # The rows of a contrastive pair keep their order, and so the positive its position.
             assert all(np.diff(part)[np.diff(group[part]) == 0] > 0)
     first, second = ([row for step in epoch for part in step for row in part] for epoch in epochs)
     assert first != second
-    again = BatchSchedule(group, settings, seed=3, processes=1)
-    assert str(again.epoch(1)) == str(epochs[1])
+    repeated = BatchSchedule(group, settings, seed=3, processes=1)
+    assert str(repeated.epoch(1)) == str(epochs[1])
 
 
-def test_steps_are_of_like_size_whatever_is_left():
-    order = BatchSchedule(np.arange(101), TuneSettings(batch_size=25), seed=0, processes=1)
-    assert {len(part) for step in order.epoch(0) for part in step} <= {20, 21}
-    assert order.steps == 5
+def test_steps_have_similar_sizes():
+    schedule = BatchSchedule(np.arange(101), TuneSettings(batch_size=25), seed=0, processes=1)
+    assert {len(part) for step in schedule.epoch(0) for part in step} <= {20, 21}
+    assert schedule.steps == 5
 
 
-def test_a_step_with_fewer_rows_than_parts_is_refused():
+def test_step_with_fewer_rows_than_processes_is_rejected():
     with pytest.raises(UserError, match="has 2 rows, too few for 3 processes"):
         BatchSchedule(np.arange(10), TuneSettings(batch_size=2), seed=0, processes=3)
 
 
-def test_learning_rates_rise_and_fall():
+def test_learning_rate_follows_schedule():
     linear = [TuneSettings(warmup=0.2).learning_rate_factor(step, 10) for step in range(10)]
     assert linear[:2] == pytest.approx([1 / 3, 2 / 3])
     assert linear[2:] == pytest.approx([1 - i / 8 for i in range(8)])
@@ -101,7 +103,7 @@ def test_learning_rates_rise_and_fall():
 
 
 @pytest.mark.parametrize("name", bundled_names("heads"))
-def test_what_a_recipe_says_of_training_is_legal(name):
+def test_training_settings_of_bundled_recipes_are_valid(name):
     recipe = load_recipe(name)
     settings = build_tune_settings({}, recipe)
     assert set(recipe.finetune) <= set(settings.to_json())
@@ -112,34 +114,38 @@ def test_what_a_recipe_says_of_training_is_legal(name):
         assert recipe.settings.info_nce_form == "acl"
 
 
-# -- going on ----------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("average", "first"), [(0.0, 1), (0.9, 2)])
-def test_stopped_after_any_step_it_ends_bit_equal(tiny, data, tmp_path, average, first):
+@pytest.mark.parametrize(("ema_decay", "first_stop"), [(0.0, 1), (0.9, 2)])
+def test_resumed_training_is_bit_equal_to_uninterrupted_training(
+    tiny, data, tmp_path, ema_decay, first_stop
+):
     settings = {
         "epochs": 2,
-        "ema_decay": average,
+        "ema_decay": ema_decay,
         "adapter_dropout": 0.1,
         "gradient_accumulation_steps": 2,
     }
-    whole = trainer_of(tiny, data, tmp_path / "whole", **settings)
-    whole.run(lambda *_: None)
-    expected = {name: value.clone() for name, value in whole.model.trained_parameters().items()}
-    assert whole.steps == 8
+    uninterrupted = trainer_of(tiny, data, tmp_path / "whole", **settings)
+    uninterrupted.run(lambda *_: None)
+    expected = {
+        name: value.clone() for name, value in uninterrupted.model.trained_parameters().items()
+    }
+    assert uninterrupted.steps == 8
 
-    for stop in range(first, whole.steps + 1, 2):
+    for stop in range(first_stop, uninterrupted.steps + 1, 2):
         folder = tmp_path / str(stop)
-        again = resumed(partial(trainer_of, tiny, data, folder, **settings), stop)
-        assert again.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
-        again.run(lambda *_: None)
-        assert again.progress.curve == whole.progress.curve
-        for name, value in again.model.trained_parameters().items():
+        resumed_trainer = resumed(partial(trainer_of, tiny, data, folder, **settings), stop)
+        assert resumed_trainer.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
+        resumed_trainer.run(lambda *_: None)
+        assert resumed_trainer.progress.curve == uninterrupted.progress.curve
+        for name, value in resumed_trainer.model.trained_parameters().items():
             assert torch.equal(value, expected[name]), (stop, name)
         assert digest_file(folder / BEST) == digest_file(tmp_path / "whole" / BEST)
 
 
-def test_dropout_and_order_follow_the_seed(tiny, data, tmp_path):
+def test_dropout_and_order_follow_seed(tiny, data, tmp_path):
     losses = []
     for name, dropout in (("a", 0.0), ("b", 0.0), ("c", 0.5)):
         seen = []
@@ -149,33 +155,33 @@ def test_dropout_and_order_follow_the_seed(tiny, data, tmp_path):
         trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
         losses.append(seen)
     assert losses[0] == losses[1]
-    # The first adapters are zero maps, so that dropout shows from the second step on.
+    # Adapters start as zero maps, so that dropout has an effect from the second step on.
     assert losses[0][0] == losses[2][0]
     assert losses[0][1:] != losses[2][1:]
 
 
-def test_accumulated_parts_give_the_gradients_of_the_whole(tiny, data, tmp_path):
-    ends = []
-    for parts in (1, 2, 4):
+def test_gradient_accumulation_does_not_change_parameters(tiny, data, tmp_path):
+    parameters = []
+    for accumulation_steps in (1, 2, 4):
         trainer = trainer_of(
             tiny,
             data,
-            tmp_path / str(parts),
+            tmp_path / str(accumulation_steps),
             epochs=1,
-            gradient_accumulation_steps=parts,
+            gradient_accumulation_steps=accumulation_steps,
             encoder_dropout=False,
             dropout=0.0,
         )
-        # The objective's contrast is a mean over contrastive pairs: as many in each part here.
+        # The contrastive loss is a mean over pairs, so each part must have as many of them.
         trainer._train.rating[:] = np.tile([0.25, 0.75], len(trainer._train) // 2)
         trainer.run(lambda *_: None)
-        ends.append(trainer.model.trained_parameters())
-    for name, value in ends[0].items():
-        for other in ends[1:]:
+        parameters.append(trainer.model.trained_parameters())
+    for name, value in parameters[0].items():
+        for other in parameters[1:]:
             torch.testing.assert_close(value, other[name], rtol=1e-3, atol=2e-5)
 
 
-def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
+def test_killed_training_resumes_bit_equal(tiny, data, tmp_path):
     command = ["train-lora", "--model", tiny, "--data", data, "--head", "mlp", "--dim", "8"]
     command += "--epochs 5 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
     command += ["--early-stopping-patience", "99"]
@@ -183,7 +189,7 @@ def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
     def start(folder):
         return Command(tmp_path / f"{folder.name}-printed", [*command, "--run", folder])
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     process = start(killed).process
     while not (killed / "training" / STATE).is_file() and process.is_alive():
         time.sleep(0.002)
@@ -192,25 +198,25 @@ def test_a_killed_process_goes_on_and_ends_bit_equal(tiny, data, tmp_path):
     assert process.exitcode == -signal.SIGKILL
     assert not (killed / "training.json").exists()
 
-    for folder in (killed, whole):
-        status, _, said = start(folder).finish()
-        assert status == 0, said
-        assert ("from step" in said) == (folder is killed)
+    for folder in (killed, uninterrupted):
+        status, _, log = start(folder).finish()
+        assert status == 0, log
+        assert ("from step" in log) == (folder is killed)
     for name in ("adapter_model.safetensors", "heads/mlp@concat-sent-cond+c/head-*.safetensors"):
-        (one,), (two,) = killed.glob(name), whole.glob(name)
-        assert digest_file(one) == digest_file(two)
-    assert not (whole / "training").exists()
+        (killed_file,), (uninterrupted_file,) = killed.glob(name), uninterrupted.glob(name)
+        assert digest_file(killed_file) == digest_file(uninterrupted_file)
+    assert not (uninterrupted / "training").exists()
 
 
-def test_other_settings_are_each_named(train, tmp_path):
+def test_changed_settings_are_each_named(train, tmp_path):
     train("tuned", "--head", "linear", "--dim", "8")
-    said = train("tuned", "--head", "linear", "--dim", "16", "--seed", "1", command=refused)
-    assert "head.dim: 16, not 8" in said
-    assert "seed: 1, not 0" in said
-    assert "--run" in said
+    message = train("tuned", "--head", "linear", "--dim", "16", "--seed", "1", command=refused)
+    assert "head.dim: 16, not 8" in message
+    assert "seed: 1, not 0" in message
+    assert "--run" in message
 
 
-def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_path):
+def test_unfinished_training_rejects_changed_settings(tiny, data, tmp_path):
     stop_after(trainer_of(tiny, data, tmp_path / "t", epochs=2), 4)
     with pytest.raises(
         UserError, match=r"settings\.epochs: 3, not 2; settings\.ema_decay: 0\.9, not 0"
@@ -218,22 +224,22 @@ def test_an_unfinished_training_is_not_gone_on_with_otherwise(tiny, data, tmp_pa
         trainer_of(tiny, data, tmp_path / "t", epochs=3, ema_decay=0.9)
 
 
-def test_differences_name_what_is_nested_and_what_is_absent():
-    before = {"a": 1, "b": {"c": [1], "d": 2}, "gone": None, "old": 3}
-    now = {"a": 1, "b": {"c": [2], "d": 2}, "new": 4}
-    assert describe_differences(before, now) == [
+def test_differences_name_nested_and_missing_keys():
+    old = {"a": 1, "b": {"c": [1], "d": 2}, "gone": None, "old": 3}
+    new = {"a": 1, "b": {"c": [2], "d": 2}, "new": 4}
+    assert describe_differences(old, new) == [
         "b.c: [2], not [1]",
         "old: None, not 3",
         "new: 4, not None",
     ]
 
 
-# -- what comes out ----------------------------------------------------------------------------
+# -- the trained run ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tuned(tiny, small_rows, tmp_path_factory) -> Path:
-    """A trained folder: LoRA under an MLP."""
+    """A trained run, with LoRA under an MLP head."""
     folder = tmp_path_factory.mktemp("tuned")
     data = folder / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
@@ -245,19 +251,18 @@ def tuned(tiny, small_rows, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_the_folder_is_all_that_is_needed(tuned, tmp_path, capsys):
-    """Moved elsewhere, without the data."""
+def test_moved_run_works_without_data(tuned, tmp_path, capsys):
     moved = Path(shutil.copytree(tuned, tmp_path / "moved"))
     first, second = ["two men play in the park"], ["two dogs sit at the beach"]
-    whole = llmcond.load_embedder(tuned).similarity(first, second, "the place")
+    expected = llmcond.load_embedder(tuned).similarity(first, second, "the place")
     (moved / "rows.parquet").unlink()
     shutil.rmtree(moved / "features")
     embedder = llmcond.load_embedder(moved)
     assert embedder.encoder.identity.pooling == "cls"
-    np.testing.assert_array_equal(embedder.similarity(first, second, "the place"), whole)
-    said = ok(capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved)
-    assert said["similarities"][0]["similarity"] == pytest.approx(float(whole[0]), abs=1e-5)
-    assert said["head"] == "mlp@concat-sent-cond+c"
+    np.testing.assert_array_equal(embedder.similarity(first, second, "the place"), expected)
+    output = ok(capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved)
+    assert output["similarities"][0]["similarity"] == pytest.approx(float(expected[0]), abs=1e-5)
+    assert output["head"] == "mlp@concat-sent-cond+c"
 
 
 @pytest.mark.parametrize(
@@ -268,11 +273,9 @@ def test_the_folder_is_all_that_is_needed(tuned, tmp_path, capsys):
         ("mine", False, "concat-sent-cond"),
     ],
 )
-def test_an_encoder_is_extracted_with_the_prompt_it_was_trained_with(
-    tuned, tmp_path, caplog, name, bundled, expected
-):
+def test_extraction_uses_prompt_of_training(tuned, tmp_path, caplog, name, bundled, expected):
     caplog.set_level("INFO", "llmcond")
-    folder = Path(shutil.copytree(tuned, tmp_path / "own"))
+    folder = Path(shutil.copytree(tuned, tmp_path / "copy"))
     record = json.loads((folder / "training.json").read_text())
     record["made_of"]["prompts"] = {name: load_prompt(name).digest if bundled else "0"}
     (folder / "training.json").write_text(json.dumps(record))
@@ -282,8 +285,8 @@ def test_an_encoder_is_extracted_with_the_prompt_it_was_trained_with(
 
 
 @pytest.mark.parametrize("names", [("routed", "separate"), ("separate", "routed")])
-def test_of_several_prompts_the_first_is_taken(tuned, tmp_path, names):
-    folder = Path(shutil.copytree(tuned, tmp_path / "own"))
+def test_extraction_uses_first_of_several_prompts(tuned, tmp_path, names):
+    folder = Path(shutil.copytree(tuned, tmp_path / "copy"))
     record = json.loads((folder / "training.json").read_text())
     record["made_of"]["prompts"] = {name: load_prompt(name).digest for name in names}
     (folder / "training.json").write_text(json.dumps(record))
@@ -292,32 +295,32 @@ def test_of_several_prompts_the_first_is_taken(tuned, tmp_path, names):
     )
 
 
-def test_its_scores_are_those_of_evaluate(tuned, capsys):
-    account = json.loads((tuned / "training.json").read_text())
-    for scores in account["summary"]["scores"]:
+def test_recorded_scores_match_evaluate(tuned, capsys):
+    record = json.loads((tuned / "training.json").read_text())
+    for scores in record["summary"]["scores"]:
         name, split = scores["name"], scores["split"]
         rows = ok(capsys, "evaluate", "--run", tuned, "--head", name, "--split", split)["results"]
         assert next(row for row in rows if row["name"] == name) == scores
-    dev = next(scores for scores in account["summary"]["scores"] if scores["split"] == "dev")
-    # Stored in float16, and encoded in other batches.
-    assert dev["spearman"] == pytest.approx(account["summary"]["dev_spearman"], abs=0.06)
+    dev = next(scores for scores in record["summary"]["scores"] if scores["split"] == "dev")
+    # The features are stored in float16 and encoded in other batches.
+    assert dev["spearman"] == pytest.approx(record["summary"]["dev_spearman"], abs=0.06)
 
 
-def test_it_is_an_encoder_for_another_run(tuned, data, tmp_path, capsys):
+def test_tuned_run_can_be_encoder_of_another_run(tuned, data, tmp_path, capsys):
     other = tmp_path / "other"
-    given = ["--model", tuned, "--data", data, "--run", other, "--dtype", "float32"]
-    done = ok(capsys, "extract", *given)
-    mine = json.loads((tuned / "run.json").read_text())["encoder"]
-    assert done["fingerprint"] == mine["fingerprint"]
+    arguments = ["--model", tuned, "--data", data, "--run", other, "--dtype", "float32"]
+    summary = ok(capsys, "extract", *arguments)
+    encoder_record = json.loads((tuned / "run.json").read_text())["encoder"]
+    assert summary["fingerprint"] == encoder_record["fingerprint"]
     base = llmcond.load_encoder(
         json.loads((tuned / "encoder.json").read_text())["base"], dtype="float32", pooling="cls"
     )
-    assert base.identity.fingerprint != mine["fingerprint"]
-    given = ["--head", "linear", "--dim", "8", "--run", other, "--set", "epochs=2"]
-    assert ok(capsys, "fit-head", *given)["dim_in"] == 32
+    assert base.identity.fingerprint != encoder_record["fingerprint"]
+    arguments = ["--head", "linear", "--dim", "8", "--run", other, "--set", "epochs=2"]
+    assert ok(capsys, "fit-head", *arguments)["dim_in"] == 32
 
 
-def test_the_adapter_is_in_peft_s_own_format(tuned, tiny):
+def test_peft_loads_adapter(tuned, tiny):
     from peft import PeftModel
 
     text = llmcond.EncoderInput(instruction="", text="two men play in the park")
@@ -338,35 +341,33 @@ def test_the_adapter_is_in_peft_s_own_format(tuned, tiny):
     assert np.abs(ours - untrained).max() > 1e-3
 
 
-def test_merged_and_adapter_give_the_same(train, tuned, data, tmp_path):
+def test_merged_and_unmerged_adapters_give_same_vectors(train, tuned, data, tmp_path):
     arguments = ("--head", "none", "--learning-rate", "1e-2")
-    apart, merged = (train("apart", *arguments), train("merged", *arguments, "--merge"))
+    unmerged, merged = (train("unmerged", *arguments), train("merged", *arguments, "--merge"))
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     texts = [llmcond.EncoderInput(instruction="", text=f"two men number {i}") for i in range(5)]
     vectors = [
         llmcond.load_encoder(tmp_path / name, dtype="float32").encode(texts)
-        for name in ("apart", "merged")
+        for name in ("unmerged", "merged")
     ]
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
-    for first, second in zip(apart["scores"], merged["scores"], strict=True):
+    for first, second in zip(unmerged["scores"], merged["scores"], strict=True):
         assert first["spearman"] == pytest.approx(second["spearman"], abs=0.02)
     assert AutoModel.from_pretrained(tmp_path / "merged").config.model_type == "bert"
 
 
-@pytest.mark.parametrize("whole", [["--merge"], ["--rank", "full"]])
-def test_files_that_a_checkpoint_only_leads_to_are_not_copied(
-    train, tiny, data, tmp_path, capsys, whole
-):
+@pytest.mark.parametrize("options", [["--merge"], ["--rank", "full"]])
+def test_only_links_within_checkpoint_are_copied(train, tiny, data, tmp_path, capsys, options):
     secret, model = tmp_path / "id_rsa", Path(shutil.copytree(tiny, tmp_path / "model"))
     secret.write_text("a secret")
     (model / "x.model").symlink_to(secret)
-    said = train("run", *whole, "--model", model, "--head", "linear", command=refused)
-    assert f"{model / 'x.model'} is a link to {secret}" in said
+    message = train("run", *options, "--model", model, "--head", "linear", command=refused)
+    assert f"{model / 'x.model'} is a link to {secret}" in message
     assert not list((tmp_path / "run").rglob("*.model"))
     (model / "x.model").unlink()
     (model / "README").write_text("of this folder")
     (model / "vocab.txt").symlink_to("README")
-    train("run", *whole, "--model", model, "--head", "linear")
+    train("run", *options, "--model", model, "--head", "linear")
     assert (tmp_path / "run" / "vocab.txt").read_text() == "of this folder"
 
 
@@ -375,57 +376,57 @@ def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
     before = load_file(tiny / "model.safetensors")
     after = load_file(tmp_path / "full" / "model.safetensors")
     assert before.keys() == after.keys()
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    # No text has a type but the first, and none has 64 tokens: those embeddings are decayed only.
-    assert moved == set(before)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    # No text uses the second type or 64 tokens, so weight decay alone changes those embeddings.
+    assert changed == set(before)
     assert summary["weights"]["trained"] == summary["weights"]["of"]
     assert summary["head"] == "none@concat-sent-cond+c"
 
 
 @pytest.mark.parametrize("rank", ["2", "full"])
-def test_an_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsys, rank):
-    made = checkpoints.make("gemma", tmp_path / "gemma").folder
-    checkpoints.change_json(made / "tokenizer_config.json", pad_token="[NEWPAD]")
-    plain = "--dtype bfloat16 --epochs 1 --head none --prompt concat-sent-cond"
+def test_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsys, rank):
+    checkpoint = checkpoints.make("gemma", tmp_path / "gemma").folder
+    checkpoints.change_json(checkpoint / "tokenizer_config.json", pad_token="[NEWPAD]")
+    options = "--dtype bfloat16 --epochs 1 --head none --prompt concat-sent-cond"
     result = ok(
-        capsys, "train-lora", "--model", made, "--data", data, "--run", tmp_path / "run",
-        "--rank", rank, *plain.split(),
+        capsys, "train-lora", "--model", checkpoint, "--data", data, "--run", tmp_path / "run",
+        "--rank", rank, *options.split(),
     )  # fmt: skip
-    # The score is that of the encoder as it is used, whose dense layers are in float32.
-    scored = result["scores"][0]["spearman"]
-    assert result["dev_spearman"] == pytest.approx(scored, abs=0.02)
+    # The score is that of the encoder at inference, when its dense layers are in float32.
+    spearman = result["scores"][0]["spearman"]
+    assert result["dev_spearman"] == pytest.approx(spearman, abs=0.02)
 
 
 @pytest.mark.parametrize("options", ["", "--router csr --router-layers 2"])
 def test_routed_inputs_are_trained_in_16_bit(tiny, data, tmp_path, capsys, options):
-    plain = "--pooling mean --dtype bfloat16 --epochs 1 --head none --prompt routed"
+    base_options = "--pooling mean --dtype bfloat16 --epochs 1 --head none --prompt routed"
     result = ok(
         capsys, "train-lora", "--model", tiny, "--data", data, "--run", tmp_path / "run",
-        *plain.split(), *options.split(),
+        *base_options.split(), *options.split(),
     )  # fmt: skip
     assert result["dev_spearman"] == pytest.approx(result["scores"][0]["spearman"], abs=0.05)
 
 
-def test_a_head_fitted_on_frozen_features_is_where_it_starts(train, tiny, data, capsys, tmp_path):
+def test_training_starts_from_head_fitted_on_frozen_features(train, tiny, data, capsys, tmp_path):
     settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
     settings += ["--prompt", "concat-sent-cond"]
     ok(capsys, "extract", "--model", tiny, "--data", data, "--run", "frozen", *settings)
-    given = "--head mlp --dim 8 --run frozen --set dropout=0 epochs=60"
-    fitted = ok(capsys, "fit-head", *given.split())
+    options = "--head mlp --dim 8 --run frozen --set dropout=0 epochs=60"
+    fitted = ok(capsys, "fit-head", *options.split())
     arguments = ("--start", fitted["folder"], "--learning-rate", "1e-9")
     arguments += ("--set", "learning_rate=1e-9")
-    started = train("tuned", *arguments)
-    # The frozen head subtracts e(c), and so does the trained one; next to no step was taken.
-    assert started["head"] == "mlp@concat-sent-cond"
-    dev = next(scores for scores in started["scores"] if scores["split"] == "dev")
+    summary = train("tuned", *arguments)
+    # Both heads subtract e(c), and the learning rate is too small to change the weights notably.
+    assert summary["head"] == "mlp@concat-sent-cond"
+    dev = next(scores for scores in summary["scores"] if scores["split"] == "dev")
     assert dev["spearman"] == pytest.approx(fitted["dev_spearman"], abs=0.02)
-    said = train("other", *arguments, "--dim", "4", command=refused)
-    assert "--start" in said
+    message = train("other", *arguments, "--dim", "4", command=refused)
+    assert "--start" in message
     (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
     assert "does not exist" in train("third", *arguments, command=refused)
 
 
-OWN_HEAD = """
+CUSTOM_HEAD = """
 import torch
 
 from llmcond.heads import HeadModule, SizedSettings
@@ -444,11 +445,11 @@ class Gated(HeadModule):
 """
 
 
-def test_a_head_of_the_user_s_own_is_trained_from_its_file(train, tmp_path, monkeypatch):
+def test_custom_head_is_trained_from_its_file(train, tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_REGISTERED", {})
     monkeypatch.setattr(plugins, "_LOADED", [])
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "my_heads.py").write_text(OWN_HEAD)
+    (tmp_path / "own" / "my_heads.py").write_text(CUSTOM_HEAD)
     (tmp_path / "own" / "gated.toml").write_text(
         'kind = "my_heads.py:Gated"\ndescription = "d"\nsource = "s"\ndim = 8\ndropout = 0.1\n'
         "learning_rate = 1e-2\nbatch_size = 8\nepochs = 1\npatience = 1\n"
@@ -462,14 +463,12 @@ def test_a_head_of_the_user_s_own_is_trained_from_its_file(train, tmp_path, monk
     assert embedder.encode(["two men play in the park"], "the place").shape == (1, 8)
     record = json.loads((tmp_path / "tuned/heads/gated@concat-sent-cond+c/head.json").read_text())
     assert record["kind"] == "my_heads.py:Gated"
-    # Where it was fitted says what is trained further.
-    again = train("again", "--start", tmp_path / "tuned/heads/gated@concat-sent-cond+c")
-    assert again["head"] == summary["head"]
+    # --start alone names the head, so that --head is not needed.
+    continued = train("again", "--start", tmp_path / "tuned/heads/gated@concat-sent-cond+c")
+    assert continued["head"] == summary["head"]
 
 
-def test_a_template_that_names_a_further_column_is_trained_on(
-    train, write_rows, small_rows, data, tmp_path
-):
+def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows, data, tmp_path):
     (tmp_path / "noted.toml").write_text(
         'description = "d"\nsource = "s"\nfields = ["note"]\n'
         '[conditional]\ntext = "{note} {sentence} {condition}"\n'
@@ -486,32 +485,32 @@ def test_a_template_that_names_a_further_column_is_trained_on(
     assert train("other", *arguments)["dev_spearman"] != summary["dev_spearman"]
 
 
-def test_a_finished_training_is_not_done_again(train, tmp_path):
+def test_finished_training_is_not_repeated(train, tmp_path):
     first = train("tuned", "--head", "none")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "tuned").rglob("*")}
     assert train("tuned", "--head", "none") == first
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "tuned").rglob("*")}
 
 
-def test_the_record_says_what_made_it(tuned):
-    account = json.loads((tuned / "training.json").read_text())
-    assert account["made_of"]["encoder"]["weights"].startswith("sha256:")
-    assert account["versions"]["peft"]
-    assert account["made_of"]["settings"]["rank"] == 4
-    assert [entry["epoch"] for entry in account["curve"]] == [1, 2, 3]
-    assert account["summary"]["weights"]["trained"] > 0
+def test_training_record_and_card_store_configuration(tuned):
+    record = json.loads((tuned / "training.json").read_text())
+    assert record["made_of"]["encoder"]["weights"].startswith("sha256:")
+    assert record["versions"]["peft"]
+    assert record["made_of"]["settings"]["rank"] == 4
+    assert [entry["epoch"] for entry in record["curve"]] == [1, 2, 3]
+    assert record["summary"]["weights"]["trained"] > 0
     card = (tuned / "README.md").read_text()
     assert card.startswith("---\n")
     assert "library_name: peft" in card
-    assert f"| dev | {account['summary']['scores'][0]['n']} |" in card
+    assert f"| dev | {record['summary']['scores'][0]['n']} |" in card
     assert str(tuned.parent) not in card.split("## Use")[1]
 
 
-# -- bad input ---------------------------------------------------------------------------------
+# -- invalid input -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--head", "none", "--target", "q_proj"], "Legal: auto, attention, mlp, attention.self"),
         (["--head", "none", "--rank", "0"], "expected a whole number of at least 1, or full"),
@@ -532,31 +531,31 @@ def test_the_record_says_what_made_it(tuned):
         (["--head", "none", "--seed", "-1"], "at least 0"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(train, tmp_path, arguments, said):
-    assert said in train("bad", *arguments, command=refused)
+def test_invalid_options_are_rejected_in_one_line(train, tmp_path, arguments, message):
+    assert message in train("bad", *arguments, command=refused)
     assert not (tmp_path / "bad").exists()
 
 
-def test_rows_without_ratings_are_refused(tiny, write_rows, small_rows, capsys, tmp_path):
+def test_data_without_ratings_is_rejected(tiny, write_rows, small_rows, capsys, tmp_path):
     data = write_rows([(*row[:3], -1) for row in small_rows])
-    given = ["--model", tiny, "--data", data, "--run", tmp_path / "r", "--head", "none"]
-    said = refused(capsys, "train-lora", *given)
-    assert "0 rated rows" in said
-    assert "rows.csv" in said
+    arguments = ["--model", tiny, "--data", data, "--run", tmp_path / "r", "--head", "none"]
+    message = refused(capsys, "train-lora", *arguments)
+    assert "0 rated rows" in message
+    assert "rows.csv" in message
 
 
-def test_a_frozen_run_is_not_trained_over(train, tiny_run, tmp_path):
+def test_training_does_not_overwrite_frozen_run(train, tiny_run, tmp_path):
     shutil.copytree(tiny_run, tmp_path / "frozen")
     assert "frozen" in train("frozen", "--head", "none", command=refused)
 
 
-def test_an_adapter_is_not_put_on_an_adapter(tuned, data, capsys, tmp_path):
-    given = ["--model", tuned, "--data", data, "--run", tmp_path / "r", "--head", "none"]
-    said = refused(capsys, "train-lora", *given)
-    assert "--merge" in said
+def test_training_adapter_on_adapter_is_rejected(tuned, data, capsys, tmp_path):
+    arguments = ["--model", tuned, "--data", data, "--run", tmp_path / "r", "--head", "none"]
+    message = refused(capsys, "train-lora", *arguments)
+    assert "--merge" in message
 
 
-def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path):
+def test_non_finite_loss_stops_training_and_keeps_checkpoint(train, tmp_path):
     arguments = (
         "--head",
         "mlp",
@@ -571,44 +570,44 @@ def test_a_loss_that_is_no_number_stops_and_keeps_what_was_good(train, tmp_path)
         "--checkpoint-steps",
         "1",
     )
-    said = train("wild", *arguments, command=refused)
-    assert "became" in said
-    assert "step 2 of" in said
-    assert "the last checkpoint is in wild/training" in said
-    assert "--learning-rate" in said
+    message = train("wild", *arguments, command=refused)
+    assert "became" in message
+    assert "step 2 of" in message
+    assert "the last checkpoint is in wild/training" in message
+    assert "--learning-rate" in message
     state = TrainingState(tmp_path / "wild" / "training", {})
     assert (state.folder / STATE).is_file()
 
 
 def limit_files_from_step_4():
-    """Let files grow no further from the second checkpoint on, as on a full disk."""
+    """Limit the size of files from the second checkpoint on, as a full disk would."""
     save = TrainingState.save
 
-    def limited(self, progress, tensors):
+    def save_with_limit(self, progress, tensors):
         if progress.step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         save(self, progress, tensors)
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    TrainingState.save = limited
+    TrainingState.save = save_with_limit
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(tiny, data, tmp_path):
-    """A limit on file size stands in for a full disk: the write fails in the same place."""
+def test_full_disk_keeps_previous_checkpoint(tiny, data, tmp_path):
+    """A limit on the file size stands in for a full disk, because the same write fails."""
     arguments = f"train-lora --model {tiny} --data {data} --run {tmp_path / 'r'} --head none"
     arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 2 --rank 8"
     limited = Command(tmp_path / "printed", arguments.split(), first=limit_files_from_step_4)
-    status, _, said = limited.finish()
-    assert status == 2, said
-    assert "the disk is full" in said
-    assert "Traceback" not in said
+    status, _, log = limited.finish()
+    assert status == 2, log
+    assert "the disk is full" in log
+    assert "Traceback" not in log
     assert sorted(path.name for path in (tmp_path / "r" / "training").iterdir()) == [STATE]
-    status, _, said = Command(tmp_path / "printed", arguments.split()).finish()
-    assert status == 0, said
-    assert "from step 2" in said
+    status, _, log = Command(tmp_path / "printed", arguments.split()).finish()
+    assert status == 0, log
+    assert "from step 2" in log
 
 
-def test_a_damaged_checkpoint_is_told(tiny, data, tmp_path):
+def test_damaged_checkpoint_is_reported(tiny, data, tmp_path):
     trainer = trainer_of(tiny, data, tmp_path / "t", epochs=1)
     trainer.run(lambda *_: None)
     path = tmp_path / "t" / STATE
@@ -620,28 +619,30 @@ def test_a_damaged_checkpoint_is_told(tiny, data, tmp_path):
 # -- several processes -------------------------------------------------------------------------
 
 
-def test_two_processes_train_as_one_with_two_parts(tiny, data, tmp_path):
-    """Launched together, each with its share of every step, pairs not parted."""
+def test_two_processes_match_two_accumulation_steps(tiny, data, tmp_path):
+    """Each of two processes takes its share of every step, and pairs stay together."""
     arguments = f"train-lora --model {tiny} --data {data} --head hypernet --dim 8 --epochs 2"
     arguments += " --set rank=2 info_nce=1 dropout=0 --no-encoder-dropout --batch-size 16 --rank 4"
     arguments += " --pooling mean --dtype float32 --json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # As torchrun and accelerate launch start them.
-    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # torchrun and accelerate launch set these variables.
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     processes = [
         Command(
             tmp_path / rank,
             [*arguments.split(), "--run", tmp_path / "two"],
-            {**launched, "RANK": rank, "LOCAL_RANK": rank},
+            {**environment, "RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in "01"
     ]
-    (status, out, err), (other_status, other, other_err) = (one.finish() for one in processes)
+    (status, out, err), (other_status, other_out, other_err) = (
+        process.finish() for process in processes
+    )
     assert (status, other_status) == (0, 0), err + other_err
-    assert other == ""
-    together = json.loads(out)
+    assert other_out == ""
+    distributed = json.loads(out)
     assert (
         run(
             [
@@ -654,10 +655,12 @@ def test_two_processes_train_as_one_with_two_parts(tiny, data, tmp_path):
         )
         == 0
     )
-    alone = json.loads((tmp_path / "one" / "training.json").read_text())["summary"]
-    assert together["steps"] == alone["steps"], (together, alone)
-    assert together["best_step"] == alone["best_step"], (together, alone)
-    for name in ("adapter_model.safetensors", f"heads/{alone['head']}/head-*.safetensors"):
-        one, two = (load_file(next((tmp_path / own).glob(name))) for own in ("one", "two"))
-        for key, value in one.items():
-            torch.testing.assert_close(value, two[key], rtol=1e-3, atol=2e-5)
+    single = json.loads((tmp_path / "one" / "training.json").read_text())["summary"]
+    assert distributed["steps"] == single["steps"], (distributed, single)
+    assert distributed["best_step"] == single["best_step"], (distributed, single)
+    for name in ("adapter_model.safetensors", f"heads/{single['head']}/head-*.safetensors"):
+        single_tensors, distributed_tensors = (
+            load_file(next((tmp_path / folder).glob(name))) for folder in ("one", "two")
+        )
+        for key, value in single_tensors.items():
+            torch.testing.assert_close(value, distributed_tensors[key], rtol=1e-3, atol=2e-5)

@@ -1,4 +1,4 @@
-"""A last stage of training on dev as well: its rows, its folds, exact resumption, what is said."""
+"""The last stage of training, on train and dev: rows, folds, exact resumption, and records."""
 
 import json
 import shutil
@@ -27,44 +27,46 @@ STAGE = "--learning-rate 1e-2 --then dev --then-share 0.5 --folds 2 --checkpoint
 
 @pytest.fixture(scope="module")
 def command(tiny_checkpoint, small_rows, tmp_path_factory) -> list[str]:
-    """Train a tiny BERT on small rows, with a last stage on dev and two folds."""
+    """A command that trains a tiny BERT on small rows, with a last stage on dev and two folds."""
     data = tmp_path_factory.mktemp("data") / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    given = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
-    return [*given, *PLAIN.split(), *STAGE.split()]
+    arguments = ["train-lora", "--model", str(tiny_checkpoint()), "--data", str(data)]
+    return [*arguments, *PLAIN.split(), *STAGE.split()]
 
 
 @pytest.fixture(scope="module")
 def staged(command, tmp_path_factory) -> Path:
-    """What that leaves."""
+    """The run that the command writes."""
     folder = tmp_path_factory.mktemp("staged") / "run"
     assert run([*command, "--run", str(folder)]) == 0
     return folder
 
 
-def test_a_stage_has_a_share_of_train_by_pairs_and_dev_repeated(command):
+def test_stage_rows_are_share_of_train_pairs_and_repeated_dev(command):
     splits = read_dataset(command[command.index("--data") + 1]).splits
     train, dev = splits["train"], splits["dev"]
     stage = StageSettings(then="dev", then_share=0.25, then_weight=3)
     rows = stage_rows(train, dev, stage, seed=1)
-    kept = rows.take(np.arange(len(rows) - 3 * len(dev)))
-    assert len(kept.pair_keys()) == round(0.25 * len(train.pair_keys()))
-    assert set(kept.pair_keys()) < set(train.pair_keys())
-    assert len(kept) == 2 * len(kept.pair_keys())
+    train_rows = rows.take(np.arange(len(rows) - 3 * len(dev)))
+    assert len(train_rows.pair_keys()) == round(0.25 * len(train.pair_keys()))
+    assert set(train_rows.pair_keys()) < set(train.pair_keys())
+    assert len(train_rows) == 2 * len(train_rows.pair_keys())
     for copy in range(3):
-        part = rows.take(np.arange(len(kept) + copy * len(dev), len(kept) + (copy + 1) * len(dev)))
-        assert part.texts == dev.texts
-        assert part.rating.tolist() == dev.rating.tolist()
+        dev_rows = rows.take(
+            np.arange(len(train_rows) + copy * len(dev), len(train_rows) + (copy + 1) * len(dev))
+        )
+        assert dev_rows.texts == dev.texts
+        assert dev_rows.rating.tolist() == dev.rating.tolist()
     assert stage_rows(train, dev, stage, seed=1).texts == rows.texts
     assert stage_rows(train, dev, stage, seed=2).texts != rows.texts
 
 
-def test_folds_keep_pairs_together_and_are_of_like_size(command):
+def test_folds_keep_pairs_together_and_have_similar_sizes(command):
     train = read_dataset(command[command.index("--data") + 1]).splits["train"]
     fold = fold_of_pair(train, 5, seed=0)
-    assert all(len(set(fold[train.pair == own])) == 1 for own in np.unique(train.pair))
+    assert all(len(set(fold[train.pair == pair])) == 1 for pair in np.unique(train.pair))
     assert np.ptp(np.bincount(fold)) <= 2
     assert fold.tolist() != fold_of_pair(train, 5, seed=1).tolist()
 
@@ -73,7 +75,7 @@ class Stopped(Exception):  # noqa: N818 - it stands for a kill
     pass
 
 
-def test_stopped_in_any_of_its_trainings_it_ends_bit_equal(
+def test_stage_stopped_in_any_training_resumes_bit_equal(
     command, staged, tmp_path, monkeypatch, capsys
 ):
     on_step, stops = TrainBar.on_step, ["training 2", "fold-0 1", "fold-1 2", "then 1", "then 3"]
@@ -97,44 +99,56 @@ def test_stopped_in_any_of_its_trainings_it_ends_bit_equal(
         with pytest.raises(Stopped):
             run([*command, "--run", str(folder)])
     assert (folder / "training" / "then" / STATE).is_file()
-    # Another stage than the one that was begun, after the same training.
-    said = refused(capsys, *command, "--then-weight", 3, "--run", folder)
-    assert "training/fold-0 holds a training that was begun with other settings" in said
-    assert "then.then_weight: 3, not 2" in said
+    # The same training cannot resume with a different stage than the one that was begun.
+    message = refused(capsys, *command, "--then-weight", 3, "--run", folder)
+    assert "training/fold-0 holds a training that was begun with other settings" in message
+    assert "then.then_weight: 3, not 2" in message
     assert run([*command, "--run", str(folder)]) == 0
     files = ["adapter_model.safetensors", "training.json"]
-    one, two = ([digest_file(own / name) for name in files[:1]] for own in (folder, staged))
-    assert one == two
-    records = [json.loads((own / files[1]).read_text())["summary"] for own in (folder, staged)]
+    weights, expected_weights = (
+        [digest_file(run_folder / name) for name in files[:1]] for run_folder in (folder, staged)
+    )
+    assert weights == expected_weights
+    records = [
+        json.loads((run_folder / files[1]).read_text())["summary"]
+        for run_folder in (folder, staged)
+    ]
     assert records[0]["then"]["folds"] == records[1]["then"]["folds"]
     assert records[0]["scores"] == records[1]["scores"]
     assert not (folder / "training").exists()
 
 
-def test_the_stage_alone_moves_the_weights_and_starts_where_dev_chose(command, staged, tmp_path):
-    """Rates of next to nothing leave what the training without it gives."""
-    plain = command[: command.index("--then")]
-    assert run([*plain, "--run", str(tmp_path / "plain")]) == 0
-    still = [*command, "--then-learning-rate", "1e-12", "--folds", "0"]
-    assert run([*still, "--run", str(tmp_path / "still")]) == 0
-    before, after, moved = (
+def test_stage_starts_from_best_checkpoint_and_changes_weights(command, staged, tmp_path):
+    """A stage with a learning rate near zero gives the weights of a training without a stage."""
+    base_command = command[: command.index("--then")]
+    assert run([*base_command, "--run", str(tmp_path / "plain")]) == 0
+    idle_command = [*command, "--then-learning-rate", "1e-12", "--folds", "0"]
+    assert run([*idle_command, "--run", str(tmp_path / "still")]) == 0
+    without_stage, with_idle_stage, with_stage = (
         json.loads((folder / "training.json").read_text())["summary"]
         for folder in (tmp_path / "plain", tmp_path / "still", staged)
     )
-    assert after["dev_spearman_before"] == before["dev_spearman"] == moved["dev_spearman_before"]
-    test = [own["scores"][-1]["spearman"] for own in (before, after, moved)]
-    assert test[0] == pytest.approx(test[1], abs=1e-3)
-    assert abs(test[2] - test[0]) > 1e-3
+    assert (
+        with_idle_stage["dev_spearman_before"]
+        == without_stage["dev_spearman"]
+        == with_stage["dev_spearman_before"]
+    )
+    test_scores = [
+        summary["scores"][-1]["spearman"]
+        for summary in (without_stage, with_idle_stage, with_stage)
+    ]
+    assert test_scores[0] == pytest.approx(test_scores[1], abs=1e-3)
+    assert abs(test_scores[2] - test_scores[0]) > 1e-3
 
 
-def test_everything_says_that_dev_was_trained_on(staged):
-    account = json.loads((staged / "training.json").read_text())
-    summary = account["summary"]
+def test_records_and_card_state_training_on_dev(staged):
+    record = json.loads((staged / "training.json").read_text())
+    summary = record["summary"]
     assert summary["trained_on"] == ["train", "dev"]
     assert summary["dev_spearman"] is None
-    assert [own["split"] for own in summary["scores"]] == ["test"]
+    assert [scores["split"] for scores in summary["scores"]] == ["test"]
     assert summary["then"]["learning_rate"] == pytest.approx(5e-3)
-    assert summary["then"]["steps"] == account["then_curve"][-1]["step"]
+    assert summary["then"]["steps"] == record["then_curve"][-1]["step"]
     folds = summary["then"]["folds"]
     assert (folds["folds"], folds["n"], folds["n_pairs"]) == (2, 12, 6)
     gain = folds["trained"]["spearman"] - folds["without"]["spearman"]
@@ -147,40 +161,40 @@ def test_everything_says_that_dev_was_trained_on(staged):
     assert "so dev is no valid test of these weights" in card
 
 
-def test_nothing_is_scored_or_chosen_on_dev(staged, tmp_path, capsys):
+def test_dev_is_not_used_for_scores_or_selection(staged, tmp_path, capsys):
     folder = shutil.copytree(staged, tmp_path / "run")
-    assert {own["split"] for own in ok(capsys, "evaluate", "--run", folder)["results"]} == {"test"}
-    said = refused(capsys, "evaluate", "--run", folder, "--split", "dev")
-    assert "was trained on dev" in said
-    fitted = "--head linear --dim 4 --set epochs=3"
-    done = ok(capsys, "fit-head", "--run", folder, *fitted.split())
-    assert (done["n_dev"], done["dev_spearman"], done["selected_on"]) == (0, None, None)
-    assert done["best_epoch"] == 3
+    assert {row["split"] for row in ok(capsys, "evaluate", "--run", folder)["results"]} == {"test"}
+    message = refused(capsys, "evaluate", "--run", folder, "--split", "dev")
+    assert "was trained on dev" in message
+    options = "--head linear --dim 4 --set epochs=3"
+    summary = ok(capsys, "fit-head", "--run", folder, *options.split())
+    assert (summary["n_dev"], summary["dev_spearman"], summary["selected_on"]) == (0, None, None)
+    assert summary["best_epoch"] == 3
 
 
-def test_its_encoder_is_not_scored_on_dev_in_another_run_either(command, staged, tmp_path, capsys):
+def test_encoder_is_not_scored_on_dev_in_another_run(command, staged, tmp_path, capsys):
     data = command[command.index("--data") + 1]
-    given = ["--model", staged, "--data", data, "--run", tmp_path / "other", "--dtype", "float32"]
-    ok(capsys, "extract", *given)
+    args = ["--model", staged, "--data", data, "--run", tmp_path / "other", "--dtype", "float32"]
+    ok(capsys, "extract", *args)
     assert "was trained on dev" in refused(
         capsys, "evaluate", "--run", tmp_path / "other", "--split", "dev"
     )
     with Path(data).open() as lines:
         (tmp_path / "rows.csv").write_text("".join(list(lines)[:-4]))
-    given[3], given[5] = tmp_path / "rows.csv", tmp_path / "third"
-    ok(capsys, "extract", *given)
+    args[3], args[5] = tmp_path / "rows.csv", tmp_path / "third"
+    ok(capsys, "extract", *args)
     ok(capsys, "evaluate", "--run", tmp_path / "third", "--split", "dev")
 
 
-def test_another_stage_is_another_training(command, staged, capsys):
-    said = refused(capsys, *command, "--then-epochs", 2, "--run", staged)
-    assert "then.then_epochs: 2, not 1" in said
-    said = refused(capsys, *command[: command.index("--then")], "--run", staged)
-    assert "then" in said
+def test_changed_stage_settings_are_rejected(command, staged, capsys):
+    message = refused(capsys, *command, "--then-epochs", 2, "--run", staged)
+    assert "then.then_epochs: 2, not 1" in message
+    message = refused(capsys, *command[: command.index("--then")], "--run", staged)
+    assert "then" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (
             "--then dev --folds 7",
@@ -192,12 +206,12 @@ def test_another_stage_is_another_training(command, staged, capsys):
         ("--then dev --task kgc", "is for rated pairs"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(command, tmp_path, capsys, given, said):
-    plain = command[: command.index("--then")]
-    assert said in refused(capsys, *plain, *given.split(), "--run", tmp_path / "bad")
+def test_invalid_options_are_rejected_in_one_line(command, tmp_path, capsys, options, message):
+    base_command = command[: command.index("--then")]
+    assert message in refused(capsys, *base_command, *options.split(), "--run", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
 
 
-def test_one_fold_is_none():
+def test_single_fold_is_rejected():
     with pytest.raises(UserError, match="--folds is 1"):
         check_stage_settings(StageSettings(then="dev", folds=1))
