@@ -1,4 +1,4 @@
-"""Templates of questions, and how answers are read."""
+"""Templates of questions, and the parsing of answers."""
 
 import math
 
@@ -46,9 +46,9 @@ VALUES = {"sentence1": "one {x}", "sentence2": "two", "condition": "{sentence1}"
         ("", None),
     ],
 )
-def test_a_rating_is_read(answer, rating):
-    found = parse_rating(answer)
-    assert found == pytest.approx(rating, nan_ok=True) if rating is not None else found is None
+def test_rating_is_parsed(answer, rating):
+    parsed = parse_rating(answer)
+    assert parsed == pytest.approx(rating, nan_ok=True) if rating is not None else parsed is None
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_a_rating_is_read(answer, rating):
         ("the second", None),
     ],
 )
-def test_a_proposal_is_read(answer, proposal):
+def test_proposal_is_parsed(answer, proposal):
     assert parse_proposal(answer, 3) == proposal
 
 
-def test_texts_are_put_in_as_they_are():
+def test_texts_are_inserted_verbatim():
     template = load_template("answer-then-compare", "rate")
     system, user = template.messages(VALUES)
     assert (system["role"], user["role"]) == ("system", "user")
@@ -76,16 +76,16 @@ def test_texts_are_put_in_as_they_are():
     assert '"answer1": ...' in user["content"]
 
 
-def test_bundled_templates_differ_and_say_where_they_are_from():
-    found = bundled_templates()
-    assert {one.name for one in found} >= {"rate", "answer-then-compare", "propose"}
-    assert len({one.digest for one in found}) == len(found)
-    assert all(one.description and one.source for one in found)
-    assert all(load_template(one.name, one.kind) == one for one in found)
+def test_bundled_templates_differ_and_name_their_source():
+    templates = bundled_templates()
+    assert {template.name for template in templates} >= {"rate", "answer-then-compare", "propose"}
+    assert len({template.digest for template in templates}) == len(templates)
+    assert all(template.description and template.source for template in templates)
+    assert all(load_template(template.name, template.kind) == template for template in templates)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (("{condition}", "it"), "question lacks the placeholder {condition}"),
         (("{condition}", "{aspect}"), "unknown placeholder {aspect}"),
@@ -100,10 +100,10 @@ def test_bundled_templates_differ_and_say_where_they_are_from():
         (('kind = "rate"', 'kind = "rate"\nbefore = []'), "unknown key 'before'"),
     ],
 )
-def test_a_wrong_template_is_told(tmp_path, change, words):
+def test_invalid_template_is_reported_with_its_file(tmp_path, change, message):
     path = tmp_path / "mine.toml"
     text = (bundled_folder("prompts", "annotate") / "rate.toml").read_text()
     path.write_text(text.replace(*change))
-    with pytest.raises(UserError, match=r"mine\.toml") as caught:
+    with pytest.raises(UserError, match=r"mine\.toml") as error:
         load_template(str(path), "rate")
-    assert words in str(caught.value)
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""The command as a whole, on small shapes; and that a check finds what it is there to find."""
+"""The bench command on small shapes, and the errors that its checks must detect."""
 
 import math
 import sys
@@ -24,22 +24,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def environment(tmp_path_factory):
     return checks.CheckEnvironment("cpu", tmp_path_factory.mktemp("bench"))
 
 
 @pytest.fixture(scope="module")
-def mistral(place):
-    return Encoder(place.resolve("mistral-7b"))
+def mistral(environment):
+    return Encoder(environment.resolve("mistral-7b"))
 
 
 # -- the command -------------------------------------------------------------------------------
 
 
-def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
+def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     page = tmp_path / "bench.md"
-    wanted = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
-    result = ok(capsys, "bench", "--quick", *wanted, "--profile", "--out", page)
+    options = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
+    result = ok(capsys, "bench", "--quick", *options, "--profile", "--out", page)
     passed = {check["name"]: check["passed"] for check in result["checks"]}
     needs_cuda = {name for name in passed if "CUDA" in name or "memory" in name}
     assert {name for name, verdict in passed.items() if verdict is None} == needs_cuda
@@ -67,7 +67,7 @@ def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "pattern"),
     [
         (("--shape", "mistral"), r"'mistral'.*mistral-7b"),
         (("--model", "minlm"), r"unknown model 'minlm'.*minilm"),
@@ -77,13 +77,13 @@ def test_command_checks_and_times_on_a_cpu(capsys, tmp_path):
         (("--out", "page.html"), r"name a \.md file"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_run(capsys, arguments, said):
+def test_invalid_options_are_rejected_before_any_check(capsys, arguments, pattern):
     import re
 
-    assert re.search(said, refused(capsys, "bench", "--quick", *arguments))
+    assert re.search(pattern, refused(capsys, "bench", "--quick", *arguments))
 
 
-def test_failed_checks_are_named_once_all_is_printed(capsys):
+def test_failed_checks_are_named_after_output(capsys):
     bad = checks.Check("a = b", 0.5, 0.1, False)
     fine = checks.Check("c = d", 0.0, 0.1, True)
     not_run = checks.Check("e = f", None, 0.1, None, "needs CUDA")
@@ -107,7 +107,7 @@ def test_check_fails_beyond_its_bound(difference):
     assert checks.run_check("x", 0.1, lambda: (difference, "")).passed is False
 
 
-def test_check_that_breaks_fails_and_says_why():
+def test_check_that_raises_fails_with_message():
     def broken():
         raise RuntimeError("CUDA error: no kernel image\nand more")
 
@@ -116,7 +116,7 @@ def test_check_that_breaks_fails_and_says_why():
     assert check.note == "RuntimeError: CUDA error: no kernel image"
 
 
-def test_check_whose_library_is_absent_is_not_run():
+def test_check_with_missing_library_is_skipped():
     def absent():
         import no_such_library  # noqa: F401
 
@@ -124,50 +124,50 @@ def test_check_whose_library_is_absent_is_not_run():
     assert (check.passed, check.note) == (None, "needs no_such_library, which is not installed")
 
 
-def test_packing_check_finds_texts_that_see_too_little(place):
-    encoder = Encoder(place.resolve("nv-embed-v2"))
+def test_packing_check_detects_wrong_attention(environment):
+    encoder = Encoder(environment.resolve("nv-embed-v2"))
     inputs = csts_inputs(4, instruct=True)
     engine = encoder.engine
     assert checks.packing_difference(encoder, inputs)[0] < checks.BOUNDS["float32"]
-    engine._runtime = replace(engine._runtime, attention="causal")  # of packed rows only
+    engine._runtime = replace(engine._runtime, attention="causal")  # affects packed rows only
     assert checks.packing_difference(encoder, inputs)[0] > checks.BOUNDS["bfloat16"]
 
 
-def test_packing_check_fails_where_rows_are_padded(place):
-    encoder = Encoder(place.resolve("minilm"))
+def test_packing_check_fails_for_padded_rows(environment):
+    encoder = Encoder(environment.resolve("minilm"))
     encoder.engine.packs = False
     with pytest.raises(RuntimeError, match="rows are padded"):
         checks.packing_difference(encoder, csts_inputs(2, instruct=False))
 
 
-def test_dequantised_weights_are_those_that_are_multiplied(place):
-    resolved = place.resolve("minilm", "float32", "8bit")
+def test_dequantised_weights_match_multiplied_weights(environment):
+    resolved = environment.resolve("minilm", "float32", "8bit")
     config = load_config(resolved.checkpoint, resolved.identity.attention)
     loaded = load_model(resolved, config)
     linear = loaded.network.encoder.layer[0].intermediate.dense
     values = checks.dequantized(linear)
     x = torch.randn(3, values.shape[1])
-    wanted = torch.nn.functional.linear(x, values, linear.bias)
-    assert (linear(x) - wanted).norm() < 0.02 * wanted.norm()
+    expected = torch.nn.functional.linear(x, values, linear.bias)
+    assert (linear(x) - expected).norm() < 0.02 * expected.norm()
     assert checks.dequantized(loaded.network.embeddings.word_embeddings) is None
 
 
-def test_head_is_the_same_each_time_it_is_fitted():
+def test_fitted_head_is_deterministic():
     np.testing.assert_array_equal(checks.fit_head("cpu"), checks.fit_head("cpu"))
 
 
 # -- random weights ----------------------------------------------------------------------------
 
 
-def test_random_weights_are_the_same_each_time_and_on_no_disk(place, mistral):
+def test_random_weights_are_deterministic_and_not_stored(environment, mistral):
     folder = mistral.resolved.checkpoint.folder
     assert sum(path.stat().st_size for path in folder.iterdir()) < 2**20
     inputs = csts_inputs(3, instruct=True)
-    again = Encoder(place.resolve("mistral-7b"))
-    np.testing.assert_array_equal(again.encode(inputs), mistral.encode(inputs))
+    rebuilt = Encoder(environment.resolve("mistral-7b"))
+    np.testing.assert_array_equal(rebuilt.encode(inputs), mistral.encode(inputs))
 
 
-def test_true_shapes_have_the_sizes_of_their_models(tmp_path):
+def test_full_shapes_have_parameter_counts_of_their_models(tmp_path):
     from typing import get_args
 
     from llmcond.benchmark.shapes import Shape, random_encoder
@@ -184,16 +184,16 @@ def test_true_shapes_have_the_sizes_of_their_models(tmp_path):
 # -- texts and peers ---------------------------------------------------------------------------
 
 
-def test_texts_have_the_lengths_that_they_are_named_by(mistral):
+def test_inputs_have_lengths_of_their_names(mistral):
     counts = mistral.encode_counted(csts_inputs(100, instruct=True)).n_tokens
     assert 30 < counts.mean() < 60
-    whole = long_inputs(3, instruct=True)
-    assert mistral.encode_counted(whole).n_tokens.min() > 512
-    long = [
-        shorten_input(item, 512, lambda one: mistral._tokenizer([one])[0].n_tokens)
-        for item in whole
+    long = long_inputs(3, instruct=True)
+    assert mistral.encode_counted(long).n_tokens.min() > 512
+    shortened = [
+        shorten_input(item, 512, lambda candidate: mistral._tokenizer([candidate])[0].n_tokens)
+        for item in long
     ]
-    tokens = mistral.encode_counted(long).n_tokens
+    tokens = mistral.encode_counted(shortened).n_tokens
     assert 490 < tokens.min() <= tokens.max() <= 512
     inputs = branching_inputs(32, 8, instruct=True)
     assert len({item.instruction for item in inputs}) == 4
@@ -203,7 +203,7 @@ def test_texts_have_the_lengths_that_they_are_named_by(mistral):
     assert mistral.encode_counted(inputs).n_tokens.sum() > 3 * shared
 
 
-def test_peers_compute_the_same_vectors(mistral):
+def test_peers_compute_same_vectors(mistral):
     inputs = csts_inputs(40, instruct=True)
     loop = PlainLoop(mistral, mistral.engine.model.network)
     vectors = mistral.encode(inputs)
@@ -212,35 +212,35 @@ def test_peers_compute_the_same_vectors(mistral):
     assert loop.computed(inputs) > loop.computed(inputs, by_length=True)
 
 
-def test_ways_of_a_causal_encoder_are_compared_with_shared_prefixes(place):
+def test_causal_encoder_is_timed_with_shared_prefixes(environment):
     scale = speeds.Scale(0.0, 1, 64, 64)
-    found = list(speeds.run_encoder(place.resolve("mistral-7b"), scale, must_pack=True))
-    rows = [one for one in found if isinstance(one, speeds.Speed)]
+    results = list(speeds.run_encoder(environment.resolve("mistral-7b"), scale, must_pack=True))
+    rows = [result for result in results if isinstance(result, speeds.Speed)]
     branching = [row for row in rows if row.inputs == "8 conditions a sentence"]
     assert [row.way for row in branching] == ["packed", "packed, shared prefixes"]
     assert branching[1].difference < 1e-5
     assert set(branching[1].ratios) == {"packed"}
-    verdicts = [one.passed for one in found if isinstance(one, checks.Check)]
+    verdicts = [result.passed for result in results if isinstance(result, checks.Check)]
     assert verdicts == [True] * 3
 
 
-def test_way_that_fails_does_not_stop_the_others(place):
-    loaded = speeds._load(place.resolve("minilm"))
+def test_failing_way_does_not_stop_others(environment):
+    loaded = speeds._load(environment.resolve("minilm"))
 
     def broken(inputs):
         raise RuntimeError("out of memory")
 
     first = next(speeds._list_ways(loaded))
-    chosen = [replace(first, name="broken", encode=broken), first]
+    ways = [replace(first, name="broken", encode=broken), first]
     inputs = csts_inputs(8, instruct=False)
-    found = list(speeds._measure(loaded, "C-STS", inputs, chosen, speeds.Scale(0, 1, 64, 8)))
-    assert [type(one) for one in found] == [speeds.Skipped, speeds.Speed]
-    assert found[0].why == "RuntimeError: out of memory"
-    assert found[1].ratios == {}
+    results = list(speeds._measure(loaded, "C-STS", inputs, ways, speeds.Scale(0, 1, 64, 8)))
+    assert [type(result) for result in results] == [speeds.Skipped, speeds.Speed]
+    assert results[0].why == "RuntimeError: out of memory"
+    assert results[1].ratios == {}
 
 
-def test_memory_is_measured_where_there_is_no_resource_module(monkeypatch):
-    """As on Windows."""
+def test_memory_is_measured_without_resource_module(monkeypatch):
+    """Windows has no ``resource`` module."""
     assert 0.01 < speeds.peak_memory("cpu") < 100
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.delitem(sys.modules, "llmcond.benchmark.speeds")

@@ -1,6 +1,6 @@
-"""The stored vectors of a small NV-Embed, computed again by formulas that are written out.
+"""The stored vectors of a small NV-Embed, compared with those of explicit formulas.
 
-PYTHONPATH=. python tests/benchmark/test_golden.py    stores them anew
+PYTHONPATH=. python tests/benchmark/test_golden.py    computes and stores them again
 """
 
 import json
@@ -20,15 +20,15 @@ from llmcond.encoders.loading.loading import load_model
 HEADS = 2
 
 
-def inputs():
-    chance = random.Random(0)
+def build_inputs():
+    rng = random.Random(0)
     pooled = [(3, 0), (17, 0), (30, 9), (64, 21)]
-    return [{"ids": [2, *chance.choices(range(10, 8000), k=n), 3], "first": f} for n, f in pooled]
+    return [{"ids": [2, *rng.choices(range(10, 8000), k=n), 3], "first": f} for n, f in pooled]
 
 
 @torch.no_grad()
-def reference(folder):
-    """Each input by itself: Mistral without a direction, then the latent block of NV-Embed."""
+def compute_reference(folder):
+    """Encode each input separately with bidirectional Mistral and the latent block of NV-Embed."""
     from dataclasses import replace
 
     resolved = stored_encoder("cpu", folder)
@@ -41,11 +41,11 @@ def reference(folder):
     def norm(x, name):
         return functional.layer_norm(x, x.shape[-1:], w[name + ".weight"], w[name + ".bias"])
 
-    found = []
-    for row in stored_rows({"inputs": inputs()}):
-        seen = torch.zeros(1, 1, len(row.ids), len(row.ids))
+    vectors = []
+    for row in stored_rows({"inputs": build_inputs()}):
+        mask = torch.zeros(1, 1, len(row.ids), len(row.ids))
         hidden = network.embedding_model(
-            input_ids=torch.tensor([row.ids]), attention_mask=seen
+            input_ids=torch.tensor([row.ids]), attention_mask=mask
         ).last_hidden_state[0]
         queries = norm(hidden, cross + "norm") @ w[cross + "fn.to_q.weight"].T
         context = norm(w["latents"], cross + "norm_context")
@@ -58,24 +58,24 @@ def reference(folder):
         value, gate = (wide + w[feed + "fn.net.0.bias"]).chunk(2, dim=-1)
         narrow = (value * functional.gelu(gate)) @ w[feed + "fn.net.2.weight"].T
         hidden = narrow + w[feed + "fn.net.2.bias"] + hidden
-        found.append(functional.normalize(hidden[row.first :].mean(dim=0), dim=0))
-    return torch.stack(found).numpy()
+        vectors.append(functional.normalize(hidden[row.first :].mean(dim=0), dim=0))
+    return torch.stack(vectors).numpy()
 
 
-def test_stored_vectors_are_those_of_the_formulas(tmp_path):
+def test_stored_vectors_match_formulas(tmp_path):
     stored = json.loads(STORED.read_text())
-    assert stored["inputs"] == inputs()
-    np.testing.assert_allclose(reference(tmp_path), stored["vectors"], rtol=0, atol=2e-6)
+    assert stored["inputs"] == build_inputs()
+    np.testing.assert_allclose(compute_reference(tmp_path), stored["vectors"], rtol=0, atol=2e-6)
 
 
-def test_engine_gives_the_stored_vectors(tmp_path):
+def test_engine_gives_stored_vectors(tmp_path):
     difference, _ = golden_differences("cpu", tmp_path)
     assert 0 < difference < 2e-5
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        vectors = reference(Path(scratch)).tolist()
+        vectors = compute_reference(Path(scratch)).tolist()
     rounded = [[round(value, 6) for value in vector] for vector in vectors]
-    json.dump({"inputs": inputs(), "vectors": rounded}, STORED.open("w"))
+    json.dump({"inputs": build_inputs(), "vectors": rounded}, STORED.open("w"))
     sys.stdout.write(f"{STORED}\n")

@@ -240,7 +240,7 @@ def test_similarity_command_reports_head_and_orders(cross_run, capsys):
     assert "orders both, trained on" in capsys.readouterr().err
 
 
-def test_given_order_is_recorded_and_used(train, tmp_path):
+def test_single_order_is_recorded_and_used(train, tmp_path):
     assert train("given", "--orders", "given")["orders"] == "given"
     loaded = llmcond.load_cross_encoder(tmp_path / "given")
     assert loaded.orders == "given"
@@ -408,7 +408,7 @@ class Answers(Task):
 """
 
 
-def test_one_sided_condition_requires_given_order(train, tmp_path, monkeypatch):
+def test_one_sided_condition_requires_single_order(train, tmp_path, monkeypatch):
     monkeypatch.setattr(plugins, "_REGISTERED", {})
     monkeypatch.setattr(plugins, "_LOADED", [])
     (tmp_path / "own_task.py").write_text(ONE_SIDED)

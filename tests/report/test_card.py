@@ -1,4 +1,4 @@
-"""Model cards: what they say, and that names of the user's are neither Markdown nor templates."""
+"""Model cards: their text, and the escaping of names that users choose."""
 
 import ast
 import json
@@ -14,20 +14,21 @@ from llmcond.runs.kind import KINDS, find_kind
 
 RECORD = Path(__file__).parents[1] / "golden/legacy/tuned/training.json"
 PROMPTS = [load_prompt("concat-sent-cond")]
-#: It would end a code span, a paragraph, a fenced block or the metadata, or run as a template.
+#: Unescaped, it would end a code span, a paragraph, a fenced block or the metadata, or run as a
+#: template.
 HOSTILE = "a` <script>\r\n---\n\n```\n# {{ 7 * 7 }} {% raw %}"
 
 
-def card_of(kind: str = "rated", /, made_of: dict | None = None, **summary) -> str:
+def build_card(kind: str = "rated", /, config: dict | None = None, **summary) -> str:
     record = json.loads(RECORD.read_text())
     record["summary"] |= summary
-    record["made_of"] |= made_of or {}
+    record["made_of"] |= config or {}
     return model_card(record, kind, PROMPTS, {"head": HOSTILE})
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_run_has_its_card_with_python_that_parses(kind):
-    card = card_of(kind, scores=[])
+def test_card_of_each_kind_has_valid_python(kind):
+    card = build_card(kind, scores=[])
     text = find_kind(kind).card
     python = card.partition("```python\n")[2].partition("```")[0]
     ast.parse(python)
@@ -37,18 +38,18 @@ def test_each_kind_of_run_has_its_card_with_python_that_parses(kind):
     assert ModelCard(card).data.tags[1:-1] == list(text.tags)
 
 
-def test_names_of_the_users_are_code_and_no_template():
+def test_user_names_are_escaped_in_card():
     teacher = {"encoder": HOSTILE, "head": HOSTILE}
     aspects = {"aspects": {HOSTILE: "digest"}, "aspects_texts": 2400}
-    card = card_of(
+    card = build_card(
         encoder=HOSTILE,
         head=HOSTILE,
         teacher=teacher,
-        made_of={"teacher": {"rows": 1200}, "aspects": aspects},
+        config={"teacher": {"rows": 1200}, "aspects": aspects},
     )
     shown = "`a' <script> --- ''' # {{ 7 * 7 }} {% raw %}`"
     assert card.count(shown) == 5
-    # The rest is JSON in a block with a longer fence than the name holds.
+    # The rest is JSON in a block whose fence is longer than the one in the name.
     training = json.loads(card.split("## Training\n\n````json\n")[1].removesuffix("\n````\n"))
     assert training["head"] == {"head": HOSTILE}
     assert "\r" not in card
@@ -57,12 +58,12 @@ def test_names_of_the_users_are_code_and_no_template():
     assert (data.library_name, data.pipeline_tag) == ("peft", "sentence-similarity")
 
 
-def test_an_ensemble_with_a_last_stage_says_so():
+def test_card_describes_ensemble_and_last_stage():
     estimates = ({"spearman": value, "spearman_ci": [0.1, 0.9]} for value in (0.5, 0.4))
     folds = {"folds": 5, **dict(zip(("trained", "without"), estimates, strict=True))}
     then = {"steps": 1000, "weight": 2, "share": 0.5, "folds": folds}
     members = [{**json.loads(RECORD.read_text())["summary"], "then": then}] * 2
-    card = " ".join(card_of(members=members).split())
+    card = " ".join(build_card(members=members).split())
     assert "fine-tuned as an ensemble of 2 members, each with LoRA of rank 4 and the head" in card
     assert "selected on dev, separately for each member" in card
     assert (

@@ -1,4 +1,4 @@
-"""The page of results: what it holds, that nothing of it runs or asks, and how browsers see it."""
+"""The page of results: its content, its safety with hostile texts, and its display in browsers."""
 
 import re
 from dataclasses import replace
@@ -30,15 +30,15 @@ THINGS = "coat hat dog ball street lake newspaper bicycle window table horse umb
 TEMPLATES = ("pair-cond", "concat-sent-cond", "concat-cond-sent", "question-then-sentence")
 
 
-def result(name, spearman, head="mlp", prompt="pair-cond", **given):
-    """A result; undefined where its Spearman is None."""
+def build_result(name, spearman, head="mlp", prompt="pair-cond", **fields):
+    """Return a result, whose metrics are undefined if its Spearman is None."""
 
     def estimate(value, down, up):
         return Estimate(nan) if spearman is None else Estimate(value, value - down, value + up)
 
     base = spearman or 0.0
     fitted = head != "none"
-    known = {
+    defaults = {
         "name": name,
         "head": head,
         "prompts": (prompt,),
@@ -54,10 +54,10 @@ def result(name, spearman, head="mlp", prompt="pair-cond", **given):
         "seeds": (0, 1, 2) if fitted else (),
         "seed_sd": {"spearman": 0.0071 if fitted else None},
     }
-    return ComparedResult(**{**known, **given})
+    return ComparedResult(**{**defaults, **fields})
 
 
-def difference(value):
+def build_difference(value):
     verdict = "better" if value > 0.04 else "worse" if value < -0.04 else "no evidence"
     p = float(np.exp(-abs(value) * 90))
     return PairedDifference(
@@ -65,19 +65,19 @@ def difference(value):
     )
 
 
-def compared(row, reference):
+def compare_with(row, reference):
     names = ("spearman", "accuracy")
     return replace(
         row,
         difference={
-            n: difference(row.metrics[n].value - reference.metrics[n].value) for n in names
+            n: build_difference(row.metrics[n].value - reference.metrics[n].value) for n in names
         },
         against=reference.name,
     )
 
 
-def texts(n, random):
-    """Sentence pairs like those of C-STS, each under two conditions."""
+def build_texts(n, random):
+    """Return sentence pairs like those of C-STS, each under two conditions."""
 
     def sentence():
         who, does, where, extra = (random.choice(part) for part in (WHO, DOES, WHERE, EXTRA))
@@ -93,8 +93,8 @@ def texts(n, random):
     return list(first), list(second), [condition() for _ in range(n)]
 
 
-def example(n=1_830, templates=TEMPLATES, seed=0):
-    """A page of every kind of way: zero-shot and fitted heads, with and without subtraction."""
+def build_page(n=1_830, templates=TEMPLATES, seed=0):
+    """Return a page of zero-shot and fitted heads, with and without subtraction."""
     random = np.random.default_rng(seed)
     rating = random.choice([0, 0.25, 0.5, 0.75, 1], size=n, p=[0.3, 0.2, 0.14, 0.18, 0.18])
     results, similarity, isotropy = [], {}, []
@@ -106,26 +106,26 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
                 noise = random.normal(size=n)
                 latent = score * (rating - rating.mean()) / rating.std() + noise * (1 - score)
                 similarity[name] = np.tanh(latent * (0.15 if head == "none" else 0.8)) + 0.01 * t
-                fits = () if head == "none" else [run(score, head, random) for _ in range(3)]
-                results.append(result(name, score, head, template, fits=tuple(fits)))
+                fits = () if head == "none" else [build_fit(score, head, random) for _ in range(3)]
+                results.append(build_result(name, score, head, template, fits=tuple(fits)))
                 if head == "none":
                     mean = 0.3 - 0.02 * t if not suffix else 0.78 + 0.03 * t
                     figures = {"mean_cosine": mean, "std_cosine": 0.11}
                     about = {"name": name, "head": head, "prompt": template, "subtract": not suffix}
                     isotropy.append({**about, **figures, "partition_ratio": 0.9 - mean / 2})
     results.append(
-        result("mlp@control-shuffled", 0.02, prompt="control-shuffled", control="shuffled c")
+        build_result("mlp@control-shuffled", 0.02, prompt="control-shuffled", control="shuffled c")
     )
     similarity["mlp@control-shuffled"] = random.normal(size=n) / 5
     results.sort(key=lambda r: -r.main.value)
     baseline = f"mlp@{templates[1]}"
     references = {(r.head, r.subtract): r for r in results if r.prompt == templates[1]}
     results = [
-        row if row is reference else compared(row, reference)
+        row if row is reference else compare_with(row, reference)
         for row in results
         for reference in [references[row.head, row.subtract]]
     ]
-    first, second, condition = texts(n, random)
+    first, second, condition = build_texts(n, random)
     return Page(
         title="Prompt templates on re-annotated C-STS with minilm",
         summary=[
@@ -158,7 +158,7 @@ def example(n=1_830, templates=TEMPLATES, seed=0):
     )
 
 
-def run(score, head, random):
+def build_fit(score, head, random):
     epochs = 10 if head == "linear" else 25
     rising = score * (1 - np.exp(-np.arange(1, epochs + 1) / 4)) + random.normal(0, 0.006, epochs)
     losses = 0.12 * np.exp(-np.arange(epochs) / 6) + random.uniform(0.02, 0.025)
@@ -169,8 +169,8 @@ def run(score, head, random):
     return {"curve": curve}
 
 
-def hostile(page):
-    """The page with texts in every place that mean something to HTML, JavaScript or Jinja."""
+def make_hostile(page):
+    """Return the page with texts in all fields that are special in HTML, JavaScript or Jinja."""
     evil = HOSTILE[0]
     n = len(page.rows)
     cycled = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
@@ -199,8 +199,8 @@ def hostile(page):
     )
 
 
-def undefined(page):
-    """The page with no figure defined anywhere."""
+def make_undefined(page):
+    """Return the page with every figure undefined."""
     nothing = PairedDifference(*[nan] * 7, "no evidence")
     empty = {"epoch": 1, "loss": None, "dev_spearman": None}
     results = [
@@ -227,8 +227,8 @@ def undefined(page):
     )
 
 
-def partial(page):
-    """The page with some rows that are not rated, and some that one way does not predict."""
+def make_partial(page):
+    """Return the page with some unrated rows, and some rows that one system does not predict."""
     rating = np.where(np.arange(len(page.rows)) % 7 == 0, np.nan, page.rows.rating)
     (name, *_) = page.similarity
     some = np.where(np.arange(len(rating)) % 5 == 0, np.nan, page.similarity[name])
@@ -237,8 +237,8 @@ def partial(page):
     )
 
 
-def plain(page):
-    """What an evaluation of one head gives: nothing to compare with, no curves."""
+def make_plain(page):
+    """Return the page of a single head, which has no comparison and no curves."""
     (best, *_) = page.results
     return replace(
         page,
@@ -249,8 +249,8 @@ def plain(page):
     )
 
 
-def ranked(page):
-    """A page of ranks, of two heads, with hostile texts."""
+def build_ranked_page(page):
+    """Return a page of the ranks of two heads, with hostile texts."""
     random, n = np.random.default_rng(0), 60
     texts = [HOSTILE[i % len(HOSTILE)] for i in range(n)]
     columns = {"condition": [f"{text} {i % 9}" for i, text in enumerate(texts)], "sentence": texts}
@@ -258,8 +258,8 @@ def ranked(page):
         {**columns, "answer": texts}, ("condition",), ("sentence", "answer"), "condition"
     )
     metrics = {name: Estimate(0.4, 0.3, 0.5) for name in ("mrr", "hits@1")}
-    given = {"metrics": metrics, "seed_sd": {}, "split": "test"}
-    results = [result(name, 0.0, head=name, **given) for name in ("linear", "mlp")]
+    fields = {"metrics": metrics, "seed_sd": {}, "split": "test"}
+    results = [build_result(name, 0.0, head=name, **fields) for name in ("linear", "mlp")]
     parts = [
         {
             "forward": QuerySubset(30, metrics),
@@ -271,16 +271,16 @@ def ranked(page):
         [],
         results,
         rows,
-        similarity={one.name: random.integers(1, 2_000, n) / 1.0 for one in results},
+        similarity={variant.name: random.integers(1, 2_000, n) / 1.0 for variant in results},
         subsets={
             "part": parts,
-            "relation": [{f"r{i}": one["forward"] for i in range(20)} for one in parts],
+            "relation": [{f"r{i}": variant["forward"] for i in range(20)} for variant in parts],
         },
         dev_metric="mrr",
     )
 
 
-def written(page, folder):
+def write_and_parse(page, folder):
     path = folder / "page.html"
     write_page(page, path)
     return Parsed(path.read_text("utf-8"))
@@ -288,15 +288,15 @@ def written(page, folder):
 
 @pytest.fixture(scope="module")
 def page():
-    return example(n=300)
+    return build_page(n=300)
 
 
 @pytest.fixture(scope="module")
 def parsed(page, tmp_path_factory):
-    return written(page, tmp_path_factory.mktemp("page"))
+    return write_and_parse(page, tmp_path_factory.mktemp("page"))
 
 
-def test_every_section_is_there_and_can_be_gone_to(parsed):
+def test_every_section_exists_and_is_linked(parsed):
     sections = [attributes["id"] for attributes in parsed.all("section")]
     assert sections == ["summary", "results", "systems", "isotropy", "curves", "made"]
     assert [a["href"] for a in parsed.all("a")] == [f"#{section}" for section in sections]
@@ -306,14 +306,14 @@ def test_every_section_is_there_and_can_be_gone_to(parsed):
     assert not parsed.open
 
 
-def test_the_verdict_and_the_chart_come_before_the_prose(page, parsed):
+def test_verdict_and_chart_precede_prose(page, parsed):
     verdict, *prose = page.summary
     chart = parsed.said.index("Spearman by template and head, with 95 % confidence intervals")
     assert parsed.said.index(verdict) < chart < parsed.said.index(prose[0])
     assert parsed.said.index(prose[-1]) < parsed.said.index("head template minus c")
 
 
-def test_controls_and_baselines_look_as_their_head_and_are_called_so(parsed):
+def test_chart_labels_controls_and_baselines(parsed):
     rows = next(rows for rows in parsed.data["charts"]["heads"]["datasets"].values() if rows[1:])
     assert {row["series"] for row in rows} == {"none", "linear", "mlp"}
     labels = {row["system"]: row["label"] for row in rows}
@@ -322,7 +322,7 @@ def test_controls_and_baselines_look_as_their_head_and_are_called_so(parsed):
     assert labels["mlp@pair-cond"] == "pair-cond\nminus c"
 
 
-def test_nothing_is_fetched_and_no_script_runs_but_the_pages_own(parsed):
+def test_page_fetches_nothing_and_allows_only_its_scripts(parsed):
     policy = parsed.all("meta")[1]
     assert policy["http-equiv"] == "Content-Security-Policy"
     assert "default-src 'none'" in policy["content"]
@@ -335,54 +335,54 @@ def test_nothing_is_fetched_and_no_script_runs_but_the_pages_own(parsed):
     assert "@import" not in "".join(parsed.text)
 
 
-def test_the_main_table_has_figures_intervals_and_verdicts_in_words(parsed):
+def test_main_table_has_figures_intervals_and_verdicts(parsed):
     headings = "head template minus c Spearman Spearman against the baseline accuracy"
     assert headings in parsed.said
     assert "mlp pair-cond yes 58.5 55.0 to 61.8 no evidence +3.0 −1.0 to +6.8 81.2" in parsed.said
     assert "control: shuffled c" in parsed.said
-    told = "compared with the baseline template, concat-sent-cond , under the same head"
-    assert told in parsed.said
+    comparison = "compared with the baseline template, concat-sent-cond , under the same head"
+    assert comparison in parsed.said
     assert parsed.said.count(" baseline concat-sent-cond ") == 6
     assert "dev: 1,830 rated rows of 985 sentence pairs" in parsed.said
 
 
-def test_all_ways_may_be_compared_with_a_single_one(page, tmp_path):
+def test_all_systems_may_be_compared_with_one_baseline(page, tmp_path):
     reference = next(row for row in page.results if row.name == page.baseline)
-    results = [row if row is reference else compared(row, reference) for row in page.results]
-    source = written(replace(page, results=results), tmp_path)
+    results = [row if row is reference else compare_with(row, reference) for row in page.results]
+    source = write_and_parse(replace(page, results=results), tmp_path)
     assert "Each system is compared with the baseline, mlp@concat-sent-cond ." in source.said
     assert source.said.count(" baseline concat-sent-cond ") == 1
     assert "The dashed line is the baseline." in source.said
 
 
-def test_what_made_it_is_told_in_full(parsed):
+def test_page_shows_complete_provenance(parsed):
     assert "revision c9745ed1d9f207416be6d2e6f8de32d1f16199bf" in parsed.said
     assert "{sentence} Given the condition: {condition}" in parsed.said
     assert "seeds 0, 1, 2 learning rate 0.001 steps a 1 b –" in parsed.said
 
 
-def test_embedded_numbers_are_those_of_the_rows(page, parsed):
+def test_embedded_numbers_match_rows(page, parsed):
     data = parsed.data
-    names = [way["name"] for way in data["systems"]]
+    names = [system["name"] for system in data["systems"]]
     assert names == [result.name for result in page.results]
     assert data["chosen"] == ["mlp@pair-cond", "mlp@concat-sent-cond"]
-    way = data["systems"][3]
-    np.testing.assert_allclose(way["similarity"], page.similarity[way["name"]], atol=5e-5)
-    error = rank_error(page.similarity[way["name"]], page.rows.rating)
-    np.testing.assert_allclose(way["error"], 1000 * error, atol=0.51)
+    system = data["systems"][3]
+    np.testing.assert_allclose(system["similarity"], page.similarity[system["name"]], atol=5e-5)
+    error = rank_error(page.similarity[system["name"]], page.rows.rating)
+    np.testing.assert_allclose(system["error"], 1000 * error, atol=0.51)
     assert [data["texts"][i] for i in data["rows"]["sentence2"]] == page.rows.sentence2
     assert len(set(data["texts"])) == len(data["texts"])
     assert set(data["rows"]["rating"]) == {1, 2, 3, 4, 5}
     mood = [i for i, text in enumerate(page.rows.condition) if text == "mood"]
-    place = [data["texts"][i] for i in data["conditions"]["text"]].index("mood")
-    assert data["conditions"]["n"][place] == len(mood)
+    position = [data["texts"][i] for i in data["conditions"]["text"]].index("mood")
+    assert data["conditions"]["n"][position] == len(mood)
     expected = 1000 * np.abs(error)[mood].mean()
-    assert data["conditions"]["error"][3][place] == pytest.approx(expected, abs=0.51)
-    assert [level[0] for level in way["levels"]] == [1, 2, 3, 4, 5]
+    assert data["conditions"]["error"][3][position] == pytest.approx(expected, abs=0.51)
+    assert [level[0] for level in system["levels"]] == [1, 2, 3, 4, 5]
 
 
-def test_hostile_texts_are_texts(page, tmp_path):
-    source = written(hostile(page), tmp_path)
+def test_hostile_texts_are_escaped(page, tmp_path):
+    source = write_and_parse(make_hostile(page), tmp_path)
     assert len(source.scripts) == 4
     assert len(source.all("style")) == 1
     assert not source.all("img")
@@ -394,16 +394,16 @@ def test_hostile_texts_are_texts(page, tmp_path):
     assert source.said.count("{{ 7 * 7 }}") == 1
 
 
-def test_half_a_surrogate_pair_is_no_reason_to_fail(page, tmp_path):
-    source = written(
+def test_unpaired_surrogates_are_written(page, tmp_path):
+    source = write_and_parse(
         replace(page, title="a \ud800", rows=replace(page.rows, condition=["\udfff"] * 300)),
         tmp_path,
     )
     assert source.data["texts"][-1] == "\udfff"
 
 
-def test_a_page_of_a_whole_split_is_small(tmp_path):
-    page = example()
+def test_page_of_full_split_is_small(tmp_path):
+    page = build_page()
     assert (len(page.results), len(page.rows)) == (25, 1_830)
     repeated = [f"{t} {t} {i}" for i, t in enumerate(page.rows.sentence1)]
     longer = replace(page, rows=replace(page.rows, sentence1=repeated))
@@ -411,8 +411,8 @@ def test_a_page_of_a_whole_split_is_small(tmp_path):
     assert (tmp_path / "page.html").stat().st_size < 5_000_000
 
 
-def test_figures_may_be_undefined_everywhere(page, tmp_path):
-    source = written(undefined(page), tmp_path)
+def test_page_without_defined_figures_is_written(page, tmp_path):
+    source = write_and_parse(make_undefined(page), tmp_path)
     assert "undefined" in source.said
     assert "nan" not in source.said.lower()
     assert source.data["conditions"] is None
@@ -420,23 +420,27 @@ def test_figures_may_be_undefined_everywhere(page, tmp_path):
     assert sections == ["summary", "results", "systems", "made"]
 
 
-def test_rows_may_lack_a_rating_or_a_prediction(page, tmp_path):
-    page = partial(page)
+def test_rows_may_lack_rating_or_prediction(page, tmp_path):
+    page = make_partial(page)
     (name, *_) = page.similarity
-    data = written(page, tmp_path).data
-    (way,) = [way for way in data["systems"] if way["name"] == name]
+    data = write_and_parse(page, tmp_path).data
+    (system,) = [system for system in data["systems"] if system["name"] == name]
     for i, (rating, similarity) in enumerate(
         zip(page.rows.rating, page.similarity[name], strict=True)
     ):
         assert (data["rows"]["rating"][i] is None) == np.isnan(rating)
-        assert (way["similarity"][i] is None) == (way["place"][i] is None) == np.isnan(similarity)
-        assert (way["error"][i] is None) == np.isnan(rating + similarity)
+        assert (
+            (system["similarity"][i] is None)
+            == (system["place"][i] is None)
+            == np.isnan(similarity)
+        )
+        assert (system["error"][i] is None) == np.isnan(rating + similarity)
     assert sum(data["conditions"]["n"]) == np.isfinite(page.rows.rating).sum()
-    assert max(way["place"][i] for i in range(1, 300, 5)) <= 1000
+    assert max(system["place"][i] for i in range(1, 300, 5)) <= 1000
 
 
-def test_one_result_has_a_page_of_its_own(page, tmp_path):
-    source = written(plain(page), tmp_path)
+def test_page_of_single_result_has_no_comparison(page, tmp_path):
+    source = write_and_parse(make_plain(page), tmp_path)
     sections = [attributes["id"] for attributes in source.all("section")]
     assert sections == ["summary", "results", "systems", "made"]
     assert source.data["chosen"] == ["mlp@pair-cond", None]
@@ -444,30 +448,30 @@ def test_one_result_has_a_page_of_its_own(page, tmp_path):
     assert "verdict" not in source.said
 
 
-def test_results_alone_are_enough(page, tmp_path):
+def test_page_of_results_alone_is_written(page, tmp_path):
     alone = replace(page.results[0], fits=())
     bare = Page("t", [], [alone], page.rows.take(np.array([], dtype=int)))
-    sections = [attributes["id"] for attributes in written(bare, tmp_path).all("section")]
+    sections = [attributes["id"] for attributes in write_and_parse(bare, tmp_path).all("section")]
     assert sections == ["results"]
 
 
-def test_fits_of_one_head_and_template_do_not_cover_each_other(page, tmp_path):
-    again = [replace(page.results[0], name=f"mine-{i}") for i in range(2)]
-    source = written(replace(page, results=[*page.results, *again]), tmp_path)
-    sets = source.data["charts"]["heads"]["datasets"].values()
-    rows = next(rows for rows in sets if "system" in rows[0])
-    places = [(row["label"], row["slot"]) for row in rows]
-    assert len(set(places)) == len(places)
+def test_fits_of_same_head_and_template_do_not_overlap(page, tmp_path):
+    repeated = [replace(page.results[0], name=f"mine-{i}") for i in range(2)]
+    source = write_and_parse(replace(page, results=[*page.results, *repeated]), tmp_path)
+    datasets = source.data["charts"]["heads"]["datasets"].values()
+    rows = next(rows for rows in datasets if "system" in rows[0])
+    positions = [(row["label"], row["slot"]) for row in rows]
+    assert len(set(positions)) == len(positions)
 
 
-def test_names_that_occur_twice_are_refused(page):
+def test_duplicate_names_of_results_are_rejected(page):
     with pytest.raises(
         UserError, match="1 names of results occur more than once, such as 'mlp@pair-cond'"
     ):
         replace(page, results=[page.results[0], page.results[0]])
 
 
-def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
+def test_invalid_paths_and_missing_packages_are_rejected(page, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"has the suffix \.pdf; name an \.html or \.htm file"):
         check_page(tmp_path / "page.pdf")
     (tmp_path / "folder.html").mkdir()
@@ -480,7 +484,7 @@ def test_a_page_that_cannot_be_made_is_refused(page, tmp_path, monkeypatch):
         check_page(tmp_path / "page.html")
 
 
-def test_figures_are_written_for_people():
+def test_figures_are_formatted_for_readers():
     metric = METRICS["spearman"]
     assert range_text(metric, 0.1, nan) == ""
     assert with_minus_signs(range_text(metric, -0.1, 0.2, signed=True)) == "−10.0 to +20.0"
@@ -495,19 +499,19 @@ def files(page, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     pages = {
         "full": page,
-        "hostile": hostile(page),
-        "undefined": undefined(page),
-        "partial": partial(page),
-        "plain": plain(page),
-        "ranked": ranked(page),
+        "hostile": make_hostile(page),
+        "undefined": make_undefined(page),
+        "partial": make_partial(page),
+        "plain": make_plain(page),
+        "ranked": build_ranked_page(page),
     }
-    for name, one in pages.items():
-        write_page(one, folder / f"{name}.html")
+    for name, variant in pages.items():
+        write_page(variant, folder / f"{name}.html")
     return folder
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1_280, "light")])
-def test_a_browser_shows_it_without_complaint(browser, files, width, scheme):
+def test_browser_shows_full_page_without_errors(browser, files, width, scheme):
     with opened(browser, files / "full.html", width, scheme) as tab:
         assert sideways(tab) == [0, []]
         assert tab.locator("[data-chart] svg").count() == 8
@@ -520,13 +524,13 @@ def test_a_browser_shows_it_without_complaint(browser, files, width, scheme):
 
 
 @pytest.mark.parametrize("name", ["undefined", "partial", "plain"])
-def test_a_browser_shows_little_as_well(browser, files, name):
+def test_browser_shows_sparse_pages(browser, files, name):
     with opened(browser, files / f"{name}.html", 360, "dark") as tab:
         assert sideways(tab) == [0, []]
         assert name != "partial" or faults(tab) == []
 
 
-def test_hostile_texts_stay_texts_in_a_browser(browser, files):
+def test_browser_shows_hostile_texts_as_text(browser, files):
     with opened(browser, files / "hostile.html", 360) as tab:
         assert tab.title() == f"Title {HOSTILE[0]}"
         assert sideways(tab) == [0, []]
@@ -546,7 +550,7 @@ def test_hostile_texts_stay_texts_in_a_browser(browser, files):
 
 
 @pytest.mark.parametrize("width", [375, 2_000])
-def test_only_a_table_that_is_too_wide_says_that_it_scrolls(browser, files, width):
+def test_only_overflowing_tables_show_scroll_hint(browser, files, width):
     with opened(browser, files / "full.html", width) as tab:
         tab.locator("[data-numbers=scatter] summary").click()
         tab.locator("[data-numbers=scatter] tbody tr").nth(4).wait_for()
@@ -557,19 +561,19 @@ def test_only_a_table_that_is_too_wide_says_that_it_scrolls(browser, files, widt
             ])"""
         )
         assert len(boxes) == 3
-        assert [wide for wide, _ in boxes] == [said for _, said in boxes]
+        assert [wide for wide, _ in boxes] == [has_hint for _, has_hint in boxes]
         assert boxes[0] == [width < 1_000] * 2
 
 
-def test_what_made_the_page_is_folded_but_printed(browser, files):
+def test_provenance_is_folded_on_screen_and_printed(browser, files):
     with opened(browser, files / "full.html") as tab:
-        made = tab.get_by_text("Given the condition: {condition}").first
-        assert not made.is_visible()
+        provenance = tab.get_by_text("Given the condition: {condition}").first
+        assert not provenance.is_visible()
         tab.emulate_media(media="print")
-        assert made.is_visible()
+        assert provenance.is_visible()
         tab.emulate_media(media="screen")
         tab.locator("#made summary").click()
-        assert made.is_visible()
+        assert provenance.is_visible()
 
 
 def test_tables_are_sorted_by_keyboard(browser, files):
@@ -582,7 +586,7 @@ def test_tables_are_sorted_by_keyboard(browser, files):
             tab.keyboard.press("Enter")
             last = table.locator("tbody tr").last.locator("td").nth(8).inner_text()
             seen.append((column.get_attribute("aria-sort"), last))
-        # What has no seeds comes last either way.
+        # Rows without seeds come last in either order.
         assert seen == [("descending", "–"), ("ascending", "–")]
         table.locator("thead button", has_text="template").click()
         assert (
@@ -591,21 +595,21 @@ def test_tables_are_sorted_by_keyboard(browser, files):
         assert table.locator("[aria-sort=ascending]").count() == 1
 
 
-def test_a_browser_shows_ranks(browser, files):
+def test_browser_shows_ranks(browser, files):
     with opened(browser, files / "ranked.html", 390, "dark") as tab:
         assert tab.locator("#parts thead th").all_inner_texts()[:3] == ["system", "forward", "<b>"]
         assert tab.locator("#parts tbody").last.locator("tr").count() == 20
-        far = tab.locator("#disagreements li").first.inner_text()
-        one, other = (float(rank) for rank in re.findall(r"rank ([\d.]+)", far))
-        better = "A" if one < other else "B"
-        assert f"{better} ranks the answer higher" in far
+        text = tab.locator("#disagreements li").first.inner_text()
+        rank_a, rank_b = (float(rank) for rank in re.findall(r"rank ([\d.]+)", text))
+        better = "A" if rank_a < rank_b else "B"
+        assert f"{better} ranks the answer higher" in text
         tab.get_by_label("Ranks the answer higher").select_option("B")
         assert "A ranks the answer higher" not in tab.locator("#disagreements").inner_text()
         tab.locator("[data-numbers=hits] summary").click()
         assert "100.0" in tab.locator("[data-numbers=hits] tbody").inner_text()
 
 
-def test_other_ways_and_conditions_can_be_looked_at(browser, files):
+def test_reader_can_select_systems_and_conditions(browser, files):
     with opened(browser, files / "full.html") as tab:
         cards = tab.locator("#disagreements").inner_text()
         tab.locator("#system-B").select_option(label="none@pair-cond+c")
@@ -616,15 +620,15 @@ def test_other_ways_and_conditions_can_be_looked_at(browser, files):
         rows = tab.locator("#conditions tbody tr")
         assert [row.split("\t")[0] for row in rows.all_inner_texts()] == ["mood"]
         tab.get_by_label("Closer to the rating").select_option("B")
-        said = tab.locator(".card > .detail").all_inner_texts()
-        assert set(said) == {"B is closer to the rating"}
+        verdicts = tab.locator(".card > .detail").all_inner_texts()
+        assert set(verdicts) == {"B is closer to the rating"}
         tab.locator("#system-curves").select_option(label="linear@pair-cond")
         tab.locator("[data-numbers=curves] summary").click()
         row = tab.locator("[data-numbers=curves] tbody tr").first
         assert row.inner_text().startswith("linear@pair-cond\t0\t1\t")
 
 
-def test_its_theme_can_be_turned_and_print_is_always_light(browser, files):
+def test_theme_can_be_switched_and_print_is_light(browser, files):
     background = "getComputedStyle(document.body).backgroundColor"
     with opened(browser, files / "full.html", 718, "dark") as tab:
         dark = tab.evaluate(background)

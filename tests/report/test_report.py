@@ -1,4 +1,4 @@
-"""What people see: results and listings as tables."""
+"""Results and listings as tables in a terminal."""
 
 from dataclasses import replace
 from math import nan
@@ -24,21 +24,21 @@ RESULT = Result(
 )
 
 
-def test_a_result_shows_figures_times_100_with_intervals_and_counts():
+def test_result_shows_figures_times_100_with_intervals_and_counts():
     text = " ".join(shown(results_table([RESULT], "runs/x")).split())
     assert "1,830 rows of 985 sentence pairs, 154 unrated dropped" in text
     assert "736 comparisons, 110 tied left out" in text
     assert "mlp concat-sent-cond yes 58.7 [55.5, 61.9] undefined 82.1 [79.5, 84.6]" in text
 
 
-def test_a_name_of_the_users_own_is_shown_whole():
+def test_custom_name_is_shown_in_full():
     assert "mlp@home" in shown(results_table([replace(RESULT, name="mlp@home")], "runs/x"))
 
 
-def test_intervals_stay_whole_in_a_narrow_terminal():
+def test_intervals_are_not_cut_in_narrow_terminal():
     assert "58.7 [55.5, 61.9]" in shown(results_table([RESULT], "runs/x"), width=90)
 
 
-def test_markup_in_texts_is_text():
+def test_markup_in_texts_is_shown_literally():
     assert "[red]x[/red]" in shown(rows_table([{"name": "[red]x[/red]"}]))
     assert "runs/[/x]" in shown(results_table([RESULT], "runs/[/x]"))

@@ -1,4 +1,4 @@
-"""Tables in terminals: no word and no number is cut, and what has no room is named."""
+"""Tables in terminals: no word or number is cut, and omitted columns are named."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ ROWS = [
 ]
 
 
-def figures():
+def build_figures_table():
     table = identity_table("Clusters beside known labels.", subtracts=False)
     add_figure_columns(table, "V-measure", "plain embeddings", "difference", "ARI")
     cells = [
@@ -28,10 +28,10 @@ def figures():
     return table
 
 
-TABLES = {"hits": lambda: rows_table(ROWS), "figures": figures}
+TABLES = {"hits": lambda: rows_table(ROWS), "figures": build_figures_table}
 
 
-def printed(capsys, table):
+def print_and_check(capsys, table):
     words = {
         word
         for column in table.columns
@@ -47,37 +47,37 @@ def printed(capsys, table):
 
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("columns", [40, 80, 120, 160])
-def test_nothing_is_cut_where_a_line_is_limited(capsys, monkeypatch, caplog, name, columns):
+def test_narrow_line_omits_columns_and_names_them(capsys, monkeypatch, caplog, name, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     caplog.set_level(logging.INFO, "llmcond")
     table = TABLES[name]()
     headings = [str(column.header) for column in table.columns]
-    out = printed(capsys, table)
+    out = print_and_check(capsys, table)
     assert max(map(len, out.splitlines())) <= columns
-    left_out = headings[len(table.columns) :]
+    omitted = headings[len(table.columns) :]
     message = (
-        f"because a line has only {columns} characters: {', '.join(left_out)} (--json or a wider"
+        f"because a line has only {columns} characters: {', '.join(omitted)} (--json or a wider"
     )
-    assert (message in caplog.text) == bool(left_out)
-    assert bool(left_out) == (columns < {"hits": 140, "figures": 110}[name])
+    assert (message in caplog.text) == bool(omitted)
+    assert bool(omitted) == (columns < {"hits": 140, "figures": 110}[name])
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_nothing_is_wrapped_where_output_is_piped(capsys, monkeypatch, name):
+def test_piped_table_is_not_wrapped(capsys, monkeypatch, name):
     monkeypatch.delenv("COLUMNS", raising=False)
     table = TABLES[name]()
-    out = printed(capsys, table)
+    out = print_and_check(capsys, table)
     for row in zip(*(column.cells for column in table.columns), strict=True):
         assert any(all(str(cell) in line for cell in row) for line in out.splitlines())
 
 
-def test_texts_without_spaces_and_long_words_leave_room_for_others(capsys, monkeypatch):
+def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     address = "https://example.org/" + 60 * "a"
     table = rows_table([{"id": 1, "text": 60 * "漢字", "source": address, "kind": "page"}])
     print_table(table)
     assert [str(column.header) for column in table.columns] == ["id", "text", "source"]
-    # The only column stays, whatever it takes.
+    # A single column stays, however long its texts are.
     table = rows_table([{"source": address}])
     print_table(table)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

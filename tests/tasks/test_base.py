@@ -1,4 +1,4 @@
-"""The first metric of a task chooses epochs and heads, whichever direction is better."""
+"""The first metric of a task selects epochs and heads, whether higher or lower is better."""
 
 import csv
 import json
@@ -53,7 +53,7 @@ SMALL = ("--dim", "4", "--set", "batch_size=16", "learning_rate=0.05", "epochs=1
 @pytest.mark.parametrize(
     ("task", "name", "best"), [("ByAccuracy", "accuracy", max), ("ByError", "mean_error", min)]
 )
-def test_the_first_metric_of_the_task_chooses(folder, capsys, tiny_checkpoint, task, name, best):
+def test_first_metric_of_task_selects_epoch(folder, capsys, tiny_checkpoint, task, name, best):
     task = f"my_tasks.py:{task}"
     ok(capsys, "extract", "--model", tiny_checkpoint(), *DATA, "mean", "--task", task, "--run", "r")
     fit = ["fit-head", "--head", "linear", *SMALL, "--run", "r"]
@@ -67,25 +67,25 @@ def test_the_first_metric_of_the_task_chooses(folder, capsys, tiny_checkpoint, t
     assert "dev_spearman" not in head.read_text()
     page = ("--report", "page.html")
     before = ok(capsys, "evaluate", "--run", "r", *page)["results"]
-    # A head whose epoch was chosen by Spearman, as every head of earlier versions.
+    # Earlier versions selected the epoch of every head by Spearman.
     head.write_text(head.read_text().replace(f"dev_{name}", "dev_spearman"))
     shutil.rmtree("r/reports", ignore_errors=True)
     assert ok(capsys, "evaluate", "--run", "r", *page)["results"] == before
 
 
-def test_training_an_encoder_is_decided_by_it_too(folder, capsys, tiny_checkpoint):
-    words = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
-    words += ["--epochs", "2", "--batch-size", "16", "--rank", "2", "--head", "none"]
-    done = ok(capsys, "train-lora", *words, *DATA, "mean")
+def test_first_metric_of_task_selects_checkpoint_in_training(folder, capsys, tiny_checkpoint):
+    arguments = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
+    arguments += ["--epochs", "2", "--batch-size", "16", "--rank", "2", "--head", "none"]
+    summary = ok(capsys, "train-lora", *arguments, *DATA, "mean")
     curve = json.loads((folder / "t/training.json").read_text())["curve"]
     scores = [entry["dev_mean_error"] for entry in curve]
-    assert done["dev_mean_error"] == min(scores)
-    assert curve[scores.index(min(scores))]["step"] == done["best_step"]
-    assert "dev_spearman" not in done
+    assert summary["dev_mean_error"] == min(scores)
+    assert curve[scores.index(min(scores))]["step"] == summary["best_step"]
+    assert "dev_spearman" not in summary
 
 
 @pytest.mark.parametrize(("task", "name"), [("ByAccuracy", "accuracy"), ("ByError", "mean_error")])
-def test_folds_and_parts_of_dev_are_scored_by_it(
+def test_folds_and_subsets_of_dev_use_first_metric(
     folder, capsys, tiny_checkpoint, write_rows, small_rows, task, name
 ):
     heading, head = name.replace("_", " "), "linear@concat-sent-cond"
@@ -94,22 +94,22 @@ def test_folds_and_parts_of_dev_are_scored_by_it(
         (a, b, c if i // 2 % 3 else f"the mood {i % 2}", r)
         for i, (a, b, c, r) in enumerate(small_rows[40:])
     ]
-    # Two pairs with a sentence of train.
+    # Two pairs share a sentence with train.
     write_rows([*dev, *((small_rows[0][0], *row[1:]) for row in small_rows[2:6])], "data/dev.csv")
-    words = ("--data", "data", *DATA[2:], "mean", "--task", f"my_tasks.py:{task}", "--run", "r")
-    ok(capsys, "extract", "--model", tiny_checkpoint(), *words)
+    arguments = ("--data", "data", *DATA[2:], "mean", "--task", f"my_tasks.py:{task}", "--run", "r")
+    ok(capsys, "extract", "--model", tiny_checkpoint(), *arguments)
     fit = ["fit-head", "--head", "linear", *SMALL, "--run", "r"]
     assert run([*fit, "--with", "dev", "--folds", "2", "--name", "both", "--json"]) == 0
-    done = capsys.readouterr()
-    folds = json.loads(done.out)["folds"]
+    captured = capsys.readouterr()
+    folds = json.loads(captured.out)["folds"]
     for gain in (folds, *folds["by_condition"].values()):
         assert {*gain["trained"], *gain["without"]} == {name, f"{name}_ci"}
-    assert f"(44 rows): {heading} " in done.err
+    assert f"(44 rows): {heading} " in captured.err
     ok(capsys, *fit)
 
-    scored = ("--run", "r", "--head", head, "--split", "dev")
+    options = ("--run", "r", "--head", head, "--split", "dev")
     report = ("--predictions", "p.csv", "--report", "page.html")
-    result = ok(capsys, "evaluate", *scored, *report)["results"][-1]
+    result = ok(capsys, "evaluate", *options, *report)["results"][-1]
     with (folder / "p.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     predicted, rating = (np.array([float(row[key]) for row in rows]) for key in (head, "rating"))
@@ -117,8 +117,8 @@ def test_folds_and_parts_of_dev_are_scored_by_it(
     new_condition = np.array([row["condition"].startswith("the mood") for row in rows])
     new_sentences = np.array([row["sentence1"] != small_rows[0][0] for row in rows])
     metric = get_metric(name)
-    for kind, chosen in (("seen", ~new_condition), ("unseen", new_condition)):
-        expected = metric(predicted[chosen], rating[chosen], pair[chosen])
+    for kind, selected in (("seen", ~new_condition), ("unseen", new_condition)):
+        expected = metric(predicted[selected], rating[selected], pair[selected])
         assert set(result[kind]) == {"n", name}
         assert result[kind][name] == pytest.approx(expected, abs=1e-5)
     expected = metric(predicted[new_sentences], rating[new_sentences], pair[new_sentences])
@@ -126,7 +126,7 @@ def test_folds_and_parts_of_dev_are_scored_by_it(
     assert result["unseen_sentences"][name] == pytest.approx(expected, abs=1e-5)
     (row,) = [
         row
-        for row in ok(capsys, "analyse", *scored, "--what", "conditions")["conditions"]
+        for row in ok(capsys, "analyse", *options, "--what", "conditions")["conditions"]
         if row["name"] == head
     ]
     assert row["metric"] == name
@@ -138,21 +138,21 @@ def test_folds_and_parts_of_dev_are_scored_by_it(
     for part in ("seen conditions", "unseen conditions", "unseen sentences"):
         assert f">{heading}, {part}<" in shown
     for form in ("table", "markdown", "latex"):
-        assert run(["evaluate", *scored, "--format", form]) == 0
+        assert run(["evaluate", *options, "--format", form]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert f"{heading} by condition: seen / unseen" in shown
         assert f"{heading}, unseen sentences" in shown
-        assert run(["analyse", *scored, "--what", "conditions", "--format", form]) == 0
+        assert run(["analyse", *options, "--what", "conditions", "--format", form]) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert f"section 5.3): {heading}, 95" in shown
         assert "Spearman" not in shown
 
 
-def test_folds_of_a_last_stage_are_scored_by_it(folder, capsys, tiny_checkpoint):
-    words = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
-    words += ["--epochs", "1", "--batch-size", "16", "--rank", "2", "--head", "none"]
-    done = ok(capsys, "train-lora", *words, *DATA, "mean", "--then", "dev", "--folds", "2")
-    without, trained = (done["then"]["folds"][key] for key in ("without", "trained"))
+def test_folds_of_last_stage_use_first_metric(folder, capsys, tiny_checkpoint):
+    arguments = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
+    arguments += ["--epochs", "1", "--batch-size", "16", "--rank", "2", "--head", "none"]
+    summary = ok(capsys, "train-lora", *arguments, *DATA, "mean", "--then", "dev", "--folds", "2")
+    without, trained = (summary["then"]["folds"][key] for key in ("without", "trained"))
     assert {*without, *trained} == {"mean_error", "mean_error_ci"}
     card = (folder / "t/README.md").read_text()
     assert f"the mean error is {100 * trained['mean_error']:.1f} [" in " ".join(card.split())

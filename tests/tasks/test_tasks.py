@@ -1,4 +1,4 @@
-"""Tasks decide how rows are read and which texts stand under a condition."""
+"""Tasks define how rows are read and which texts have a condition."""
 
 from pathlib import Path
 
@@ -40,13 +40,13 @@ def answers(tmp_path: Path) -> str:
     return f"{tmp_path}/my_task.py:Answers"
 
 
-def test_the_default_task_reads_the_bundled_sample():
+def test_default_task_reads_bundled_sample():
     dataset = find_task("csts").read(DataOptions())
     assert dataset.source == "sample"
     assert dataset.splits["train"].conditioned == (True, True)
 
 
-def test_a_task_of_ones_own_reads_its_columns_and_scale(answers):
+def test_custom_task_reads_its_columns_and_scale(answers):
     task = find_task(answers)
     assert task.name == "my_task.py:Answers"
     dataset = task.read(DataOptions(ROWS))
@@ -57,30 +57,30 @@ def test_a_task_of_ones_own_reads_its_columns_and_scale(answers):
     assert rows.conditioned == (True, False)
 
 
-def test_what_is_not_given_of_columns_and_scale_is_the_tasks(answers):
+def test_missing_columns_and_scale_default_to_those_of_task(answers):
     rows = [{**row, "score": row["relevance"] + 1} for row in ROWS]
-    asked = DataOptions(rows, columns={"label": "score"}, scale={"high": 3})
-    dataset = find_task(answers).read(asked)
+    options = DataOptions(rows, columns={"label": "score"}, scale={"high": 3})
+    dataset = find_task(answers).read(options)
     assert dataset.columns == Columns("question", "answer", "topic", "score")
     assert dataset.scale == RatingScale(low=0, high=3, unrated=-1)
-    read_by = DataOptions(None, {"label": "mark"}, {"low": 0, "unrated": 9}, 4, ("note",))
-    like = asked.with_defaults(read_by)
-    assert like.columns == {"label": "score"}
-    assert like.scale == {"low": 0, "high": 3, "unrated": 9}
-    assert (like.split_seed, like.extra) == (4, ("note",))
+    defaults = DataOptions(None, {"label": "mark"}, {"low": 0, "unrated": 9}, 4, ("note",))
+    merged = options.with_defaults(defaults)
+    assert merged.columns == {"label": "score"}
+    assert merged.scale == {"low": 0, "high": 3, "unrated": 9}
+    assert (merged.split_seed, merged.extra) == (4, ("note",))
 
 
-def test_a_text_without_a_condition_is_rendered_as_it_is_and_has_nothing_subtracted(answers):
+def test_unconditioned_text_is_rendered_unchanged_without_subtraction(answers):
     rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
     inputs = render_rows(rows, load_prompt("concat-sent-cond"))
     assert inputs.second == [EncoderInput("", text) for text in rows.sentence2]
     assert inputs.second_unconditional == inputs.second
     assert all("rain" in item.text for item in inputs.first)
-    every = set(SplitInputs([rows], load_prompt("concat-sent-cond")))
-    assert every == {*inputs.first, *inputs.first_unconditional, *inputs.second}
+    split_inputs = set(SplitInputs([rows], load_prompt("concat-sent-cond")))
+    assert split_inputs == {*inputs.first, *inputs.first_unconditional, *inputs.second}
 
 
-def test_a_template_may_render_such_texts_in_words_of_its_own(answers, tmp_path):
+def test_template_may_render_unconditioned_texts(answers, tmp_path):
     bundled = (Path(__file__).parents[2] / "prompts" / "concat-sent-cond.toml").read_text()
     (tmp_path / "t.toml").write_text(f'{bundled}\n[plain]\ntext = "Answer: {{sentence}}"\n')
     rows = find_task(answers).read(DataOptions(ROWS)).splits["train"]
@@ -92,7 +92,7 @@ def test_a_template_may_render_such_texts_in_words_of_its_own(answers, tmp_path)
         load_prompt(str(tmp_path / "t.toml"))
 
 
-def test_templates_name_further_columns(answers, tmp_path):
+def test_template_reads_extra_columns(answers, tmp_path):
     (tmp_path / "t.toml").write_text(
         'description = "d"\nsource = "s"\nfields = ["note"]\n'
         '[conditional]\ntext = "{sentence} ({note}) {condition}"\n'
@@ -102,10 +102,10 @@ def test_templates_name_further_columns(answers, tmp_path):
     task = find_task(answers)
     rows = task.read(DataOptions(ROWS, extra=prompt.fields)).splits["train"]
     save_rows(tmp_path / "rows.parquet", {"train": rows})
-    again = load_rows(tmp_path / "rows.parquet", task.conditioned)["train"]
-    for own in (rows, again):
-        number = own.sentence1[0].removeprefix("q")
-        assert render_rows(own, prompt).first[0].text == f"q{number} (n{number}) rain"
+    loaded = load_rows(tmp_path / "rows.parquet", task.conditioned)["train"]
+    for split_rows in (rows, loaded):
+        number = split_rows.sentence1[0].removeprefix("q")
+        assert render_rows(split_rows, prompt).first[0].text == f"q{number} (n{number}) rain"
     with pytest.raises(UserError, match=r"'note'.*read without it"):
         render_rows(task.read(DataOptions(ROWS)).splits["train"], prompt)
     (tmp_path / "t.toml").write_text((tmp_path / "t.toml").read_text().replace("{note}", "{nite}"))
@@ -114,20 +114,20 @@ def test_templates_name_further_columns(answers, tmp_path):
 
 
 @pytest.mark.parametrize("shape", ["list", "columns", "arrow", "pandas", "splits"])
-def test_rows_in_memory_are_rows(shape):
+def test_rows_in_memory_are_read(shape):
     import pandas as pd
     import pyarrow as pa
 
     names = ("sentence1", "sentence2", "condition", "label")
     rows = [dict(zip(names, (f"a{i}", f"b{i}", "c", 1 + i % 5), strict=True)) for i in range(10)]
-    given = {
+    source = {
         "list": rows,
         "columns": {name: [row[name] for row in rows] for name in names},
         "arrow": pa.Table.from_pylist(rows),
         "pandas": pd.DataFrame(rows),
         "splits": {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]},
     }[shape]
-    dataset = DataOptions(given).read()
+    dataset = DataOptions(source).read()
     texts = [text for split in dataset.splits.values() for text in split.sentence1]
     assert sorted(texts) == sorted(row["sentence1"] for row in rows)
     if shape == "splits":
@@ -136,7 +136,7 @@ def test_rows_in_memory_are_rows(shape):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("source", "message"),
     [
         (7, "int; expected a path"),
         ([1, 2], "list; expected a path"),
@@ -145,12 +145,12 @@ def test_rows_in_memory_are_rows(shape):
         ({"sentence1": ["a"], "sentence2": []}, r"\[0, 1\] rows"),
     ],
 )
-def test_what_is_no_table_is_refused(given, words):
-    with pytest.raises(UserError, match=words):
-        DataOptions(given).read()
+def test_invalid_tables_are_rejected(source, message):
+    with pytest.raises(UserError, match=message):
+        DataOptions(source).read()
 
 
-def test_a_record_alone_never_runs_code(answers, monkeypatch):
+def test_record_alone_never_runs_code(answers, monkeypatch):
     monkeypatch.setattr(plugins, "_REGISTERED", {})
     with pytest.raises(UserError, match="--plugin"):
         find_task("my_task.py:Answers", "the run r")
@@ -159,7 +159,7 @@ def test_a_record_alone_never_runs_code(answers, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("kitchen", "there is no task 'kitchen'"),
         ("missing.py:Task", "does not exist"),
@@ -168,6 +168,6 @@ def test_a_record_alone_never_runs_code(answers, monkeypatch):
         (":x", "is not a name of code"),
     ],
 )
-def test_a_wrong_name_is_refused(name, words):
-    with pytest.raises(UserError, match=words):
+def test_invalid_task_names_are_rejected(name, message):
+    with pytest.raises(UserError, match=message):
         find_task(name)

@@ -1,6 +1,6 @@
-"""A user's program: the type checker accepts it, but for the lines that say what is wrong.
+"""A user's program that the type checker accepts, except for the marked lines.
 
-mypy reports each ``type: ignore`` that it does not need, so a mistake that it lets pass fails too.
+mypy reports each unneeded ``type: ignore``, so a mistake that it overlooks is an error as well.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import llmcond
 
 
 def run_by_text_or_path(folder: Path) -> None:
-    """Give every path as text and as a Path."""
+    """Pass every path as a string and as a ``Path``."""
     for run in ("runs/x", folder):
         llmcond.extract(model="minilm", run=run, data=folder, bench="bench.json")
         fitted: llmcond.FittedResult = llmcond.fit_head(head="mlp", run=run, set={"epochs": "3"})
@@ -40,7 +40,7 @@ def embed(texts: Sequence[str]) -> NDArray[np.float32]:
 
 
 def misuse() -> None:
-    """Do what the type checker finds."""
+    """Make mistakes that the type checker reports."""
     llmcond.nothing()  # type: ignore[attr-defined]
     llmcond.fit_head(head="mlp", dimm=3)  # type: ignore[call-arg]
     llmcond.fit_head(head=3)  # type: ignore[arg-type]
