@@ -155,7 +155,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     assert "Each step also used 24 texts with known attributes" in card
     assert "from the sets `scenes`." in card
 
-    class Stopped(Exception):  # noqa: N818 - it stands for a kill
+    class Stopped(Exception):  # noqa: N818 - it stands in for a kill
         pass
 
     def stop(_, done, *__):

@@ -71,7 +71,7 @@ def test_folds_keep_pairs_together_and_have_similar_sizes(command):
     assert fold.tolist() != fold_of_pair(train, 5, seed=1).tolist()
 
 
-class Stopped(Exception):  # noqa: N818 - it stands for a kill
+class Stopped(Exception):  # noqa: N818 - it stands in for a kill
     pass
 
 

@@ -271,10 +271,10 @@ def build_ranked_page(page):
         [],
         results,
         rows,
-        similarity={variant.name: random.integers(1, 2_000, n) / 1.0 for variant in results},
+        similarity={result.name: random.integers(1, 2_000, n) / 1.0 for result in results},
         subsets={
             "part": parts,
-            "relation": [{f"r{i}": variant["forward"] for i in range(20)} for variant in parts],
+            "relation": [{f"r{i}": part["forward"] for i in range(20)} for part in parts],
         },
         dev_metric="mrr",
     )
