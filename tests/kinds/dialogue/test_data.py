@@ -1,4 +1,4 @@
-"""Dialogues: what files say is what is read, splits share nothing unsaid, and errors name turns."""
+"""Reading dialogues: formats, splits, leaks, error messages and the sample."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from llmcond.kinds.dialogue.data import Dialogues, Turns, read_dialogues
 from llmcond.kinds.dialogue.queries import next_queries, rank_next
 from llmcond.tasks import find_task
 
-#: Of the sample: what a ride goes between, and what its course is told by.
+#: The rings of words between which a ride of the sample goes, and the words that name its course.
 RINGS = (
     ("north", "east", "south", "west"),
     ("dawn", "noon", "dusk", "night"),
@@ -32,23 +32,23 @@ COURSES = (
     ("red", "blue", "white", "black"),
 )
 
-TALKS = [["Hi!", "Hello.", "Bye."], ["Hello.", "Hi!"], ["Tea?", "Yes.", "Milk?", "No."]]
+DIALOGUES = [["Hi!", "Hello.", "Bye."], ["Hello.", "Hi!"], ["Tea?", "Yes.", "Milk?", "No."]]
 
 
-def lines_of(dialogues) -> str:
-    return "".join(" __eou__ ".join(own) + " __eou__\n" for own in dialogues)
+def to_lines(dialogues) -> str:
+    return "".join(" __eou__ ".join(turns) + " __eou__\n" for turns in dialogues)
 
 
-def jsonl(rows) -> str:
+def to_jsonl(rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def told(data: Dialogues, split: str) -> list[list[str]]:
+def list_dialogues(data: Dialogues, split: str) -> list[list[str]]:
     turns = data.splits[split]
     return [[data.texts[i] for i in turns.utterances_of(k)] for k in range(len(turns))]
 
 
-def many(n: int, word: str = "talk") -> list[list[str]]:
+def make_dialogues(n: int, word: str = "talk") -> list[list[str]]:
     return [[f"{word} {i}", f"answer {i}", "So it is."] for i in range(n)]
 
 
@@ -56,14 +56,14 @@ def many(n: int, word: str = "talk") -> list[list[str]]:
 def folder(tmp_path: Path) -> Path:
     """Return a folder in which train, dev and test share short utterances only."""
     for split, file in (("train", "train.txt"), ("dev", "validation.txt"), ("test", "test.txt")):
-        (tmp_path / file).write_text(lines_of(many(4, split)))
+        (tmp_path / file).write_text(to_lines(make_dialogues(4, split)))
     return tmp_path
 
 
 # -- turns -------------------------------------------------------------------------------------
 
 
-def test_a_context_is_the_first_turns_of_every_longer_dialogue():
+def test_contexts_are_first_turns_of_longer_dialogues():
     turns = Turns.from_lists([[0, 1, 2], [3, 4], [5, 6, 7, 8]])
     rows, contexts, answers = turns.contexts(2)
 
@@ -73,61 +73,70 @@ def test_a_context_is_the_first_turns_of_every_longer_dialogue():
     assert answers.tolist() == [2, 7]
     assert turns.utterances_of(1).tolist() == [3, 4]
     assert turns.dialogue.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
-    assert [own.shape for own in turns.contexts(4)] == [(0,), (0, 4), (0,)]
+    assert [array.shape for array in turns.contexts(4)] == [(0,), (0, 4), (0,)]
 
 
 # -- formats -----------------------------------------------------------------------------------
 
 
-def long_table(dialogues) -> list[dict]:
+def make_long_rows(dialogues) -> list[dict]:
     return [
         {"dialogue": f"d{k}", "turn": turn, "text": text}
-        for k, own in enumerate(dialogues)
-        for turn, text in enumerate(own)
+        for k, turns in enumerate(dialogues)
+        for turn, text in enumerate(turns)
     ]
 
 
-@pytest.mark.parametrize("form", ["txt", "jsonl", "csv", "tsv", "parquet", "unturned", "memory"])
-def test_every_format_tells_the_same_dialogues(tmp_path: Path, form: str):
-    rows = long_table(TALKS)
+@pytest.mark.parametrize(
+    "file_format", ["txt", "jsonl", "csv", "tsv", "parquet", "csv-without-turns", "memory"]
+)
+def test_every_format_gives_same_dialogues(tmp_path: Path, file_format: str):
+    rows = make_long_rows(DIALOGUES)
     sources = {}
     for split in ("train", "dev", "test"):
-        path = tmp_path / f"{split}.{'csv' if form == 'unturned' else form}"
-        sources[split] = [{"utterances": own} for own in TALKS]
-        if form == "txt":
-            path.write_text("\n" + lines_of(TALKS))
-        elif form == "jsonl":
-            path.write_text(jsonl(sources[split]))
-        elif form == "parquet":
-            # Turns decide, not the order of rows.
+        path = tmp_path / f"{split}.{'csv' if file_format == 'csv-without-turns' else file_format}"
+        sources[split] = [{"utterances": turns} for turns in DIALOGUES]
+        if file_format == "txt":
+            path.write_text("\n" + to_lines(DIALOGUES))
+        elif file_format == "jsonl":
+            path.write_text(to_jsonl(sources[split]))
+        elif file_format == "parquet":
+            # The turn numbers decide, not the order of the rows.
             pq.write_table(pa.Table.from_pylist(rows[::-1]).sort_by("dialogue"), path)
         else:
-            columns = ["dialogue", "text"] if form == "unturned" else ["dialogue", "turn", "text"]
-            mark = "\t" if form == "tsv" else ","
+            columns = (
+                ["dialogue", "text"]
+                if file_format == "csv-without-turns"
+                else ["dialogue", "turn", "text"]
+            )
+            delimiter = "\t" if file_format == "tsv" else ","
             table = [columns, *([str(row[name]) for name in columns] for row in rows)]
-            path.write_text("".join(mark.join(own) + "\n" for own in table))
-    data = read_dialogues(sources if form == "memory" else tmp_path)
+            path.write_text("".join(delimiter.join(cells) + "\n" for cells in table))
+    data = read_dialogues(sources if file_format == "memory" else tmp_path)
 
     assert list(data.splits) == ["train", "dev", "test"]
-    assert all(told(data, split) == TALKS for split in data.splits)
+    assert all(list_dialogues(data, split) == DIALOGUES for split in data.splits)
     assert data.texts == ("Hi!", "Hello.", "Bye.", "Tea?", "Yes.", "Milk?", "No.")
-    named = {"txt": ("2", "3", "4"), "jsonl": ("1", "2", "3"), "memory": ("1", "2", "3")}
-    assert data.splits["dev"].ids == named.get(form, ("d0", "d1", "d2"))
+    expected_ids = {"txt": ("2", "3", "4"), "jsonl": ("1", "2", "3"), "memory": ("1", "2", "3")}
+    assert data.splits["dev"].ids == expected_ids.get(file_format, ("d0", "d1", "d2"))
 
 
-def test_ids_are_kept_and_speakers_are_not(folder: Path):
-    rows = [{"utterances": own, "id": f"a{i}", "speakers": [0, 1]} for i, own in enumerate(TALKS)]
+def test_ids_are_read_and_speakers_ignored(folder: Path):
+    rows = [
+        {"utterances": turns, "id": f"a{i}", "speakers": [0, 1]}
+        for i, turns in enumerate(DIALOGUES)
+    ]
     (folder / "train.txt").unlink()
-    (folder / "train.jsonl").write_text(jsonl(rows))
+    (folder / "train.jsonl").write_text(to_jsonl(rows))
     data = read_dialogues(folder)
     assert data.splits["train"].ids == ("a0", "a1", "a2")
     assert [note for note in data.notes if "speakers" in note]
 
 
-def test_single_utterances_are_left_out_and_counted(folder: Path):
-    (folder / "test.txt").write_text(lines_of([["Hm."], *TALKS, ["Ah."]]))
+def test_dialogues_of_one_utterance_are_left_out_and_counted(folder: Path):
+    (folder / "test.txt").write_text(to_lines([["Hm."], *DIALOGUES, ["Ah."]]))
     data = read_dialogues(folder)
-    assert told(data, "test") == TALKS
+    assert list_dialogues(data, "test") == DIALOGUES
     assert data.splits["test"].ids == ("2", "3", "4")
     assert "test dialogues of a single utterance, left out: 2" in data.notes
 
@@ -139,25 +148,25 @@ def test_single_utterances_are_left_out_and_counted(folder: Path):
         ("train.txt", "Hi! Bye.\n", "row 1 of train.txt: no __eou__, which ends every turn"),
         ("train.txt", "", "train.txt is empty"),
         ("train.txt", "Hi! __eou__\n", "train.txt has no dialogue of two utterances or more"),
-        ("train.jsonl", jsonl([{"utterances": ["a", " "]}]), "row 1 .*: turn 2 is empty"),
-        ("train.jsonl", jsonl([{"utterances": ["a", "b"]}, {"utterances": [1, "b"]}]),
+        ("train.jsonl", to_jsonl([{"utterances": ["a", " "]}]), "row 1 .*: turn 2 is empty"),
+        ("train.jsonl", to_jsonl([{"utterances": ["a", "b"]}, {"utterances": [1, "b"]}]),
          "row 2 of train.jsonl: turn 1 is 1, not a text"),
-        ("train.jsonl", jsonl([{"utterances": "a"}]), "utterances is 'a', not a list of texts"),
-        ("train.jsonl", jsonl([{"turns": ["a"]}]), "has no column .* Expected lines of turns"),
+        ("train.jsonl", to_jsonl([{"utterances": "a"}]), "utterances is 'a', not a list of texts"),
+        ("train.jsonl", to_jsonl([{"turns": ["a"]}]), "has no column .* Expected lines of turns"),
         ("train.csv", "dialogue,turn,text\nd,1,a\nd,1,b\n", "turn 1 of dialogue 'd' occurs twice"),
         ("train.csv", "dialogue,turn,text\nd,one,a\n", "row 1 .*: turn is 'one', not a number"),
         ("train.csv", "dialogue,turn,text\n,1,a\n", "row 1 of train.csv: dialogue is empty"),
         ("train.csv", "dialogue,turn,text\nd,1,\n", "row 1 of train.csv: text is empty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_by_file_row_and_turn(folder: Path, file, content, message):
+def test_invalid_dialogue_reports_file_row_and_turn(folder: Path, file, content, message):
     (folder / "train.txt").unlink()
     (folder / file).write_text(content)
     with pytest.raises(UserError, match=message):
         read_dialogues(folder)
 
 
-def test_a_folder_without_train_and_a_file_of_another_kind_are_refused(folder: Path):
+def test_missing_train_file_and_unknown_suffix_are_rejected(folder: Path):
     (folder / "train.txt").unlink()
     with pytest.raises(UserError, match=r"no train file; it has (dev, test|test, dev)"):
         read_dialogues(folder)
@@ -170,47 +179,52 @@ def test_a_folder_without_train_and_a_file_of_another_kind_are_refused(folder: P
 # -- splits ------------------------------------------------------------------------------------
 
 
-def test_a_single_file_is_split_by_dialogue_whatever_its_order(tmp_path: Path):
-    dialogues = [*many(40), *([own.upper() for own in talk] for talk in many(10))]
+def test_split_of_single_file_ignores_row_order(tmp_path: Path):
+    dialogues = [
+        *make_dialogues(40),
+        *([turn.upper() for turn in dialogue] for dialogue in make_dialogues(10)),
+    ]
     path = tmp_path / "talks.txt"
-    found = []
+    splits = []
     for order in (dialogues, dialogues[::-1]):
-        path.write_text(lines_of(order))
+        path.write_text(to_lines(order))
         data = read_dialogues(path, split_seed=3)
-        found.append({split: sorted(told(data, split)) for split in data.splits})
-    assert found[0] == found[1]
-    assert sum(len(own) for own in found[0].values()) == 50
-    places = {}
-    for split, own in found[0].items():
-        for talk in own:
-            # Those that differ in case alone are the same words.
-            assert places.setdefault(talk[0].lower(), split) == split
+        splits.append({split: sorted(list_dialogues(data, split)) for split in data.splits})
+    assert splits[0] == splits[1]
+    assert sum(len(split_dialogues) for split_dialogues in splits[0].values()) == 50
+    split_by_text = {}
+    for split, split_dialogues in splits[0].items():
+        for dialogue in split_dialogues:
+            # Dialogues that differ in case only belong to the same split.
+            assert split_by_text.setdefault(dialogue[0].lower(), split) == split
     assert data.notes[0] == "one file, split by dialogue with seed 3"
-    path.write_text(lines_of(dialogues))
+    path.write_text(to_lines(dialogues))
     assert read_dialogues(path, split_seed=4).digest != read_dialogues(path, split_seed=3).digest
 
 
-def test_without_dev_some_of_train_becomes_dev(folder: Path):
+def test_missing_dev_split_is_taken_from_train(folder: Path):
     (folder / "validation.txt").unlink()
-    (folder / "train.txt").write_text(lines_of(many(20)))
+    (folder / "train.txt").write_text(to_lines(make_dialogues(20)))
     data = read_dialogues(folder)
-    assert [len(own) for own in data.splits.values()] == [18, 2, 4]
+    assert [len(turns) for turns in data.splits.values()] == [18, 2, 4]
     assert "no dev file: 10% of the training dialogues are dev, chosen with seed 0" in data.notes
 
 
-LONG = "It rained for forty days and nights, {}."
+LONG_UTTERANCE = "It rained for forty days and nights, {}."
 
 
 def test_leaks_are_counted_and_dropped(folder: Path):
-    shared = LONG.format("in the mountains")
-    alike = [shared.upper(), LONG.format("at sea"), "Yes."]
-    less = [shared, *(LONG.format(f"in place {i}") for i in range(3))]
-    (folder / "train.txt").write_text(lines_of([*many(3), many(1, "test")[0], alike, less]))
+    shared = LONG_UTTERANCE.format("in the mountains")
+    leaking = [shared.upper(), LONG_UTTERANCE.format("at sea"), "Yes."]
+    tolerated = [shared, *(LONG_UTTERANCE.format(f"in place {i}") for i in range(3))]
+    (folder / "train.txt").write_text(
+        to_lines([*make_dialogues(3), make_dialogues(1, "test")[0], leaking, tolerated])
+    )
     (folder / "test.txt").write_text(
-        lines_of([*many(2, "test"), *many(1, "test"), [shared, "No."]])
+        to_lines([*make_dialogues(2, "test"), *make_dialogues(1, "test"), [shared, "No."]])
     )
     data = read_dialogues(folder)
-    # One of two long utterances is more than 30 %, one of four is not.
+    # One of two long utterances is more than 30 %, but one of four is not.
     assert data.notes == (
         "repeated test dialogues, the same word by word: 1",
         "test dialogues that are in train too, word by word: 2",
@@ -218,12 +232,12 @@ def test_leaks_are_counted_and_dropped(folder: Path):
         "with them: 2 (--drop-leaks leaves them out)",
     )
     dropped = find_task("dialogue").read(DataOptions(folder, drop_leaks=True))
-    assert told(dropped, "train") == [*many(3), less]
-    assert told(dropped, "test") == told(data, "test")
+    assert list_dialogues(dropped, "train") == [*make_dialogues(3), tolerated]
+    assert list_dialogues(dropped, "test") == list_dialogues(data, "test")
     assert dropped.notes[1] == "train dialogues left out, because they overlap with dev or test: 2"
 
 
-def test_what_is_all_leaks_leaves_nothing(folder: Path):
+def test_dropping_all_train_dialogues_is_rejected(folder: Path):
     (folder / "train.txt").write_text((folder / "test.txt").read_text())
     with pytest.raises(UserError, match=r"all 4 train dialogues overlap with dev or test"):
         read_dialogues(folder, drop_leaks=True)
@@ -232,7 +246,7 @@ def test_what_is_all_leaks_leaves_nothing(folder: Path):
 # -- the task and its run ----------------------------------------------------------------------
 
 
-def test_what_is_saved_is_loaded(folder: Path, tmp_path: Path):
+def test_saved_dialogues_are_loaded_unchanged(folder: Path, tmp_path: Path):
     task = find_task("dialogue")
     data = task.read(DataOptions(folder))
     data.save(tmp_path / "run")
@@ -247,7 +261,7 @@ def test_what_is_saved_is_loaded(folder: Path, tmp_path: Path):
     assert data.to_json()["utterances"] == {"train": 12, "dev": 12, "test": 12}
 
 
-def test_a_file_that_was_changed_is_refused(folder: Path, tmp_path: Path):
+def test_changed_file_is_rejected(folder: Path, tmp_path: Path):
     data = read_dialogues(folder)
     data.save(tmp_path)
     path = tmp_path / "dialogues.parquet"
@@ -262,20 +276,20 @@ def test_a_file_that_was_changed_is_refused(folder: Path, tmp_path: Path):
         Dialogues.load(tmp_path / "nowhere")
 
 
-def test_the_digest_tells_texts_turns_and_splits_apart(folder: Path):
+def test_digest_depends_on_texts_turns_and_splits(folder: Path):
     data = read_dialogues(folder)
     train, dev, test = data.splits.values()
-    others = [
+    variants = [
         replace(data, texts=[*data.texts[:-1], "Else."]),
         replace(data, splits={"train": dev, "dev": train, "test": test}),
         replace(data, splits={"train": train, "dev": dev}),
         replace(data, splits={**data.splits, "dev": replace(dev, starts=dev.starts[[0, 2, 4]])}),
     ]
-    assert len({data.digest, *(one.digest for one in others)}) == 5
+    assert len({data.digest, *(variant.digest for variant in variants)}) == 5
     assert replace(data, source="elsewhere", notes=()).digest == data.digest
 
 
-def test_options_of_rated_rows_are_refused(folder: Path):
+def test_options_for_rated_rows_are_rejected(folder: Path):
     task = find_task("dialogue")
     with pytest.raises(UserError, match="are for rated rows, and the task dialogue has none"):
         task.read(DataOptions(folder, columns={"sentence1": "a"}))
@@ -288,78 +302,85 @@ def test_options_of_rated_rows_are_refused(folder: Path):
 # -- the sample --------------------------------------------------------------------------------
 
 
-def test_the_sample_is_what_the_script_writes(tmp_path: Path):
-    script = [sys.executable, ROOT / "scripts" / "make_dialogues.py", "--check"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "train.jsonl: missing, or differs from what this script writes" in done.stdout
+def test_sample_matches_output_of_script(tmp_path: Path):
+    command = [sys.executable, ROOT / "scripts" / "make_dialogues.py", "--check"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    process = subprocess.run(
+        [*command, "--out", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    assert "train.jsonl: missing, or differs from what this script writes" in process.stdout
 
 
-def parted(text: str) -> tuple[str, ...]:
-    """Return the words of an utterance that say something, in a fixed order."""
+def extract_keywords(text: str) -> tuple[str, ...]:
+    """Return the content words of an utterance in a fixed order."""
     return tuple(
         sorted(set(re.findall(r"\w+", text.lower())) - {"gate", "side", "by", "to", "the"})
     )
 
 
-def test_in_the_sample_order_decides_and_single_turns_say_nothing():
+def test_sample_course_depends_on_order_not_on_single_turns():
     sample = read_dialogues()
     assert (sample.source, sample.notes) == ("sample", ())
     assert [len(turns) for turns in sample.splits.values()] == [1024, 64, 64]
-    by_turn, by_set, directed = {}, {}, {}
-    for begin, end, asked, course in told(sample, "train"):
-        places = [set(parted(turn)) for turn in (begin, end)]
-        (vehicle,) = {"boat", "cart", "mule", "sled", "coach", "raft", "truck", "horse"} & places[0]
-        assert vehicle in places[1] & set(parted(asked))
-        said = [own - {vehicle} for own in places]
-        for part in set(parted(course)) - {"flag"}:
-            for own in said:
-                for word in own:
-                    by_turn.setdefault(word, Counter())[part] += 1
-        steps = tuple(frozenset(own) for own in said)
-        directed.setdefault(steps, set()).add(parted(course))
-        by_set.setdefault(frozenset(steps), set()).add(steps)
-    # Both turns in their order give the course, and each word stands with each part of it alike.
-    assert all(len(courses) == 1 for courses in directed.values())
-    assert any(len(orders) == 2 for orders in by_set.values())
-    assert len(by_turn) == 12
-    for counts in by_turn.values():
+    course_counts, orders_by_set, courses_by_order = {}, {}, {}
+    for begin, end, question, course in list_dialogues(sample, "train"):
+        ends = [set(extract_keywords(turn)) for turn in (begin, end)]
+        (vehicle,) = {"boat", "cart", "mule", "sled", "coach", "raft", "truck", "horse"} & ends[0]
+        assert vehicle in ends[1] & set(extract_keywords(question))
+        endpoints = [words - {vehicle} for words in ends]
+        for part in set(extract_keywords(course)) - {"flag"}:
+            for words in endpoints:
+                for word in words:
+                    course_counts.setdefault(word, Counter())[part] += 1
+        steps = tuple(frozenset(words) for words in endpoints)
+        courses_by_order.setdefault(steps, set()).add(extract_keywords(course))
+        orders_by_set.setdefault(frozenset(steps), set()).add(steps)
+    # The two turns in their order determine the course, while a single word occurs about equally
+    # often with every part of it.
+    assert all(len(courses) == 1 for courses in courses_by_order.values())
+    assert any(len(orders) == 2 for orders in orders_by_set.values())
+    assert len(course_counts) == 12
+    for counts in course_counts.values():
         assert len(counts) == 12
         expected = sum(counts.values()) / 12
         assert max(abs(count - expected) for count in counts.values()) < 0.2 * expected
 
 
 @pytest.mark.parametrize("split", ["dev", "test"])
-def test_each_course_of_the_sample_is_asked_for_once(split: str):
-    courses = {parted(talk[-1]) for talk in told(read_dialogues(), split)}
+def test_each_sample_course_is_queried_once(split: str):
+    courses = {
+        extract_keywords(dialogue[-1]) for dialogue in list_dialogues(read_dialogues(), split)
+    }
     assert len(courses) == 64
 
 
-def test_the_sample_takes_roles_and_no_sum_of_turns():
-    """Words as vectors: sums in roles rank every course first, others are at chance."""
+def test_sample_needs_roles_instead_of_sum_of_turns():
+    """With word vectors, sums in roles rank every course first; other sums are at chance."""
     sample = read_dialogues()
-    words = sorted({word for text in sample.texts for word in parted(text)})
-    vectors = np.array([[word in parted(text) for word in words] for text in sample.texts], float)
-    place = {name: words.index(name) for name in words}
-    # A step between two of a ring is its direction; the other way is the opposite one.
+    words = sorted({word for text in sample.texts for word in extract_keywords(text)})
+    vectors = np.array(
+        [[word in extract_keywords(text) for word in words] for text in sample.texts], float
+    )
+    word_index = {name: words.index(name) for name in words}
+    # A step between two words of a ring has a direction; the way back has the opposite one.
     matrix = np.zeros((len(words), len(words)))
     for things, courses in zip(RINGS, COURSES, strict=True):
         for number, name in enumerate(things):
             for step, course in enumerate(courses):
-                # The vector of a point of the compass, along that of a direction between two.
+                # The cosine of a point of the compass with a direction between two points.
                 angle = np.pi / 2 * number - np.pi / 2 * step - np.pi / 4
-                matrix[place[name], place[course]] = np.cos(angle)
-    asked = next_queries(sample, "test", [3])
+                matrix[word_index[name], word_index[course]] = np.cos(angle)
+    queries = next_queries(sample, "test", [3])
 
-    def ranked(begin: float, end: float) -> float:
+    def compute_average_rank(begin: float, end: float) -> float:
         def score(contexts, candidates):
             query = begin * vectors[contexts[:, 0]] + end * vectors[contexts[:, 1]]
             return query @ matrix @ vectors[candidates].T
 
-        return float(rank_next(asked, score).resolve_ties().mean())
+        return float(rank_next(queries, score).resolve_ties().mean())
 
-    assert ranked(-1, 1) == 1
-    assert 25 < ranked(1, 1) < 40
-    assert 25 < ranked(-1, -1) < 40
+    assert compute_average_rank(-1, 1) == 1
+    assert 25 < compute_average_rank(1, 1) < 40
+    assert 25 < compute_average_rank(-1, -1) < 40

@@ -1,4 +1,4 @@
-"""An encoder trained on dialogues, with a head that maps roles: its loss, its score, resumption."""
+"""Training an encoder with a roles head on dialogues: loss, dev score and resumption."""
 
 from functools import partial
 
@@ -23,58 +23,60 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = "men play park dogs run beach place mood women read book red blue old new tall".split()
 TEXTS = [f"two {first} {second}" for first in WORDS[:6] for second in WORDS[8:12]]
 N = len(TEXTS)
-#: Of five different utterances, each follows from the two before it.
+#: Dialogues of five different utterances, each of which follows from the two before it.
 DIALOGUES = [[k * i % N for k in (1, 3, 4, 7, 11)] for i in range(1, 60) if i % 2 and i % 3]
 TRAIN, DEV = Turns.from_lists(DIALOGUES[:12]), Turns.from_lists(DIALOGUES[12:])
 
 
-def recipe(name, **changes):
+def make_recipe(name, **changes):
     sizes = {"window": 4} if name != "none" else {}
     return load_recipe(name, "dialogue").with_settings({**sizes, **changes}, "test")
 
 
-def parts_of(tiny, name="weighted", start=None, tuning=None, **changes):
+def make_model(tiny, name="weighted", start=None, tuning=None, **changes):
     settings = tuning or TuneSettings(rank=4)
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
     trainable = load_trainable(resolve(str(tiny), options), settings, seed=5)
-    model = TurnModel(trainable.engine, recipe(name, **changes), 5, start)
+    model = TurnModel(trainable.engine, make_recipe(name, **changes), 5, start)
     tokens = trainable.tokenizer([EncoderInput("", text) for text in TEXTS])
-    made = (DialogueInputs(own, tokens, model.head.settings) for own in (TRAIN, DEV))
-    return model, *made
+    inputs = (DialogueInputs(turns, tokens, model.head.settings) for turns in (TRAIN, DEV))
+    return model, *inputs
 
 
 @pytest.mark.parametrize("name", ["none", "ccl", "c3l-paper", "rank", "weighted"])
-def test_the_loss_is_that_of_cached_features(tiny, name):
-    model, inputs, _ = parts_of(tiny, name, dropout=0.0)
+def test_loss_matches_cached_features(tiny, name):
+    model, inputs, _ = make_model(tiny, name, dropout=0.0)
     model.eval()
     rows = np.flatnonzero(np.isin(model.groups(inputs), [0, 4, 7]))
     encoded, embed = [], model.engine.embed
     model.engine.embed = lambda tokens: encoded.append(len(tokens)) or embed(tokens)
     loss = model(inputs, rows, [5, 0])
-    used, places = distinct_utterances(inputs.windows(rows))
+    used, positions = distinct_utterances(inputs.windows(rows))
     assert encoded == [len(used)]
     features = torch.nn.functional.normalize(torch.from_numpy(model.vectors(inputs.tokens)))
-    drawn = np.random.Generator(np.random.SFC64([5, 0]))
-    of = torch.from_numpy(model.groups(inputs)[rows])
-    expected = model.head.loss(features[used], torch.from_numpy(places), drawn, of)
+    rng = np.random.Generator(np.random.SFC64([5, 0]))
+    groups = torch.from_numpy(model.groups(inputs)[rows])
+    expected = model.head.loss(features[used], torch.from_numpy(positions), rng, groups)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     loss.backward()
-    reached = [key for key, value in model.trained_parameters().items() if value.grad is not None]
-    assert any(key.startswith("encoder.") for key in reached)
-    assert (name == "none") == (not any(key.startswith("head.") for key in reached))
+    trained_keys = [
+        key for key, value in model.trained_parameters().items() if value.grad is not None
+    ]
+    assert any(key.startswith("encoder.") for key in trained_keys)
+    assert (name == "none") == (not any(key.startswith("head.") for key in trained_keys))
 
 
-def test_windows_of_a_dialogue_stay_together(tiny):
-    model, inputs, _ = parts_of(tiny)
-    # Of five turns three have two before them.
+def test_windows_are_grouped_by_dialogue(tiny):
+    model, inputs, _ = make_model(tiny)
+    # Three of five turns have at least two turns before them.
     assert len(inputs) == 3 * len(TRAIN)
     np.testing.assert_array_equal(model.groups(inputs), np.repeat(np.arange(12), 3))
     np.testing.assert_array_equal(inputs.windows(np.array([0]))[0], [-1, *DIALOGUES[0][:3]])
 
 
 @pytest.mark.parametrize("name", ["none", "rank", "weighted"])
-def test_the_score_is_the_average_rank_on_dev(tiny, name):
-    model, _, dev = parts_of(tiny, name)
+def test_score_is_average_rank_on_dev(tiny, name):
+    model, _, dev = make_model(tiny, name)
     vectors = model.vectors(dev.tokens)
     head = model.fitted_head()
     after, means = head.after(vectors), []
@@ -82,46 +84,51 @@ def test_the_score_is_the_average_rank_on_dev(tiny, name):
         answers, ranks = [d[h] for d in DIALOGUES[12:]], []
         for dialogue in DIALOGUES[12:]:
             scores = head.start(vectors[dialogue[:h]]).scores(after[answers])
-            own = scores[answers.index(dialogue[h])]
-            above, level = (scores > own + 1e-6).sum(), (abs(scores - own) < 1e-6).sum()
+            answer_score = scores[answers.index(dialogue[h])]
+            above, level = (
+                (scores > answer_score + 1e-6).sum(),
+                (abs(scores - answer_score) < 1e-6).sum(),
+            )
             ranks.append(above + (level + 1) / 2)
         means.append(np.mean(ranks))
     assert model.score(dev, alone) == pytest.approx(np.mean(means), abs=1e-6)
 
 
-def trainer_of(tiny, folder, name="weighted", changes=(), **settings):
+def make_trainer(tiny, folder, name="weighted", changes=(), **settings):
     tuning = TuneSettings(rank=4, **{"batch_size": 12, "checkpoint_steps": 2, **settings})
-    model, train, dev = parts_of(tiny, name, tuning=tuning, **dict(changes))
+    model, train, dev = make_model(tiny, name, tuning=tuning, **dict(changes))
     state = TrainingState(folder, {"settings": tuning.to_json()})
     return Trainer(model, train, dev, tuning, on_cpu(), state)
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    # The loss of the first does not use all roles, so that some weights have no state to keep.
+    # The loss of ccl does not use all roles, so that some weights have no optimizer state.
     [("ccl", {}), ("c3l-released", {"dropout": 0.2}), ("weighted", {"map": "mlp"})],
 )
-def test_stopped_after_any_step_it_ends_bit_equal(tiny, tmp_path, name, changes):
+def test_resumed_training_is_bit_identical(tiny, tmp_path, name, changes):
     settings = {"epochs": 2, "adapter_dropout": 0.1}
-    whole = trainer_of(tiny, tmp_path / "whole", name, changes, **settings)
-    whole.run(lambda *_: None)
-    assert whole.steps == (8 if name == "ccl" else 6)
-    expected = {key: value.clone() for key, value in whole.model.trained_parameters().items()}
+    uninterrupted = make_trainer(tiny, tmp_path / "whole", name, changes, **settings)
+    uninterrupted.run(lambda *_: None)
+    assert uninterrupted.steps == (8 if name == "ccl" else 6)
+    expected = {
+        key: value.clone() for key, value in uninterrupted.model.trained_parameters().items()
+    }
     for stop in (1, 5):  # before the first checkpoint, and after one within an epoch
-        again = resumed(
-            partial(trainer_of, tiny, tmp_path / str(stop), name, changes, **settings), stop
+        restarted = resumed(
+            partial(make_trainer, tiny, tmp_path / str(stop), name, changes, **settings), stop
         )
-        assert again.progress.step == stop - 1
-        again.run(lambda *_: None)
-        assert again.progress.curve == whole.progress.curve
-        for key, value in again.model.trained_parameters().items():
+        assert restarted.progress.step == stop - 1
+        restarted.run(lambda *_: None)
+        assert restarted.progress.curve == uninterrupted.progress.curve
+        for key, value in restarted.model.trained_parameters().items():
             assert torch.equal(value, expected[key]), (stop, key)
 
 
 @pytest.mark.parametrize("name", ["weighted", "none"])
-def test_it_learns_and_keeps_the_best(tiny, tmp_path, name):
-    given = {"epochs": 6, "learning_rate": 5e-3, "encoder_dropout": False, "batch_size": 18}
-    trainer = trainer_of(tiny, tmp_path / "run", name, {"learning_rate": 1e-2}, **given)
+def test_training_reduces_loss_and_restores_best_weights(tiny, tmp_path, name):
+    settings = {"epochs": 6, "learning_rate": 5e-3, "encoder_dropout": False, "batch_size": 18}
+    trainer = make_trainer(tiny, tmp_path / "run", name, {"learning_rate": 1e-2}, **settings)
     trainer.run(lambda *_: None)
     curve = trainer.progress.curve
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.1
@@ -130,17 +137,17 @@ def test_it_learns_and_keeps_the_best(tiny, tmp_path, name):
     assert trainer.model.score(trainer._dev, alone) == trainer.progress.best_score
 
 
-def test_it_begins_from_a_head_on_cached_features(tiny):
-    model, inputs, _ = parts_of(tiny)
+def test_training_starts_from_head_on_cached_features(tiny):
+    model, inputs, _ = make_model(tiny)
     arrays = TurnArrays(model.vectors(inputs.tokens), TRAIN.utterances, TRAIN.starts)
-    own = recipe("weighted", epochs=2, batch_size=20)
-    fitted = fit_turns(own, arrays, None, 0, lambda *_: None)
-    begun = parts_of(tiny, start=fitted)[0]
+    recipe = make_recipe("weighted", epochs=2, batch_size=20)
+    fitted = fit_turns(recipe, arrays, None, 0, lambda *_: None)
+    started = make_model(tiny, start=fitted)[0]
     for name, value in fitted.module.state_dict().items():
-        assert torch.equal(begun.head.state_dict()[name], value)
-    narrow = TurnArrays(arrays.utterances[:, :8], TRAIN.utterances, TRAIN.starts)
-    other = fit_turns(own, narrow, None, 0, lambda *_: None)
+        assert torch.equal(started.head.state_dict()[name], value)
+    narrow_arrays = TurnArrays(arrays.utterances[:, :8], TRAIN.utterances, TRAIN.starts)
+    narrow_head = fit_turns(recipe, narrow_arrays, None, 0, lambda *_: None)
     with pytest.raises(UserError, match=r"the encoder has \d+ dimensions, but this roles head was"):
-        parts_of(tiny, start=other)
+        make_model(tiny, start=narrow_head)
     with pytest.raises(UserError, match="the head mlp does not map utterances to roles"):
         TurnModel(model.engine, load_recipe("mlp"), 0)

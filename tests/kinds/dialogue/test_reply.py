@@ -1,4 +1,4 @@
-"""Replies to dialogues, by the command and from Python."""
+"""Replies to dialogues from the command line and from Python."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ def replies(tmp_path_factory):
     return path
 
 
-def test_a_reply_is_the_best_of_the_candidates(capsys, dialogue_run, replies):
+def test_reply_ranks_candidates(capsys, dialogue_run, replies):
     command = (
         "reply",
         "two men ?",
@@ -27,17 +27,17 @@ def test_a_reply_is_the_best_of_the_candidates(capsys, dialogue_run, replies):
         "--run",
         dialogue_run,
     )
-    found = ok(capsys, *command, "--head", "weighted", "-k", "2")
-    assert (found["head"], found["score"]) == ("weighted@separate", "weighted")
-    assert [row["rank"] for row in found["results"]] == [1, 2]
-    assert found["results"][0]["score"] >= found["results"][1]["score"]
-    goal = ok(capsys, *command, "--goal", "the park on red", "-k", "9")
-    assert goal["score"] == "plan"
-    assert len(goal["results"]) == goal["n_candidates"] == 3
+    result = ok(capsys, *command, "--head", "weighted", "-k", "2")
+    assert (result["head"], result["score"]) == ("weighted@separate", "weighted")
+    assert [row["rank"] for row in result["results"]] == [1, 2]
+    assert result["results"][0]["score"] >= result["results"][1]["score"]
+    planned = ok(capsys, *command, "--goal", "the park on red", "-k", "9")
+    assert planned["score"] == "plan"
+    assert len(planned["results"]) == planned["n_candidates"] == 3
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("arguments", "message"),
     [
         (("sad", " "), "turn 2 is empty"),
         (("sad", "--goal", " "), "goal 1 is empty"),
@@ -51,12 +51,12 @@ def test_a_reply_is_the_best_of_the_candidates(capsys, dialogue_run, replies):
         (("sad", "--head", "ccl"), "no fitted head 'ccl'"),
     ],
 )
-def test_what_cannot_be_replied_to_is_told(capsys, dialogue_run, replies, asked, words):
-    command = ("reply", *asked, "--candidates", replies, "--run", dialogue_run)
-    assert words in refused(capsys, *command)
+def test_invalid_arguments_are_rejected(capsys, dialogue_run, replies, arguments, message):
+    command = ("reply", *arguments, "--candidates", replies, "--run", dialogue_run)
+    assert message in refused(capsys, *command)
 
 
-def test_candidates_come_from_a_readable_file_of_two_at_least(capsys, dialogue_run, tmp_path):
+def test_candidates_need_readable_file_with_two_texts(capsys, dialogue_run, tmp_path):
     path = tmp_path / "one.txt"
     command = ("reply", "sad", "--run", dialogue_run, "--candidates", path)
     assert "is not a file" in refused(capsys, *command)
@@ -71,55 +71,55 @@ def test_candidates_come_from_a_readable_file_of_two_at_least(capsys, dialogue_r
     assert "row 2 of" in refused(capsys, *command[:-1], table)
 
 
-def test_only_dialogues_are_replied_to(capsys, tiny_run, replies):
-    said = refused(capsys, "reply", "sad", "--candidates", replies, "--run", tiny_run)
-    assert "which has no dialogues" in said
+def test_reply_needs_run_of_dialogues(capsys, tiny_run, replies):
+    message = refused(capsys, "reply", "sad", "--candidates", replies, "--run", tiny_run)
+    assert "which has no dialogues" in message
 
 
 @pytest.mark.parametrize("score", ["average", "last:2", "bi", "neighbours", "maxsim", "weighted"])
-def test_a_talk_scores_as_all_its_turns_at_once(dialogue_run, score):
+def test_incremental_state_scores_like_all_turns_at_once(dialogue_run, score):
     model = llmcond.load_dialogue(dialogue_run, "weighted", score=score, device="cpu")
     pool = model.candidates([f"{place} ride" for place in PLACES])
     turns = dialogue(4)
-    talk = model.start(turns[:1])
+    state = model.start(turns[:1])
     for turn in turns[1:]:
-        talk = talk.add(turn)
-    assert talk.turns == tuple(turns)
-    whole = model.start(turns)
-    np.testing.assert_allclose(model.score(talk, pool), model.score(whole, pool), atol=1e-5)
+        state = state.add(turn)
+    assert state.turns == tuple(turns)
+    full_state = model.start(turns)
+    np.testing.assert_allclose(model.score(state, pool), model.score(full_state, pool), atol=1e-5)
 
 
-def test_a_talk_is_shared_by_threads(dialogue_run):
+def test_dialogue_state_is_shared_by_threads(dialogue_run):
     model = llmcond.load_dialogue(dialogue_run, "rank", device="cpu")
     pool = model.candidates(["sad", "happy", "the park on red"])
-    talk = model.start(["two men ?", "in the park ."])
-    before = model.score(talk, pool)
-    further = [f"{place} ride" for place in PLACES]
-    expected = [model.score(talk.add(turn), pool) for turn in further]
+    state = model.start(["two men ?", "in the park ."])
+    before = model.score(state, pool)
+    next_turns = [f"{place} ride" for place in PLACES]
+    expected = [model.score(state.add(turn), pool) for turn in next_turns]
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda turn: model.score(talk.add(turn), pool), further * 4))
-    for one, other in zip(found, expected * 4, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-    np.testing.assert_array_equal(model.score(talk, pool), before)
+        results = list(threads.map(lambda turn: model.score(state.add(turn), pool), next_turns * 4))
+    for actual, reference in zip(results, expected * 4, strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-6)
+    np.testing.assert_array_equal(model.score(state, pool), before)
 
 
-def test_candidates_are_saved_and_are_of_one_model(dialogue_run, tmp_path):
+def test_candidates_are_saved_and_bound_to_one_model(dialogue_run, tmp_path):
     model = llmcond.load_dialogue(dialogue_run, "rank", device="cpu")
     pool = model.candidates(["sad", "happy \U0001f600", "sad"])
     pool.save(tmp_path / "pool.safetensors")
     loaded = llmcond.Candidates.load(tmp_path / "pool.safetensors")
     assert loaded.texts == pool.texts
-    talk = model.start(["two men ?"])
-    np.testing.assert_array_equal(model.score(talk, loaded), model.score(talk, pool))
-    best = model.top(talk, loaded, 2)
-    assert [one.rank for one in best] == [1, 2]
+    state = model.start(["two men ?"])
+    np.testing.assert_array_equal(model.score(state, loaded), model.score(state, pool))
+    best = model.top(state, loaded, 2)
+    assert [match.rank for match in best] == [1, 2]
     other = llmcond.load_dialogue(dialogue_run, "weighted", device="cpu")
     with pytest.raises(
         llmcond.UserError, match="vectors of the candidates come from another model"
     ):
         other.score(other.start(["two men ?"]), loaded)
     with pytest.raises(llmcond.UserError, match="vectors of the dialogue come from another model"):
-        other.score(talk, other.candidates(["sad", "happy"]))
+        other.score(state, other.candidates(["sad", "happy"]))
     with pytest.raises(llmcond.UserError, match="no utterance yet"):
         model.score(model.start(), pool)
     (tmp_path / "pool.safetensors").write_bytes(b"x" * 99)

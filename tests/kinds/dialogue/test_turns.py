@@ -1,4 +1,4 @@
-"""Scores of a dialogue's next turn: one vector for all pairs, MaxSim, planning, and the state."""
+"""Scores of the next turn: query vectors, MaxSim, planning and the context state."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,10 +22,10 @@ from llmcond.kinds.dialogue.turns import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 K = 8
-SUMS = ["average", "last:1", "last:2", "last:30", "bi", "neighbours", "weighted"]
+PAIR_SUMS = ["average", "last:1", "last:2", "last:30", "bi", "neighbours", "weighted"]
 
 
-def drawn(*shape, seed=0):
+def random_vectors(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
@@ -35,11 +35,11 @@ def weights():
     return DistanceWeights(rng.uniform(size=(4, 4)), rng.uniform(size=4))
 
 
-def slowly(b1, b2, candidate, score, weights):
-    """Equation 3 and its variants for one context and candidate, pair by pair, in float64."""
+def score_by_pairs(b1, b2, candidate, score, weights):
+    """Compute equation 3 and its variants for one candidate, pair by pair, in float64."""
     b1, b2, n = b1.astype(np.float64), b2.astype(np.float64), len(b1)
 
-    def near(i):
+    def distance_index(i):
         return min(n - i, 4) - 1
 
     total = 0.0
@@ -47,11 +47,11 @@ def slowly(b1, b2, candidate, score, weights):
         if score == "bi" or n == 1:
             total += unit(b2[j]) @ candidate
         elif score == "weighted":
-            total += weights.singles[near(j)] * unit(b2[j]) @ candidate
+            total += weights.singles[distance_index(j)] * unit(b2[j]) @ candidate
         for i in range(j):
             cosine = unit((b1[i] + b2[j]) / 2) @ candidate
             if score == "weighted":
-                total += weights.pairs[near(i), near(j)] * cosine
+                total += weights.pairs[distance_index(i), distance_index(j)] * cosine
             elif (
                 score == "average"
                 or (score.startswith("last") and j >= n - int(score[5:]))
@@ -61,23 +61,29 @@ def slowly(b1, b2, candidate, score, weights):
     return total
 
 
-@pytest.mark.parametrize("score", SUMS)
+@pytest.mark.parametrize("score", PAIR_SUMS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_one_vector_gives_the_sum_over_pairs(score, n, weights):
-    b1, b2, after = drawn(3, n, K), 2 * drawn(3, n, K, seed=1), unit(drawn(5, K, seed=2))
+def test_query_vector_gives_sum_over_pairs(score, n, weights):
+    b1, b2, after = (
+        random_vectors(3, n, K),
+        2 * random_vectors(3, n, K, seed=1),
+        unit(random_vectors(5, K, seed=2)),
+    )
     if score == "weighted" and n == 1:
         expected = [[weights.singles[0] * unit(b2[m, 0]) @ a for a in after] for m in range(3)]
     else:
-        expected = [[slowly(b1[m], b2[m], a, score, weights) for a in after] for m in range(3)]
-    found = query_vectors(b1, b2, score, weights)
-    assert found.shape == (3, K)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found @ after.T, expected, atol=1e-5)
-    np.testing.assert_array_equal(turn_scores(b1, b2, after, score, weights), found @ after.T)
+        expected = [
+            [score_by_pairs(b1[m], b2[m], a, score, weights) for a in after] for m in range(3)
+        ]
+    query = query_vectors(b1, b2, score, weights)
+    assert query.shape == (3, K)
+    assert query.dtype == np.float32
+    np.testing.assert_allclose(query @ after.T, expected, atol=1e-5)
+    np.testing.assert_array_equal(turn_scores(b1, b2, after, score, weights), query @ after.T)
 
 
-def algorithm_1(scores, n):
-    """MaxSim as the paper's appendix A tells it, for a candidate's score of each pair."""
+def run_algorithm_1(scores, n):
+    """Compute MaxSim from one candidate's score of each pair, as in the paper's appendix A."""
     used, total, count = set(), 0.0, 0
     for pair in sorted(scores, key=scores.get, reverse=True):
         if not set(pair) <= used:
@@ -89,12 +95,16 @@ def algorithm_1(scores, n):
 
 @pytest.mark.parametrize("n", [2, 3, 6])
 @pytest.mark.parametrize("block", [1, 2**22])
-def test_maxsim_is_algorithm_1(monkeypatch, n, block):
+def test_maxsim_matches_algorithm_1(monkeypatch, n, block):
     monkeypatch.setattr("llmcond.kinds.dialogue.turns._BLOCK", block)
-    b1, b2, after = drawn(3, n, K), drawn(3, n, K, seed=1), unit(drawn(7, K, seed=2))
+    b1, b2, after = (
+        random_vectors(3, n, K),
+        random_vectors(3, n, K, seed=1),
+        unit(random_vectors(7, K, seed=2)),
+    )
     expected = [
         [
-            algorithm_1(
+            run_algorithm_1(
                 {(i, j): unit(b1[m, i] + b2[m, j]) @ a for j in range(n) for i in range(j)}, n
             )
             for a in after
@@ -105,70 +115,74 @@ def test_maxsim_is_algorithm_1(monkeypatch, n, block):
     np.testing.assert_array_equal(turn_scores(b1, b2, after, "maxsim"), maxsim(b1, b2, after))
 
 
-@pytest.mark.parametrize("score", [*SUMS, "maxsim"])
-def test_a_state_is_at_every_turn_what_a_recomputation_gives(score, weights):
-    vectors, after = drawn(20, K), unit(drawn(9, K, seed=2))
-    matrix = drawn(2, K, K, seed=3)
+@pytest.mark.parametrize("score", [*PAIR_SUMS, "maxsim"])
+def test_state_matches_recomputation_at_every_turn(score, weights):
+    vectors, after = random_vectors(20, K), unit(random_vectors(9, K, seed=2))
+    matrix = random_vectors(2, K, K, seed=3)
 
-    def before(x):
+    def map_roles(x):
         return x @ matrix[0], x @ matrix[1]
 
-    state = empty = ContextState(before, ContextScore.parse(score), weights)
+    state = empty = ContextState(map_roles, ContextScore.parse(score), weights)
     for n in range(1, 21):
         state = state.add(vectors[n - 1])
-        b1, b2 = before(vectors[None, :n])
+        b1, b2 = map_roles(vectors[None, :n])
         expected = turn_scores(b1, b2, after, score, weights)[0]
         np.testing.assert_allclose(state.scores(after), expected, atol=1e-5 * n)
         assert len(state) == n
     assert len(empty) == 0
 
 
-def test_states_are_values_that_threads_share():
-    vectors, after = drawn(40, K), unit(drawn(5, K, seed=1))
+def test_states_are_immutable_and_shared_by_threads():
+    vectors, after = random_vectors(40, K), unit(random_vectors(5, K, seed=1))
     start = ContextState(lambda x: (x, x), ContextScore("average")).add(vectors[0]).add(vectors[1])
-    kept = start.scores(after)
+    before = start.scores(after)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda vector: start.add(vector).scores(after), vectors))
-    for vector, own in zip(vectors, found, strict=True):
-        np.testing.assert_array_equal(own, start.add(vector).scores(after))
-    np.testing.assert_array_equal(start.scores(after), kept)
+        results = list(pool.map(lambda vector: start.add(vector).scores(after), vectors))
+    for vector, scores in zip(vectors, results, strict=True):
+        np.testing.assert_array_equal(scores, start.add(vector).scores(after))
+    np.testing.assert_array_equal(start.scores(after), before)
 
 
-def test_plans_are_equation_4():
-    b1, own, goal = drawn(3, 4, K), drawn(3, 6, K, seed=1), unit(drawn(3, K, seed=2))
+def test_plan_scores_match_equation_4():
+    b1, candidates, goal = (
+        random_vectors(3, 4, K),
+        random_vectors(3, 6, K, seed=1),
+        unit(random_vectors(3, K, seed=2)),
+    )
     expected = np.array(
         [
             [
                 unit(c) @ goal[m] + np.mean([unit((u + c) / 2) @ goal[m] for u in b1[m]])
-                for c in own[m]
+                for c in candidates[m]
             ]
             for m in range(3)
         ]
     )
-    np.testing.assert_allclose(plan_scores(b1, own, goal), expected, atol=1e-5)
-    # Candidates that all contexts share, and a state's own.
-    shared = plan_scores(b1, own[0], goal)
+    np.testing.assert_allclose(plan_scores(b1, candidates, goal), expected, atol=1e-5)
+    # All contexts may share the candidates, and a state takes its candidates as well.
+    shared = plan_scores(b1, candidates[0], goal)
     np.testing.assert_allclose(shared[0], expected[0], atol=1e-5)
     state = ContextState(lambda x: (x, x), ContextScore("average"))
     for vector in b1[0]:
         state = state.add(vector)
-    np.testing.assert_allclose(state.plan(own[0], goal[0]), expected[0], atol=1e-5)
+    np.testing.assert_allclose(state.plan(candidates[0], goal[0]), expected[0], atol=1e-5)
 
 
-def test_vectors_that_cancel_each_other_weigh_nothing():
-    b1 = drawn(1, 3, K)
-    b2 = drawn(1, 3, K, seed=1)
+def test_opposite_vectors_have_no_weight():
+    b1 = random_vectors(1, 3, K)
+    b2 = random_vectors(1, 3, K, seed=1)
     b2[0, 1] = -b1[0, 0]
     expected = unit(b1[0, 0] + b2[0, 2]) + unit(b1[0, 1] + b2[0, 2])
     np.testing.assert_allclose(query_vectors(b1, b2, "average")[0], expected, atol=1e-5)
     np.testing.assert_array_equal(query_vectors(0 * b1, 0 * b2, "average"), np.zeros((1, K)))
-    given = [torch.from_numpy(own).requires_grad_() for own in (b1, b2)]
-    sum_of_pairs(*given, torch.ones(3, 3).triu(1), torch.zeros(3)).sum().backward()
-    assert all(bool(own.grad.isfinite().all()) for own in given)
+    roles = [torch.from_numpy(role).requires_grad_() for role in (b1, b2)]
+    sum_of_pairs(*roles, torch.ones(3, 3).triu(1), torch.zeros(3)).sum().backward()
+    assert all(bool(role.grad.isfinite().all()) for role in roles)
 
 
 @pytest.mark.parametrize(
-    ("score", "told"),
+    ("score", "message"),
     [
         ("last", r"unknown score 'last'. Scores: average, last:L \(such as last:2\), bi"),
         ("last:0", "unknown score 'last:0'"),
@@ -176,14 +190,17 @@ def test_vectors_that_cancel_each_other_weigh_nothing():
         ("maxsim", "maxsim is not a sum over pairs"),
     ],
 )
-def test_what_has_no_vector_is_told(score, told):
-    with pytest.raises(UserError, match=told):
-        query_vectors(drawn(1, 2, K), drawn(1, 2, K), score)
+def test_score_without_query_vector_is_rejected(score, message):
+    with pytest.raises(UserError, match=message):
+        query_vectors(random_vectors(1, 2, K), random_vectors(1, 2, K), score)
 
 
-def test_an_empty_dialogue_has_no_reply():
+def test_empty_dialogue_is_rejected():
     empty = ContextState(lambda x: (x, x), ContextScore("average"))
-    for ask in (lambda: empty.query, lambda: empty.plan(drawn(2, K), drawn(K))):
+    for compute in (
+        lambda: empty.query,
+        lambda: empty.plan(random_vectors(2, K), random_vectors(K)),
+    ):
         with pytest.raises(UserError, match="no utterance yet"):
-            ask()
+            compute()
     assert str(ContextScore.parse("last:12")) == "last:12"
