@@ -1,4 +1,4 @@
-"""The objective of queries and candidates, against slow transcriptions in float64."""
+"""The contrastive objective, checked against slow transcriptions in float64."""
 
 import math
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 N, R = 12, 3
 
 
-def graph(rng, m=60):
-    """A small graph, dense enough that batches are full of false negatives; with loops."""
+def make_triples(rng, m=60):
+    """Make triples with loops, dense enough that batches are full of false negatives."""
     triples = np.stack(
         [rng.integers(N, size=m), rng.integers(R, size=m), rng.integers(N, size=m)], axis=1
     )
@@ -26,15 +26,15 @@ def graph(rng, m=60):
     return np.unique(both, axis=0)
 
 
-def vectors(generator, *shape):
+def random_vectors(generator, *shape):
     return normalize(torch.randn(*shape, dtype=torch.float64, generator=generator), dim=-1)
 
 
 # -- SimKGC as released: B x B, double loops, -1e4 ----------------------------------------------
 
 
-def simkgc_mask(rows, columns, known):
-    """triplet_mask.py, construct_mask: true where a column is a negative, or a row's own."""
+def make_simkgc_mask(rows, columns, known):
+    """Follow construct_mask of triplet_mask.py: true for negatives and a row's own column."""
     mask = np.ones((len(rows), len(columns)), dtype=bool)
     for i, (head, relation, tail) in enumerate(rows):
         for j, other in enumerate(columns):
@@ -45,21 +45,23 @@ def simkgc_mask(rows, columns, known):
     return torch.from_numpy(mask)
 
 
-def simkgc(queries, tails, heads, rows, known, settings, earlier=()):
-    """models.py, compute_logits, and trainer.py: hr -> t over all columns, t -> hr in the batch."""
+def compute_simkgc_loss(queries, tails, heads, rows, known, settings, earlier=()):
+    """Follow compute_logits and trainer.py: hr -> t over all columns, t -> hr in the batch."""
     scale = 1 / settings.temperature
     logits = queries @ tails.T - settings.margin * torch.eye(len(rows), dtype=torch.float64)
-    logits = (logits * scale).masked_fill(~simkgc_mask(rows, rows, known), -1e4)
-    every = logits
+    logits = (logits * scale).masked_fill(~make_simkgc_mask(rows, rows, known), -1e4)
+    all_logits = logits
     for stored, candidates in earlier:
         block = queries @ candidates.T * scale * settings.queue_weight
-        every = torch.cat([every, block.masked_fill(~simkgc_mask(rows, stored, known), -1e4)], 1)
+        all_logits = torch.cat(
+            [all_logits, block.masked_fill(~make_simkgc_mask(rows, stored, known), -1e4)], 1
+        )
     if settings.self_negatives:
-        own = (queries * heads).sum(1) * scale
+        self_scores = (queries * heads).sum(1) * scale
         loops = torch.tensor([(h, r, h) in known for h, r, _ in rows])
-        every = torch.cat([every, own.masked_fill(loops, -1e4)[:, None]], 1)
+        all_logits = torch.cat([all_logits, self_scores.masked_fill(loops, -1e4)[:, None]], 1)
     labels = torch.arange(len(rows))
-    total = cross_entropy(every, labels)
+    total = cross_entropy(all_logits, labels)
     if settings.directions == "both":
         total = total + cross_entropy(logits.T, labels)
     return total
@@ -76,83 +78,88 @@ def simkgc(queries, tails, heads, rows, known, settings, earlier=()):
     ],
     ids=lambda changes: "-".join(changes) or "defaults",
 )
-def test_the_objective_is_that_of_simkgc_as_released(seed, changes):
+def test_loss_matches_released_simkgc(seed, changes):
     settings = build(ContrastSettings, changes, "test")
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    every = graph(rng)
-    known, listed = KnownTriples(every, N), {tuple(row) for row in every.tolist()}
-    table, queue, earlier = vectors(generator, N, 5), Queue(settings.queue), []
-    for _ in range(3):  # so that two batches are in the queue, and one was dropped or kept out
-        rows = every[rng.integers(len(every), size=10)]
+    all_triples = make_triples(rng)
+    known, triple_set = KnownTriples(all_triples, N), {tuple(row) for row in all_triples.tolist()}
+    table, queue, earlier = random_vectors(generator, N, 5), Queue(settings.queue), []
+    for _ in range(3):  # the last round finds two batches in the queue
+        rows = all_triples[rng.integers(len(all_triples), size=10)]
         head, relation, tail = rows.T
-        queries = vectors(generator, 10, 5).requires_grad_()
-        expected = simkgc(
+        queries = random_vectors(generator, 10, 5).requires_grad_()
+        expected = compute_simkgc_loss(
             queries,
             table[tail],
             table[head],
             rows.tolist(),
-            listed,
+            triple_set,
             settings,
             earlier[-settings.queue :] if settings.queue else (),
         )
-        others = []
+        extra_columns = []
         if settings.self_negatives:
             loops = known.contains(np.stack([head, relation, head], axis=1))
-            own = (queries * table[head]).sum(1, keepdim=True)
-            others.append((own, torch.from_numpy(loops[:, None])))
+            self_scores = (queries * table[head]).sum(1, keepdim=True)
+            extra_columns.append((self_scores, torch.from_numpy(loops[:, None])))
         if len(queue):
             block = queries @ queue.vectors().T * settings.queue_weight
             mask = torch.from_numpy(known.mask(head, relation, queue.entities()))
-            others.append((block, mask))
+            extra_columns.append((block, mask))
         loss = contrastive(
             queries @ table[tail].T,
             torch.arange(10),
             torch.from_numpy(known.mask(head, relation, tail)),
             settings,
             1 / settings.temperature,
-            others,
+            extra_columns,
         )
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        slopes = [torch.autograd.grad(value, queries)[0] for value in (loss, expected)]
-        torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-12)
+        gradients = [torch.autograd.grad(value, queries)[0] for value in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
         queue.add(tail, table[tail])
         earlier.append((rows.tolist(), table[tail]))
 
 
-# -- what SimKGC has not ------------------------------------------------------------------------
+# -- beyond SimKGC ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_an_entity_that_is_a_column_once_counts_once(seed):
-    """Row by row and column by column, over sets of entities and of queries."""
+def test_each_distinct_entity_counts_once(seed):
+    """The expected loss sums over sets of entities and of queries, row by row."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    every = graph(rng)
-    listed = {tuple(row) for row in every.tolist()}
-    rows = every[rng.integers(len(every), size=10)]
+    all_triples = make_triples(rng)
+    triple_set = {tuple(row) for row in all_triples.tolist()}
+    rows = all_triples[rng.integers(len(all_triples), size=10)]
     head, relation, tail = rows.T
     entities, target = np.unique(np.append(tail, rng.integers(N, size=3)), return_inverse=True)
-    queries, table = vectors(generator, 10, 5), vectors(generator, N, 5)
+    queries, table = random_vectors(generator, 10, 5), random_vectors(generator, N, 5)
     settings, scores = ContrastSettings(temperature=0.2, margin=0.1), queries @ table.T
     expected = 0.0
     for i, (h, r, t) in enumerate(rows.tolist()):
-        own = math.exp((scores[i, t].item() - 0.1) / 0.2)
-        rivals = [e for e in set(entities.tolist()) - {t} if (h, r, e) not in listed]
-        columns = sum(math.exp(scores[i, e].item() / 0.2) for e in rivals)
-        others = [j for j in range(10) if tail[j] != t and (*rows[j, :2], t) not in listed]
-        queried = sum(math.exp(scores[j, t].item() / 0.2) for j in others)
-        expected -= (math.log(own / (own + columns)) + math.log(own / (own + queried))) / 10
+        positive = math.exp((scores[i, t].item() - 0.1) / 0.2)
+        negatives = [e for e in set(entities.tolist()) - {t} if (h, r, e) not in triple_set]
+        negative_sum = sum(math.exp(scores[i, e].item() / 0.2) for e in negatives)
+        other_queries = [
+            j for j in range(10) if tail[j] != t and (*rows[j, :2], t) not in triple_set
+        ]
+        query_sum = sum(math.exp(scores[j, t].item() / 0.2) for j in other_queries)
+        expected -= (
+            math.log(positive / (positive + negative_sum))
+            + math.log(positive / (positive + query_sum))
+        ) / 10
     loss = contrastive(
         scores[:, entities],
         torch.from_numpy(target[:10]),
-        torch.from_numpy(KnownTriples(every, N).mask(head, relation, entities)),
+        torch.from_numpy(KnownTriples(all_triples, N).mask(head, relation, entities)),
         settings,
         1 / settings.temperature,
     )
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_one_row_by_hand():
-    """Its own candidate at .5, a negative at .3, one that is right as well, and its own head."""
+def test_loss_of_one_row_matches_hand_calculation():
+    """The answer scores .5, a negative .3, another correct tail .9, and the head entity .2."""
     settings = ContrastSettings(temperature=0.5, margin=0.1, directions="query")
     loss = contrastive(
         torch.tensor([[0.3, 0.5, 0.9]]),
@@ -162,48 +169,54 @@ def test_one_row_by_hand():
         1 / settings.temperature,
         [(torch.tensor([[0.2]]), torch.tensor([[False]]))],
     )
-    own, negative, head = math.exp(0.4 / 0.5), math.exp(0.3 / 0.5), math.exp(0.2 / 0.5)
-    assert loss.item() == pytest.approx(-math.log(own / (own + negative + head)), rel=1e-6)
+    positive, negative, head = math.exp(0.4 / 0.5), math.exp(0.3 / 0.5), math.exp(0.2 / 0.5)
+    assert loss.item() == pytest.approx(
+        -math.log(positive / (positive + negative + head)), rel=1e-6
+    )
 
 
-def test_candidates_without_a_query_count_in_one_direction():
-    """Heads and random entities are further columns: more to tell apart for each query only."""
+def test_candidates_without_query_count_in_one_direction():
+    """Head entities and random entities are extra columns, which only queries are compared with."""
     generator = torch.Generator().manual_seed(0)
-    scores = vectors(generator, 4, 6) @ vectors(generator, 9, 6).T
+    scores = random_vectors(generator, 4, 6) @ random_vectors(generator, 9, 6).T
     target, mask = torch.arange(4), torch.zeros(4, 9, dtype=torch.bool)
     settings = ContrastSettings(self_negatives=False, margin=0.0)
     narrow = contrastive(scores[:, :4], target, mask[:, :4], settings, 20.0)
     wide = contrastive(scores, target, mask, settings, 20.0)
-    rows = cross_entropy(20 * scores, target) + cross_entropy(20 * scores[:, :4].T, target)
-    torch.testing.assert_close(wide, rows)
+    expected = cross_entropy(20 * scores, target) + cross_entropy(20 * scores[:, :4].T, target)
+    torch.testing.assert_close(wide, expected)
     assert wide > narrow
 
 
-def test_other_relations_are_a_contrast_of_their_own():
+def test_other_relations_form_separate_contrast():
     generator = torch.Generator().manual_seed(1)
-    scores, others = vectors(generator, 3, 3), vectors(generator, 3, 2)
+    scores, relation_scores = random_vectors(generator, 3, 3), random_vectors(generator, 3, 2)
     left_out = torch.tensor([[False, True], [False, False], [True, True]])
     settings = ContrastSettings(margin=0.1, temperature=0.2)
     target, mask = torch.arange(3), torch.zeros(3, 3, dtype=torch.bool)
-    without = contrastive(scores, target, mask, settings, 5.0)
-    found = contrastive(scores, target, mask, settings, 5.0, relations=(others, left_out))
+    without_relations = contrastive(scores, target, mask, settings, 5.0)
+    with_relations = contrastive(
+        scores, target, mask, settings, 5.0, relations=(relation_scores, left_out)
+    )
     expected = 0.0
     for i in range(3):
-        own = math.exp(5 * (scores[i, i].item() - 0.1))
-        rivals = [math.exp(5 * others[i, j].item()) for j in range(2) if not left_out[i, j]]
-        expected += -math.log(own / (own + sum(rivals))) / 3
-    assert (found - without).item() == pytest.approx(expected, rel=1e-9)
+        positive = math.exp(5 * (scores[i, i].item() - 0.1))
+        negatives = [
+            math.exp(5 * relation_scores[i, j].item()) for j in range(2) if not left_out[i, j]
+        ]
+        expected += -math.log(positive / (positive + sum(negatives))) / 3
+    assert (with_relations - without_relations).item() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_the_temperature_is_learned_where_it_is_asked_for(learned):
-    """Its gradient is a number even where candidates are left out."""
+def test_temperature_is_learned_if_requested(learned):
+    """The gradient is finite even if candidates are left out."""
     contrast = Contrast(ContrastSettings(temperature=0.1, learn_temperature=learned))
     assert contrast.scale == pytest.approx(10)
     scores = torch.tensor([[0.5, 0.1], [0.4, 0.6]], requires_grad=True)
-    own = torch.tensor([[0.9], [0.9]])
+    self_scores = torch.tensor([[0.9], [0.9]])
     mask = torch.tensor([[True, True], [False, False]])
-    loss = contrast(scores, torch.arange(2), mask, [(own, torch.tensor([[True], [False]]))])
+    loss = contrast(scores, torch.arange(2), mask, [(self_scores, torch.tensor([[True], [False]]))])
     loss.backward()
     assert torch.isfinite(scores.grad).all()
     if learned:
@@ -214,7 +227,7 @@ def test_the_temperature_is_learned_where_it_is_asked_for(learned):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"temperature": 0.0}, "'temperature' is 0.0: it must be above 0"),
         ({"directions": "candidate"}, "must be one of 'both' or 'query'"),
@@ -222,6 +235,6 @@ def test_the_temperature_is_learned_where_it_is_asked_for(learned):
         ({"marign": 0.1}, "Did you mean 'margin'"),
     ],
 )
-def test_settings_that_make_no_sense_are_told(changes, told):
-    with pytest.raises(UserError, match=told):
+def test_invalid_settings_are_rejected(changes, message):
+    with pytest.raises(UserError, match=message):
         build(ContrastSettings, changes, "test")

@@ -1,4 +1,4 @@
-"""Knowledge graphs: files as published, bad input, known tails, and the sample."""
+"""Knowledge graphs: published file formats, invalid input, known tails and the sample."""
 
 import subprocess
 import sys
@@ -21,28 +21,28 @@ from llmcond.kinds.ranking.graph import (
 TRAIN = ["01\tlikes\t02", "02\tlikes\t03", "03\towns\t01"]
 
 
-def write(folder: Path, files: Mapping[str, list[str] | None] | None = None) -> Path:
-    """Write a small graph, with other lines for some files, or without them where None."""
+def write_files(folder: Path, files: Mapping[str, list[str] | None] | None = None) -> Path:
+    """Write a small graph; ``files`` replaces the lines of some files, or omits them with None."""
     folder.mkdir(exist_ok=True)
-    own = {
+    defaults = {
         "train.tsv": TRAIN,
         "valid.tsv": ["02\tlikes\t01"],
         "test.tsv": ["01\towns\t03"],
         "entities.tsv": ["01\tAda\ta cook", "02\tBen", "03\tCleo\tCleo the cat"],
         "relations.tsv": ["likes\tis fond of\tis dear to", "owns\tis the owner of"],
     }
-    for name, lines in (own | dict(files or {})).items():
+    for name, lines in (defaults | dict(files or {})).items():
         if lines is not None:
             (folder / name).write_bytes("".join(f"{line}\n" for line in lines).encode())
     return folder
 
 
-def test_triples_are_numbers_and_texts_name_and_description(tmp_path: Path):
-    graph = read_graph(write(tmp_path))
+def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path):
+    graph = read_graph(write_files(tmp_path))
 
     assert graph.entities.ids == ["01", "02", "03"]
     assert graph.entities.names == ["Ada", "Ben", "Cleo"]
-    # A description that begins with the name does not say it twice.
+    # A name at the start of the description is not repeated.
     assert graph.entities.texts == ["Ada: a cook", "Ben", "Cleo: the cat"]
     assert graph.relations.texts == ["is fond of", "is the owner of"]
     assert graph.relations.inverse == ["is dear to", "inverse is the owner of"]
@@ -52,8 +52,8 @@ def test_triples_are_numbers_and_texts_name_and_description(tmp_path: Path):
     assert graph.queries("test").tolist() == [[0, 1, 2], [2, 3, 0]]
 
 
-def test_a_graph_is_what_it_was_after_saving(tmp_path: Path):
-    graph = read_graph(write(tmp_path / "data"))
+def test_saved_graph_is_loaded_unchanged(tmp_path: Path):
+    graph = read_graph(write_files(tmp_path / "data"))
     graph.save(tmp_path)
     loaded = Graph.load(tmp_path)
 
@@ -65,9 +65,9 @@ def test_a_graph_is_what_it_was_after_saving(tmp_path: Path):
         np.testing.assert_array_equal(loaded.splits[name], triples)
 
 
-def test_files_of_two_graphs_are_refused(tmp_path: Path):
-    read_graph(write(tmp_path / "one")).save(tmp_path / "one")
-    read_graph(write(tmp_path / "two", {"entities.tsv": ["01\tA", "02\tB", "03\tC"]})).save(
+def test_mixed_files_of_two_graphs_are_rejected(tmp_path: Path):
+    read_graph(write_files(tmp_path / "one")).save(tmp_path / "one")
+    read_graph(write_files(tmp_path / "two", {"entities.tsv": ["01\tA", "02\tB", "03\tC"]})).save(
         tmp_path
     )
     (tmp_path / "one" / "entities.parquet").replace(tmp_path / "entities.parquet")
@@ -76,15 +76,15 @@ def test_files_of_two_graphs_are_refused(tmp_path: Path):
         Graph.load(tmp_path)
 
 
-def test_a_missing_file_of_a_saved_graph_is_told(tmp_path: Path):
+def test_missing_file_of_saved_graph_is_reported(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be read"):
         Graph.load(tmp_path)
 
 
-def test_kg_berts_files_are_read_as_they_are(tmp_path: Path):
+def test_kg_bert_files_are_read(tmp_path: Path):
     lines = ['01\tstool, waste "matter, solid', "02\tsaxony, an area in Germany", "03\ta, b, c"]
     relations = ["likes\tis fond of", "owns\towns"]
-    folder = write(
+    folder = write_files(
         tmp_path,
         {
             "entities.tsv": None,
@@ -101,25 +101,25 @@ def test_kg_berts_files_are_read_as_they_are(tmp_path: Path):
     assert graph.relations.inverse == ["inverse is fond of", "inverse owns"]
 
 
-def test_names_with_a_comma_now_and_then_are_kept_whole(tmp_path: Path):
+def test_names_with_occasional_commas_are_not_split(tmp_path: Path):
     lines = ["01\tWashington, D.C.", "02\tBerlin", "03\tRome"]
-    graph = read_graph(write(tmp_path, {"entities.tsv": None, "entity2text.txt": lines}))
+    graph = read_graph(write_files(tmp_path, {"entities.tsv": None, "entity2text.txt": lines}))
 
     assert graph.entities.names == ["Washington, D.C.", "Berlin", "Rome"]
 
 
-def test_simkgcs_wordnet_names_lose_their_sense(tmp_path: Path):
+def test_simkgc_wordnet_names_lose_sense_suffix(tmp_path: Path):
     lines = ["01\t__family_alcidae_NN_1\tauks", "02\t__stool_NN_2\twaste", "03\t__run_VB_1\tmove"]
     graph = read_graph(
-        write(tmp_path, {"entities.tsv": None, "wordnet-mlj12-definitions.txt": lines})
+        write_files(tmp_path, {"entities.tsv": None, "wordnet-mlj12-definitions.txt": lines})
     )
 
     assert graph.entities.texts == ["family alcidae: auks", "stool: waste", "run: move"]
 
 
-def test_simkgcs_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path):
+def test_simkgc_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path):
     graph = read_graph(
-        write(
+        write_files(
             tmp_path,
             {
                 "entities.tsv": None,
@@ -133,9 +133,9 @@ def test_simkgcs_freebase_descriptions_are_cut_after_fifty_words(tmp_path: Path)
     assert "entities without a description, encoded by their names: 2" in graph.notes
 
 
-def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Path):
-    """FB15k-237 as StAR has it, beside another table of names, and KG-BERT's lists of ids."""
-    folder = write(
+def test_names_and_descriptions_are_merged_from_several_tables(tmp_path: Path):
+    """The files are FB15k-237 from StAR, another table of names, and the id lists of KG-BERT."""
+    folder = write_files(
         tmp_path,
         {
             "entities.tsv": None,
@@ -164,20 +164,20 @@ def test_names_and_descriptions_come_from_the_tables_that_have_them(tmp_path: Pa
     )
 
 
-def test_kg_berts_long_descriptions_stand_behind_its_names(tmp_path: Path):
+def test_kg_bert_long_descriptions_follow_names(tmp_path: Path):
     files = {
         "entities.tsv": None,
         "entity2text.txt": ["01\tAda", "02\tBen"],
         "entity2textlong.txt": ["01\tAda is a cook", "02\ta farmer", "03\tsomebody"],
     }
-    graph = read_graph(write(tmp_path, files))
+    graph = read_graph(write_files(tmp_path, files))
 
     assert graph.entities.names == ["Ada", "Ben", "03"]
     assert graph.entities.texts == ["Ada: is a cook", "Ben: a farmer", "somebody"]
 
 
-def test_without_tables_ids_are_the_texts(tmp_path: Path):
-    graph = read_graph(write(tmp_path, {"entities.tsv": None, "relations.tsv": None}))
+def test_ids_are_texts_if_tables_are_missing(tmp_path: Path):
+    graph = read_graph(write_files(tmp_path, {"entities.tsv": None, "relations.tsv": None}))
 
     assert graph.entities.texts == ["01", "02", "03"]
     assert graph.relations.texts == ["likes", "owns"]
@@ -192,7 +192,7 @@ def test_without_tables_ids_are_the_texts(tmp_path: Path):
          "type of union marriage spouse s person people"),
     ],
 )  # fmt: skip
-def test_relations_without_a_text_are_told_by_their_id(key: str, text: str):
+def test_relation_text_is_derived_from_id(key: str, text: str):
     assert relation_text(key) == text
 
 
@@ -219,18 +219,18 @@ def test_relations_without_a_text_are_told_by_their_id(key: str, text: str):
         ),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_with_file_and_line(tmp_path: Path, files, message: str):
+def test_invalid_input_reports_file_and_row(tmp_path: Path, files, message: str):
     with pytest.raises(UserError, match=message):
-        read_graph(write(tmp_path, files))
+        read_graph(write_files(tmp_path, files))
 
 
-def test_text_that_is_not_utf8_is_told(tmp_path: Path):
-    (write(tmp_path) / "entities.tsv").write_bytes(b"01\tAd\xe4\n")
+def test_non_utf8_file_is_rejected(tmp_path: Path):
+    (write_files(tmp_path) / "entities.tsv").write_bytes(b"01\tAd\xe4\n")
     with pytest.raises(UserError, match=r"entities.tsv is not UTF-8: byte 0xe4"):
         read_graph(tmp_path)
 
 
-def test_what_is_no_folder_is_told(tmp_path: Path):
+def test_missing_folder_and_file_are_rejected(tmp_path: Path):
     with pytest.raises(UserError, match=r"does not exist. Expected a folder with train"):
         read_graph(tmp_path / "nowhere")
     (tmp_path / "file.tsv").touch()
@@ -238,8 +238,8 @@ def test_what_is_no_folder_is_told(tmp_path: Path):
         read_graph(tmp_path / "file.tsv")
 
 
-def test_what_is_odd_is_counted(tmp_path: Path):
-    folder = write(
+def test_notes_count_irregularities(tmp_path: Path):
+    folder = write_files(
         tmp_path,
         {
             "train.tsv": [*TRAIN, "01\tlikes\t02"],
@@ -272,39 +272,39 @@ def test_what_is_odd_is_counted(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def random() -> tuple[np.ndarray, set[tuple[int, ...]]]:
+def random_triples() -> tuple[np.ndarray, set[tuple[int, ...]]]:
     triples = np.random.default_rng(0).integers(0, [30, 4, 30], size=(300, 3)).astype(np.int32)
     return triples, {tuple(row) for row in triples.tolist()}
 
 
-def test_known_tails_are_those_of_a_set(random):
-    triples, there = random
+def test_known_tails_match_set(random_triples):
+    triples, triple_set = random_triples
     known = KnownTriples(triples, 30)
-    head, relation = (own.reshape(-1) for own in np.mgrid[:30, :4])
+    head, relation = (grid.reshape(-1) for grid in np.mgrid[:30, :4])
     row, tail = known.gather(head, relation)
 
-    assert len(known) == len(there)
-    found = list(zip(head[row].tolist(), relation[row].tolist(), tail.tolist(), strict=True))
-    assert found == sorted(there)
-    everything = np.stack(np.mgrid[:30, :4, :30], axis=-1).reshape(-1, 3)
-    expected = [tuple(own) in there for own in everything.tolist()]
-    np.testing.assert_array_equal(known.contains(everything), expected)
+    assert len(known) == len(triple_set)
+    pairs = list(zip(head[row].tolist(), relation[row].tolist(), tail.tolist(), strict=True))
+    assert pairs == sorted(triple_set)
+    all_triples = np.stack(np.mgrid[:30, :4, :30], axis=-1).reshape(-1, 3)
+    expected = [tuple(row_ids) in triple_set for row_ids in all_triples.tolist()]
+    np.testing.assert_array_equal(known.contains(all_triples), expected)
 
 
-def test_masks_are_those_of_two_loops(random):
-    triples, there = random
+def test_masks_match_loops(random_triples):
+    triples, triple_set = random_triples
     known = KnownTriples(triples, 30)
     rng = np.random.default_rng(1)
     for _ in range(20):
         head, relation, columns = rng.integers(0, [[30], [4], [30]], size=(3, 25))
         expected = [
-            [(h, r, t) in there for t in columns.tolist()]
+            [(h, r, t) in triple_set for t in columns.tolist()]
             for h, r in zip(head.tolist(), relation.tolist(), strict=True)
         ]
         np.testing.assert_array_equal(known.mask(head, relation, columns), expected)
 
 
-def test_a_query_of_nothing_known_has_no_tails():
+def test_query_without_known_triples_has_no_tails():
     known = KnownTriples(np.array([[0, 0, 1]]), 3)
     row, tail = known.gather(np.array([2, 0]), np.array([5, 0]))
 
@@ -312,8 +312,8 @@ def test_a_query_of_nothing_known_has_no_tails():
     assert not known.mask(np.array([2]), np.array([0]), np.array([0, 1, 1])).any()
 
 
-def test_a_graph_knows_all_splits_in_both_directions(tmp_path: Path):
-    graph = read_graph(write(tmp_path))
+def test_known_triples_cover_all_splits_in_both_directions(tmp_path: Path):
+    graph = read_graph(write_files(tmp_path))
     known = KnownTriples(graph)
 
     for triples in graph.splits.values():
@@ -324,30 +324,32 @@ def test_a_graph_knows_all_splits_in_both_directions(tmp_path: Path):
 # -- the sample --------------------------------------------------------------------------------
 
 
-def test_the_sample_is_what_the_script_writes(tmp_path: Path):
-    script = [sys.executable, ROOT / "scripts" / "make_sample_graph.py", "--check"]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([*script, "--out", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "train.tsv: missing, or differs from what this script writes" in done.stdout
+def test_sample_matches_output_of_script(tmp_path: Path):
+    command = [sys.executable, ROOT / "scripts" / "make_sample_graph.py", "--check"]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    process = subprocess.run(
+        [*command, "--out", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 1
+    assert "train.tsv: missing, or differs from what this script writes" in process.stdout
 
 
-def test_in_the_sample_the_relation_decides():
+def test_sample_answers_depend_on_relation():
     graph = read_graph()
     queries = graph.queries("test")
     known = KnownTriples(graph)
-    right = of_things = things = 0
+    n_correct = n_correct_things = n_things = 0
     for entity in np.unique(queries[:, 0]):
-        own = queries[queries[:, 0] == entity]
-        relations, count = np.unique(own[:, 1], return_counts=True)
-        # Tails of different relations differ, so that who ignores the relation puts the tails of
-        # one before those of the others, and is right for that one at best.
-        tails = [set(known.gather(own[:1, 0], relation[None])[1]) for relation in relations]
+        rows = queries[queries[:, 0] == entity]
+        relations, count = np.unique(rows[:, 1], return_counts=True)
+        # Tails of different relations differ. A model that ignores the relation ranks the tails of
+        # one relation before those of the others, and is correct for that relation at best.
+        tails = [set(known.gather(rows[:1, 0], relation[None])[1]) for relation in relations]
         assert len(set.union(*tails)) == sum(map(len, tails))
-        right += count.max()
+        n_correct += count.max()
         if len(relations) == 9:
-            of_things, things = of_things + count.max(), things + len(own)
-    assert things == len(queries) / 2
-    assert of_things / things == 0.2
-    assert right / len(queries) < 0.45
+            n_correct_things, n_things = n_correct_things + count.max(), n_things + len(rows)
+    assert n_things == len(queries) / 2
+    assert n_correct_things / n_things == 0.2
+    assert n_correct / len(queries) < 0.45

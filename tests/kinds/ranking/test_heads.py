@@ -1,4 +1,4 @@
-"""Heads that map queries and candidates: as their equations, fitted, saved, on a graph."""
+"""Heads that map queries and candidates: equations, fitting, saving and binding to graphs."""
 
 import math
 
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 N, R, D = 30, 3, 6
 JOINT = ["linear", "mlp"]
-APART = ["hadamard", "concat", "hypernet", "hypernet-full", "matrices"]
-QUICK = {"epochs": 2, "batch_size": 64, "patience": 9, "precision": "float32"}
+SEPARATE = ["hadamard", "concat", "hypernet", "hypernet-full", "matrices"]
+FAST_SETTINGS = {"epochs": 2, "batch_size": 64, "patience": 9, "precision": "float32"}
 SIZES = {
     "linear": {"dim": 4},
     "mlp": {"dim": 6, "hidden": 5},
@@ -40,8 +40,8 @@ SIZES = {
 }
 
 
-def graph(seed=0, m=40, joint=False):
-    """A small graph: loops, an entity that none is linked to, features of any length."""
+def make_arrays(seed=0, m=40, joint=False):
+    """Make a small graph with loops, an entity without links, and features of any norm."""
     rng = np.random.default_rng(seed)
     head, tail = rng.integers(N - 1, size=(2, m))
     triples = np.stack([head, rng.integers(R, size=m), tail], axis=1).astype(np.int32)
@@ -59,68 +59,70 @@ def graph(seed=0, m=40, joint=False):
     )
 
 
-def recipe(name, **changes):
-    return load_recipe(name, "kgc").with_settings({**QUICK, **SIZES[name], **changes}, "test")
+def make_recipe(name, **changes):
+    return load_recipe(name, "kgc").with_settings(
+        {**FAST_SETTINGS, **SIZES[name], **changes}, "test"
+    )
 
 
-def fit(name, arrays, on_dev=None, seed=0, **changes):
-    dev = on_dev and DevScore(METRICS["mrr"], on_dev)
-    return fit_queries(recipe(name, **changes), arrays, dev, seed, quiet, "cpu")
+def fit(name, arrays, score_on_dev=None, seed=0, **changes):
+    dev = score_on_dev and DevScore(METRICS["mrr"], score_on_dev)
+    return fit_queries(make_recipe(name, **changes), arrays, dev, seed, quiet, "cpu")
 
 
-def filtered_mrr(arrays, rows=None):
-    """The mean reciprocal rank of tails that are not known otherwise, triple by triple."""
+def make_mrr_scorer(arrays, rows=None):
+    """Make a function that computes a head's filtered mean reciprocal rank by dense scores."""
     rows = arrays.queries() if rows is None else rows
 
     def score(head):
         scores = head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T
         known = arrays.known.mask(rows[:, 0], rows[:, 1], np.arange(scores.shape[1]))
-        own = scores[np.arange(len(rows)), rows[:, 2]][:, None]
-        return float((1 / (1 + ((scores > own) & ~known).sum(axis=1))).mean())
+        answer_scores = scores[np.arange(len(rows)), rows[:, 2]][:, None]
+        return float((1 / (1 + ((scores > answer_scores) & ~known).sum(axis=1))).mean())
 
     return score
 
 
-# -- what is read of a graph --------------------------------------------------------------------
+# -- features of a graph ------------------------------------------------------------------------
 
 
-def neighbours(arrays, entity, drop=None):
-    """The distinct other ends of an entity's triples, by hand."""
-    found = {int(t) for h, _, t in arrays.triples if h == entity}
-    found |= {int(h) for h, _, t in arrays.triples if t == entity}
-    return sorted(found - {entity, drop})
+def list_neighbours(arrays, entity, drop=None):
+    """List the distinct other ends of an entity's triples."""
+    ends = {int(t) for h, _, t in arrays.triples if h == entity}
+    ends |= {int(h) for h, _, t in arrays.triples if t == entity}
+    return sorted(ends - {entity, drop})
 
 
-def mean_of(arrays, entity, drop=None):
+def average_neighbours(arrays, entity, drop=None):
     vectors = unit(arrays.entities.astype(np.float64))
-    linked = neighbours(arrays, entity, drop)
+    linked = list_neighbours(arrays, entity, drop)
     return vectors[linked].mean(axis=0) if linked else np.zeros(D)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_means_of_neighbours_leave_the_other_end_out(streamed, monkeypatch):
+def test_neighbour_means_exclude_other_end(streamed, monkeypatch):
     if streamed:
         monkeypatch.setattr("llmcond.heads.batches._DENSE_BYTES", 0)
-    arrays = graph()
-    features, everyone = QueryFeatures(arrays), np.arange(N)
-    full = features.entities(everyone, neighbours=True).numpy()
-    expected = [mean_of(arrays, entity) for entity in range(N)]
+    arrays = make_arrays()
+    features, all_entities = QueryFeatures(arrays), np.arange(N)
+    full = features.entities(all_entities, neighbours=True).numpy()
+    expected = [average_neighbours(arrays, entity) for entity in range(N)]
     np.testing.assert_allclose(full[:, D:], expected, atol=1e-6)
     np.testing.assert_allclose(full[:, :D], unit(arrays.entities.astype(float)), atol=1e-6)
-    assert not full[N - 1, D:].any()  # nobody is linked to it
+    assert not full[N - 1, D:].any()  # it has no links
 
     head, _, tail = arrays.triples.astype(np.int64).T
-    found = features.entities(head, neighbours=True, drop=tail).numpy()[:, D:]
-    for row, h, t in zip(found, head, tail, strict=True):
-        np.testing.assert_allclose(row, mean_of(arrays, h, t), atol=1e-6)
+    means = features.entities(head, neighbours=True, drop=tail).numpy()[:, D:]
+    for row, h, t in zip(means, head, tail, strict=True):
+        np.testing.assert_allclose(row, average_neighbours(arrays, h, t), atol=1e-6)
     ends = zip(head, tail, strict=True)
-    alone = [row for row, (h, t) in enumerate(ends) if not neighbours(arrays, h, t)]
-    assert alone, "every head has another neighbour in this graph"
-    assert not found[alone].any()
+    isolated = [row for row, (h, t) in enumerate(ends) if not list_neighbours(arrays, h, t)]
+    assert isolated, "every head has another neighbour in this graph"
+    assert not means[isolated].any()
 
 
-def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
-    arrays = graph()
+def test_features_on_disk_give_same_head(tmp_path, monkeypatch):
+    arrays = make_arrays()
     np.save(tmp_path / "entities.npy", arrays.entities)
     stored = np.load(tmp_path / "entities.npy", mmap_mode="r")
     dense = fit("hypernet-full", arrays, neighbours=True)
@@ -136,26 +138,26 @@ def test_what_lies_on_disk_gives_the_same_head(tmp_path, monkeypatch):
     np.testing.assert_array_equal(streamed.candidates()[3:9], streamed.candidates()[:][3:9])
 
 
-def test_joint_features_that_are_missing_are_counted():
-    arrays = graph(joint=True)
+def test_missing_joint_features_are_counted():
+    arrays = make_arrays(joint=True)
     head = fit("linear", arrays)
-    absent = next(
+    missing = next(
         (h, r)
         for h in range(N)
         for r in range(2 * R)
         if h * 2 * R + r not in arrays.joint_input_keys
     )
     with pytest.raises(UserError, match="1 of 2 queries have no joint features"):
-        head.queries([absent[0], arrays.triples[0, 0]], [absent[1], arrays.triples[0, 1]])
+        head.queries([missing[0], arrays.triples[0, 0]], [missing[1], arrays.triples[0, 1]])
     with pytest.raises(UserError, match="reads joint features of head entities and relations"):
-        fit("linear", graph())
+        fit("linear", make_arrays())
 
 
 # -- the equations, row by row ------------------------------------------------------------------
 
 
-def mapped(head, x, relation, arrays):
-    """What a head makes of one query's features, in float64, with every matrix formed."""
+def map_query(head, x, relation, arrays):
+    """Map one query's features in float64, with every matrix formed."""
     weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
     settings, kind = head.settings, head.kind
     if "head" in weights:
@@ -165,32 +167,34 @@ def mapped(head, x, relation, arrays):
     if kind == "query-mlp":
         hidden = torch.nn.functional.gelu(torch.from_numpy(weights["map.weight1"] @ x)).numpy()
         return weights["map.weight2"] @ hidden
-    c = np.eye(2 * R)[relation]
+    condition = np.eye(2 * R)[relation]
     if settings.relations == "features":
-        c = unit(arrays.relations.astype(np.float64))[relation]
-        c = c @ weights["basis"] if "basis" in weights else c
+        condition = unit(arrays.relations.astype(np.float64))[relation]
+        condition = condition @ weights["basis"] if "basis" in weights else condition
     if kind == "query-hadamard":
-        return x * (weights["map.transform"] @ c + weights["map.transform_bias"])
+        return x * (weights["map.transform"] @ condition + weights["map.transform_bias"])
     if kind == "query-concat":
-        both = weights["map.sentence"] @ x + weights["map.condition"] @ c + weights["map.bias"]
+        both = (
+            weights["map.sentence"] @ x + weights["map.condition"] @ condition + weights["map.bias"]
+        )
         return torch.nn.functional.gelu(torch.from_numpy(both)).numpy()
     matrix = np.eye(D)
     names = ("factor1", "factor2") if settings.rank else ("matrix",)
     for name in names:
-        made = weights[f"map.{name}"] @ c + weights.get(f"map.{name}_bias", 0)
-        matrix = matrix @ made.reshape(matrix.shape[1], -1)
+        factor = weights[f"map.{name}"] @ condition + weights.get(f"map.{name}_bias", 0)
+        matrix = matrix @ factor.reshape(matrix.shape[1], -1)
     return x @ matrix
 
 
-def candidate_of(head, x, arrays):
-    """What a head makes of one candidate's features."""
+def map_candidate(head, x, arrays):
+    """Map one candidate's features in float64."""
     weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
     if head.settings.candidate == "linear":
         return weights["tail"] @ x + weights["tail_bias"]
     if head.settings.candidate == "none":
         return x
     if head.features == "joint":
-        return mapped(head, x, None, arrays)
+        return map_query(head, x, None, arrays)
     return weights["head"] @ x + weights["head_bias"]
 
 
@@ -200,9 +204,9 @@ def candidate_of(head, x, arrays):
     ("candidate", "with_neighbours"),
     [("none", False), ("linear", False), ("linear", True), ("same", False), ("same", True)],
 )
-@pytest.mark.parametrize("name", [*JOINT, *APART])
-def test_a_fitted_head_is_its_equation(name, candidate, with_neighbours, score):
-    arrays = graph(joint=name in JOINT)
+@pytest.mark.parametrize("name", [*JOINT, *SEPARATE])
+def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
+    arrays = make_arrays(joint=name in JOINT)
     changes = {"candidate": candidate, "neighbours": with_neighbours, "score": score}
     if candidate != "linear" and (name not in JOINT or candidate == "none"):
         changes |= {"dim": D} if "dim" in SIZES[name] else {}
@@ -210,66 +214,70 @@ def test_a_fitted_head_is_its_equation(name, candidate, with_neighbours, score):
     rows = arrays.queries()
     vectors = unit(arrays.entities.astype(np.float64))
 
-    def read(own, entity):
-        return np.concatenate([own, mean_of(arrays, entity)]) if with_neighbours else own
+    def add_neighbours(vector, entity):
+        return (
+            np.concatenate([vector, average_neighbours(arrays, entity)])
+            if with_neighbours
+            else vector
+        )
 
-    def scored(embedded):
+    def normalize(embedded):
         return unit(embedded) if score == "cosine" else embedded
 
-    found = head.queries(rows[:, 0], rows[:, 1])
-    assert found.dtype == np.float32
-    for got, (h, r, _) in zip(found, rows, strict=True):
-        own = vectors[h]
+    queries = head.queries(rows[:, 0], rows[:, 1])
+    assert queries.dtype == np.float32
+    for actual, (h, r, _) in zip(queries, rows, strict=True):
+        vector = vectors[h]
         if name in JOINT:
-            place = np.searchsorted(arrays.joint_input_keys, h * 2 * R + r)
-            own = unit(arrays.joint.astype(np.float64))[place]
-        expected = scored(mapped(head, read(own, h), r, arrays))
-        np.testing.assert_allclose(got, expected, atol=2e-5)
-    for entity, got in enumerate(head.candidates()[:]):
-        expected = scored(candidate_of(head, read(vectors[entity], entity), arrays))
-        np.testing.assert_allclose(got, expected, atol=2e-5)
+            position = np.searchsorted(arrays.joint_input_keys, h * 2 * R + r)
+            vector = unit(arrays.joint.astype(np.float64))[position]
+        expected = normalize(map_query(head, add_neighbours(vector, h), r, arrays))
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
+    for entity, actual in enumerate(head.candidates()[:]):
+        expected = normalize(map_candidate(head, add_neighbours(vectors[entity], entity), arrays))
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("with_neighbours", [False, True])
 @pytest.mark.parametrize("name", ["linear", "mlp", "hadamard", "hypernet-full", "matrices"])
-def test_embeddings_are_the_features_at_the_start(name, with_neighbours):
-    """So that the first epochs are not spent on what the encoder knows already."""
-    arrays = graph(joint=True)
+def test_embeddings_equal_features_at_start(name, with_neighbours):
+    """The first epochs are therefore not spent on what the encoder already knows."""
+    arrays = make_arrays(joint=True)
     changes = {"dim": D} if "dim" in SIZES[name] else {}
     changes |= {"hidden": 2 * D + 1} if name == "mlp" else {}
-    made = recipe(name, neighbours=with_neighbours, **changes)
+    recipe = make_recipe(name, neighbours=with_neighbours, **changes)
     features, rows = QueryFeatures(arrays), arrays.queries()
 
-    def make():
-        module = made.family(made.settings, *arrays.dims)
+    def build():
+        module = recipe.family(recipe.settings, *arrays.dims)
         module.initialise(features.relations)
         return module
 
-    module = seeded(make, 0)[0].finished()
+    module = seeded(build, 0)[0].finished()
     x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, with_neighbours)
-    found = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
-    torch.testing.assert_close(found, x[:, :D], rtol=0, atol=1e-5)
+    queries = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
+    torch.testing.assert_close(queries, x[:, :D], rtol=0, atol=1e-5)
     x = features.entities(np.arange(N), with_neighbours)
     torch.testing.assert_close(module.candidate(x), x[:, :D], rtol=0, atol=1e-5)
 
 
-def test_low_rank_starts_as_a_projection():
-    arrays, features = graph(), QueryFeatures(graph())
-    made = recipe("hypernet", dim=D)
-    module = made.family(made.settings, *arrays.dims)
+def test_low_rank_map_starts_as_projection():
+    arrays, features = make_arrays(), QueryFeatures(make_arrays())
+    recipe = make_recipe("hypernet", dim=D)
+    module = recipe.family(recipe.settings, *arrays.dims)
     module.initialise(features.relations)
     x = features.entities(np.arange(N))
-    which = torch.zeros(N, dtype=torch.int64)
-    once = module.map(x, features.relations @ module.basis, which).detach()
+    relation_indices = torch.zeros(N, dtype=torch.int64)
+    once = module.map(x, features.relations @ module.basis, relation_indices).detach()
     torch.testing.assert_close(
-        module.map(once, features.relations @ module.basis, which).detach(), once
+        module.map(once, features.relations @ module.basis, relation_indices).detach(), once
     )
     assert torch.linalg.matrix_rank(once, rtol=1e-4) == 2
 
 
-def test_relations_by_their_coordinates_are_the_same_hypernetwork():
-    """What it makes of coordinates, it makes of the features by as many columns as these have."""
-    arrays = graph()
+def test_relation_coordinates_give_same_hypernetwork():
+    """Weights of the coordinates, multiplied by the basis, are weights of the features."""
+    arrays = make_arrays()
     arrays = QueryArrays(
         arrays.entities,
         arrays.triples,
@@ -285,15 +293,15 @@ def test_relations_by_their_coordinates_are_the_same_hypernetwork():
     np.testing.assert_allclose(
         features @ (small @ basis.T).T, (features @ basis) @ small.T, atol=1e-6
     )
-    # Coordinates lose nothing: a relation is the sum of its coordinates' directions.
+    # Coordinates lose nothing, because the basis spans the features of all relations.
     np.testing.assert_allclose(features @ basis @ basis.T, features, atol=1e-5)
 
 
 # -- fitting ------------------------------------------------------------------------------------
 
 
-def ring(n=24, d=8):
-    """Entities in a ring, each tail so many steps on as the relation says: the relation decides."""
+def make_ring(n=24, d=8):
+    """Make entities in a ring, where the relation sets how many steps away the tail is."""
     rng = np.random.default_rng(1)
     steps = [1, 5, 11]
     triples = np.array([(i, r, (i + s) % n) for i in range(n) for r, s in enumerate(steps)])
@@ -304,24 +312,24 @@ def ring(n=24, d=8):
     return QueryArrays(entities, triples, 3, KnownTriples(both, n), relations=relations)
 
 
-LONG = {"epochs": 40, "batch_size": 48, "learning_rate": 0.02, "patience": 40}
+LONG_FIT = {"epochs": 40, "batch_size": 48, "learning_rate": 0.02, "patience": 40}
 
 
 @pytest.mark.parametrize("name", ["hypernet-full", "matrices"])
-def test_a_matrix_of_each_relation_learns_what_it_does(name):
-    arrays = ring()
-    score = filtered_mrr(arrays)
-    head = fit(name, arrays, score, dim=8, **LONG)
+def test_matrix_per_relation_learns_relation(name):
+    arrays = make_ring()
+    score = make_mrr_scorer(arrays)
+    head = fit(name, arrays, score, dim=8, **LONG_FIT)
     assert score(head) > 0.95
     assert head.fit.record["selected_on"] == "dev"
     curve = head.fit.record["curve"]
     assert max(entry["dev_score"] for entry in curve) == score(head)
     assert curve[-1]["loss"] < curve[0]["loss"] / 2
-    joint = np.repeat(arrays.entities, 6, axis=0)  # which say nothing of the relation
+    joint = np.repeat(arrays.entities, 6, axis=0)  # features without the relation
     blind = QueryArrays(
         arrays.entities, arrays.triples, 3, arrays.known, None, joint, np.arange(len(joint))
     )
-    assert score(fit("linear", blind, dim=8, **LONG)) < 0.5
+    assert score(fit("linear", blind, dim=8, **LONG_FIT)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -342,16 +350,17 @@ def test_a_matrix_of_each_relation_learns_what_it_does(name):
     ],
     ids="-".join,
 )
-def test_each_setting_changes_what_is_fitted_and_a_seed_gives_it_again(changes):
-    arrays = graph()
-    usual = {"dim": D, "batch_size": 32}
-    plain, first, second = (
-        fit("hypernet-full", arrays, seed=3, **usual, **own) for own in ({}, changes, changes)
+def test_each_setting_changes_fit_and_seed_reproduces_it(changes):
+    arrays = make_arrays()
+    shared = {"dim": D, "batch_size": 32}
+    default, first, second = (
+        fit("hypernet-full", arrays, seed=3, **shared, **settings)
+        for settings in ({}, changes, changes)
     )
     for name, value in first.tensors.items():
         np.testing.assert_array_equal(value, second.tensors[name])
     assert any(
-        name not in plain.tensors or not np.array_equal(value, plain.tensors[name])
+        name not in default.tensors or not np.array_equal(value, default.tensors[name])
         for name, value in first.tensors.items()
     )
     assert (members_of(first.module)[0].scale == pytest.approx(20)) == (
@@ -364,54 +373,54 @@ def test_each_setting_changes_what_is_fitted_and_a_seed_gives_it_again(changes):
         assert np.abs(scores).max() <= 1 + 1e-5
 
 
-def test_members_are_heads_of_their_own_and_scores_their_mean():
-    arrays = graph()
-    both = fit("hadamard", arrays, members=2)
-    single = [fit("hadamard", arrays, seed=seed) for seed in (0, 2**20)]
+def test_members_are_separate_heads_with_averaged_scores():
+    arrays = make_arrays()
+    ensemble = fit("hadamard", arrays, members=2)
+    heads = [fit("hadamard", arrays, seed=seed) for seed in (0, 2**20)]
     rows = arrays.queries()
-    scores = [head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T for head in single]
-    found = both.queries(rows[:, 0], rows[:, 1]) @ both.candidates()[:].T
-    np.testing.assert_allclose(found, np.mean(scores, axis=0), atol=1e-5)
-    assert len(both.fit.record["members"]) == 2
+    scores = [head.queries(rows[:, 0], rows[:, 1]) @ head.candidates()[:].T for head in heads]
+    actual = ensemble.queries(rows[:, 0], rows[:, 1]) @ ensemble.candidates()[:].T
+    np.testing.assert_allclose(actual, np.mean(scores, axis=0), atol=1e-5)
+    assert len(ensemble.fit.record["members"]) == 2
 
 
-def test_the_best_epoch_is_kept_and_patience_ends_fitting():
-    arrays, seen = graph(), []
+def test_best_epoch_is_restored_and_patience_stops_fitting():
+    arrays, tensors = make_arrays(), []
 
     def score(head):
-        seen.append(head.tensors)
-        return [0.1, 0.3, 0.2, 0.25][len(seen) - 1]
+        tensors.append(head.tensors)
+        return [0.1, 0.3, 0.2, 0.25][len(tensors) - 1]
 
     head = fit("hadamard", arrays, score, epochs=9, patience=2)
-    assert (len(seen), head.fit.record["best_epoch"]) == (4, 2)
+    assert (len(tensors), head.fit.record["best_epoch"]) == (4, 2)
     for name, value in head.tensors.items():
-        np.testing.assert_array_equal(value, seen[1][name])
-    # Scoring leaves no trace: dropout is drawn as if it had not been.
+        np.testing.assert_array_equal(value, tensors[1][name])
+    # Scoring leaves the random state alone, so that dropout is the same without it.
     changes = {"epochs": 2, "dropout": 0.3}
     scored = fit("concat", arrays, lambda head: float(len(head.kind)), **changes)
     plain = fit("concat", arrays, **changes)
-    assert scored.fit.record["best_epoch"] == 1  # the first of equal ones
+    assert scored.fit.record["best_epoch"] == 1  # the first of equal scores
     assert plain.fit.record["best_epoch"] == 2
     assert plain.fit.record["selected_on"] is None
-    curves = [[entry["loss"] for entry in one.fit.record["curve"]] for one in (scored, plain)]
+    curves = [[entry["loss"] for entry in fitted.fit.record["curve"]] for fitted in (scored, plain)]
     assert curves[0] == curves[1]
 
 
-def test_a_head_without_parameters_is_the_features():
-    arrays = graph(joint=True)
+def test_head_without_parameters_returns_features():
+    arrays = make_arrays(joint=True)
     head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, quiet)
     rows = arrays.queries()
-    place = np.searchsorted(arrays.joint_input_keys, rows[:, 0] * 2 * R + rows[:, 1])
-    expected = unit(arrays.joint.astype(np.float64))[place]
+    positions = np.searchsorted(arrays.joint_input_keys, rows[:, 0] * 2 * R + rows[:, 1])
+    expected = unit(arrays.joint.astype(np.float64))[positions]
     np.testing.assert_allclose(head.queries(rows[:, 0], rows[:, 1]), expected, atol=1e-5)
     np.testing.assert_allclose(head.candidates()[:], unit(arrays.entities.astype(float)), atol=1e-5)
     assert head.is_identity
     assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
 
 
-def test_a_loss_that_diverges_is_told():
+def test_diverging_loss_is_reported():
     with pytest.raises(UserError, match=r"the loss became \w+ in epoch \d. Lower learning_rate"):
-        fit("hypernet-full", graph(), learning_rate=1e30, epochs=3, schedule="constant")
+        fit("hypernet-full", make_arrays(), learning_rate=1e30, epochs=3, schedule="constant")
 
 
 # -- on disk, and on other graphs -----------------------------------------------------------------
@@ -427,14 +436,14 @@ def test_a_loss_that_diverges_is_told():
         ("hadamard", {"score": "dot"}),
     ],
 )
-def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
-    arrays = graph(joint=name in JOINT)
+def test_saved_head_is_loaded_unchanged(name, changes, tmp_path):
+    arrays = make_arrays(joint=name in JOINT)
     head, rows = fit(name, arrays, lambda head: 0.5, **changes), arrays.queries()
     save_head(head, tmp_path, {"made_by": "a test"})
     loaded, record = load_query_head(tmp_path)
     assert (loaded.kind, loaded.settings) == (head.kind, head.settings)
-    assert [own.scale for own in members_of(loaded.module)] == [
-        own.scale for own in members_of(head.module)
+    assert [member.scale for member in members_of(loaded.module)] == [
+        member.scale for member in members_of(head.module)
     ]
     assert record["made_by"] == "a test"
     assert (record["dim_out"], record["n_relations"]) == (head.dim_out, R)
@@ -444,16 +453,16 @@ def test_a_saved_head_is_the_same_head(name, changes, tmp_path):
     ):
         loaded.candidates()
     bound = loaded.bind(arrays)
-    for part in ("queries", "candidates"):
-        given = rows.T[:2] if part == "queries" else ()
-        found = getattr(bound, part)(*given)[:]
-        np.testing.assert_array_equal(found, getattr(head, part)(*given)[:])
+    for method in ("queries", "candidates"):
+        arguments = rows.T[:2] if method == "queries" else ()
+        actual = getattr(bound, method)(*arguments)[:]
+        np.testing.assert_array_equal(actual, getattr(head, method)(*arguments)[:])
     with pytest.raises(UserError, match="it ranks candidates and compares no pairs"):
         load_head(tmp_path)
 
 
-def test_a_damaged_head_is_told(tmp_path):
-    save_head(fit("matrices", graph()), tmp_path, {})
+def test_damaged_head_is_rejected(tmp_path):
+    save_head(fit("matrices", make_arrays()), tmp_path, {})
     record = read_json(tmp_path / "head.json")
     write_json(tmp_path / "head.json", {**record, "n_relations": R + 1})
     with pytest.raises(LlmcondError, match="does not hold the parameters of a query-hypernet head"):
@@ -461,17 +470,17 @@ def test_a_damaged_head_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("n_relations", ["3", -1, 2**25])
-def test_a_damaged_number_of_relations_is_told(n_relations, tmp_path):
-    save_head(fit("matrices", graph()), tmp_path, {})
+def test_damaged_relation_count_is_rejected(n_relations, tmp_path):
+    save_head(fit("matrices", make_arrays()), tmp_path, {})
     record = read_json(tmp_path / "head.json")
     write_json(tmp_path / "head.json", {**record, "n_relations": n_relations})
     with pytest.raises(LlmcondError, match=r"was damaged: 'n_relations' is .*Fit the head again"):
         load_query_head(tmp_path)
 
 
-def test_a_head_is_for_graphs_of_its_sizes():
-    arrays = graph()
-    head, other = fit("hypernet", arrays), graph(seed=1)
+def test_head_binds_to_graphs_of_its_sizes_only():
+    arrays = make_arrays()
+    head, other = fit("hypernet", arrays), make_arrays(seed=1)
     assert head.bind(other).queries([1], [2]).shape == (1, 4)  # other entities
     wider = QueryArrays(np.ones((4, D + 1)), arrays.triples, R, arrays.known, arrays.relations)
     with pytest.raises(UserError, match=r"7 dimensions of features of entities; .* fitted on 6"):
@@ -482,7 +491,7 @@ def test_a_head_is_for_graphs_of_its_sizes():
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "told"),
+    ("name", "changes", "message"),
     [
         ("hypernet", {"neighbours": True, "candidate": "none"}, "so candidates need a map"),
         (
@@ -502,13 +511,13 @@ def test_a_head_is_for_graphs_of_its_sizes():
         ("mlp", {"hidden": -1}, "'hidden' is -1: it must be at least 0"),
     ],
 )
-def test_settings_that_do_not_go_together_are_told(name, changes, told):
-    with pytest.raises(UserError, match=told):
-        fit(name, graph(joint=True), **changes)
+def test_inconsistent_settings_are_rejected(name, changes, message):
+    with pytest.raises(UserError, match=message):
+        fit(name, make_arrays(joint=True), **changes)
 
 
-def test_what_is_missing_is_told():
-    arrays = graph()
+def test_missing_features_and_triples_are_rejected():
+    arrays = make_arrays()
     bare = QueryArrays(arrays.entities, arrays.triples, R, arrays.known)
     with pytest.raises(UserError, match="reads the features of relations, and the data has none"):
         fit("hypernet", bare)
@@ -523,22 +532,22 @@ def test_what_is_missing_is_told():
     with pytest.raises(
         UserError, match="the head hypernet ranks candidates; it cannot be fitted on rated"
     ):
-        fit_recipe(recipe("hypernet"), None, None, 0, quiet)
+        fit_recipe(make_recipe("hypernet"), None, None, 0, quiet)
 
 
-def test_a_task_has_recipes_of_its_own():
+def test_recipes_depend_on_task():
     assert load_recipe("mlp", "kgc").kind == "query-mlp"
     assert load_recipe("mlp").kind == load_recipe("mlp", "csts").kind == "mlp"
     with pytest.raises(UserError, match="unknown head 'towers'"):
         load_recipe("towers", "kgc")
-    made = load_recipe("hypernet", "kgc")
-    parsed = made.parse_changes({"neighbours": "true", "margin": "0.1", "rank": "8"}, "--set")
-    changed = made.with_settings(parsed, "--set").settings
+    recipe = load_recipe("hypernet", "kgc")
+    parsed = recipe.parse_changes({"neighbours": "true", "margin": "0.1", "rank": "8"}, "--set")
+    changed = recipe.with_settings(parsed, "--set").settings
     assert (changed.neighbours, changed.margin, changed.rank) == (True, 0.1, 8)
     assert math.isclose(Contrast(changed).scale, 1 / changed.temperature, rel_tol=1e-6)
 
 
-def test_a_head_of_the_users_own_maps_queries(tmp_path):
+def test_custom_head_maps_queries(tmp_path):
     (tmp_path / "own.py").write_text(
         "from llmcond.heads import HeadModule, SizedSettings\n"
         "class Own(HeadModule):\n"
@@ -553,16 +562,16 @@ def test_a_head_of_the_users_own_maps_queries(tmp_path):
         'kind = "query-own.py:Own"\ndescription = "d"\nsource = "s"\ndim = 4\ndropout = 0.0\n'
         "learning_rate = 1e-3\nbatch_size = 32\nepochs = 1\npatience = 1\n"
     )
-    arrays = graph(joint=True)
+    arrays = make_arrays(joint=True)
     head = fit_queries(load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, quiet)
     save_head(head, tmp_path / "saved", {})
     assert load_query_head(tmp_path / "saved")[0].kind == "query-own.py:Own"
 
 
 def test_progress_is_reported_after_every_step():
-    reported, arrays = [], graph()
+    calls, arrays = [], make_arrays()
     steps = -(-len(arrays.queries()) // 32)
-    own = recipe("hadamard", batch_size=32)
-    fit_queries(own, arrays, None, 0, lambda *args: reported.append(args), "cpu")
+    recipe = make_recipe("hadamard", batch_size=32)
+    fit_queries(recipe, arrays, None, 0, lambda *args: calls.append(args), "cpu")
     expected = [step / steps for step in range(1, 2 * steps + 1)]
-    assert [args[0] for args in reported] == pytest.approx(expected)
+    assert [args[0] for args in calls] == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Which inputs queries and candidates are under a template."""
+"""Inputs of queries and candidates under a prompt."""
 
 import numpy as np
 import pytest
@@ -21,24 +21,24 @@ TEXTS = QueryTexts(
 )
 
 
-def texts_of(inputs):
+def get_texts(inputs):
     return [item.text for item in inputs]
 
 
-def test_separate_features_are_of_texts_alone():
+def test_separate_features_encode_single_texts():
     inputs = QueryInputs(TEXTS, load_prompt("separate"))
     assert list(inputs.columns) == ["candidates", "sentences", "conditions"]
     assert inputs.sentences == inputs.candidates == [EncoderInput("", t) for t in TEXTS.candidates]
-    assert texts_of(inputs.conditions) == TEXTS.conditions
+    assert get_texts(inputs.conditions) == TEXTS.conditions
     assert len(inputs) == len(list(inputs)) == 8
     assert len(set(inputs)) == 6
 
 
-def test_joint_features_are_of_what_is_asked_only():
+def test_joint_features_cover_queried_pairs_only():
     inputs = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
     assert list(inputs.columns) == ["candidates", "joint", "conditions"]
     joint = ["two dogs the place", "two dogs inverse people", "children the place"]
-    assert texts_of(inputs.joint) == joint
+    assert get_texts(inputs.joint) == joint
     assert inputs.locate(inputs.joint[1]) == (
         "the entity 'two dogs' under the relation 'inverse people'"
     )
@@ -46,7 +46,7 @@ def test_joint_features_are_of_what_is_asked_only():
     assert inputs.locate(EncoderInput("", "nothing")) is None
 
 
-def test_what_is_subtracted_may_be_of_the_sentence(tmp_path):
+def test_subtracted_inputs_may_contain_sentence(tmp_path):
     (tmp_path / "t.toml").write_text(
         'description = "d"\nsource = "s"\n[conditional]\ntext = "{sentence}: {condition}"\n'
         '[unconditional]\ntext = "{sentence}: anything"\n[plain]\ntext = "It is {sentence}."\n'
@@ -54,19 +54,22 @@ def test_what_is_subtracted_may_be_of_the_sentence(tmp_path):
     prompt = load_prompt(str(tmp_path / "t.toml"))
     inputs = QueryInputs(TEXTS, prompt)
     assert list(inputs.columns) == ["candidates", "joint", "sentences"]
-    assert texts_of(inputs.sentences) == ["two dogs: anything", "children: anything"]
-    assert texts_of(inputs.candidates) == ["It is two dogs.", "It is children."]
+    assert get_texts(inputs.sentences) == ["two dogs: anything", "children: anything"]
+    assert get_texts(inputs.candidates) == ["It is two dogs.", "It is children."]
 
 
-def test_a_shuffled_control_asks_under_another_condition():
+def test_shuffled_control_uses_other_conditions():
     inputs = QueryInputs(TEXTS, load_prompt("control-shuffled"))
-    own = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
-    assert texts_of(inputs.joint)[1] == "two dogs the place"
-    assert all(given != asked for given, asked in zip(inputs.joint, own.joint, strict=True))
+    unshuffled = QueryInputs(TEXTS, load_prompt("concat-sent-cond"))
+    assert get_texts(inputs.joint)[1] == "two dogs the place"
+    assert all(
+        shuffled_input != original_input
+        for shuffled_input, original_input in zip(inputs.joint, unshuffled.joint, strict=True)
+    )
     assert list(QueryInputs(TEXTS, load_prompt("control-shuffled"))) == list(inputs)
 
 
-def test_a_graph_is_asked_in_both_directions(tmp_path):
+def test_graph_is_queried_in_both_directions(tmp_path):
     task = find_task("kgc")
     graph = task.read(DataOptions(str(write_graph(tmp_path))))
     texts = task.texts(graph)
@@ -76,12 +79,12 @@ def test_a_graph_is_asked_in_both_directions(tmp_path):
     assert set(map(tuple, texts.asked)) == set(map(tuple, queries[:, :2]))
     assert task.counted(graph).endswith("triples of 24 entities and 3 relations")
     graph.save(tmp_path)
-    again = task.load(tmp_path, graph.to_json())
-    assert (again.digest, task.texts(again).conditions) == (graph.digest, texts.conditions)
+    loaded = task.load(tmp_path, graph.to_json())
+    assert (loaded.digest, task.texts(loaded).conditions) == (graph.digest, texts.conditions)
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("options", "message"),
     [
         (DataOptions(columns={"label": "x"}), "--columns"),
         (DataOptions(scale={"low": 0}), "--rating-range"),
@@ -90,6 +93,6 @@ def test_a_graph_is_asked_in_both_directions(tmp_path):
         (DataOptions([{"head": "a"}]), "data is list, but the task kgc reads a folder"),
     ],
 )
-def test_options_of_rows_are_refused(asked, words):
-    with pytest.raises(UserError, match=words):
-        find_task("kgc").read(asked)
+def test_options_for_rated_rows_are_rejected(options, message):
+    with pytest.raises(UserError, match=message):
+        find_task("kgc").read(options)

@@ -1,4 +1,4 @@
-"""Knowledge-graph completion by the commands, on a small graph and a small encoder."""
+"""Knowledge-graph completion commands with a small encoder on a small graph."""
 
 import csv
 import json
@@ -21,49 +21,49 @@ def extracted(graph, model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     command = ["extract", "--task", "kgc", "--data", graph, "--model", model, "--run", folder]
     command += [*ENCODER, "--prompt", "separate", "concat-sent-cond"]
-    assert cli.run([str(one) for one in command]) == 0
+    assert cli.run([str(argument) for argument in command]) == 0
     return folder
 
 
 @pytest.fixture
-def own(extracted, tmp_path):
-    return shutil.copytree(extracted, tmp_path / "own")
+def run(extracted, tmp_path):
+    return shutil.copytree(extracted, tmp_path / "copy")
 
 
 def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
-    done = ok(capsys, *command, "--task", "kgc")["prompts"]
+    prompts = ok(capsys, *command, "--task", "kgc")["prompts"]
     # Entities are sentences and candidates at once; relations have two directions.
-    assert list(done) == ["separate"]
-    assert done["separate"]["n_inputs"] == done["separate"]["n_computed"] == 24 + 6
+    assert list(prompts) == ["separate"]
+    assert prompts["separate"]["n_inputs"] == prompts["separate"]["n_computed"] == 24 + 6
     joint = ok(capsys, *command, "--prompt", "concat-sent-cond")["prompts"]["concat-sent-cond"]
     assert joint["n_inputs"] - joint["n_computed"] == 24 + 6
     assert ok(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
 
 
-def test_a_router_has_something_to_route(capsys, graph, model, tmp_path):
-    """Without a prompt named, the one that routes; separate features leave a router idle."""
+def test_router_needs_joint_features(capsys, graph, model, tmp_path):
+    """The default prompt is ``routed``, because a router has no effect on separate features."""
     folder = tmp_path / "run"
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
     routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
-    said = refused(capsys, *routed, "--prompt", "separate")
-    assert "--router csr would have no effect" in said
+    message = refused(capsys, *routed, "--prompt", "separate")
+    assert "--router csr would have no effect" in message
     assert not folder.exists()
     assert list(ok(capsys, *routed)["prompts"]) == ["routed"]
-    said = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
-    assert "Add --router csr" in said
+    message = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
+    assert "Add --router csr" in message
 
 
-def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path):
-    command = ("extract", "--model", model, "--run", own, *ENCODER)
+def test_run_rejects_other_task_and_graph(capsys, run, graph, model, tmp_path):
+    command = ("extract", "--model", model, "--run", run, *ENCODER)
     assert "run of the task kgc, not csts" in refused(capsys, *command, "--task", "csts")
     other = write_graph(tmp_path / "other")
     (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
     assert "has other examples" in refused(capsys, *command, "--data", other)
     assert "with other options" in refused(capsys, *command, "--columns", "label=x")
-    named = refused(capsys, *command, "--data", graph, "--split-seed", "1")
-    assert "--split-seed splits a single file" in named
+    message = refused(capsys, *command, "--data", graph, "--split-seed", "1")
+    assert "--split-seed splits a single file" in message
 
 
 @pytest.mark.parametrize(
@@ -74,57 +74,57 @@ def test_a_run_is_of_one_task_and_one_graph(capsys, own, graph, model, tmp_path)
         ("embed", "FILE", "--out", "x.npy"),
     ],
 )
-def test_commands_for_pairs_refuse_such_a_run(capsys, own, graph, command):
+def test_commands_for_pairs_reject_run_of_graph(capsys, run, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
-    said = refused(capsys, *command, "--run", own)
-    assert "this command needs rated pairs" in said
+    message = refused(capsys, *command, "--run", run)
+    assert "this command needs rated pairs" in message
 
 
-def test_a_damaged_run_is_told_in_a_line(capsys, own):
-    manifest = json.loads((own / "run.json").read_text())
-    triples = (own / "triples.parquet").read_bytes()
-    (own / "triples.parquet").write_bytes(triples[:-9])
-    assert "cannot be read" in refused(capsys, "evaluate", "--run", own)
+def test_damaged_run_is_reported(capsys, run):
+    manifest = json.loads((run / "run.json").read_text())
+    triples = (run / "triples.parquet").read_bytes()
+    (run / "triples.parquet").write_bytes(triples[:-9])
+    assert "cannot be read" in refused(capsys, "evaluate", "--run", run)
     del manifest["data"]["digest"]
-    (own / "run.json").write_text(json.dumps(manifest))
-    assert cli.run(["evaluate", "--run", str(own)]) == 1
+    (run / "run.json").write_text(json.dumps(manifest))
+    assert cli.run(["evaluate", "--run", str(run)]) == 1
     assert "was damaged: the key 'data.digest' is missing" in capsys.readouterr().err
 
 
-def test_a_run_says_of_which_kind_it_is(capsys, own):
-    manifest = json.loads((own / "run.json").read_text())
+def test_run_records_kind_of_task(capsys, run):
+    manifest = json.loads((run / "run.json").read_text())
     assert manifest.pop("kind") == "ranking"
-    # As written before kinds had names.
-    (own / "run.json").write_text(json.dumps({**manifest, "ranking": True}))
-    assert ok(capsys, "evaluate", "--run", own, "--head", "none")["results"][0]["task"] == "kgc"
-    (own / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
-    assert cli.run(["evaluate", "--run", str(own)]) == 1
+    # Older runs have a flag instead of the name of the kind.
+    (run / "run.json").write_text(json.dumps({**manifest, "ranking": True}))
+    assert ok(capsys, "evaluate", "--run", run, "--head", "none")["results"][0]["task"] == "kgc"
+    (run / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
+    assert cli.run(["evaluate", "--run", str(run)]) == 1
     error = capsys.readouterr().err
     assert "has kind = 'odd': there is no kind of task 'odd'." in error
     assert "dialogue, ranking, rated" in error
 
 
-def test_heads_are_fitted_and_chosen_on_dev(capsys, own):
-    fit = ("fit-head", "--run", own, "--set", "epochs=3", "batch_size=16")
+def test_heads_are_fitted_and_selected_on_dev(capsys, run):
+    fit = ("fit-head", "--run", run, "--set", "epochs=3", "batch_size=16")
     full = ok(capsys, *fit, "--head", "hypernet-full")
     assert full["name"] == "hypernet-full@separate"
     assert (full["n_train"], full["n_dev"], full["subtract"]) == (42, 7, False)
     assert 0 < full["dev_mrr"] <= 1
     linear = ok(capsys, *fit, "--head", "linear")
     assert linear["name"] == "linear@concat-sent-cond+c"
-    again = ok(capsys, *fit, "--head", "hypernet-full", "--name", "again")
-    assert again["dev_mrr"] == full["dev_mrr"]
-    listed = ok(capsys, "heads", "--run", own)["heads"]
+    refitted = ok(capsys, *fit, "--head", "hypernet-full", "--name", "again")
+    assert refitted["dev_mrr"] == full["dev_mrr"]
+    listed = ok(capsys, "heads", "--run", run)["heads"]
     assert {row["name"]: row["dev_mrr"] for row in listed} == {
-        row["name"]: row["dev_mrr"] for row in (full, linear, again)
+        row["name"]: row["dev_mrr"] for row in (full, linear, refitted)
     }
 
 
-def test_a_score_of_a_sample_of_dev_is_named_so(capsys, monkeypatch, own):
+def test_score_on_dev_sample_reports_number_of_queries(capsys, monkeypatch, run):
     monkeypatch.setattr("llmcond.kinds.ranking.examples._DEV_QUERIES", 2)
     monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
-    command = ("fit-head", "--run", own, "--head", "hadamard", "--set", "epochs=2")
-    assert cli.run([str(one) for one in command]) == 0
+    command = ("fit-head", "--run", run, "--head", "hadamard", "--set", "epochs=2")
+    assert cli.run([str(argument) for argument in command]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert any(" of 2, dev MRR on 2 queries " in line for line in lines)
     assert " chosen on 2 queries of dev; dev MRR " in lines[-1]
@@ -140,7 +140,7 @@ def fitted(extracted, tmp_path_factory):
     return folder
 
 
-def test_zero_shot_and_the_rule_stand_beside_heads(capsys, fitted):
+def test_evaluate_lists_zero_shot_rule_and_heads(capsys, fitted):
     rows = {row["name"]: row for row in ok(capsys, "evaluate", "--run", fitted)["results"]}
     assert list(rows) == [
         "none@separate",
@@ -160,18 +160,19 @@ def test_zero_shot_and_the_rule_stand_beside_heads(capsys, fitted):
         assert row["mrr"] == pytest.approx((forward["mrr"] + backward["mrr"]) / 2)
         assert row["reversible"]["n"] + row["rest"]["n"] == 14
         assert row["unseen"]["n"] == 0
-    # The relation is ignored there: a head entity is next to itself, which answers nothing.
+    # Zero-shot on separate features ignores the relation. A head entity is nearest to itself,
+    # which is never the answer.
     assert rows["none@separate"]["hits@1"] == 0
     assert rows["rule:reverse"]["reversible"]["mrr"] == 1
     assert rows["rule:reverse"]["head"] == "rule:reverse"
     assert rows["hypernet-full@separate"]["selected_on"] == "dev"
 
 
-def test_what_the_graph_tells_is_named_in_every_row(capsys, fitted):
+def test_graph_options_are_recorded_in_results(capsys, fitted):
     command = ("evaluate", "--run", fitted, "--head", "hypernet-full", "--split", "dev")
     (plain,) = (r for r in ok(capsys, *command)["results"] if r["head"] == "hypernet-full")
-    asked = ("--rerank", "1:0.2:no-head", "--exclude-head", "--reverse", "--by-relation")
-    rows = ok(capsys, *command, *asked, "--ties", "pessimistic")["results"]
+    options = ("--rerank", "1:0.2:no-head", "--exclude-head", "--reverse", "--by-relation")
+    rows = ok(capsys, *command, *options, "--ties", "pessimistic")["results"]
     assert [row["head"] for row in rows] == ["none", "rule:reverse", "hypernet-full"]
     for row in (rows[0], rows[2]):
         assert (row["ties"], row["rerank"]) == ("pessimistic", "1:0.2:no-head")
@@ -181,62 +182,62 @@ def test_what_the_graph_tells_is_named_in_every_row(capsys, fitted):
     assert rows[2]["mrr"] != plain["mrr"]
 
 
-def test_each_query_is_told_with_its_ranks(capsys, fitted, tmp_path):
+def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
     files = ("--predictions", tmp_path / "ranks.csv", "--report", tmp_path / "page.html")
     results = ok(capsys, "evaluate", "--run", fitted, "--by-relation", *files)["results"]
     with (tmp_path / "ranks.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     about = ["row", "direction", "head", "relation", "answer"]
     texts = ["head_text", "relation_text", "answer_text"]
-    assert list(rows[0]) == [*about, *texts, *(one["name"] for one in results)]
-    asked = [[row[key] for key in (*about[1:], "relation_text")] for row in (rows[0], rows[7])]
-    assert asked == [
+    assert list(rows[0]) == [*about, *texts, *(result["name"] for result in results)]
+    queries = [[row[key] for key in (*about[1:], "relation_text")] for row in (rows[0], rows[7])]
+    assert queries == [
         ["forward", "p05", "_sits_with", "p01", "people"],
         ["backward", "p01", "_sits_with", "p05", "inverse people"],
     ]
     data = embedded(tmp_path / "page.html")
-    ranks = {one["name"]: one["rank"] for one in data["systems"]}
+    ranks = {system["name"]: system["rank"] for system in data["systems"]}
     by_relation = data["conditions"]
-    place = [data["texts"][i] for i in by_relation["text"]].index("inverse people")
-    for number, one in enumerate(sorted(results, key=lambda one: -one["mrr"])):
-        own = np.array([float(row[one["name"]]) for row in rows])
-        assert (1 / own).mean() == pytest.approx(one["mrr"])
-        assert ranks[one["name"]] == own.tolist()
-        mine = [row["relation_text"] == "inverse people" for row in rows]
-        expected = 100 * (1 / own[mine]).mean()
-        assert by_relation["figure"][number][place] == pytest.approx(expected, abs=0.051)
-    said = (tmp_path / "page.html").read_text()
+    position = [data["texts"][i] for i in by_relation["text"]].index("inverse people")
+    for number, result in enumerate(sorted(results, key=lambda result: -result["mrr"])):
+        row_ranks = np.array([float(row[result["name"]]) for row in rows])
+        assert (1 / row_ranks).mean() == pytest.approx(result["mrr"])
+        assert ranks[result["name"]] == row_ranks.tolist()
+        selected = [row["relation_text"] == "inverse people" for row in rows]
+        expected = 100 * (1 / row_ranks[selected]).mean()
+        assert by_relation["figure"][number][position] == pytest.approx(expected, abs=0.051)
+    html = (tmp_path / "page.html").read_text()
     for heading in ("By part", "By category of relations", "By relation", "inverse people"):
-        assert heading in said
+        assert heading in html
 
 
-def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, tmp_path):
-    fit = ("fit-head", "--run", own, "--head", "linear", "--set", "epochs=1", "batch_size=16")
+def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
+    fit = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1", "batch_size=16")
     ok(capsys, *fit)
-    command = ("evaluate", "--run", own, "--exclude-head", "--reverse")
-    usual = ok(capsys, *command)
-    assert ok(capsys, *command, "--data", graph / "test.tsv") == usual
-    assert ok(capsys, *command, "--data", graph) == usual
+    command = ("evaluate", "--run", run, "--exclude-head", "--reverse")
+    expected = ok(capsys, *command)
+    assert ok(capsys, *command, "--data", graph / "test.tsv") == expected
+    assert ok(capsys, *command, "--data", graph) == expected
     assert ok(capsys, *command, "--data", graph, "--split", "dev") == ok(
         capsys, *command, "--split", "dev"
     )
-    # Nobody asked before where activities are: bi-encoders need new inputs, and both are answers.
+    # No split asks where activities are: bi-encoders need new inputs, and both tails are answers.
     new = tmp_path / "new.tsv"
     new.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
     results = ok(capsys, *command, "--data", new)["results"]
     assert {row["n"] for row in results} == {6}
     assert all(row["mrr"] > 0 for row in results)
-    assert cli.run([str(one) for one in (*command, "--data", new)]) == 0
-    said = capsys.readouterr().err
-    assert "new.tsv: duplicate triples, counted once: 1" in said
-    assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in said
+    assert cli.run([str(argument) for argument in (*command, "--data", new)]) == 0
+    log = capsys.readouterr().err
+    assert "new.tsv: duplicate triples, counted once: 1" in log
+    assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in log
     new.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
-    said = refused(capsys, *command, "--data", new)
-    assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in said
+    message = refused(capsys, *command, "--data", new)
+    assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in message
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("arguments", "message"),
     [
         (("--rerank", "5"), "expected HOPS:ALPHA"),
         (("--rerank", "0:1"), "expected HOPS:ALPHA"),
@@ -255,72 +256,72 @@ def test_triples_from_elsewhere_are_ranked_as_the_runs_own(capsys, graph, own, t
         (("--data", "GRAPH", "--drop-leaks"), "there is no --drop-leaks"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys, fitted, graph, asked, words):
-    asked = [text.replace("GRAPH", str(graph)) for text in asked]
-    assert words in refused(capsys, "evaluate", "--run", fitted, *asked)
+def test_invalid_arguments_are_rejected(capsys, fitted, graph, arguments, message):
+    arguments = [text.replace("GRAPH", str(graph)) for text in arguments]
+    assert message in refused(capsys, "evaluate", "--run", fitted, *arguments)
 
 
-def test_rankings_are_asked_of_rankings_only(capsys, tiny_run):
-    said = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
-    assert "--exclude-head is for knowledge graphs" in said
-    said = refused(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
-    assert "--ties is for tasks that rank candidates" in said
+def test_ranking_options_are_rejected_for_rated_pairs(capsys, tiny_run):
+    message = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
+    assert "--exclude-head is for knowledge graphs" in message
+    message = refused(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
+    assert "--ties is for tasks that rank candidates" in message
 
 
-def test_a_sweep_ranks_and_resumes(capsys, own, tmp_path):
-    command = ("sweep", "--run", own, "--head", "concat", "hadamard", "--seeds", "2")
+def test_sweep_sorts_by_mrr_and_resumes(capsys, run, tmp_path):
+    command = ("sweep", "--run", run, "--head", "concat", "hadamard", "--seeds", "2")
     command += ("--vary", "learning_rate=0.001,0.01", "--set", "epochs=2", "batch_size=16")
-    done = ok(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
+    result = ok(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
     assert "MRR on dev" in (tmp_path / "steps.svg").read_text()
-    rows = done["results"]
+    rows = result["results"]
     assert len(rows) == 4
-    assert done["failures"] == []
+    assert result["failures"] == []
     assert [row["mrr"] for row in rows] == sorted((row["mrr"] for row in rows), reverse=True)
     assert all(row["n"] == 14 and "spearman" not in row for row in rows)
-    assert ok(capsys, *command) == done
+    assert ok(capsys, *command) == result
 
 
-def test_prompts_are_compared_over_queries(capsys, own, model, tmp_path):
-    command = ("compare-prompts", "--model", model, "--run", own, *ENCODER, "--heads", "linear")
+def test_compare_prompts_evaluates_queries(capsys, run, model, tmp_path):
+    command = ("compare-prompts", "--model", model, "--run", run, *ENCODER, "--heads", "linear")
     command += ("--prompts", "concat-sent-cond", "concat-cond-sent", "control-no-condition")
     command += ("--seeds", "1", "--set", "epochs=2", "batch_size=16", "--workers", "1")
-    found = ok(capsys, *command, "--baseline", "concat-sent-cond", "--keep")
-    rows = {row["name"]: row for row in found["results"]}
+    result = ok(capsys, *command, "--baseline", "concat-sent-cond", "--keep")
+    rows = {row["name"]: row for row in result["results"]}
     assert rows["linear@concat-cond-sent+c"]["against"] == "linear@concat-sent-cond+c"
     difference = rows["linear@concat-cond-sent+c"]["difference"]["mrr"]
     assert difference["low"] <= difference["value"] <= difference["high"]
-    assert "dev_mrr" in ok(capsys, "heads", "--run", own)["heads"][0]
+    assert "dev_mrr" in ok(capsys, "heads", "--run", run)["heads"][0]
     page = tmp_path / "page.html"
-    assert ok(capsys, *command, "--baseline", "concat-sent-cond", "--report", page) == found
+    assert ok(capsys, *command, "--baseline", "concat-sent-cond", "--report", page) == result
     data = embedded(page)
-    assert {one["name"] for one in data["systems"]} == set(rows)
-    said = page.read_text()
-    assert "Each system is compared with the baseline" in said
-    assert "Scores by subset" not in said  # figures of parts are evaluate's
+    assert {system["name"] for system in data["systems"]} == set(rows)
+    html = page.read_text()
+    assert "Each system is compared with the baseline" in html
+    assert "Scores by subset" not in html  # only evaluate lists subsets
 
 
-def test_a_triple_is_completed_by_name_or_id(capsys, fitted):
+def test_triple_is_completed_by_name_or_id(capsys, fitted):
     command = ("complete", "--run", fitted, "--head", "hypernet-full")
     head = (*command, "--head-entity", "p01", "--relation", "_is_at")
-    found = ok(capsys, *head, "-k", "3", "--no-filtered")
-    assert found["head"] == "hypernet-full@separate"
-    rows = found["results"]
+    result = ok(capsys, *head, "-k", "3", "--no-filtered")
+    assert result["head"] == "hypernet-full@separate"
+    rows = result["results"]
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"]
     assert "p01" not in {row["id"] for row in rows}
     by_name = (*command, "--head-entity", "two men, red coat", "--relation", "_sits_with")
-    every = ok(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
-    assert {row["id"] for row in every if row["known"]} == {"p04"}
-    assert len(every) == 23
-    left = ok(capsys, *by_name, "-k", "99")["results"]
-    assert {row["id"] for row in every} - {row["id"] for row in left} == {"p04"}
+    all_rows = ok(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
+    assert {row["id"] for row in all_rows if row["known"]} == {"p04"}
+    assert len(all_rows) == 23
+    unknown = ok(capsys, *by_name, "-k", "99")["results"]
+    assert {row["id"] for row in all_rows} - {row["id"] for row in unknown} == {"p04"}
     tail = ok(capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered")
     known = {row["id"] for row in tail["results"] if row["known"]}
     assert known <= {f"p{i:02}" for i in range(1, 16, 4)}
 
 
 @pytest.mark.parametrize("head", ["hypernet-full", "linear"])
-def test_a_completer_ranks_as_evaluate_does(capsys, fitted, graph, head):
+def test_completer_ranks_like_evaluate(capsys, fitted, graph, head):
     rows = [line.split("\t") for line in (graph / "test.tsv").read_text().splitlines()]
     completer = llmcond.load_completer(fitted, head, exclude_head=False, reverse=True)
     ranks = completer.rank(rows)
@@ -332,27 +333,27 @@ def test_a_completer_ranks_as_evaluate_does(capsys, fitted, graph, head):
     for column, side in enumerate(("forward", "backward")):
         assert (1 / ranks[:, column]).mean() == pytest.approx(row[side]["mrr"])
     best = completer.top(head=rows[0][0], relation=rows[0][1], k=24, filtered=False)
-    assert best[0].score == max(one.score for one in best)
+    assert best[0].score == max(match.score for match in best)
 
 
-def test_a_query_that_no_split_asks_is_encoded(fitted):
+def test_query_outside_all_splits_is_encoded(fitted):
     completer = llmcond.load_completer(fitted, "linear", device="cpu")
-    # Activities have no place in any split.
-    found = completer.top(head="d0", relation="_is_at", k=3)
-    assert len(found) == 3
+    # No split has the place of an activity.
+    matches = completer.top(head="d0", relation="_is_at", k=3)
+    assert len(matches) == 3
     joint = llmcond.load_completer(fitted, "none", prompt="concat-sent-cond", device="cpu")
-    asked = joint.top(head="p00", relation="_is_at", k=24, filtered=False)
+    joint_matches = joint.top(head="p00", relation="_is_at", k=24, filtered=False)
     vector = joint._encode_joint(np.array([[joint.graph.entities.ids.index("p00"), 0]]))
     stored = joint._examples.features(joint._predictor.view)
     key = joint.graph.entities.ids.index("p00") * 6
-    place = int(np.searchsorted(stored.arrays.joint_input_keys, key))
-    assert stored.arrays.joint_input_keys[place] == key
-    np.testing.assert_allclose(vector.read()[0], stored.arrays.joint[place], atol=2e-3)
-    assert len(asked) == 23
+    position = int(np.searchsorted(stored.arrays.joint_input_keys, key))
+    assert stored.arrays.joint_input_keys[position] == key
+    np.testing.assert_allclose(vector.read()[0], stored.arrays.joint[position], atol=2e-3)
+    assert len(joint_matches) == 23
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("arguments", "message"),
     [
         (("--head-entity", "p99"), "the graph has no entity 'p99'. Did you mean 'p0"),
         (
@@ -365,21 +366,22 @@ def test_a_query_that_no_split_asks_is_encoded(fitted):
         (("--head-entity", "p01", "--rerank", "x"), "expected HOPS:ALPHA"),
     ],
 )
-def test_what_cannot_be_completed_is_told(capsys, fitted, asked, words):
+def test_invalid_completion_arguments_are_rejected(capsys, fitted, arguments, message):
     command = ("complete", "--run", fitted, "--relation", "_is_at")
-    assert words in refused(capsys, *command, *asked)
+    assert message in refused(capsys, *command, *arguments)
 
 
-def test_only_a_graph_can_be_completed(capsys, tiny_run):
+def test_complete_needs_run_of_graph(capsys, tiny_run):
     command = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
     assert "has no knowledge graph" in refused(capsys, *command)
 
 
-def test_without_data_a_graph_of_our_own_is_completed(capsys, model, tmp_path):
+def test_sample_graph_is_used_without_data(capsys, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--task", "kgc", "--model", model, "--run", folder, *ENCODER)
     assert ok(capsys, *command)["prompts"]["separate"]["n_inputs"] == 270 + 2 * 9
     rows = ok(capsys, "evaluate", "--run", folder, "--exclude-head")["results"]
     assert [(row["head"], row["n"]) for row in rows] == [("none", 720), ("rule:reverse", 720)]
-    # Of a thing all nine relations are asked, so what ignores the relation is at chance.
+    # Things are queried with all nine relations, so that zero-shot, which ignores them, is at
+    # chance.
     assert rows[0]["hits@1"] < 0.1

@@ -1,4 +1,4 @@
-"""Training an encoder on a graph by the command: what comes out, and what is refused."""
+"""Training an encoder on a graph with ``train-lora``: outputs and rejected arguments."""
 
 import json
 
@@ -12,26 +12,28 @@ from llmcond.kinds.ranking.heads import load_query_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PLAIN = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 14 --rank 4"
-FIT = ("--set", "epochs=3", "batch_size=16")
+OPTIONS = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 14 --rank 4"
+FAST_FIT = ("--set", "epochs=3", "batch_size=16")
 
 
-def words(graph, model, folder, *arguments):
-    given = ["--task", "kgc", "--model", model, "--data", graph, "--run", folder, *PLAIN.split()]
-    return [str(word) for word in (*given, *arguments)]
+def make_arguments(graph, model, folder, *arguments):
+    common = ["--task", "kgc", "--model", model, "--data", graph, "--run", folder, *OPTIONS.split()]
+    return [str(argument) for argument in (*common, *arguments)]
 
 
 @pytest.fixture(scope="module")
 def trained(graph, model, tmp_path_factory):
     """A run of an encoder that was trained with a hypernetwork."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    assert run(["train-lora", *words(graph, model, folder, "--head", "hypernet-full")]) == 0
+    assert (
+        run(["train-lora", *make_arguments(graph, model, folder, "--head", "hypernet-full")]) == 0
+    )
     return folder
 
 
-def test_its_figures_are_those_of_evaluate(capsys, trained):
-    account = json.loads((trained / "training.json").read_text())
-    summary = account["summary"]
+def test_summary_matches_evaluate(capsys, trained):
+    training_record = json.loads((trained / "training.json").read_text())
+    summary = training_record["summary"]
     assert summary["head"] == "hypernet-full@separate"
     assert 0 < summary["dev_score"] <= 1
     assert [scores["split"] for scores in summary["scores"]] == ["dev", "test"]
@@ -40,13 +42,13 @@ def test_its_figures_are_those_of_evaluate(capsys, trained):
         assert scores in rows
         assert "rule:reverse" in [row["head"] for row in rows]
     record = json.loads((trained / "heads/hypernet-full@separate/head.json").read_text())
-    # Everything of so small a graph is in the sample that chose the weights.
+    # The graph is so small that the sample which selected the weights holds all of dev.
     assert record["dev_mrr"] == summary["scores"][0]["mrr"]
     assert record["dev_mrr"] == pytest.approx(summary["dev_score"], abs=1e-4)  # float16 in store
     assert [entry["epoch"] for entry in record["fit"]["curve"]] == [1, 2]
 
 
-def test_it_has_a_card_and_is_not_pushed_as_its_graph_would_not_be(capsys, trained):
+def test_run_has_card_but_cannot_be_pushed_without_graph(capsys, trained):
     card = (trained / "README.md").read_text()
     scores = json.loads((trained / "training.json").read_text())["summary"]["scores"]
     assert "| split | queries | MRR | 95 % interval |" in card
@@ -55,18 +57,18 @@ def test_it_has_a_card_and_is_not_pushed_as_its_graph_would_not_be(capsys, train
     assert "data, which is never pushed" in refused(capsys, "push", "ada/graph", "--run", trained)
 
 
-def test_done_is_done_and_other_settings_are_told(capsys, trained, graph, model):
-    again = words(graph, model, trained, "--head", "hypernet-full")
+def test_finished_run_is_not_trained_again(capsys, trained, graph, model):
+    arguments = make_arguments(graph, model, trained, "--head", "hypernet-full")
     before = (trained / "training.json").read_text()
-    assert ok(capsys, "train-lora", *again)["scores"]
+    assert ok(capsys, "train-lora", *arguments)["scores"]
     assert (trained / "training.json").read_text() == before
-    assert "seed: 1, not 0" in refused(capsys, "train-lora", *again, "--seed", "1")
+    assert "seed: 1, not 0" in refused(capsys, "train-lora", *arguments, "--seed", "1")
 
 
 def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, graph, model, tmp_path):
-    fit = ("fit-head", "--run", trained, "--head", "hypernet-full", *FIT)
-    done = ok(capsys, *fit, "neighbours=true", "--name", "near")
-    assert done["name"] == "near"
+    fit = ("fit-head", "--run", trained, "--head", "hypernet-full", *FAST_FIT)
+    result = ok(capsys, *fit, "neighbours=true", "--name", "near")
+    assert result["name"] == "near"
     rows = ok(capsys, "evaluate", "--run", trained, "--reverse")["results"]
     assert {row["name"]: row["neighbours"] for row in rows}["near"] is True
     encoder = llmcond.load_encoder(trained)
@@ -76,39 +78,41 @@ def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, graph, model, 
 
 
 @pytest.mark.parametrize("head", ["none", "linear", "matrices"])
-def test_a_bi_encoder_and_free_matrices_are_trained_too(capsys, graph, model, tmp_path, head):
+def test_bi_encoder_and_free_matrices_are_trained(capsys, graph, model, tmp_path, head):
     folder = tmp_path / "run"
-    done = ok(capsys, "train-lora", *words(graph, model, folder, "--head", head, "--epochs", "1"))
+    result = ok(
+        capsys, "train-lora", *make_arguments(graph, model, folder, "--head", head, "--epochs", "1")
+    )
     prompt = "separate" if head == "matrices" else "concat-sent-cond"
-    assert done["prompt"] == prompt
+    assert result["prompt"] == prompt
     rows = ok(capsys, "evaluate", "--run", folder)["results"]
-    assert done["scores"][-1]["mrr"] in [row["mrr"] for row in rows if row["head"] == head]
+    assert result["scores"][-1]["mrr"] in [row["mrr"] for row in rows if row["head"] == head]
 
 
-def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
-    frozen = ["--task", "kgc", "--data", graph, "--model", model, "--run", tmp_path / "frozen"]
-    plain = ("--pooling", "mean", "--dtype", "float32", "--device", "cpu")
-    ok(capsys, "extract", *frozen, *plain)
-    ok(capsys, "fit-head", "--run", tmp_path / "frozen", "--head", "hypernet", *FIT, "rank=8")
+def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
+    options = ["--task", "kgc", "--data", graph, "--model", model, "--run", tmp_path / "frozen"]
+    encoder_options = ("--pooling", "mean", "--dtype", "float32", "--device", "cpu")
+    ok(capsys, "extract", *options, *encoder_options)
+    ok(capsys, "fit-head", "--run", tmp_path / "frozen", "--head", "hypernet", *FAST_FIT, "rank=8")
     start = tmp_path / "frozen" / "heads" / "hypernet@separate"
-    # So small a rate that nothing moves: what comes out is where it began.
-    still = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
+    # The learning rate is so small that the trained head equals the one it started from.
+    tiny_steps = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
     folder = tmp_path / "run"
-    ok(capsys, "train-lora", *words(graph, model, folder, "--start", start, *still))
+    ok(capsys, "train-lora", *make_arguments(graph, model, folder, "--start", start, *tiny_steps))
     before, _ = load_query_head(start)
     after, record = load_query_head(folder / "heads" / "hypernet@separate")
     for name, value in before.tensors.items():
         np.testing.assert_allclose(after.tensors[name], value, atol=1e-6)
     assert record["recipe"]["name"] == "hypernet"
     scores = [
-        next(r for r in ok(capsys, "evaluate", "--run", one)["results"] if r["head"] == "hypernet")
-        for one in (tmp_path / "frozen", folder)
+        next(r for r in ok(capsys, "evaluate", "--run", path)["results"] if r["head"] == "hypernet")
+        for path in (tmp_path / "frozen", folder)
     ]
     assert scores[0]["mrr"] == pytest.approx(scores[1]["mrr"], abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "no head is named"),
         (("--head", "towers"), "unknown head 'towers'"),
@@ -128,22 +132,22 @@ def test_it_begins_from_a_fitted_head(capsys, graph, model, tmp_path):
         (("--head", "linear", "--prompt", "routed"), "routers can only be trained on rated pairs"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys, graph, model, tmp_path, arguments, said):
-    given = words(graph, model, tmp_path / "run", *arguments)
-    assert said in refused(capsys, "train-lora", *given)
+def test_invalid_arguments_are_rejected(capsys, graph, model, tmp_path, arguments, message):
+    command = make_arguments(graph, model, tmp_path / "run", *arguments)
+    assert message in refused(capsys, "train-lora", *command)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_cross_encoder_is_for_rated_pairs(capsys, graph, model, tmp_path):
-    said = refused(capsys, "train-cross", *words(graph, model, tmp_path / "run"))
-    assert "ranks candidates" in said
-    assert "llmcond train-lora" in said
+def test_cross_encoder_is_rejected_for_graph(capsys, graph, model, tmp_path):
+    message = refused(capsys, "train-cross", *make_arguments(graph, model, tmp_path / "run"))
+    assert "ranks candidates" in message
+    assert "llmcond train-lora" in message
 
 
-def test_from_python(graph, model, tmp_path):
-    done = llmcond.train_lora(
+def test_encoder_is_trained_from_python(graph, model, tmp_path):
+    training = llmcond.train_lora(
         model=str(model), data=graph, run=tmp_path / "run", task="kgc", head="hadamard", epochs=1,
         rank=2, dtype="float32",
     )  # fmt: skip
-    (_, _, result) = llmcond.evaluate(run=done.run)
-    assert done.metrics["mrr"].value == result.metrics["mrr"].value
+    (_, _, result) = llmcond.evaluate(run=training.run)
+    assert training.metrics["mrr"].value == result.metrics["mrr"].value
