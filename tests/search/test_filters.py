@@ -1,4 +1,4 @@
-"""Filters of a search mean what they mean in Lance's SQL, and nothing else is evaluated."""
+"""Search filters match like Lance's SQL, and nothing else is evaluated."""
 
 import datetime
 import time
@@ -39,11 +39,11 @@ def table(tmp_path_factory):
     return TextTable(folder)
 
 
-def matching(table: TextTable, where: str) -> str:
+def match_ids(table: TextTable, where: str) -> str:
     return "".join(np.array(COLUMNS["id"])[table.match_filter(where)])
 
 
-def by_lance(table: TextTable, where: str) -> str:
+def match_ids_in_lance(table: TextTable, where: str) -> str:
     return "".join(table._dataset.to_table(columns=["id"], filter=where)["id"].to_pylist())
 
 
@@ -57,7 +57,7 @@ def by_lance(table: TextTable, where: str) -> str:
         ("year != 2020 AND NOT flag", ""),
         ("share > .5", "b"),
         ("share < 5e-1", "d"),
-        ("KIND = 'news'", "a"),  # upper and lower case are one where only one column has the name
+        ("KIND = 'news'", "a"),  # case is ignored if only one column matches
         ('Kind = "news"', "a"),
         ("`my kind` IN ('x', 'z')", "ac"),
         ("Kind NOT IN ('news')", "bd"),
@@ -101,9 +101,9 @@ def by_lance(table: TextTable, where: str) -> str:
         ("not Kind is null and Kind like 'n%' or id in ('d')", "ad"),
     ],
 )
-def test_filters_mean_what_they_mean_in_sql(table, where: str, ids: str):
-    assert matching(table, where) == ids
-    assert by_lance(table, where) == ids
+def test_filter_matches_like_sql(table, where: str, ids: str):
+    assert match_ids(table, where) == ids
+    assert match_ids_in_lance(table, where) == ids
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_filters_mean_what_they_mean_in_sql(table, where: str, ids: str):
         ("year < 99999999999999999999", "abd"),
     ],
 )
-def test_what_lance_refuses_and_is_clear_is_accepted(table, where: str, ids: str):
-    assert matching(table, where) == ids
+def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: str):
+    assert match_ids(table, where) == ids
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "expected"),
     [
         ("", "character 1: expected a column, a number or a text, got the end"),
         ("year > ", "character 8: expected a column, a number or a text, got the end"),
@@ -165,26 +165,26 @@ def test_what_lance_refuses_and_is_clear_is_accepted(table, where: str, ids: str
         ("id = 'a' OR " * 200, "has 2,400 characters; at most 2,000 are allowed"),
     ],
 )
-def test_anything_else_is_refused_in_a_line_that_says_where(table, where: str, said: str):
+def test_invalid_filter_reports_position_in_one_line(table, where: str, expected: str):
     with pytest.raises(UserError) as error:
         table.match_filter(where)
     message = str(error.value)
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert len(message) < 700
 
 
 def test_columns_in_lists_are_compared(table):
     """Lance is wrong for the second filter, see the strategies below."""
-    assert matching(table, "Kind IN (Kind)") == by_lance(table, "Kind IN (Kind)")
-    expected = matching(table, "Kind IN ('news')")
-    assert matching(table, "Kind IN (Kind) AND Kind IN ('news')") == expected != ""
-    assert by_lance(table, "Kind IN (Kind) AND Kind IN ('news')") == ""
+    assert match_ids(table, "Kind IN (Kind)") == match_ids_in_lance(table, "Kind IN (Kind)")
+    expected = match_ids(table, "Kind IN ('news')")
+    assert match_ids(table, "Kind IN (Kind) AND Kind IN ('news')") == expected != ""
+    assert match_ids_in_lance(table, "Kind IN (Kind) AND Kind IN ('news')") == ""
 
 
-def test_the_longest_filter_is_evaluated(table):
+def test_longest_filter_is_evaluated(table):
     where = " OR ".join(["flag"] * (MAX_LENGTH // 8))
-    assert matching(table, where) == "ad"
+    assert match_ids(table, where) == "ad"
 
 
 numbers = st.sampled_from(["year", "share", "-3", "2019.5", "CAST(share AS INT)", "NULL"])
@@ -192,29 +192,32 @@ strings = st.sampled_from(["Kind", "text", "`my kind`", "'news'", "'it''s 100%'"
 # Lance replaces two IN tests of one column by the common items of their lists, which is wrong if an
 # item is a column: `Kind IN (Kind) AND Kind IN ('news')` is false for every row.
 literals = st.sampled_from(["'news'", "'it''s 100%'", "''", "NULL"])
-signs = st.sampled_from("= != < <= > >= <>".split())
+operators = st.sampled_from("= != < <= > >= <>".split())
 
 
-def joined(*parts):
+def join_strategies(*parts):
     return st.tuples(*(st.just(part) if isinstance(part, str) else part for part in parts)).map(
         " ".join
     )
 
 
-tests = st.one_of(
-    joined(numbers, signs, numbers),
-    joined(strings, signs, strings),
-    joined(st.sampled_from(["Kind", "text"]), "LIKE", st.sampled_from(["'%o%'", "'_e%'", "'%'"])),
-    joined(numbers, "BETWEEN", numbers, "AND", numbers),
-    joined(strings, "IN (", literals, ",", literals, ")"),
-    joined(strings, "NOT IN (", literals, ")"),
-    joined(st.sampled_from(["year", "Kind", "flag", "tags"]), "IS NOT NULL"),
+predicates = st.one_of(
+    join_strategies(numbers, operators, numbers),
+    join_strategies(strings, operators, strings),
+    join_strategies(
+        st.sampled_from(["Kind", "text"]), "LIKE", st.sampled_from(["'%o%'", "'_e%'", "'%'"])
+    ),
+    join_strategies(numbers, "BETWEEN", numbers, "AND", numbers),
+    join_strategies(strings, "IN (", literals, ",", literals, ")"),
+    join_strategies(strings, "NOT IN (", literals, ")"),
+    join_strategies(st.sampled_from(["year", "Kind", "flag", "tags"]), "IS NOT NULL"),
     st.sampled_from(["flag", "flag IS TRUE", "true", "flag = false"]),
 )
 filters = st.recursive(
-    tests,
+    predicates,
     lambda part: st.one_of(
-        joined("( ", part, st.sampled_from(["AND", "OR"]), part, ")"), joined("NOT (", part, ")")
+        join_strategies("( ", part, st.sampled_from(["AND", "OR"]), part, ")"),
+        join_strategies("NOT (", part, ")"),
     ),
     max_leaves=6,
 )
@@ -222,13 +225,13 @@ filters = st.recursive(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(where=filters)
-def test_any_filter_gives_what_lance_gives(table, where: str):
+def test_any_filter_matches_like_lance(table, where: str):
     try:
-        expected = by_lance(table, where)
+        expected = match_ids_in_lance(table, where)
     except (ValueError, OSError):  # Lance compares integers with fractions in columns only
         table.match_filter(where)
         return
-    assert matching(table, where) == expected
+    assert match_ids(table, where) == expected
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -240,21 +243,21 @@ def test_any_filter_gives_what_lance_gives(table, where: str):
         )
     ).map(" ".join)
 )
-def test_whatever_is_written_is_evaluated_or_refused(table, where: str):
+def test_any_text_is_evaluated_or_rejected(table, where: str):
     with suppress(UserError):
         table.match_filter(where)
 
 
-def test_a_filter_ends_when_its_time_is_over(table, monkeypatch):
+def test_filter_stops_at_time_limit(table, monkeypatch):
     with pytest.raises(UserError, match="takes longer than 0 s"):
         table.match_filter("flag", seconds=0)
     assert table.match_filter("flag", seconds=60).any()
 
 
-def test_long_patterns_on_long_texts_take_no_time():
-    """A pattern of 1,900 underscores took 250 s for as many texts."""
+def test_long_patterns_on_long_texts_are_fast():
+    """A pattern of 1,900 underscores once took 250 s for as many texts."""
     texts = pa.table({"text": ["a" * 2_000] * 8_192})
     where = " OR ".join(["text LIKE '%a" + "_" * 18 + "b'"] * 5)
-    began = time.process_time()
+    start = time.process_time()
     assert not len(texts.filter(parse_filter(where, {"text": pa.string()}).predicate))
-    assert time.process_time() - began < 10
+    assert time.process_time() - start < 10

@@ -1,4 +1,4 @@
-"""Indexes give what comparing every text gives, whatever is added, replaced and deleted."""
+"""Indexes score like a comparison with every text, whatever is added, replaced and deleted."""
 
 import importlib
 import json
@@ -27,37 +27,39 @@ PLACES = ["in the park", "at the beach", "in the kitchen", "on the street", "in 
 TEXTS = [f"{who} {act} {where}" for who in PEOPLE for act in ("play", "sit") for where in PLACES]
 QUERY = "children walk at the beach"
 PLACE, NUMBER = "the place", "the number of people"
-#: Views are kept in half precision.
-CLOSE = 2e-3
+#: Views are stored in half precision.
+TOLERANCE = 2e-3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one(one_thread: None) -> None:
+def _use_one_thread(one_thread: None) -> None:
     """Vectors of 32 numbers gain nothing from threads."""
 
 
 @pytest.fixture
 def build(tmp_path: Path, heads_run: Path) -> Callable[..., Index]:
-    def make(texts=(), *, head: str = "low", name: str = "index", **given) -> Index:
-        return Index.build(tmp_path / name, texts, run=heads_run, head=head, device="cpu", **given)
+    def build_index(texts=(), *, head: str = "low", name: str = "index", **options) -> Index:
+        return Index.build(
+            tmp_path / name, texts, run=heads_run, head=head, device="cpu", **options
+        )
 
-    return make
+    return build_index
 
 
-def compared(index: Index, texts: list[str], query: str, condition: str) -> np.ndarray:
+def compare_all(index: Index, texts: list[str], query: str, condition: str) -> np.ndarray:
     """Return the similarity of every text to a query, without an index."""
     return index.embedder.similarity([query] * len(texts), texts, condition)
 
 
-def check_against_all(
-    index: Index, texts: list[str], condition: str = PLACE, close: float = CLOSE
+def check_scores(
+    index: Index, texts: list[str], condition: str = PLACE, tolerance: float = TOLERANCE
 ) -> None:
     hits = index.search(QUERY, condition, len(texts))
-    wanted = dict(zip(texts, compared(index, texts, QUERY, condition).tolist(), strict=True))
+    expected = dict(zip(texts, compare_all(index, texts, QUERY, condition).tolist(), strict=True))
     assert sorted(row["text"] for row in hits.rows) == sorted(texts)
     assert [row["rank"] for row in hits.rows] == list(range(1, len(texts) + 1))
     for row in hits.rows:
-        assert row["score"] == pytest.approx(wanted[row["text"]], abs=close)
+        assert row["score"] == pytest.approx(expected[row["text"]], abs=tolerance)
     assert [row["score"] for row in hits.rows] == sorted(
         (row["score"] for row in hits.rows), reverse=True
     )
@@ -78,44 +80,48 @@ def check_against_all(
         ("both", True),
     ],
 )
-def test_scores_are_those_of_every_text_compared(build, head: str, pairs: bool):
+def test_scores_match_comparison_with_every_text(build, head: str, pairs: bool):
     index = build(TEXTS, head=head)
     assert index.encodes_pairs is pairs
-    check_against_all(index, TEXTS)
-    check_against_all(index, TEXTS, NUMBER)
+    check_scores(index, TEXTS)
+    check_scores(index, TEXTS, NUMBER)
     assert index.conditions == sorted([PLACE, NUMBER])
 
 
 @pytest.mark.parametrize(("prompt", "pairs"), [("separate", False), ("own", True)])
-def test_zero_shot(build, prompt: str, pairs: bool):
+def test_zero_shot_scores_match_comparison_with_every_text(build, prompt: str, pairs: bool):
     index = build(TEXTS, head="none", prompt=prompt)
     assert index.encodes_pairs is pairs
-    check_against_all(index, TEXTS)
+    check_scores(index, TEXTS)
 
 
-def test_a_condition_of_low_rank_takes_as_many_numbers_as_its_rank(build, tmp_path: Path):
+def test_low_rank_condition_stores_rank_numbers_per_text(build, tmp_path: Path):
     build(TEXTS).search(QUERY, PLACE)
     vectors = [np.load(path) for path in (tmp_path / "index" / "views").glob("*/*.npy")]
-    assert {own.shape for own in vectors} == {(50,), (50, 4)}
-    norms = np.linalg.norm(next(own for own in vectors if own.ndim == 2).astype(float), axis=1)
-    assert norms == pytest.approx(1, abs=CLOSE)
+    assert {array.shape for array in vectors} == {(50,), (50, 4)}
+    norms = np.linalg.norm(
+        next(array for array in vectors if array.ndim == 2).astype(float), axis=1
+    )
+    assert norms == pytest.approx(1, abs=TOLERANCE)
 
 
-def test_several_conditions_are_a_weighted_sum_of_cosines(build):
+def test_several_conditions_give_weighted_sum_of_cosines(build):
     index = build(TEXTS)
-    parts = [compared(index, TEXTS, QUERY, one) for one in (PLACE, NUMBER)]
+    parts = [compare_all(index, TEXTS, QUERY, condition) for condition in (PLACE, NUMBER)]
     total = 2 * parts[0] - 0.5 * parts[1]
     hits = index.search(QUERY, {PLACE: 2, NUMBER: -0.5}, 5)
-    assert [row["score"] for row in hits.rows] == pytest.approx(np.sort(total)[:-6:-1], abs=CLOSE)
+    assert [row["score"] for row in hits.rows] == pytest.approx(
+        np.sort(total)[:-6:-1], abs=TOLERANCE
+    )
 
 
-def test_several_queries_at_once(build, monkeypatch):
+def test_several_queries_give_same_hits_as_each_alone(build, monkeypatch):
     index = build(TEXTS)
-    alone = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
+    single_hits = [index.search(query, PLACE, 3).rows for query in TEXTS[:5]]
     monkeypatch.setattr("llmcond.search.prepared._MAX_SCORES", 100)  # two queries at a time
-    together = index.search(TEXTS[:5], PLACE, 3)
-    assert [[row["id"] for row in hits.rows] for hits in together] == [
-        [row["id"] for row in rows] for rows in alone
+    batch_hits = index.search(TEXTS[:5], PLACE, 3)
+    assert [[row["id"] for row in hits.rows] for hits in batch_hits] == [
+        [row["id"] for row in rows] for rows in single_hits
     ]
     assert index.search([], PLACE) == []
 
@@ -124,44 +130,42 @@ def test_several_queries_at_once(build, monkeypatch):
 
 
 @pytest.mark.parametrize("head", ["relu", "own"])
-def test_any_changes_give_what_an_index_made_at_once_gives(
-    build, heads_run: Path, head: str, monkeypatch
-):
-    """Random changes, through several objects, with segments merged again and again."""
+def test_scores_match_comparison_after_any_changes(build, heads_run: Path, head: str, monkeypatch):
+    """Random changes are made through several objects, and segments are merged repeatedly."""
     monkeypatch.setattr(views, "_MAX_SEGMENTS", 2)
     rng = np.random.default_rng(0)
-    index, held = build(head=head), {}
+    index, current = build(head=head), {}
     for step in range(12):
-        if held and rng.random() < 0.4:
-            gone = rng.choice(sorted(held), size=min(len(held), 5), replace=False).tolist()
-            assert index.delete([*gone, "never there"]) == len(gone)
-            held = {key: text for key, text in held.items() if key not in gone}
+        if current and rng.random() < 0.4:
+            removed = rng.choice(sorted(current), size=min(len(current), 5), replace=False).tolist()
+            assert index.delete([*removed, "never there"]) == len(removed)
+            current = {key: text for key, text in current.items() if key not in removed}
         else:
-            keys = [str(one) for one in rng.choice(30, size=8, replace=False)]
+            ids = [str(number) for number in rng.choice(30, size=8, replace=False)]
             texts = rng.choice(TEXTS, size=8).tolist()
-            index.add(texts, ids=keys)
-            held |= dict(zip(keys, texts, strict=True))
+            index.add(texts, ids=ids)
+            current |= dict(zip(ids, texts, strict=True))
         if step % 3 == 0:
             index = Index.open(index.folder, device="cpu")
         hits = index.search(QUERY, PLACE, 50)
-        assert {row["id"]: row["text"] for row in hits.rows} == held
-        wanted = compared(index, list(held.values()), QUERY, PLACE)
+        assert {row["id"]: row["text"] for row in hits.rows} == current
+        expected = compare_all(index, list(current.values()), QUERY, PLACE)
         scores = {row["id"]: row["score"] for row in hits.rows}
-        assert [scores[key] for key in held] == pytest.approx(wanted, abs=CLOSE)
+        assert [scores[key] for key in current] == pytest.approx(expected, abs=TOLERANCE)
     assert not (index.folder / "encoding").exists()
-    place = next((index.folder / "views").glob("*/view.json"))
-    named = json.loads(place.read_text())["segments"]
-    assert len(list(place.parent.glob("*.npy"))) == 2 * len(named) <= 6
+    record_path = next((index.folder / "views").glob("*/view.json"))
+    segments = json.loads(record_path.read_text())["segments"]
+    assert len(list(record_path.parent.glob("*.npy"))) == 2 * len(segments) <= 6
 
 
-def test_the_same_texts_again_cost_nothing(build, heads_run: Path, caplog):
+def test_unchanged_texts_are_not_written_again(build, heads_run: Path, caplog):
     index = build(TEXTS, conditions=[PLACE], head="own")
     before = index._version.table.version
     caplog.clear()
-    again = build(TEXTS, conditions=[PLACE], head="own")
-    assert (again.written.added, again.written.unchanged) == (0, 50)
-    assert again._version.table.version == before
-    assert "encoder" not in vars(again._model)  # not even looked for
+    rebuilt = build(TEXTS, conditions=[PLACE], head="own")
+    assert (rebuilt.written.added, rebuilt.written.unchanged) == (0, 50)
+    assert rebuilt._version.table.version == before
+    assert "encoder" not in vars(rebuilt._model)  # the encoder is not even loaded
 
 
 def test_only_new_texts_are_encoded_and_projected(build, caplog):
@@ -174,20 +178,20 @@ def test_only_new_texts_are_encoded_and_projected(build, caplog):
     assert [len(segment.numbers) for segment in segments] == [40, 10]
 
 
-def test_each_condition_is_encoded_for_the_texts_that_lack_it(build, caplog):
+def test_condition_is_encoded_only_for_texts_without_it(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS[:40], conditions=[PLACE], head="linear")
     index.search(QUERY, NUMBER)
     caplog.clear()
     build(TEXTS, conditions=[PLACE, NUMBER, "the colour"], head="linear")
-    done = [record.message for record in caplog.records if "inputs encoded" in record.message]
-    assert [text.partition(" inputs")[0].rpartition(": ")[2] for text in done] == [
+    messages = [record.message for record in caplog.records if "inputs encoded" in record.message]
+    assert [message.partition(" inputs")[0].rpartition(": ")[2] for message in messages] == [
         "30 of 30",  # new texts, under all three
         "40 of 50",  # all others, under the colour
     ]
 
 
-def test_columns_of_a_text_change_without_encoding_it_again(build, caplog):
+def test_columns_change_without_encoding_texts_again(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS[:3], ids=["a", "b", "c"], columns={"year": [1, 2, 3]})
     first = index.search(QUERY, PLACE).rows
@@ -202,23 +206,23 @@ def test_columns_of_a_text_change_without_encoding_it_again(build, caplog):
     }
 
 
-def test_readers_go_on_with_the_version_they_opened(build):
+def test_readers_use_version_they_opened_until_refresh(build):
     writer = build(TEXTS[:20], conditions=[PLACE], head="own")
     reader = Index.open(writer.folder, device="cpu")
     writer.add(TEXTS[20:30])
     writer.delete([row["id"] for row in writer.search(QUERY, PLACE, 3).rows])
     assert len(reader) == 20
-    check_against_all(reader, TEXTS[:20])
+    check_scores(reader, TEXTS[:20])
     assert len(Index.open(writer.folder, device="cpu")) == 27
     reader.refresh()
     assert len(reader) == 27
-    check_against_all(reader, [row["text"] for row in writer.search(QUERY, PLACE, 27).rows])
+    check_scores(reader, [row["text"] for row in writer.search(QUERY, PLACE, 27).rows])
 
 
-def test_a_reader_waits_until_added_texts_are_encoded_with_prepared_conditions(build, monkeypatch):
+def test_reader_ignores_added_texts_until_they_are_encoded(build, monkeypatch):
     writer = build(TEXTS[:4], conditions=[PLACE], head="linear")
     reader = Index.open(writer.folder, device="cpu")
-    monkeypatch.setattr(Index, "_complete", lambda *_: None)  # the writer is killed before
+    monkeypatch.setattr(Index, "_complete", lambda *_: None)  # as if the writer were killed
     writer.add(TEXTS[4:6])
     reader.refresh()
     assert len(reader.search(QUERY, PLACE, prepare=False).rows) == 4
@@ -228,19 +232,19 @@ def test_a_reader_waits_until_added_texts_are_encoded_with_prepared_conditions(b
     assert len(reader.search(QUERY, PLACE, prepare=False).rows) == 6
 
 
-def test_many_small_additions_stay_few_files(build, monkeypatch):
+def test_many_small_additions_are_merged_into_few_files(build, monkeypatch):
     monkeypatch.setattr("llmcond.search.table._MAX_FRAGMENTS", 3)
     index = build()
     for start in range(0, 50, 5):
         index.add(TEXTS[start : start + 5])
     assert len(index._version.table._dataset.get_fragments()) <= 4
-    check_against_all(index, TEXTS)
+    check_scores(index, TEXTS)
 
 
 # -- ids, columns and filters ------------------------------------------------------------------
 
 
-def test_ids_are_made_of_the_texts(build, caplog):
+def test_default_ids_are_derived_from_texts(build, caplog):
     caplog.set_level("INFO")
     index = build([TEXTS[0], TEXTS[1], TEXTS[0]])
     assert "duplicate texts, which are all indexed: 1" in caplog.text
@@ -250,86 +254,90 @@ def test_ids_are_made_of_the_texts(build, caplog):
     assert build([TEXTS[2], TEXTS[0]]).written.unchanged == 1
 
 
-def test_a_filter_lets_only_some_through(build):
+def test_filter_restricts_hits(build):
     years = list(range(50))
     index = build(TEXTS, columns={"year": years, "my kind": ["a", None] * 25})
     hits = index.search(QUERY, PLACE, 30, where="year >= 40 AND `my kind` = 'a'", explain=True)
     assert (hits.searched, len(hits)) == (5, 5)
     assert {row["year"] for row in hits.rows} == {40, 42, 44, 46, 48}
     assert {row["explain"]["rank_without"] for row in hits.rows} == set(range(1, 6))
-    every = index.search(QUERY, PLACE, 50)
-    inside = [row["id"] for row in every.rows if row["year"] >= 40 and row["my kind"] == "a"]
-    assert [row["id"] for row in hits.rows] == inside
+    all_hits = index.search(QUERY, PLACE, 50)
+    expected_ids = [
+        row["id"] for row in all_hits.rows if row["year"] >= 40 and row["my kind"] == "a"
+    ]
+    assert [row["id"] for row in hits.rows] == expected_ids
     assert index.search(QUERY, PLACE, where="year > 99").rows == []
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    ("where", "message"),
     [
         ("year > ", "character 8: expected a column, a number or a text, got the end"),
         ("repeat('a', 2000000000) = text", "functions are not allowed"),
     ],
 )
-def test_a_filter_that_cannot_be_applied_is_refused_in_a_line(build, where: str, said: str):
+def test_invalid_filter_reports_columns_of_index(build, where: str, message: str):
     index = build(TEXTS[:5], columns={"year": [1, 2, 3, 4, 5], "kind": list("abcde")})
     with pytest.raises(UserError) as error:
         index.search(QUERY, PLACE, where=where)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(error.value).endswith("The columns are id, text, year, kind.")
 
 
-def test_hits_are_rows_of_json_and_of_a_data_frame(build):
-    odd = {"share": [0.5, float("nan"), float("inf")], "tags": [["a"], [], None]}
-    hits = build(TEXTS[:3], ids=[7, 8, 9], columns=odd).search(QUERY, PLACE)
-    found = json.loads(json.dumps(hits.to_json(), allow_nan=False))
-    rows = {row["id"]: row for row in found["results"]}
+def test_hits_convert_to_json_and_data_frame(build):
+    columns = {"share": [0.5, float("nan"), float("inf")], "tags": [["a"], [], None]}
+    hits = build(TEXTS[:3], ids=[7, 8, 9], columns=columns).search(QUERY, PLACE)
+    result = json.loads(json.dumps(hits.to_json(), allow_nan=False))
+    rows = {row["id"]: row for row in result["results"]}
     assert rows["7"] == {**rows["7"], "text": TEXTS[0], "share": 0.5, "tags": ["a"]}
     assert (rows["8"]["share"], rows["9"]["share"], rows["9"]["tags"]) == (None, None, None)
-    assert found["conditions"] == {PLACE: 1.0}
+    assert result["conditions"] == {PLACE: 1.0}
     assert list(hits.to_pandas()["id"]) == [row["id"] for row in hits.rows]
 
 
-def test_hits_are_explained_by_their_scores_under_each_condition_and_none(build):
+def test_explain_gives_scores_under_each_condition_and_without(build):
     index = build(TEXTS)
     hits = index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5, explain=True)
-    alone = index.embedder.encoder.encode([*TEXTS, QUERY])
-    alone /= np.linalg.norm(alone, axis=1, keepdims=True)
-    cosines = alone[:-1] @ alone[-1]
+    vectors = index.embedder.encoder.encode([*TEXTS, QUERY])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = vectors[:-1] @ vectors[-1]
     for row in hits.rows:
-        told, place = row["explain"], TEXTS.index(row["text"])
-        total = told["under"][PLACE] + 0.5 * told["under"][NUMBER]
+        explanation, position = row["explain"], TEXTS.index(row["text"])
+        total = explanation["under"][PLACE] + 0.5 * explanation["under"][NUMBER]
         assert row["score"] == pytest.approx(total, abs=1e-5)
-        assert told["without"] == pytest.approx(cosines[place], abs=CLOSE)
-        assert told["rank_without"] == pytest.approx(1 + (cosines > cosines[place]).sum(), abs=1)
+        assert explanation["without"] == pytest.approx(cosines[position], abs=TOLERANCE)
+        assert explanation["rank_without"] == pytest.approx(
+            1 + (cosines > cosines[position]).sum(), abs=1
+        )
 
 
-def test_scores_without_a_condition_where_no_text_is_stored_without_one(build):
+def test_explain_encodes_hits_if_no_plain_vectors_are_stored(build):
     index = build(TEXTS[:9], head="linear")
     hits = index.search(QUERY, PLACE, 3, explain=True)
     plain = index.embedder.encoder.encode([QUERY, *(row["text"] for row in hits.rows)])
     plain /= np.linalg.norm(plain, axis=1, keepdims=True)
-    told = [row["explain"] for row in hits.rows]
-    assert [one["without"] for one in told] == pytest.approx((plain[1:] @ plain[0]), abs=1e-5)
-    assert {one["rank_without"] for one in told} == {None}
+    explanations = [row["explain"] for row in hits.rows]
+    assert [explanation["without"] for explanation in explanations] == pytest.approx(
+        (plain[1:] @ plain[0]), abs=1e-5
+    )
+    assert {explanation["rank_without"] for explanation in explanations} == {None}
 
 
-def test_scores_without_a_condition_are_those_of_the_encoder_before_its_adapter(
-    minilm, tmp_path: Path
-):
-    given = {"model": "minilm-csts", "conditions": [PLACE], "device": "cpu"}
-    index = Index.build(tmp_path / "index", TEXTS[:3], **given)
+def test_explain_uses_base_encoder_without_adapter(minilm, tmp_path: Path):
+    options = {"model": "minilm-csts", "conditions": [PLACE], "device": "cpu"}
+    index = Index.build(tmp_path / "index", TEXTS[:3], **options)
     hits = index.search(QUERY, PLACE, explain=True)
     assert hits.to_json()["plain"] == "minilm"
     plain = minilm.encode([QUERY, *(row["text"] for row in hits.rows)])
     plain /= np.linalg.norm(plain, axis=1, keepdims=True)
-    found = [row["explain"]["without"] for row in hits.rows]
-    assert found == pytest.approx((plain[1:] @ plain[0]).tolist(), abs=0.02)  # in bfloat16
+    scores = [row["explain"]["without"] for row in hits.rows]
+    assert scores == pytest.approx((plain[1:] @ plain[0]).tolist(), abs=0.02)  # in bfloat16
 
 
 # -- conditions that texts are encoded with ----------------------------------------------------
 
 
-def test_a_condition_that_is_not_prepared(build, caplog):
+def test_unprepared_condition_is_encoded_on_demand_only(build, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS, head="linear", conditions=[PLACE])
     assert len(index.search(QUERY, PLACE, prepare=False)) == 10
@@ -342,17 +350,17 @@ def test_a_condition_that_is_not_prepared(build, caplog):
     caplog.clear()
     index.search(QUERY, NUMBER)
     assert "encoding 50 texts under 'the number of people' and storing the vectors" in caplog.text
-    again = Index.open(index.folder, device="cpu")
+    reopened = Index.open(index.folder, device="cpu")
     caplog.clear()
-    again.search(QUERY, NUMBER, prepare=False)
+    reopened.search(QUERY, NUMBER, prepare=False)
     assert caplog.text == ""
-    again.add(["one more"])  # under what was asked for beforehand
-    again.search(QUERY, PLACE, prepare=False)
+    reopened.add(["one more"])  # encoded under the prepared condition only
+    reopened.search(QUERY, PLACE, prepare=False)
     with pytest.raises(
         UserError, match=r"1 of 51 texts have no vectors under 'the number of people'\. Encode them"
     ):
-        again.search(QUERY, NUMBER, prepare=False)
-    again.search(QUERY, NUMBER)
+        reopened.search(QUERY, NUMBER, prepare=False)
+    reopened.search(QUERY, NUMBER)
     assert "encoding 1 text under 'the number of people' and storing the vectors" in caplog.text
 
 
@@ -360,34 +368,34 @@ def test_a_condition_that_is_not_prepared(build, caplog):
 
 
 @pytest.mark.parametrize("head", ["low", "linear"])
-def test_a_text_means_the_condition_with_the_values_that_are_recorded(build, head: str):
+def test_condition_text_stands_for_recorded_values(build, head: str):
     seas, snow = (llmcond.Condition(PLACE, values) for values in (["sea", "lake"], ["snow"]))
     index = build(TEXTS, head=head, conditions=[seas])
-    check_against_all(index, TEXTS, seas)
+    check_scores(index, TEXTS, seas)
     recorded = index.search(QUERY, PLACE, prepare=False)
     assert list(recorded.conditions) == [seas]
     assert recorded.rows == index.search(QUERY, seas).rows
-    # Others, and none, are other conditions, whatever is recorded.
-    check_against_all(index, TEXTS, snow)
+    # Other values, and no values, are other conditions, whatever is recorded.
+    check_scores(index, TEXTS, snow)
     plain = index.search(QUERY, llmcond.Condition(PLACE))
     assert list(plain.conditions) == [PLACE]
     scores = [hits.rows[0]["score"] for hits in (plain, recorded, index.search(QUERY, snow))]
     assert len(set(scores)) == 3
-    # Those who open it know them, and texts that are added without naming them have them.
-    again = Index.open(index.folder, device="cpu")
-    assert again.search(QUERY, PLACE, prepare=False).rows == recorded.rows
+    # A reopened index knows the values, and uses them for texts that are added without values.
+    reopened = Index.open(index.folder, device="cpu")
+    assert reopened.search(QUERY, PLACE, prepare=False).rows == recorded.rows
     build(["people ski in the snow"], head=head, conditions=[PLACE])
-    again.refresh()
-    check_against_all(again, [*TEXTS, "people ski in the snow"], seas)
-    # What was named last is recorded, and so is that there are none.
-    again.prepare([snow])
+    reopened.refresh()
+    check_scores(reopened, [*TEXTS, "people ski in the snow"], seas)
+    # The values named last are recorded, even if there are none.
+    reopened.prepare([snow])
     assert list(index.search(QUERY, PLACE).conditions) == [snow]
-    again.prepare([llmcond.Condition(PLACE)])
+    reopened.prepare([llmcond.Condition(PLACE)])
     assert list(index.search(QUERY, PLACE).conditions) == [PLACE]
-    assert sorted(again.conditions) == [PLACE, seas, snow]
+    assert sorted(reopened.conditions) == [PLACE, seas, snow]
 
 
-def test_values_are_kept_where_a_run_is_moved(build, heads_run: Path, tmp_path: Path):
+def test_values_are_preserved_if_run_is_moved(build, heads_run: Path, tmp_path: Path):
     seas = llmcond.Condition(PLACE, ["sea", "lake"])
     folder = build(TEXTS, conditions=[seas]).folder
     moved = shutil.copytree(heads_run, tmp_path / "moved")
@@ -395,65 +403,67 @@ def test_values_are_kept_where_a_run_is_moved(build, heads_run: Path, tmp_path: 
     assert list(index.search(QUERY, PLACE).conditions) == [seas]
 
 
-def test_an_index_from_before_values_were_recorded_is_opened(build):
+def test_old_index_without_recorded_values_is_opened(build):
     folder = build(TEXTS, conditions=[PLACE]).folder
     record = json.loads((folder / "index.json").read_text())
     del record["values"]
     (folder / "index.json").write_text(json.dumps(record))
     index = Index.open(folder, device="cpu")
-    check_against_all(index, TEXTS)
+    check_scores(index, TEXTS)
     index.prepare([llmcond.Condition(PLACE, ["sea"])])
     assert list(index.search(QUERY, PLACE).conditions) == ["the place, such as sea"]
 
 
 @pytest.mark.parametrize("head", ["own", "both"])
-def test_rerank_encodes_the_texts_nearest_without_a_condition(build, head: str, caplog):
+def test_rerank_encodes_only_nearest_texts(build, head: str, caplog):
     caplog.set_level("INFO")
     index = build(TEXTS, head=head)
     hits = index.search(QUERY, PLACE, 5, rerank=20)
     assert not hits.exact
     assert "of 50 texts, only the 20 nearest without the condition" in caplog.text
-    near = index.embedder.encoder.encode([*TEXTS, QUERY])
-    near /= np.linalg.norm(near, axis=1, keepdims=True)
-    among = [TEXTS[i] for i in np.argsort(-(near[:-1] @ near[-1]))[:20]]
-    scores = compared(index, among, QUERY, PLACE)
-    best = [among[i] for i in np.argsort(-scores)[:5]]
+    vectors = index.embedder.encoder.encode([*TEXTS, QUERY])
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    nearest = [TEXTS[i] for i in np.argsort(-(vectors[:-1] @ vectors[-1]))[:20]]
+    scores = compare_all(index, nearest, QUERY, PLACE)
+    best = [nearest[i] for i in np.argsort(-scores)[:5]]
     assert {row["text"] for row in hits.rows} == set(best)
-    assert [row["score"] for row in hits.rows] == pytest.approx(np.sort(scores)[:-6:-1], abs=CLOSE)
+    assert [row["score"] for row in hits.rows] == pytest.approx(
+        np.sort(scores)[:-6:-1], abs=TOLERANCE
+    )
     assert index.conditions == []
     assert index.search(QUERY, PLACE, 5, rerank=50).exact
 
 
 @pytest.mark.parametrize(
-    ("head", "rerank", "said"),
+    ("head", "rerank", "message"),
     [
         ("low", 20, "compares every text anyway. Leave it out"),
         ("linear", 20, "the prompt concat-sent-cond does not encode texts without one"),
         ("own", 3, "--rerank is 3, but 5 hits are requested"),
     ],
 )
-def test_rerank_where_it_is_of_no_use(build, head: str, rerank: int, said: str):
-    with pytest.raises(UserError, match=said):
+def test_useless_rerank_is_rejected(build, head: str, rerank: int, message: str):
+    with pytest.raises(UserError, match=message):
         build(TEXTS[:9], head=head).search(QUERY, PLACE, 5, rerank=rerank)
 
 
-def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkeypatch):
+def test_projected_views_above_budget_are_dropped(build, monkeypatch):
     monkeypatch.setattr(views, "BUDGET", 1500)
     index = build(TEXTS)
     for condition in (PLACE, NUMBER, "the colour"):
         index.search(QUERY, condition)
     assert "the colour" in index.conditions
     assert len(index.conditions) < 3
-    check_against_all(Index.open(index.folder, device="cpu"), TEXTS)
+    check_scores(Index.open(index.folder, device="cpu"), TEXTS)
     joint = build(TEXTS, head="linear", name="joint", conditions=[PLACE, NUMBER, "the colour"])
     assert len(joint.conditions) == 3
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- invalid input -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
         ({"texts": ["a", 3]}, "row 2: the text is 3, not a text"),
@@ -470,23 +480,23 @@ def test_views_are_dropped_above_a_budget_but_not_what_was_encoded(build, monkey
         ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
     ],
 )
-def test_wrong_texts_make_no_index(build, tmp_path: Path, given: dict, said: str):
-    with pytest.raises(UserError, match=said):
-        build(**given)
+def test_invalid_texts_create_no_index(build, tmp_path: Path, options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        build(**options)
     assert not (tmp_path / "index" / "texts.lance").exists()
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"year": ["x"], "kind": ["y"]}, "'year' has the type int64 in the index"),
         ({"year": [1]}, "the columns 'year', but the index has 'kind', 'year'"),
         ({"year": [1], "kind": ["y"], "more": [1]}, "Give the same columns"),
     ],
 )
-def test_other_columns_than_those_that_are_there(build, columns: dict, said: str):
+def test_added_texts_need_columns_of_index(build, columns: dict, message: str):
     index = build(TEXTS[:2], columns={"year": [1, 2], "kind": ["a", "b"]})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         index.add(["one more"], columns=columns)
     index.add(["without any"])
     assert {row["text"]: row["kind"] for row in index.search(QUERY, PLACE).rows} == {
@@ -497,7 +507,7 @@ def test_other_columns_than_those_that_are_there(build, columns: dict, said: str
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"query": " "}, "the query is empty"),
         ({"query": ["a", ""]}, "the query is empty"),
@@ -513,17 +523,17 @@ def test_other_columns_than_those_that_are_there(build, columns: dict, said: str
         ({"k": 0}, "k is 0; it must be at least 1"),
     ],
 )
-def test_wrong_queries(build, given: dict, said: str):
-    with pytest.raises(UserError, match=said):
-        build(TEXTS[:2]).search(**{"query": QUERY, "condition": PLACE, **given})
+def test_invalid_queries_are_rejected(build, arguments: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        build(TEXTS[:2]).search(**{"query": QUERY, "condition": PLACE, **arguments})
 
 
-def test_an_option_that_a_search_does_not_take(build):
+def test_unknown_search_option_is_rejected(build):
     with pytest.raises(TypeError, match="unexpected keyword argument 'reranked'"):
         build(TEXTS[:2]).search(QUERY, PLACE, reranked=3)
 
 
-def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tmp_path: Path):
+def test_index_rejects_other_model_and_head(build, heads_run: Path, tmp_path: Path):
     index = build(TEXTS[:5])
     with pytest.raises(
         UserError, match=r"built with run .*, head low; the given model has another head"
@@ -534,7 +544,7 @@ def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tm
     with pytest.raises(UserError, match=r"was built with run .*, head low: .* no fitted head"):
         Index.build(index.folder, TEXTS, model="minilm-csts")
     moved = Path(shutil.copytree(heads_run, tmp_path / "moved"))
-    Index.build(index.folder, run=moved, device="cpu")  # the same, elsewhere
+    Index.build(index.folder, run=moved, device="cpu")  # the same run in another folder
     assert json.loads((index.folder / "index.json").read_text())["made_by"]["run"] == str(moved)
     shutil.rmtree(moved / "heads" / "low")
     shutil.copytree(moved / "heads" / "relu", moved / "heads" / "low")
@@ -545,7 +555,7 @@ def test_an_index_of_another_model_or_head_is_refused(build, heads_run: Path, tm
         Index.open(index.folder)
 
 
-def test_folders_that_hold_no_index(build, tmp_path: Path):
+def test_folders_without_index_are_rejected(build, tmp_path: Path):
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "mine.txt").write_text("x")
     with pytest.raises(UserError, match="is not an index"):
@@ -562,92 +572,92 @@ def test_folders_that_hold_no_index(build, tmp_path: Path):
         Index.open(newer.folder)
 
 
-def test_an_empty_index_finds_nothing(build):
+def test_empty_index_returns_no_hits(build):
     assert build().search(QUERY, PLACE).rows == []
-    check_against_all(build(TEXTS[:3], head="relu"), TEXTS[:3])  # nothing was made with the other
+    check_scores(build(TEXTS[:3], head="relu"), TEXTS[:3])  # an empty index accepts another head
     emptied = build(TEXTS[:2], ids=["a", "b"], name="emptied")
     emptied.delete(["a", "b"])
     assert emptied.search(QUERY, PLACE, explain=True).rows == []
     emptied.add(TEXTS[:3])
-    check_against_all(emptied, TEXTS[:3])
+    check_scores(emptied, TEXTS[:3])
 
 
-def test_long_texts_and_queries_are_cut_and_told(build, caplog):
+def test_long_texts_and_queries_are_truncated_with_warning(build, caplog):
     caplog.set_level("INFO")
-    long = " ".join(["beach"] * 200)
-    index = build([long, TEXTS[0]])
+    long_text = " ".join(["beach"] * 200)
+    index = build([long_text, TEXTS[0]])
     assert "1 inputs are longer than 64 tokens" in caplog.text
     with pytest.warns(UserWarning, match="1 of 1 inputs are longer than the 64 tokens"):
-        assert index.search(long, PLACE, 1).rows[0]["text"] == long
+        assert index.search(long_text, PLACE, 1).rows[0]["text"] == long_text
 
 
-def test_it_is_public():
+def test_index_and_hits_are_public():
     assert llmcond.Index is Index
     assert llmcond.Hits.__name__ == "Hits"
 
 
-# -- several at once, kills and damage ---------------------------------------------------------
+# -- threads, kills and damage -----------------------------------------------------------------
 
 
 def test_threads_search_while_texts_are_added(build):
     index = build(TEXTS[:20], conditions=[PLACE], head="own")
-    other = Index.open(index.folder, device="cpu")
-    wanted = [row["id"] for row in other.search(QUERY, PLACE).rows]
+    reader = Index.open(index.folder, device="cpu")
+    expected = [row["id"] for row in reader.search(QUERY, PLACE).rows]
     with ThreadPoolExecutor(3) as pool:
-        adding = [pool.submit(index.add, TEXTS[20 + i : 21 + i]) for i in range(6)]
-        reading = [pool.submit(other.search, QUERY, PLACE) for _ in range(30)]
-        assert all([row["id"] for row in one.result().rows] == wanted for one in reading)
-        assert sum(one.result().added for one in adding) == 6
-    check_against_all(index, TEXTS[:26])
+        additions = [pool.submit(index.add, TEXTS[20 + i : 21 + i]) for i in range(6)]
+        searches = [pool.submit(reader.search, QUERY, PLACE) for _ in range(30)]
+        assert all([row["id"] for row in future.result().rows] == expected for future in searches)
+        assert sum(future.result().added for future in additions) == 6
+    check_scores(index, TEXTS[:26])
 
 
-def killed_at(module: str, name: str) -> None:
-    """Let a process be killed when it calls a function."""
+def kill_at_call(module: str, name: str) -> None:
+    """Make this process kill itself when it calls a function."""
     target: Any = importlib.import_module(module)
     *classes, function = name.split(".")
-    for one in classes:
-        target = getattr(target, one)
+    for attribute in classes:
+        target = getattr(target, attribute)
     setattr(target, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.mark.parametrize(
-    "where",
+    "target",
     [
         ("llmcond.search.rows", "IndexUpdatePlan.write"),  # texts are encoded
         ("llmcond.search.views", "np.save"),  # texts are written, their vectors are not
-        ("llmcond.search.views", "write_json"),  # vectors are written, and not named yet
+        ("llmcond.search.views", "write_json"),  # vectors are written, but not listed yet
     ],
-    ids=lambda where: where[1],
+    ids=lambda target: target[1],
 )
-def test_a_kill_loses_nothing_and_leaves_nothing_half(build, tmp_path: Path, where, capsys):
+def test_kill_loses_no_texts_and_leaves_no_partial_files(build, tmp_path: Path, target, capsys):
     index = build(TEXTS[:30], conditions=[PLACE], head="linear")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     arguments = ["index", tmp_path / "texts.txt", "--out", index.folder, "--condition", NUMBER]
-    killed = Command(tmp_path / "killed", arguments, first=partial(killed_at, *where))
-    status, _, err = killed.finish()
-    encoded = 1 if where[1] == "IndexUpdatePlan.write" else 2
+    command = Command(tmp_path / "killed", arguments, first=partial(kill_at_call, *target))
+    status, _, err = command.finish()
+    encoded = 1 if target[1] == "IndexUpdatePlan.write" else 2
     assert (status, err.count("inputs encoded")) == (-signal.SIGKILL, encoded)
-    found = Index.open(index.folder, device="cpu")
-    assert len(found) == (30 if where[1] == "IndexUpdatePlan.write" else 50)
-    if len(found) == 30:
-        check_against_all(found, TEXTS[:30])
+    reopened = Index.open(index.folder, device="cpu")
+    assert len(reopened) == (30 if target[1] == "IndexUpdatePlan.write" else 50)
+    if len(reopened) == 30:
+        check_scores(reopened, TEXTS[:30])
     capsys.readouterr()
     assert run([str(argument) for argument in arguments]) == 0
-    assert capsys.readouterr().err.count("inputs encoded") == (where[1] == "IndexUpdatePlan.write")
-    check_against_all(Index.open(index.folder, device="cpu"), TEXTS)
+    assert capsys.readouterr().err.count("inputs encoded") == (target[1] == "IndexUpdatePlan.write")
+    check_scores(Index.open(index.folder, device="cpu"), TEXTS)
     assert not (index.folder / "encoding").exists()
     for record in (index.folder / "views").glob("*/view.json"):
         names = {path.name.partition(".")[0] for path in record.parent.iterdir()}
         assert names == {"view", *json.loads(record.read_text())["segments"]}
 
 
-def small_files(size: int) -> None:
+def limit_file_size(size: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize(
-    ("head", "size", "said"),
+    ("head", "size", "message"),
     [
         ("linear", 2_000, r"encoding/.* cannot grow"),  # vectors while texts are encoded
         (
@@ -657,23 +667,25 @@ def small_files(size: int) -> None:
         ),  # the texts, in one piece
     ],
 )
-def test_a_full_disk_is_told_in_a_line(build, tmp_path: Path, head: str, size: int, said: str):
-    long = {"note": ["n" * 300] * 50}
-    index = build(TEXTS[:30], columns={"note": long["note"][:30]}, conditions=[PLACE], head=head)
-    others = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
-    (tmp_path / "texts.json").write_text(json.dumps(others))
+def test_full_disk_is_reported_in_one_line(
+    build, tmp_path: Path, head: str, size: int, message: str
+):
+    columns = {"note": ["n" * 300] * 50}
+    index = build(TEXTS[:30], columns={"note": columns["note"][:30]}, conditions=[PLACE], head=head)
+    rows = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
+    (tmp_path / "texts.json").write_text(json.dumps(rows))
     arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
-    limited = Command(tmp_path / "full", arguments, first=partial(small_files, size))
-    status, _, err = limited.finish()
+    command = Command(tmp_path / "full", arguments, first=partial(limit_file_size, size))
+    status, _, err = command.finish()
     assert status == 2
-    assert re.fullmatch(f"llmcond: error: the disk is full: .*{said}.*", err.splitlines()[-1])
-    check_against_all(Index.open(index.folder, device="cpu"), TEXTS[:30])
+    assert re.fullmatch(f"llmcond: error: the disk is full: .*{message}.*", err.splitlines()[-1])
+    check_scores(Index.open(index.folder, device="cpu"), TEXTS[:30])
     assert run([str(argument) for argument in arguments]) == 0
     assert len(Index.open(index.folder, device="cpu")) == 80
 
 
 @pytest.mark.parametrize(
-    ("pattern", "keep", "said"),
+    ("pattern", "n_bytes", "message"),
     [
         ("texts.lance/data/*", 10, "cannot be read: .* if it is damaged, build it again"),
         ("texts.lance/_versions/*", 10, "cannot be read: "),
@@ -682,15 +694,15 @@ def test_a_full_disk_is_told_in_a_line(build, tmp_path: Path, head: str, size: i
         ("index.json", 0, "is not a readable JSON file"),
     ],
 )
-def test_damaged_files_are_told_in_a_line(build, pattern: str, keep: int, said: str):
+def test_damaged_files_are_reported(build, pattern: str, n_bytes: int, message: str):
     folder = build(TEXTS[:9], conditions=[PLACE], head="linear").folder
     for path in folder.glob(pattern):
-        path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(LlmcondError, match=said):
+        path.write_bytes(path.read_bytes()[:n_bytes])
+    with pytest.raises(LlmcondError, match=message):
         Index.open(folder, device="cpu").search(QUERY, PLACE)
 
 
-def test_a_damaged_record_is_told_in_a_line(build):
+def test_damaged_record_is_reported(build):
     folder = build(TEXTS[:2]).folder
     (folder / "index.json").write_text('{"format": 1, "made_by": {"run": 3}}')
     with pytest.raises(LlmcondError, match=r"was damaged: .*\. Build another index"):
@@ -699,34 +711,34 @@ def test_a_damaged_record_is_told_in_a_line(build):
 
 # -- guides ------------------------------------------------------------------------------------
 
-#: A guide stretches what half precision loses.
-STRETCHED = 4 * CLOSE
+#: A guide amplifies the rounding errors of half precision.
+GUIDE_TOLERANCE = 4 * TOLERANCE
 
 
 @pytest.mark.parametrize("head", ["low", "linear"])
-def test_searches_follow_labelled_texts(build, head: str, tmp_path: Path, monkeypatch):
+def test_guide_learned_from_labels_changes_scores(build, head: str, tmp_path: Path, monkeypatch):
     index = build(TEXTS, head=head, conditions=[PLACE, NUMBER])
     plain = index.search(QUERY, PLACE, 5).to_json()
-    other = index.search(QUERY, NUMBER, 5).to_json()
+    other_condition = index.search(QUERY, NUMBER, 5).to_json()
     labels = [text.split()[-1] for text in TEXTS[:20]]
     with monkeypatch.context() as patch:  # the texts of the index are not encoded again
         patch.setattr(Index, "_encode", None)
         index.guide(TEXTS[:20], labels, PLACE)
-        check_against_all(index, TEXTS, close=STRETCHED)
-    found = index.search(QUERY, PLACE, 5).to_json()
-    assert found["results"] != plain["results"]
-    assert found["guides"][PLACE]["labels"]["beach"] == 4
-    assert index.search(QUERY, NUMBER, 5).to_json() == other
+        check_scores(index, TEXTS, tolerance=GUIDE_TOLERANCE)
+    guided = index.search(QUERY, PLACE, 5).to_json()
+    assert guided["results"] != plain["results"]
+    assert guided["guides"][PLACE]["labels"]["beach"] == 4
+    assert index.search(QUERY, NUMBER, 5).to_json() == other_condition
     weighted = index.search(QUERY, {PLACE: 1, NUMBER: 0.5}, 5, explain=True)
     assert weighted.guides.keys() == {PLACE}
-    # It is kept, holds for texts that are added, and for embeddings of the index's own model.
-    again = Index.open(tmp_path / "index", device="cpu")
-    again.add(["dogs walk at the beach"])
-    check_against_all(again, [*TEXTS, "dogs walk at the beach"], close=STRETCHED)
-    assert again.conditions == sorted([PLACE, NUMBER])
-    # Another guide takes its place, and without one vectors are as they were.
-    again.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], PLACE)
-    check_against_all(again, [*TEXTS, "dogs walk at the beach"], close=STRETCHED)
-    again.delete([row["id"] for row in again.search("dogs walk at the beach", PLACE, 1).rows])
-    again.unguide(PLACE)
+    # The guide is stored. It applies to added texts, and to embeddings of the index's model.
+    reopened = Index.open(tmp_path / "index", device="cpu")
+    reopened.add(["dogs walk at the beach"])
+    check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
+    assert reopened.conditions == sorted([PLACE, NUMBER])
+    # Another guide replaces it, and without a guide the vectors are as before.
+    reopened.guide(TEXTS[:20], [text.split()[0] for text in TEXTS[:20]], PLACE)
+    check_scores(reopened, [*TEXTS, "dogs walk at the beach"], tolerance=GUIDE_TOLERANCE)
+    reopened.delete([row["id"] for row in reopened.search("dogs walk at the beach", PLACE, 1).rows])
+    reopened.unguide(PLACE)
     assert Index.open(tmp_path / "index", device="cpu").search(QUERY, PLACE, 5).to_json() == plain

@@ -1,4 +1,4 @@
-"""Search over HTTP, and which model serves an index."""
+"""Search over HTTP, and the choice of the model that serves an index."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,57 +19,59 @@ TEXTS = [f"{who} play {where}" for who in ("two men", "children") for where in (
 
 @pytest.fixture(scope="module")
 def folder(tiny_run, tmp_path_factory):
-    found = tmp_path_factory.mktemp("index") / "texts"
+    path = tmp_path_factory.mktemp("index") / "texts"
     columns = {"year": [2020, 2021, 2022, 2023]}
-    Index.build(found, TEXTS, columns=columns, conditions=[PLACE], run=tiny_run, device="cpu")
-    return found
+    Index.build(path, TEXTS, columns=columns, conditions=[PLACE], run=tiny_run, device="cpu")
+    return path
 
 
 @pytest.fixture(scope="module")
-def searched(folder):
+def service(folder):
     model = load_model(ServedSource(device="cpu", index=folder))
     with served(model) as (client, _):
         yield client, model.index
 
 
-def test_hits_are_those_of_the_index(searched):
-    client, index = searched
-    asked = {"query": "two men", "condition": PLACE}
-    found = client.post("/v1/search", {**asked, "k": 2}).json
-    assert found["results"] == index.search("two men", PLACE, 2).to_json()["results"]
-    assert found["results"][0].keys() >= {"rank", "score", "text", "id", "year"}
-    some = client.post("/v1/search", {**asked, "where": "year > 2021", "explain": True}).json
-    assert [one["year"] for one in some["results"]] in ([2022, 2023], [2023, 2022])
-    assert some["results"][0]["explain"]["under"].keys() == {PLACE}
-    weighted = client.post("/v1/search", {**asked, "condition": {PLACE: 2}}).json
-    assert weighted["results"][0]["score"] == pytest.approx(2 * found["results"][0]["score"], 1e-4)
+def test_hits_match_index(service):
+    client, index = service
+    request = {"query": "two men", "condition": PLACE}
+    response = client.post("/v1/search", {**request, "k": 2}).json
+    assert response["results"] == index.search("two men", PLACE, 2).to_json()["results"]
+    assert response["results"][0].keys() >= {"rank", "score", "text", "id", "year"}
+    filtered = client.post("/v1/search", {**request, "where": "year > 2021", "explain": True}).json
+    assert [hit["year"] for hit in filtered["results"]] in ([2022, 2023], [2023, 2022])
+    assert filtered["results"][0]["explain"]["under"].keys() == {PLACE}
+    weighted = client.post("/v1/search", {**request, "condition": {PLACE: 2}}).json
+    assert weighted["results"][0]["score"] == pytest.approx(
+        2 * response["results"][0]["score"], 1e-4
+    )
     embedded = client.post("/v1/embeddings", {"input": "two men", "condition": PLACE})
     assert embedded.status == 200
 
 
-def test_values_are_those_of_the_index_or_of_the_request(tiny_run, tmp_path):
+def test_values_come_from_index_or_request(tiny_run, tmp_path):
     place = Condition(PLACE, ["night", "morning"])
     index = Index.build(tmp_path / "i", TEXTS, conditions=[place], run=tiny_run, device="cpu")
-    index.search("two men", "the mood")  # which encodes the texts under it
+    index.search("two men", "the mood")  # encodes the texts under this condition
     index.search("two men", Condition(PLACE))
-    asked = {"query": "two men", "condition": PLACE}
+    request = {"query": "two men", "condition": PLACE}
     with served(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
-        found = client.post("/v1/search", asked).json
-        assert found["conditions"] == {place: 1.0}
-        assert found["results"] == index.search("two men", place).to_json()["results"]
-        same = {**asked, "values": ["night", "morning"]}
-        assert client.post("/v1/search", same).json["results"] == found["results"]
-        none = client.post("/v1/search", {**asked, "values": []}).json
-        assert none["conditions"] == {PLACE: 1.0}
-        assert none["results"] != found["results"]
+        response = client.post("/v1/search", request).json
+        assert response["conditions"] == {place: 1.0}
+        assert response["results"] == index.search("two men", place).to_json()["results"]
+        same_values = {**request, "values": ["night", "morning"]}
+        assert client.post("/v1/search", same_values).json["results"] == response["results"]
+        without_values = client.post("/v1/search", {**request, "values": []}).json
+        assert without_values["conditions"] == {PLACE: 1.0}
+        assert without_values["results"] != response["results"]
         several = {PLACE: 1, "the mood": 0.5}
-        each = {**asked, "condition": several, "values": {PLACE: []}}
-        found = client.post("/v1/search", each).json
-        assert found["conditions"] == several
+        values_of_one = {**request, "condition": several, "values": {PLACE: []}}
+        response = client.post("/v1/search", values_of_one).json
+        assert response["conditions"] == several
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"query": " "}, "query is empty"),
         ({"condition": "the mood"}, "the mood"),
@@ -90,52 +92,52 @@ def test_values_are_those_of_the_index_or_of_the_request(tiny_run, tmp_path):
         ({"condition": None, "values": ["a"]}, "no condition that the values belong to"),
     ],
 )
-def test_what_the_index_refuses_is_told(searched, changes, words):
-    client, _ = searched
+def test_invalid_request_is_rejected(service, changes, message):
+    client, _ = service
     answer = client.post("/v1/search", {"query": "two men", "condition": PLACE, **changes})
     assert answer.status == 422
-    assert words in answer.error["message"]
+    assert message in answer.error["message"]
 
 
-def test_a_filter_delays_neither_the_model_nor_others(searched, monkeypatch):
-    client, _ = searched
-    begun, go = threading.Event(), threading.Event()
-    matching = TextTable.match_filter
+def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
+    client, _ = service
+    started, release = threading.Event(), threading.Event()
+    match_filter = TextTable.match_filter
 
-    def held(table, where, seconds):
+    def match_after_release(table, where, seconds):
         assert 0 < seconds < 60
-        begun.set()
-        assert go.wait(60)
-        return matching(table, where, seconds)
+        started.set()
+        assert release.wait(60)
+        return match_filter(table, where, seconds)
 
-    asked = {"query": "two men", "condition": PLACE}
-    monkeypatch.setattr(TextTable, "match_filter", held)
+    request = {"query": "two men", "condition": PLACE}
+    monkeypatch.setattr(TextTable, "match_filter", match_after_release)
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(client.post, "/v1/search", {**asked, "where": "year > 2021"})
-        assert begun.wait(60)
+        slow_search = pool.submit(client.post, "/v1/search", {**request, "where": "year > 2021"})
+        assert started.wait(60)
         assert client.post("/v1/embeddings", {"input": "a", "condition": PLACE}).status == 200
-        assert client.post("/v1/search", asked).status == 200
-        go.set()
-        assert slow.result().json["searched"] == 2
+        assert client.post("/v1/search", request).status == 200
+        release.set()
+        assert slow_search.result().json["searched"] == 2
 
 
-def test_a_filter_has_a_time_limit(searched, monkeypatch):
-    client, _ = searched
+def test_filter_has_time_limit(service, monkeypatch):
+    client, _ = service
     monkeypatch.setattr("llmcond.serving.app._FILTER_SECONDS", 0)
-    asked = {"query": "two men", "condition": PLACE, "where": "year > 2021"}
-    answer = client.post("/v1/search", asked)
+    request = {"query": "two men", "condition": PLACE, "where": "year > 2021"}
+    answer = client.post("/v1/search", request)
     assert answer.status == 422
     assert "takes longer than 0 s" in answer.error["message"]
 
 
-def test_the_folder_of_the_index_is_named_without_its_path(folder, searched):
-    client, _ = searched
+def test_error_names_index_folder_without_its_path(folder, service):
+    client, _ = service
     answer = client.post("/v1/search", {"query": "two men", "condition": "the mood"})
     assert f"llmcond index --out {folder.name} --condition 'the mood'" in answer.error["message"]
     assert str(folder.parent) not in answer.error["message"]
 
 
-def test_a_damaged_index_is_told_without_its_path(tiny_run, tmp_path):
+def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
     Index.build(tmp_path / "texts", TEXTS, conditions=[PLACE], run=tiny_run, device="cpu")
     with served(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
         for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
@@ -146,23 +148,23 @@ def test_a_damaged_index_is_told_without_its_path(tiny_run, tmp_path):
     assert str(tmp_path).lstrip("/") not in answer.error["message"]
 
 
-def test_texts_that_are_added_meanwhile_are_found(folder, searched, tiny_run):
-    client, _ = searched
+def test_texts_added_while_serving_are_searched(folder, service, tiny_run):
+    client, _ = service
     text = "an old man sleeps"
     columns = {"year": [2024]}
     writer = Index.build(folder, [text], ids=["new"], columns=columns, run=tiny_run, device="cpu")
-    asked = {"query": text, "condition": PLACE, "k": 9}
-    assert "new" in [hit["id"] for hit in client.post("/v1/search", asked).json["results"]]
+    request = {"query": text, "condition": PLACE, "k": 9}
+    assert "new" in [hit["id"] for hit in client.post("/v1/search", request).json["results"]]
     writer.delete(["new"])
-    assert "new" not in [hit["id"] for hit in client.post("/v1/search", asked).json["results"]]
+    assert "new" not in [hit["id"] for hit in client.post("/v1/search", request).json["results"]]
 
 
-def test_an_index_is_served_by_its_own_model_only(folder, tiny_run, tmp_path):
-    found = load_model(
+def test_index_is_served_only_by_model_that_built_it(folder, tiny_run, tmp_path):
+    loaded = load_model(
         ServedSource(run=tiny_run, head="none", device="cpu", index=folder, condition=PLACE)
     )
-    assert found.index is not None
-    assert found.model.encoder is found.index.embedder.encoder
+    assert loaded.index is not None
+    assert loaded.model.encoder is loaded.index.embedder.encoder
     with pytest.raises(UserError, match="was built with"):
         load_model(ServedSource(model="minilm-csts", device="cpu", index=folder))
     with pytest.raises(UserError, match="does not exist"):
