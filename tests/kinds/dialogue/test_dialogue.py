@@ -251,18 +251,20 @@ def test_dialogues_of_file_rank_like_those_of_run(capsys, data, run, tmp_path):
     assert ok(capsys, *command, "--data", data) == expected
     plan = ("evaluate", "--run", run, "--history", "2", "--distance", "1", "--plan", "retrieved")
     assert ok(capsys, *plan, "--data", data / "test.txt") == ok(capsys, *plan)
-    new = tmp_path / "new.jsonl"
+    path = tmp_path / "new.jsonl"
     turns = [[*dialogue(0)[:2], "hat", "coat"], ["two men walk", "sad", "red hat"], dialogue(4)]
-    new.write_text("".join(f"{json.dumps({'utterances': utterances})}\n" for utterances in turns))
+    path.write_text("".join(f"{json.dumps({'utterances': utterances})}\n" for utterances in turns))
     pool = tmp_path / "pool.txt"
     pool.write_text("hat\ncoat\nred hat\nblue hat\n" + "\n".join(dialogue(4)))
-    assert cli.run([*map(str, command[:3]), "--data", str(new), "--candidates", str(pool)]) == 0
+    assert cli.run([*map(str, command[:3]), "--data", str(path), "--candidates", str(pool)]) == 0
     log = capsys.readouterr().err
     assert "separate: 5 of 5 inputs encoded" in log
-    assert f"warning: 1 of 3 dialogues of {new} are in the run's train split" in log
+    assert f"warning: 1 of 3 dialogues of {path} are in the run's train split" in log
     assert "ranking 5 next turns of test" in log
-    assert ok(capsys, *command[:3], "--data", new, "--split", "dev")["results"][0]["split"] == "dev"
-    message = refused(capsys, *command, "--data", new)
+    assert (
+        ok(capsys, *command[:3], "--data", path, "--split", "dev")["results"][0]["split"] == "dev"
+    )
+    message = refused(capsys, *command, "--data", path)
     assert "of 3 the longest have 7 and 4 turns" in message
 
 

@@ -85,11 +85,11 @@ def test_score_is_average_rank_on_dev(tiny, name):
         for dialogue in DIALOGUES[12:]:
             scores = head.start(vectors[dialogue[:h]]).scores(after[answers])
             answer_score = scores[answers.index(dialogue[h])]
-            above, level = (
+            above, tied = (
                 (scores > answer_score + 1e-6).sum(),
                 (abs(scores - answer_score) < 1e-6).sum(),
             )
-            ranks.append(above + (level + 1) / 2)
+            ranks.append(above + (tied + 1) / 2)
         means.append(np.mean(ranks))
     assert model.score(dev, alone) == pytest.approx(np.mean(means), abs=1e-6)
 

@@ -14,7 +14,7 @@ from llmcond.kinds.dialogue.roles import load_roles_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TRAIN_OPTIONS = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 32 --rank 4"
+OPTIONS = "--pooling mean --dtype float32 --device cpu --epochs 2 --batch-size 32 --rank 4"
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,8 @@ def data(tmp_path_factory):
 
 
 def make_arguments(data, model, folder, *arguments):
-    required = ["--task", "dialogue", "--model", model, "--data", data, "--run", folder]
-    return [str(argument) for argument in (*required, *TRAIN_OPTIONS.split(), *arguments)]
+    common = ["--task", "dialogue", "--model", model, "--data", data, "--run", folder]
+    return [str(argument) for argument in (*common, *OPTIONS.split(), *arguments)]
 
 
 @pytest.fixture(scope="module")

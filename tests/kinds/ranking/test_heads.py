@@ -268,11 +268,12 @@ def test_low_rank_map_starts_as_projection():
     module.initialise(features.relations)
     x = features.entities(np.arange(N))
     relation_indices = torch.zeros(N, dtype=torch.int64)
-    once = module.map(x, features.relations @ module.basis, relation_indices).detach()
+    projected = module.map(x, features.relations @ module.basis, relation_indices).detach()
     torch.testing.assert_close(
-        module.map(once, features.relations @ module.basis, relation_indices).detach(), once
+        module.map(projected, features.relations @ module.basis, relation_indices).detach(),
+        projected,
     )
-    assert torch.linalg.matrix_rank(once, rtol=1e-4) == 2
+    assert torch.linalg.matrix_rank(projected, rtol=1e-4) == 2
 
 
 def test_relation_coordinates_give_same_hypernetwork():
@@ -326,10 +327,10 @@ def test_matrix_per_relation_learns_relation(name):
     assert max(entry["dev_score"] for entry in curve) == score(head)
     assert curve[-1]["loss"] < curve[0]["loss"] / 2
     joint = np.repeat(arrays.entities, 6, axis=0)  # features without the relation
-    blind = QueryArrays(
+    without_relations = QueryArrays(
         arrays.entities, arrays.triples, 3, arrays.known, None, joint, np.arange(len(joint))
     )
-    assert score(fit("linear", blind, dim=8, **LONG_FIT)) < 0.5
+    assert score(fit("linear", without_relations, dim=8, **LONG_FIT)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -485,9 +486,9 @@ def test_head_binds_to_graphs_of_its_sizes_only():
     wider = QueryArrays(np.ones((4, D + 1)), arrays.triples, R, arrays.known, arrays.relations)
     with pytest.raises(UserError, match=r"7 dimensions of features of entities; .* fitted on 6"):
         head.bind(wider)
-    more = QueryArrays(arrays.entities, arrays.triples, R + 1, arrays.known, arrays.relations)
+    larger = QueryArrays(arrays.entities, arrays.triples, R + 1, arrays.known, arrays.relations)
     with pytest.raises(UserError, match=r"the graph has 4 relations; .* was fitted on 3"):
-        fit("matrices", arrays).bind(more)
+        fit("matrices", arrays).bind(larger)
 
 
 @pytest.mark.parametrize(
@@ -518,10 +519,10 @@ def test_inconsistent_settings_are_rejected(name, changes, message):
 
 def test_missing_features_and_triples_are_rejected():
     arrays = make_arrays()
-    bare = QueryArrays(arrays.entities, arrays.triples, R, arrays.known)
+    without_relations = QueryArrays(arrays.entities, arrays.triples, R, arrays.known)
     with pytest.raises(UserError, match="reads the features of relations, and the data has none"):
-        fit("hypernet", bare)
-    assert fit("matrices", bare).dim_out == 4
+        fit("hypernet", without_relations)
+    assert fit("matrices", without_relations).dim_out == 4
     empty = QueryArrays(arrays.entities, arrays.triples[:0], R, arrays.known, arrays.relations)
     with pytest.raises(UserError, match="no triples"):
         fit("hypernet", empty)

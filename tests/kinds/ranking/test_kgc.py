@@ -222,17 +222,17 @@ def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
         capsys, *command, "--split", "dev"
     )
     # No split asks where activities are: bi-encoders need new inputs, and both tails are answers.
-    new = tmp_path / "new.tsv"
-    new.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
-    results = ok(capsys, *command, "--data", new)["results"]
+    path = tmp_path / "new.tsv"
+    path.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
+    results = ok(capsys, *command, "--data", path)["results"]
     assert {row["n"] for row in results} == {6}
     assert all(row["mrr"] > 0 for row in results)
-    assert cli.run([str(argument) for argument in (*command, "--data", new)]) == 0
+    assert cli.run([str(argument) for argument in (*command, "--data", path)]) == 0
     log = capsys.readouterr().err
     assert "new.tsv: duplicate triples, counted once: 1" in log
     assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in log
-    new.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
-    message = refused(capsys, *command, "--data", new)
+    path.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
+    message = refused(capsys, *command, "--data", path)
     assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in message
 
 

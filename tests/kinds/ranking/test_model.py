@@ -130,8 +130,8 @@ def test_score_is_filtered_mrr_on_dev(tiny, name):
         scores = fitted.queries([h], [r])[0] @ fitted.candidates()[:].T
         others = np.ones(N, dtype=bool)
         others[dev.known.gather([h], [r])[1]] = False
-        above, level = (scores[others] > scores[t]).sum(), (scores[others] == scores[t]).sum()
-        reciprocal.append(1 / (1 + above + level / 2))
+        above, tied = (scores[others] > scores[t]).sum(), (scores[others] == scores[t]).sum()
+        reciprocal.append(1 / (1 + above + tied / 2))
     assert model.score(dev, alone) == pytest.approx(np.mean(reciprocal), abs=1e-6)
 
 

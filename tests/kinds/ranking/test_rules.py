@@ -42,14 +42,14 @@ def test_neighbourhood_matches_walk(hops):
 
 
 def test_hops_term_can_leave_out_head(graph):
-    heads, nothing = np.array([3, 5]), np.zeros(2, dtype=int)
+    heads, relations = np.array([3, 5]), np.zeros(2, dtype=int)
     context = TrainGraph.from_graph(graph)
-    with_head, without = (
-        context.create_hops_term(1, 0.2, head)(heads, nothing) for head in (True, False)
+    including, excluding = (
+        context.create_hops_term(1, 0.2, head)(heads, relations) for head in (True, False)
     )
-    assert len(with_head[0]) == len(without[0]) + 2
-    assert not (without[1] == heads[without[0]]).any()
-    assert set(without[2].tolist()) == {np.float32(0.2)}
+    assert len(including[0]) == len(excluding[0]) + 2
+    assert not (excluding[1] == heads[excluding[0]]).any()
+    assert set(excluding[2].tolist()) == {np.float32(0.2)}
 
 
 def test_reversed_edge_is_weighted_by_relation(graph):
