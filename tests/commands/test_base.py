@@ -1,4 +1,4 @@
-"""A command's dataclass is its flags, its checks and its Python function."""
+"""Command dataclasses: their flags, checks and Python functions."""
 
 import inspect
 import pickle
@@ -31,37 +31,39 @@ class _Paint(Command):
 
     example: ClassVar[str] = "paint wall"
 
-    colour: Literal["red", "blue"] = option("red", help="of the wall")
-    wall: str = option(flag="", metavar="WALL", help="which one")
+    colour: Literal["red", "blue"] = option("red", help="colour of the wall")
+    wall: str = option(flag="", metavar="WALL", help="wall to paint")
     coats: int | None = option(None, metavar="N", help="layers (default: 2)")
-    tools: Sequence[str] = option((), metavar="T", help="what is used")
-    note: Sequence[str] = option((), metavar="X", repeat=True, help="may be repeated")
-    size: tuple[float, float] | None = option(None, metavar=("W", "H"), help="in metres")
+    tools: Sequence[str] = option((), metavar="T", help="tools to use")
+    note: Sequence[str] = option((), metavar="X", repeat=True, help="note, may be repeated")
+    size: tuple[float, float] | None = option(None, metavar=("W", "H"), help="size in metres")
     into: Path = option(Path("out"), metavar="DIR", help="100 % of it")
     set: Mapping[str, str] | None = option(None, metavar="KEY=VALUE", help="settings")
     gloss: bool = option(False, help="shiny")
-    layers: Annotated[int, Ge(1), Lt(10)] | None = option(None, flag="-n", help="of colour")
-    drying: int | None = option(None, needs="--gloss yes", help="hours")
-    thickness: Amount = option(0.5, help="of a layer")
-    rank: int = option(1, parse=lambda text: 0 if text == "full" else int(text), help="or full")
+    layers: Annotated[int, Ge(1), Lt(10)] | None = option(None, flag="-n", help="number of layers")
+    drying: int | None = option(None, needs="--gloss yes", help="drying time in hours")
+    thickness: Amount = option(0.5, help="thickness of a layer")
+    rank: int = option(
+        1, parse=lambda text: 0 if text == "full" else int(text), help="rank, or full"
+    )
 
     def execute(self) -> dict[str, object]:
         """Paint."""
         return {"wall": self.wall, "into": self.into}
 
 
-def parsed(*arguments: str) -> Command:
+def parse_flags(*arguments: str) -> Command:
     parser = Parser(prog="paint", allow_abbrev=False)
     add_arguments(parser, _Paint)
     return create_command(_Paint, vars(parser.parse_args(arguments)))
 
 
-def test_flags_are_read_by_the_types_of_the_fields():
-    given = parsed(
+def test_flags_are_parsed_by_field_types():
+    command = parse_flags(
         *"w --colour blue --coats 3 --tools a b --tools c --note x --note y --size 1 2.5".split(),
         *"--into here --set a=1 b=c=d --gloss --rank full".split(),
     )
-    assert given == _Paint(
+    assert command == _Paint(
         wall="w",
         colour="blue",
         coats=3,
@@ -73,43 +75,43 @@ def test_flags_are_read_by_the_types_of_the_fields():
         gloss=True,
         rank="full",
     )
-    assert given.into == Path("here")
-    assert given.rank == 0
+    assert command.into == Path("here")
+    assert command.rank == 0
     assert _Paint(wall="w", set="b=c=d").set == {"b": "c=d"}
-    assert parsed("w") == _Paint(wall="w")
-    assert parsed("w", "--no-gloss") == _Paint(wall="w")
+    assert parse_flags("w") == _Paint(wall="w")
+    assert parse_flags("w", "--no-gloss") == _Paint(wall="w")
 
 
 def test_help_names_defaults_once(capsys):
     with pytest.raises(SystemExit):
-        parsed("--help")
+        parse_flags("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert text.startswith("usage: paint WALL [options]")
-    assert "of the wall (default: red)" in text
+    assert "colour of the wall (default: red)" in text
     assert "layers (default: 2)" in text
     assert "100 % of it (default: out)" in text
     assert "(default: None)" not in text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("w --colour bleu", "--colour is 'bleu'. Did you mean 'blue'"),
         ("w --set a", "--set is 'a'; expected NAME=VALUE"),
         ("w --coats x", "invalid int value"),
         ("w --col red", r"there is no --col\. Did you mean '--colour' .*See `paint --help`"),
-        ("--colur red", "there is no --colur"),  # not: WALL is required
+        ("--colur red", "there is no --colur"),  # before the missing WALL
         ("w more", "unrecognized arguments: more. See `paint --help`"),
         ("", "required: WALL"),
     ],
 )
-def test_a_wrong_flag_is_one_line(arguments, words):
-    with pytest.raises(UserError, match=words) as raised:
-        parsed(*arguments.split())
+def test_invalid_flag_is_reported_in_one_line(arguments, message):
+    with pytest.raises(UserError, match=message) as raised:
+        parse_flags(*arguments.split())
     assert "\n" not in str(raised.value)
 
 
-def test_python_checks_what_the_command_line_checks():
+def test_python_function_checks_values_like_command_line():
     paint = as_function(_Paint)
     assert paint(wall="w", into="there") == {"wall": "w", "into": Path("there")}
     assert paint.__name__ == "_paint".removeprefix("_")
@@ -120,7 +122,7 @@ def test_python_checks_what_the_command_line_checks():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         ({"layers": 0}, "-n is 0; it must be at least 1 and below 10."),
         ({"layers": np.int64(10)}, "-n is 10; it must be at least 1 and below 10."),
@@ -132,17 +134,18 @@ def test_python_checks_what_the_command_line_checks():
         ({"thickness": [1]}, "--thickness is [1]; expected a number."),
     ],
 )
-def test_limits_are_checked_where_options_are_made(given, message):
+def test_limits_are_checked_at_construction(values, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        _Paint(wall="w", **given)
-    kept = _Paint(wall="w", layers=np.int64(9), thickness=0)
-    assert (kept.layers, kept.thickness) == (9, 0)
-    assert (type(kept.layers), type(kept.thickness)) == (int, float)  # as JSON takes them
+        _Paint(wall="w", **values)
+    command = _Paint(wall="w", layers=np.int64(9), thickness=0)
+    assert (command.layers, command.thickness) == (9, 0)
+    # JSON cannot store NumPy types.
+    assert (type(command.layers), type(command.thickness)) == (int, float)
     annotation = inspect.signature(as_function(_Paint)).parameters["layers"].annotation
     assert annotation == "int | None"
 
 
-def test_an_option_needs_the_one_that_it_is_for():
+def test_option_needs_its_companion_option():
     expected = "--drying needs --gloss yes. Add it, or leave out --drying."
     with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         _Paint(wall="w", drying=2)
@@ -162,12 +165,12 @@ def test_an_option_needs_the_one_that_it_is_for():
         ((), {}, "paint() needs wall=..."),
     ],
 )
-def test_wrong_arguments_name_the_function_and_the_nearest_name(args, kwargs, message):
+def test_wrong_arguments_report_function_and_similar_name(args, kwargs, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         as_function(_Paint)(*args, **kwargs)
 
 
-def test_settings_that_were_not_given_are_none():
+def test_all_optional_fields_default_to_none():
     cls = all_optional(_Paint)
     assert cls().colour is None
     assert {f.name for f in cls.__dataclass_fields__.values() if declaration_of(f)} >= {
@@ -176,7 +179,7 @@ def test_settings_that_were_not_given_are_none():
     }
 
 
-def test_commands_are_found_by_their_modules_and_have_places_of_their_own():
+def test_commands_are_listed_by_module_at_distinct_positions():
     assert {"extract", "fit-head", "prompts", "prompts show"} <= COMMANDS
     assert "base" not in COMMANDS
     assert len({_command(name).position for name in COMMANDS}) == len(COMMANDS)
@@ -185,35 +188,35 @@ def test_commands_are_found_by_their_modules_and_have_places_of_their_own():
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_an_example_that_parses(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for data in ("my.csv", "texts.csv"):  # that examples name
+    for data in ("my.csv", "texts.csv"):  # names in examples
         Path(data).touch()
     cls = _command(name)
     arguments = shlex.split(cls.example)[1 + len(name.split()) :]
     parser = Parser(prog=name, allow_abbrev=False)
     add_arguments(parser, cls)
-    if name != "prompts":  # its example is that of `prompts show`
+    if name != "prompts":  # its example runs `prompts show`
         assert isinstance(create_command(cls, vars(parser.parse_args(arguments))), cls)
 
 
-def test_every_verb_is_a_function_with_the_commands_options():
-    verbs = [getattr(llmcond, name) for name in llmcond.__all__ if name.islower()]
-    assert all(inspect.getdoc(own) for own in verbs)
+def test_every_function_has_options_of_its_command():
+    functions = [getattr(llmcond, name) for name in llmcond.__all__ if name.islower()]
+    assert all(inspect.getdoc(function) for function in functions)
     assert list(inspect.signature(llmcond.fit_head).parameters)[:2] == ["head", "dim"]
     assert str(inspect.signature(llmcond.fit_head).parameters["run"].annotation) == "str | Path"
     assert set(dir(llmcond)) == set(llmcond.__all__)
 
 
-def test_every_function_that_is_made_of_a_command_is_public():
+def test_every_command_function_is_public():
     modules = [import_module(_command(name).__module__) for name in COMMANDS]
-    verbs = {
+    functions = {
         name: value
         for module in modules
         for name, value in vars(module).items()
         if hasattr(value, "__signature__") and value.__module__ == f"llmcond.commands.{name}"
     }
-    assert len(verbs) > 15
-    assert set(verbs) <= set(llmcond.__all__)
-    assert all(getattr(llmcond, name) is value for name, value in verbs.items())
+    assert len(functions) > 15
+    assert set(functions) <= set(llmcond.__all__)
+    assert all(getattr(llmcond, name) is value for name, value in functions.items())
 
 
 def test_load_encoder_names_itself_in_errors():
@@ -224,10 +227,10 @@ def test_load_encoder_names_itself_in_errors():
 
 
 @pytest.mark.parametrize("name", sorted(set(llmcond.__all__) - {"__version__"}))
-def test_every_public_name_is_pickled_and_found_in_its_module(name):
+def test_every_public_name_can_be_pickled_and_looked_up(name):
     value = getattr(llmcond, name)
     assert pickle.loads(pickle.dumps(value)) is value
-    # As a generated reference looks a function up, and reads its parameters.
+    # The generated reference looks functions up like this, and reads their parameters.
     assert getattr(sys.modules[value.__module__], value.__qualname__) is value
     assert inspect.getdoc(value)
     assert inspect.isclass(value) == (name[0].isupper())
@@ -235,6 +238,6 @@ def test_every_public_name_is_pickled_and_found_in_its_module(name):
         assert inspect.signature(value).parameters
 
 
-def test_a_table_is_embedded_into_one_file_only():
+def test_table_cannot_be_embedded_into_folder():
     with pytest.raises(UserError, match="source is a list, and out is a folder or dataset"):
         llmcond.embed(source=[{"text": "a"}], out="folder")

@@ -1,4 +1,4 @@
-"""``llmcond check-condition``, and the line that cluster and search print."""
+"""``llmcond check-condition``, and the check that ``cluster`` and ``search`` print."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ def captions(tmp_path):
 
 @pytest.fixture
 def calibrated_run(tiny_run, tmp_path):
-    """A run with a calibration of its own, which ranked conditions of other texts well."""
+    """A run with its own calibration, which ranked the conditions of other texts well."""
     run_folder = shutil.copytree(tiny_run, tmp_path / "run")
     measured = {"spearman_left_out": {"family": {"value": 0.6, "low": 0.4, "high": 0.7}}}
     calibration = Calibration(0.5, {"nearest": 0.5}, 0.1, measured)
@@ -42,15 +42,15 @@ def calibrated_run(tiny_run, tmp_path):
 
 
 @pytest.fixture
-def call(captions, capsys):
-    def call(*arguments):
+def run_check(captions, capsys):
+    def run_check(*arguments):
         return ok(capsys, "check-condition", captions, "--device", "cpu", *arguments)
 
-    return call
+    return run_check
 
 
-def test_a_condition_of_captions_is_expected_to_work_better_than_nonsense(call):
-    number, nonsense = call(
+def test_relevant_condition_has_higher_indicators_than_nonsense(run_check):
+    number, nonsense = run_check(
         *("--model", "minilm-csts", "--condition", "the number of people"),
         *("--condition", "the flavour of the warranty"),
     )["checks"]
@@ -60,7 +60,7 @@ def test_a_condition_of_captions_is_expected_to_work_better_than_nonsense(call):
     assert number["texts"] == len(CAPTIONS)
 
 
-def test_what_is_printed_says_what_to_do(captions, tiny_run, capsys):
+def test_output_has_verdict_and_calibration(captions, tiny_run, capsys):
     arguments = ["check-condition", str(captions), "--run", str(tiny_run), "--device", "cpu"]
     arguments += ["--condition", "the place", "--values", "beach, park"]
     assert run(arguments) == 0
@@ -72,7 +72,7 @@ def test_what_is_printed_says_what_to_do(captions, tiny_run, capsys):
     assert "calibrated on minilm-conditions, not on this run" in printed.err
 
 
-def test_a_function_checks_texts_in_memory(tiny_run):
+def test_function_checks_texts_in_memory(tiny_run):
     result = llmcond.check_condition(texts=CAPTIONS, condition="the place", run=tiny_run)
     (check,) = result.checks
     assert check.expected.low <= check.expected.value <= check.expected.high
@@ -80,14 +80,14 @@ def test_a_function_checks_texts_in_memory(tiny_run):
     assert "checks=<1 row>" in repr(result)
 
 
-def test_few_texts_and_repeats_are_too_few_to_tell(tiny_run):
+def test_too_few_distinct_texts_give_no_verdict(tiny_run):
     texts = CAPTIONS[:10] * 5
     (check,) = llmcond.check_condition(texts=texts, condition="the place", run=tiny_run).checks
     assert (check.verdict, check.expected, check.n_texts) == ("too few texts to tell", None, 10)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("flags", "message"),
     [
         (("--condition", " "), "--condition is empty"),
         (("--condition", "a", "--condition", "a"), "'a' is given more than once"),
@@ -95,11 +95,11 @@ def test_few_texts_and_repeats_are_too_few_to_tell(tiny_run):
         (("--condition", "a", "--seed", "-1"), "seed"),
     ],
 )
-def test_wrong_input_is_refused_in_a_line(captions, tiny_run, capsys, given, said):
-    assert said in refused(capsys, "check-condition", captions, "--run", tiny_run, *given)
+def test_invalid_input_is_reported_in_one_line(captions, tiny_run, capsys, flags, message):
+    assert message in refused(capsys, "check-condition", captions, "--run", tiny_run, *flags)
 
 
-def test_cluster_says_whether_a_condition_is_expected_to_work(captions, calibrated_run, capsys):
+def test_cluster_prints_condition_check(captions, calibrated_run, capsys):
     arguments = ["cluster", str(captions), "--run", str(calibrated_run), "--condition", "the place"]
     arguments += ["--clusters", "3", "--device", "cpu"]
     assert run(arguments) == 0
@@ -108,26 +108,22 @@ def test_cluster_says_whether_a_condition_is_expected_to_work(captions, calibrat
     assert "this condition" not in capsys.readouterr().err
 
 
-def test_search_says_whether_a_condition_is_expected_to_work(
-    captions, calibrated_run, tmp_path, capsys
-):
+def test_search_prints_condition_check(captions, calibrated_run, tmp_path, capsys):
     out = tmp_path / "index"
     ok(capsys, "index", captions, "--out", out, "--run", calibrated_run, "--device", "cpu")
     arguments = ["search", str(out), "A dog", "--condition", "the place", "--device", "cpu"]
     assert run(arguments) == 0
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     index = Index.open(out, device="cpu")
-    assert f"the place: {index.check('the place').sentence()}" in said
+    assert f"the place: {index.check('the place').sentence()}" in stderr
     vectors = index.embedder.encode(CAPTIONS, "the place")
-    wanted = ConditionCheck.of("the place", vectors, find_calibration(calibrated_run))
-    assert index.check("the place").indicators == pytest.approx(wanted.indicators, abs=0.01)
+    expected = ConditionCheck.of("the place", vectors, find_calibration(calibrated_run))
+    assert index.check("the place").indicators == pytest.approx(expected.indicators, abs=0.01)
     assert run([*arguments, "--no-check"]) == 0
     assert "this condition" not in capsys.readouterr().err
 
 
-def test_a_calibration_that_ranks_no_better_than_chance_is_not_relied_on(
-    captions, calibrated_run, capsys
-):
+def test_calibration_at_chance_level_is_not_trusted(captions, calibrated_run, capsys):
     path = calibrated_run / "conditions.json"
     path.write_text(path.read_text().replace('"low": 0.4', '"low": -0.1'))
     common = [str(captions), "--run", str(calibrated_run), "--condition", "the place"]

@@ -1,4 +1,4 @@
-"""What commands write and print: no input is overwritten, nothing steers a terminal."""
+"""Files and output of commands: inputs are kept, and control characters are escaped."""
 
 import csv
 import ctypes
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.usefixtures("in_tmp")
 CONDITION = ("--condition-text", "the place")
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- files -------------------------------------------------------------------------------------
 
 
-def test_predictions_take_the_place_of_no_input(capsys, own, write_rows, small_rows):
+def test_predictions_do_not_overwrite_inputs(capsys, own, write_rows, small_rows):
     data = write_rows(small_rows, "my.csv")
     write_rows(small_rows, "d/my-test.csv")
     Path("link.csv").symlink_to(data)
     evaluate = ("evaluate", "--run", own, "--data")
-    for given, out in (
+    for source, out in (
         (data, "my.csv"),
         ("my.csv", "d/../my.csv"),
         (data, "link.csv"),
@@ -40,11 +40,11 @@ def test_predictions_take_the_place_of_no_input(capsys, own, write_rows, small_r
         ("d", "d/my-test.csv"),
     ):
         assert "is an input of the same command" in refused(
-            capsys, *evaluate, given, "--predictions", out
+            capsys, *evaluate, source, "--predictions", out
         )
     for out in ("own/run.json", "own/rows.parquet", "p.txt"):
         assert "name a .csv file" in refused(capsys, "evaluate", "--run", own, "--predictions", out)
-    # The data that the run was made of.
+    # The data that the run was extracted from.
     recorded = Path(json.loads((own / "run.json").read_text())["data"]["source"])
     before = recorded.read_bytes()
     refused(capsys, "evaluate", "--run", own, "--predictions", recorded)
@@ -53,12 +53,12 @@ def test_predictions_take_the_place_of_no_input(capsys, own, write_rows, small_r
     ok(capsys, *evaluate, data, "--predictions", "own/p.csv")
 
 
-def test_embeddings_take_the_place_of_no_input(capsys, own):
+def test_embeddings_do_not_overwrite_inputs(capsys, own):
     pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
     Path("d").mkdir()
     for source, out in (("t.parquet", "d/../t.parquet"), (f"file://{Path.cwd()}/t.parquet",) * 2):
-        given = ("--out", out.removeprefix("file://"), "--run", own)
-        line = refused(capsys, "embed", source, *CONDITION, *given)
+        flags = ("--out", out.removeprefix("file://"), "--run", own)
+        line = refused(capsys, "embed", source, *CONDITION, *flags)
         assert "is an input of the same command" in line
     line = refused(
         capsys, "embed", "t.parquet", *CONDITION, "--out", own / "rows.parquet", "--run", own
@@ -66,24 +66,24 @@ def test_embeddings_take_the_place_of_no_input(capsys, own):
     assert "is an input of the same command" in line
 
 
-def test_a_carriage_return_in_a_text_is_quoted(capsys, own, write_rows):
+def test_carriage_return_in_text_is_quoted(capsys, own, write_rows):
     texts = ["two men\rplay", "a\r\nb", 'a "dog", "cat"', "\r", "plain"]
     rows = [(f"{text} x", "a dog", "the place", 1 + i) for i, text in enumerate(texts)]
     data = write_rows(rows)
     ok(capsys, "evaluate", "--run", own, "--data", data, "--predictions", "p.csv")
     content = Path("p.csv").read_bytes().decode()
-    found = list(csv.DictReader(io.StringIO(content, newline="")))
-    assert [row["sentence1"] for row in found] == [f"{text} x" for text in texts]
+    records = list(csv.DictReader(io.StringIO(content, newline="")))
+    assert [row["sentence1"] for row in records] == [f"{text} x" for text in texts]
     assert content.endswith("\n")
     assert not content.endswith("\r\n")
     assert "plain x,a dog" in content
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o002])
-def test_folders_keep_to_the_umask(capsys, tiny_run, write_rows, small_rows, umask):
+def test_folders_respect_umask(capsys, tiny_run, write_rows, small_rows, umask):
     model = json.loads((tiny_run / "run.json").read_text())["encoder"]["model"]
     data = write_rows(small_rows)
-    before = os.umask(umask)
+    previous_umask = os.umask(umask)
     try:
         # A relative name with a colon, which Arrow would take for a file system.
         ok(capsys, "extract", "--model", model, "--data", data, "--run", "a:b/r")
@@ -92,12 +92,12 @@ def test_folders_keep_to_the_umask(capsys, tiny_run, write_rows, small_rows, uma
         out = ("--out", "a:b/v.parquet")
         ok(capsys, "embed", "t.parquet", *CONDITION, *out, "--run", "a:b/r")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     for name in ("a:b/r", "a:b/r/heads", "a:b/r/heads/p"):
         assert stat.S_IMODE(Path(name).stat().st_mode) == 0o777 & ~umask
 
 
-# -- a run that cannot be written --------------------------------------------------------------
+# -- read-only runs ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -112,16 +112,16 @@ def read_only(own):
         path.chmod(0o755)
 
 
-def powerless():
-    """Give up what lets root write everywhere."""
+def drop_root_privileges():
+    """Drop the capabilities that let root write everywhere."""
     if os.geteuid() == 0:
         header = struct.pack("Ii", 0x20080522, 0)
         assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
 
 
-def test_a_run_that_cannot_be_written_can_be_used(read_only, tmp_path, write_rows, small_rows):
+def test_read_only_run_can_be_used(read_only, tmp_path, write_rows, small_rows):
     data, before = write_rows(small_rows), sorted(read_only.rglob("*"))
-    for number, (arguments, said) in enumerate(
+    for number, (arguments, message) in enumerate(
         [
             ("analyse --json", "no analyses.json is written, nor pictures"),
             (f"evaluate --data {data} --json", "are not saved: cannot write"),
@@ -132,15 +132,17 @@ def test_a_run_that_cannot_be_written_can_be_used(read_only, tmp_path, write_row
         ]
     ):
         command = [*arguments.split(), "--run", read_only]
-        status, out, err = Command(tmp_path / str(number), command, first=powerless).finish()
+        status, out, err = Command(
+            tmp_path / str(number), command, first=drop_root_privileges
+        ).finish()
         assert status == 0, err
-        assert said in err
+        assert message in err
         assert json.loads(out)
     assert (tmp_path / "v.npy").is_file()
     assert sorted(read_only.rglob("*")) == before
 
 
-def test_what_cannot_be_written_is_told_before_the_work(
+def test_read_only_folder_is_reported_before_work_starts(
     read_only, tmp_path, write_rows, small_rows
 ):
     model = json.loads((read_only / "run.json").read_text())["encoder"]["model"]
@@ -153,50 +155,61 @@ def test_what_cannot_be_written_is_told_before_the_work(
         ]
     ):
         command = [*arguments.split(), "--run", folder]
-        status, _, err = Command(tmp_path / str(number), command, first=powerless).finish()
+        status, _, err = Command(
+            tmp_path / str(number), command, first=drop_root_privileges
+        ).finish()
         assert status == 2, err
         assert f"cannot write {folder}" in err
         assert "steps" not in err
 
 
-# -- what is printed ---------------------------------------------------------------------------
+# -- printed text ------------------------------------------------------------------------------
 
 
-def test_nothing_that_steers_a_terminal_is_printed(capsys, tiny_run, tmp_path):
+def test_control_characters_are_not_printed(capsys, tiny_run, tmp_path):
     own = shutil.copytree(tiny_run, tmp_path / "a\u202eb[/x]")
     assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own)]) == 0
     for command in ("evaluate", "analyse", "sweep --head pca --set dim=4 --workers 1"):
-        for form in ([], ["--format", "markdown"], ["--format", "latex"], ["--json"]):
-            assert run([*command.split(), "--run", str(own), *form]) == 0
+        for format_flags in ([], ["--format", "markdown"], ["--format", "latex"], ["--json"]):
+            assert run([*command.split(), "--run", str(own), *format_flags]) == 0
             captured = capsys.readouterr()
             for text in (captured.out, captured.err):
                 assert [c for c in text if not c.isprintable() and c != "\n"] == []
 
 
-def test_json_has_what_steers_a_terminal_escaped(capsys, own):
-    odd = "the\x9bplace\u202e\U000e0001\x1b"
-    arguments = ("similarity", "two men", "a dog", "--condition", odd, "--run", str(own), "--json")
+def test_json_escapes_control_characters(capsys, own):
+    condition = "the\x9bplace\u202e\U000e0001\x1b"
+    arguments = (
+        "similarity",
+        "two men",
+        "a dog",
+        "--condition",
+        condition,
+        "--run",
+        str(own),
+        "--json",
+    )
     assert run(arguments) == 0
     out = capsys.readouterr().out
     assert out.rstrip("\n").isprintable()
-    assert json.loads(out)["similarities"][0]["condition"] == odd
+    assert json.loads(out)["similarities"][0]["condition"] == condition
 
 
-# -- interrupted before ------------------------------------------------------------------------
+# -- interrupted runs --------------------------------------------------------------------------
 
 
-def test_a_run_without_features_is_told_to_be_one(capsys, own):
+def test_run_without_features_is_reported(capsys, own):
     record = json.loads((own / "run.json").read_text())
     (own / "run.json").write_text(json.dumps({**record, "prompts": {}}))
     assert "has no extracted features yet" in refused(capsys, "analyse", "--run", own)
 
 
-def test_what_killed_processes_left_is_removed_after_an_hour(capsys, own):
+def test_leftover_files_are_removed_after_an_hour(capsys, own):
     recent, old = own / ".run.json.0123abcd", own / ".run.json.4567abcd"
-    mine = own / ".run.json.backups"
-    for path in (recent, old, mine):
+    user_file = own / ".run.json.backups"
+    for path in (recent, old, user_file):
         path.touch()
-    for path in (old, mine):
+    for path in (old, user_file):
         os.utime(path, (0, 0))
     folder = own.parent / ".new.89abcdef"
     folder.mkdir()
@@ -206,80 +219,87 @@ def test_what_killed_processes_left_is_removed_after_an_hour(capsys, own):
     extract = ("extract", "--model", encoder, "--prompt", "concat-cond-sent", "--dtype", "float32")
     ok(capsys, *extract, "--run", own)
     assert recent.exists()
-    assert mine.exists()
+    assert user_file.exists()
     assert not old.exists()
     ok(capsys, *extract, "--run", own.parent / "new")
     assert not folder.exists()
 
 
-# -- which column has the texts, and which text is the condition -------------------------------
+# -- columns of texts and conditions -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["text", "sentence"])
-def test_texts_are_in_a_column_called_text_or_sentence(capsys, tiny_run, tmp_path, name):
-    """Every command that reads texts takes both names, and --text for others."""
-    source, run = tmp_path / "texts.csv", ("--run", tiny_run)
+def test_text_column_is_named_text_or_sentence(capsys, tiny_run, tmp_path, name):
+    """Commands that read texts accept both names, and ``--text`` for other columns."""
+    source, run_flags = tmp_path / "texts.csv", ("--run", tiny_run)
     rows = [("two men ride", "play"), ("three dogs sit", "sit"), ("children walk", "walk")]
     for column in (name, "body"):
         source.write_text("\n".join([f"{column},topic", *map(",".join, rows)]) + "\n")
         flag = () if column == name else ("--text", column)
         out = tmp_path / column
-        embed = ("embed", source, *flag, *run, "--condition", "the place")
+        embed = ("embed", source, *flag, *run_flags, "--condition", "the place")
         assert ok(capsys, *embed, "--out", f"{out}.parquet")["rows"] == 3
-        assert ok(capsys, "index", source, *flag, *run, "--out", f"{out}.index")["texts"] == 3
-        cluster = ("cluster", source, *flag, *run, "--condition", "the place", "--clusters", 2)
+        assert ok(capsys, "index", source, *flag, *run_flags, "--out", f"{out}.index")["texts"] == 3
+        cluster = (
+            "cluster",
+            source,
+            *flag,
+            *run_flags,
+            "--condition",
+            "the place",
+            "--clusters",
+            2,
+        )
         assert ok(capsys, *cluster, "--out", f"{out}.csv")["texts"] == 3
-        written = pq.read_table(f"{out}.parquet")
-        assert written["sentence"].to_pylist() == [text for text, _ in rows]
-        assert set(written["condition"].to_pylist()) == {"the place"}
+        table = pq.read_table(f"{out}.parquet")
+        assert table["sentence"].to_pylist() == [text for text, _ in rows]
+        assert set(table["condition"].to_pylist()) == {"the place"}
 
 
 @pytest.mark.parametrize("command", ["embed", "index", "cluster"])
 @pytest.mark.parametrize(
     ("name", "problem"), [("texts.cvs", "ends in .cvs."), ("none.csv", "does not exist.")]
 )
-def test_a_file_that_holds_no_texts_is_told_with_what_the_command_reads(
+def test_invalid_text_file_is_reported_with_supported_formats(
     capsys, tiny_run, tmp_path, command, name, problem
 ):
     (tmp_path / "texts.cvs").write_text("text\ntwo men ride\nthree dogs sit\n")
-    more = () if command == "index" else ("--condition", "the place")
+    condition_flags = () if command == "index" else ("--condition", "the place")
     out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
-    said = refused(capsys, command, tmp_path / name, *more, *out)
-    assert f"{name} {problem} Expected a .csv, " in said
-    assert said.endswith(", or a .txt file with one text per line.")
+    message = refused(capsys, command, tmp_path / name, *condition_flags, *out)
+    assert f"{name} {problem} Expected a .csv, " in message
+    assert message.endswith(", or a .txt file with one text per line.")
     assert not (tmp_path / "out.parquet").exists()
 
 
 @pytest.mark.parametrize("command", ["embed", "index", "cluster"])
-def test_a_text_file_of_blank_lines_is_told(capsys, tiny_run, tmp_path, command):
+def test_blank_text_file_is_reported(capsys, tiny_run, tmp_path, command):
     (tmp_path / "blank.txt").write_text("\n \n")
-    more = () if command == "index" else ("--condition", "the place")
+    condition_flags = () if command == "index" else ("--condition", "the place")
     out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
-    said = refused(capsys, command, tmp_path / "blank.txt", *more, *out)
-    assert said.endswith("blank.txt is empty: all of its lines are blank.")
+    message = refused(capsys, command, tmp_path / "blank.txt", *condition_flags, *out)
+    assert message.endswith("blank.txt is empty: all of its lines are blank.")
     assert not (tmp_path / "out.parquet").exists()
 
 
-def test_a_condition_is_a_column_if_there_is_one_of_that_name(capsys, tiny_run, tmp_path):
+def test_condition_names_column_if_it_exists(capsys, tiny_run, tmp_path):
     source, out = tmp_path / "texts.csv", tmp_path / "out.csv"
     source.write_text("text,topic\ntwo men ride,play\nthree dogs sit,sit\n")
 
-    def conditions(*given):
-        assert run(["embed", str(source), "--out", str(out), "--run", str(tiny_run), *given]) == 0
+    def embed_conditions(*flags):
+        assert run(["embed", str(source), "--out", str(out), "--run", str(tiny_run), *flags]) == 0
         with out.open(newline="", encoding="utf-8") as stream:
             return [row["condition"] for row in csv.DictReader(stream)], capsys.readouterr().err
 
-    found, said = conditions("--condition", "topic")
-    assert (found, "conditions: the column 'topic'\n" in said) == (["play", "sit"], True)
-    found, said = conditions("--condition", "the topic")
-    assert found == ["the topic"] * 2
-    assert "condition: 'the topic' for every row, as there is no column of that name\n" in said
-    assert conditions("--condition-text", "topic")[0] == ["topic"] * 2
+    values, stderr = embed_conditions("--condition", "topic")
+    assert (values, "conditions: the column 'topic'\n" in stderr) == (["play", "sit"], True)
+    values, stderr = embed_conditions("--condition", "the topic")
+    assert values == ["the topic"] * 2
+    assert "condition: 'the topic' for every row, as there is no column of that name\n" in stderr
+    assert embed_conditions("--condition-text", "topic")[0] == ["topic"] * 2
 
 
-def test_a_text_file_is_embedded_into_a_csv_file_that_gives_the_same_vectors(
-    capsys, tiny_run, tmp_path
-):
+def test_csv_embeddings_equal_npy_embeddings(capsys, tiny_run, tmp_path):
     source = tmp_path / "texts.txt"
     source.write_text("two men ride\n\n=three dogs sit\n")
     embed = ("embed", source, "--run", tiny_run)

@@ -1,4 +1,4 @@
-"""``llmcond serve``: its options, and a process that is stopped while it is busy."""
+"""``llmcond serve``: its options, and shutdown under load."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ from llmcond.serving.settings import read_keys
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("flags", "message"),
     [
         ("--max-batch-tokens 0", "--max-batch-tokens is 0; it must be at least 1"),
         ("--max-concurrent-requests 0", "at least 1"),
@@ -33,62 +33,62 @@ from llmcond.serving.settings import read_keys
         ("--run none --port 0", "no run at none"),
     ],
 )
-def test_wrong_options_are_refused_in_a_line(given, words, capsys, tmp_path, monkeypatch):
+def test_invalid_options_are_reported_in_one_line(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert words in refused(capsys, "serve", *(word.strip("'") for word in given.split()))
+    assert message in refused(capsys, "serve", *(word.strip("'") for word in flags.split()))
 
 
-def test_keys_are_read_and_others_who_could_read_them_told_of(tmp_path, caplog):
+def test_key_file_is_parsed(tmp_path, caplog):
     file = tmp_path / "keys"
     file.write_text("one\n\n  two  \n")
     file.chmod(0o600)
     assert read_keys(file) == (b"one", b"two")
     assert "chmod" not in caplog.text
-    for content, words in (
+    for content, message in (
         (b"\n \n", "holds no key"),
         (b"a b\n", "an HTTP header cannot"),
         (b"\xff", "not a text file"),
     ):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             read_keys(file)
 
 
-def test_a_key_file_that_others_can_read_is_told(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr("llmcond.serving.settings.log.warning", told.append)
+def test_key_file_readable_by_others_gives_warning(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("llmcond.serving.settings.log.warning", warnings.append)
     file = tmp_path / "keys"
     file.write_text("one")
     file.chmod(0o644)
     read_keys(file)
-    assert told == [f"other users can read {file}; protect it: chmod 600 {file}"]
+    assert warnings == [f"other users can read {file}; protect it: chmod 600 {file}"]
 
 
-def test_sigterm_under_load_answers_what_was_accepted(tiny_run, tmp_path):
+def test_sigterm_under_load_answers_accepted_requests(tiny_run, tmp_path):
     arguments = ["serve", "--run", tiny_run, "--port", "0", "--device", "cpu", "--json"]
     server = Command(tmp_path, arguments)
     try:
-        while not (found := re.search(r"127\.0\.0\.1:(\d+) ", server.stderr.read_text())):
+        while not (match := re.search(r"127\.0\.0\.1:(\d+) ", server.stderr.read_text())):
             assert server.process.is_alive()
             server.process.join(0.05)
-        client = Client(int(found[1]))
-        answers, lost, busy = [], [], threading.Semaphore(0)
+        client = Client(int(match[1]))
+        answers, errors, answered = [], [], threading.Semaphore(0)
         body = {"input": [f"two men {i} play" for i in range(40)], "condition": "the place"}
 
-        def ask():
+        def send_requests():
             while True:
                 try:
                     answers.append(client.post("/v1/embeddings", body))
                 except (OSError, http.client.HTTPException) as error:
-                    lost.append(error)
+                    errors.append(error)
                     return
-                busy.release()
+                answered.release()
 
-        threads = [threading.Thread(target=ask) for _ in range(8)]
+        threads = [threading.Thread(target=send_requests) for _ in range(8)]
         for thread in threads:
             thread.start()
         for _ in range(20):
-            assert busy.acquire(timeout=PATIENCE)
+            assert answered.acquire(timeout=PATIENCE)
         server.process.terminate()
         for thread in threads:
             thread.join(PATIENCE)
@@ -99,8 +99,8 @@ def test_sigterm_under_load_answers_what_was_accepted(tiny_run, tmp_path):
     assert code == 0
     statuses = [answer.status for answer in answers]
     assert set(statuses) <= {200, 503}
-    assert all(len(one.json["data"]) == 40 for one in answers if one.status == 200)
-    # Whatever had come in got its answer: the server knows of no other than clients do.
+    assert all(len(answer.json["data"]) == 40 for answer in answers if answer.status == 200)
+    # Each accepted request was answered: the server logged the statuses that clients received.
     logged = re.findall(r"POST /v1/embeddings (\d+)", err)
     assert sorted(map(int, logged)) == sorted(statuses)
     assert json.loads(out)["requests"] == len(logged)
