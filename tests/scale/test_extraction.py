@@ -1,4 +1,4 @@
-"""Extraction by actors of Ray stores what extraction in one process does, whoever dies."""
+"""Extraction by Ray actors: the same vectors as in one process, even if processes are killed."""
 
 import json
 import os
@@ -29,8 +29,8 @@ from llmcond.scale.extraction import ActorEncoderSpec, FragmentWriter
 
 OPTIONS = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
 PROMPTS = ("concat-cond-sent", "routed")
-#: Each actor imports everything anew: one where nothing rests on there being several.
-ONE, TWO = ({"scale": "ray", "actors": count} for count in (1, 2))
+#: Each actor imports everything again, so tests that do not need several actors use one.
+ONE_ACTOR, TWO_ACTORS = ({"scale": "ray", "actors": count} for count in (1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def model(tiny_bert):
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory, model):
-    """A checkpoint that gives NaN for texts with the word `rain`."""
+def broken_model(tmp_path_factory, model):
+    """A checkpoint that gives NaN for texts with the word "rain"."""
     folder = shutil.copytree(model, tmp_path_factory.mktemp("broken") / "model")
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     weights = load_file(folder / "model.safetensors")
@@ -51,7 +51,7 @@ def broken(tmp_path_factory, model):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """An actor on a CPU has one: so parts are the same, and vectors to the bit."""
+    """Use one thread, as an actor on a CPU does, so that parts and vectors are exactly equal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,27 +60,27 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of 4,002 distinct inputs under a prompt: four parts."""
+    """A file of rows with 4,002 distinct inputs per prompt, which are extracted in four parts."""
     path = tmp_path_factory.mktemp("data") / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     for i in range(2_000):
         condition = ("the number of people", "the place")[i % 2]
-        second = f"dogs walk on at park number {i}"
-        lines.append(f"two men play number {i},{second},{condition},{1 + i % 5}")
+        other = f"dogs walk on at park number {i}"
+        lines.append(f"two men play number {i},{other},{condition},{1 + i % 5}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model, data):
+def local_run(tmp_path_factory, model, data):
     folder = tmp_path_factory.mktemp("alone") / "run"
     torch.set_num_threads(1)
     extract(model=model, **vars(OPTIONS), run=folder, data=str(data), prompt=PROMPTS)
     return folder
 
 
-def vectors(folder):
-    """Return what a run's store holds, by key; each key is there once."""
+def read_vectors(folder):
+    """Return the vectors in a run's store by key, and check that each key occurs once."""
     store = open_any_run(folder).store()
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     keys = table["key"].to_pylist()
@@ -89,29 +89,31 @@ def vectors(folder):
     return dict(zip(keys, flat.reshape(len(keys), -1), strict=True))
 
 
-def check_same(folder, other):
-    found, wanted = vectors(folder), vectors(other)
-    assert found.keys() == wanted.keys()
-    for key, vector in found.items():
-        np.testing.assert_array_equal(vector, wanted[key])
+def assert_same_vectors(folder, other):
+    actual, expected = read_vectors(folder), read_vectors(other)
+    assert actual.keys() == expected.keys()
+    for key, vector in actual.items():
+        np.testing.assert_array_equal(vector, expected[key])
 
 
-def test_actors_store_what_one_process_stores(ray, caplog, model, data, alone, tmp_path):
+def test_actors_store_same_vectors_as_one_process(ray, caplog, model, data, local_run, tmp_path):
     caplog.set_level("INFO")
-    done = extract(
-        model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO
+    result = extract(
+        model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO_ACTORS
     )
-    check_same(tmp_path, alone)
-    ours, plain = (open_any_run(own).manifest["prompts"] for own in (tmp_path, alone))
+    assert_same_vectors(tmp_path, local_run)
+    prompts, local_prompts = (
+        open_any_run(folder).manifest["prompts"] for folder in (tmp_path, local_run)
+    )
     for name in PROMPTS:
-        first, second = ours[name]["extraction"], plain[name]["extraction"]
-        assert {**first, "created": None} == {**second, "created": None}
-    assert done.prompts["routed"].n_computed == 4_000
+        record, local_record = prompts[name]["extraction"], local_prompts[name]["extraction"]
+        assert {**record, "created": None} == {**local_record, "created": None}
+    assert result.prompts["routed"].n_computed == 4_000
     assert "2 actors" in caplog.text
     caplog.clear()
-    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **TWO)
+    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **TWO_ACTORS)
     assert "nothing is encoded" in caplog.text
-    assert "2 actors" not in caplog.text  # none is started
+    assert "2 actors" not in caplog.text  # no actor is started
 
 
 @pytest.mark.parametrize("task", ["dialogue", "kgc"])
@@ -119,78 +121,93 @@ def test_other_tasks_are_extracted_by_actors(ray, model, tmp_path, task):
     write = {"dialogue": write_dialogues, "kgc": write_graph}[task]
     source = str(write(tmp_path / "data"))
     extract(model=model, **vars(OPTIONS), run=tmp_path / "alone", data=source, task=task)
-    extract(model=model, **vars(OPTIONS), run=tmp_path / "ray", data=source, task=task, **ONE)
-    check_same(tmp_path / "ray", tmp_path / "alone")
+    extract(model=model, **vars(OPTIONS), run=tmp_path / "ray", data=source, task=task, **ONE_ACTOR)
+    assert_same_vectors(tmp_path / "ray", tmp_path / "alone")
 
 
-@pytest.mark.parametrize("first", [{}, ONE])
-def test_what_one_way_began_the_other_finishes(ray, model, data, alone, tmp_path, first):
-    second = {} if first else ONE
-    extract(model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS[:1], **first)
-    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **second)
-    check_same(tmp_path, alone)
+@pytest.mark.parametrize("first_options", [{}, ONE_ACTOR])
+def test_extraction_resumes_with_or_without_actors(
+    ray, model, data, local_run, tmp_path, first_options
+):
+    second_options = {} if first_options else ONE_ACTOR
+    extract(
+        model=model,
+        **vars(OPTIONS),
+        run=tmp_path,
+        data=str(data),
+        prompt=PROMPTS[:1],
+        **first_options,
+    )
+    extract(model=model, **vars(OPTIONS), run=tmp_path, prompt=PROMPTS, **second_options)
+    assert_same_vectors(tmp_path, local_run)
 
 
-def own_actors():
-    """Return the actors that Ray has started for this process; tests beside this have theirs."""
+def find_child_actors():
+    """Return the process ids of the actors of this process, not those of parallel tests."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    own = {os.getpid()}
-    while more := {number for number, parent in parents.items() if parent in own} - own:
-        own |= more
-    found = set()
-    for number in own:
+    descendants = {os.getpid()}
+    while (
+        children := {pid for pid, parent in parents.items() if parent in descendants} - descendants
+    ):
+        descendants |= children
+    actors = set()
+    for pid in descendants:
         with suppress(OSError):
-            if Path(f"/proc/{number}/cmdline").read_bytes().startswith(b"ray::_Actor"):
-                found.add(number)
-    return found
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::_Actor"):
+                actors.add(pid)
+    return actors
 
 
-def test_actors_that_are_killed_cost_nothing(ray, caplog, model, data, alone, tmp_path):
-    ended, killed = threading.Event(), set()
+def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_path):
+    stopped, killed = threading.Event(), set()
 
-    def kill():
-        while not ended.wait(0.05) and len(killed) < 3:
-            for number in own_actors() - killed:
-                os.kill(number, signal.SIGKILL)
-                killed.add(number)
+    def kill_actors():
+        while not stopped.wait(0.05) and len(killed) < 3:
+            for pid in find_child_actors() - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
                 break
 
-    thread = threading.Thread(target=kill)
+    thread = threading.Thread(target=kill_actors)
     thread.start()
     try:
-        extract(model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO)
+        extract(
+            model=model, **vars(OPTIONS), run=tmp_path, data=str(data), prompt=PROMPTS, **TWO_ACTORS
+        )
     finally:
-        ended.set()
+        stopped.set()
         thread.join()
     assert "an actor died and is replaced" in caplog.text
-    check_same(tmp_path, alone)
+    assert_same_vectors(tmp_path, local_run)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_driver_that_is_ended_goes_on_where_it_committed(ray, model, data, alone, tmp_path, how):
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_driver_resumes_from_last_commit(
+    ray, model, data, local_run, tmp_path, signal_number
+):
     folder = tmp_path / "run"
-    arguments = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
-    given = ("--data", data, "--prompt", *PROMPTS, "--scale", "ray", "--actors", "1")
-    command = Command(tmp_path / "out", ("extract", *arguments, *given, "--run", folder))
+    model_flags = ("--model", model, "--dtype", "float32", "--pooling", "mean", "--normalize")
+    data_flags = ("--data", data, "--prompt", *PROMPTS, "--scale", "ray", "--actors", "1")
+    command = Command(tmp_path / "out", ("extract", *model_flags, *data_flags, "--run", folder))
     versions = folder / "features"
     while command.process.is_alive() and not any(versions.glob("*/vectors.lance/_versions/*")):
         time.sleep(0.01)
     assert command.process.is_alive(), command.finish()
-    os.kill(command.process.pid, how)
-    status, _, said = command.finish()
-    if how == signal.SIGTERM:
-        assert status == 143, said
-        assert said.splitlines()[-1].startswith("llmcond: error: terminated; stored results")
+    os.kill(command.process.pid, signal_number)
+    status, _, stderr = command.finish()
+    if signal_number == signal.SIGTERM:
+        assert status == 143, stderr
+        assert stderr.splitlines()[-1].startswith("llmcond: error: terminated; stored results")
         assert not [*Path("/tmp").glob(f"llmcond-ray-{command.process.pid}-*")]
-    assert len(vectors(folder)) <= len(vectors(alone))
-    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS, **ONE)
-    check_same(folder, alone)
+    assert len(read_vectors(folder)) <= len(read_vectors(local_run))
+    extract(model=model, **vars(OPTIONS), run=folder, prompt=PROMPTS, **ONE_ACTOR)
+    assert_same_vectors(folder, local_run)
 
 
-def test_an_input_that_the_encoder_cannot_take_is_named(ray, model, tmp_path):
+def test_too_long_input_is_named_in_error(ray, model, tmp_path):
     data = tmp_path / "rows.csv"
     lines = [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(3_000)]
     lines[1_500] = f"two men,a dog,{'the number of people ' * 9},3"
@@ -203,11 +220,11 @@ def test_an_input_that_the_encoder_cannot_take_is_named(ray, model, tmp_path):
             run=tmp_path / "run",
             data=source,
             prompt=PROMPTS[:1],
-            **ONE,
+            **ONE_ACTOR,
         )
 
 
-def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
+def test_input_that_gives_nan_is_named_in_error(ray, broken_model, tmp_path):
     data = tmp_path / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     lines += [f"two men sit number {i},a dog,the place,{1 + i % 5}" for i in range(20)]
@@ -215,19 +232,19 @@ def test_an_input_that_gives_nan_is_named(ray, broken, tmp_path):
     source = str(data)
     with pytest.raises(UserError, match=r"row 21 of rows.csv.*returned NaN or infinity"):
         extract(
-            model=broken,
+            model=broken_model,
             **vars(OPTIONS),
             run=tmp_path / "run",
             data=source,
             prompt=PROMPTS[:1],
-            **ONE,
+            **ONE_ACTOR,
         )
-    stored = vectors(tmp_path / "run")
+    stored = read_vectors(tmp_path / "run")
     assert len(stored) == 22  # all other inputs
     assert all(np.isfinite(vector).all() for vector in stored.values())
 
 
-def test_an_actor_refuses_another_encoder(model, tmp_path):
+def test_actor_refuses_different_encoder(model, tmp_path):
     resolved = resolve(model, OPTIONS)
     other = ActorEncoderSpec(
         model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
@@ -237,7 +254,7 @@ def test_an_actor_refuses_another_encoder(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (("--actors", "2"), "--actors needs --scale ray"),
         (("--address", "auto"), "--address needs --scale ray"),
@@ -248,24 +265,26 @@ def test_an_actor_refuses_another_encoder(model, tmp_path):
         (("--scale", "ray", "--gpus-per-actor", "1", "--device", "cpu"), "Leave out --device"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(capsys, model, data, tmp_path, options, words):
+def test_conflicting_options_are_reported_in_one_line(
+    capsys, model, data, tmp_path, options, message
+):
     folder = tmp_path / "run"
-    given = ["extract", "--model", model, "--pooling", "mean", "--data", str(data), *options]
-    assert run([*given, "--run", str(folder)]) == 2
-    (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
-    assert words in line
+    arguments = ["extract", "--model", model, "--pooling", "mean", "--data", str(data), *options]
+    assert run([*arguments, "--run", str(folder)]) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert message in error
     assert not folder.exists()
 
 
-def test_a_run_whose_name_holds_control_characters_is_refused_at_once(capsys, model, tmp_path):
+def test_run_name_with_control_characters_is_refused(capsys, model, tmp_path):
     folder = tmp_path / "a\x1b[31mred"
-    given = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
-    assert run(given) == 2
+    arguments = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
+    assert run(arguments) == 2
     assert "x1b[31mred' contains control characters" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 
-def test_the_python_call_has_the_same_options(ray, model, data, alone, tmp_path):
+def test_python_function_has_same_options(ray, model, data, local_run, tmp_path):
     llmcond.extract(
         model=model,
         dtype="float32",
@@ -277,7 +296,7 @@ def test_the_python_call_has_the_same_options(ray, model, data, alone, tmp_path)
         scale="ray",
         actors=1,
     )
-    check_same(tmp_path, alone)
+    assert_same_vectors(tmp_path, local_run)
     record = json.loads((tmp_path / "run.json").read_text())
     assert str(tmp_path) not in json.dumps(record["prompts"])
     shutil.rmtree(tmp_path)
