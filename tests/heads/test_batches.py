@@ -14,7 +14,7 @@ GROUPS = st.lists(st.integers(0, 6), min_size=1, max_size=30).map(np.array)
 
 @settings(deadline=None)
 @given(GROUPS, st.integers(1, 12), st.integers(0, 9))
-def test_batches_have_every_row_once_and_part_no_group(group, size, seed):
+def test_batches_have_each_row_once_and_split_no_group(group, size, seed):
     sampler = GroupSampler(group)
     permutation = np.random.default_rng(seed).permutation(len(sampler))
     batches = list(sampler.batches(permutation, size))
@@ -26,7 +26,7 @@ def test_batches_have_every_row_once_and_part_no_group(group, size, seed):
 
 @settings(deadline=None)
 @given(GROUPS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 9))
-def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, seed):
+def test_even_batches_balance_groups_across_shares(group, count, shares, seed):
     sampler = GroupSampler(group)
     if len(sampler) < count * shares:
         return
@@ -41,7 +41,7 @@ def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, 
 
 
 @pytest.mark.parametrize(
-    ("scores", "best"),
+    ("scores", "best_index"),
     [
         ([0.1, 0.3, 0.2], 1),
         ([0.3, 0.3], 0),
@@ -51,11 +51,9 @@ def test_even_batches_have_like_many_groups_in_each_share(group, count, shares, 
         ([-0.1], 0),
     ],
 )
-def test_the_best_score_is_the_first_of_equal_ones_and_undefined_ones_are_never_better(
-    scores, best
-):
+def test_best_score_is_first_of_equals_and_never_undefined(scores, best_index):
     curve = [{"dev": score} for score in scores]
-    assert entries_since_best(curve, "dev", METRICS["spearman"]) == len(scores) - 1 - best
-    # Where less is better, the same scores below 0.
+    assert entries_since_best(curve, "dev", METRICS["spearman"]) == len(scores) - 1 - best_index
+    # If lower is better, the negated scores have the same best entry.
     curve = [{"dev": score and -score} for score in scores]
-    assert entries_since_best(curve, "dev", METRICS["mean_rank"]) == len(scores) - 1 - best
+    assert entries_since_best(curve, "dev", METRICS["mean_rank"]) == len(scores) - 1 - best_index

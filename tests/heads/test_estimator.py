@@ -1,4 +1,4 @@
-"""The scikit-learn estimator: its conventions, and that it fits what fit_recipe fits."""
+"""The scikit-learn estimator: its conventions, and equality with ``fit_recipe``."""
 
 # scikit-learn calls the features X.
 # ruff: noqa: N803, N806
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DIM, DIM_C, ROWS = 6, 3, 80
 SHORT = {"epochs": 2, "batch_size": 32}
 CONTRAST = {**SHORT, "info_nce": 1.0}
-#: Every bundled recipe, as small as it can be here.
+#: Settings that make every bundled recipe small.
 RECIPES = {
     "concat": SHORT,
     "hadamard": SHORT,
@@ -61,8 +61,8 @@ RECIPES = {
 UNSUPERVISED = ["ica", "none", "pca", "random", "whitening"]
 
 
-def rated(n, seed, n_condition=0):
-    """Rows whose rating, from 1 to 5, is about the cosine; a condition is shared by four rows."""
+def make_rated_rows(n, seed, n_condition=0):
+    """Make rows rated from 1 to 5 by their rounded cosine; four rows share a condition."""
     rng = np.random.default_rng(seed)
     first, second = rng.normal(size=(2, n, DIM)).astype(np.float32)
     second += first * rng.uniform(0, 2, size=(n, 1)).astype(np.float32)
@@ -74,24 +74,24 @@ def rated(n, seed, n_condition=0):
 
 @pytest.fixture(scope="module")
 def data():
-    return rated(ROWS, seed=1)
+    return make_rated_rows(ROWS, seed=1)
 
 
 @pytest.fixture(scope="module")
 def conditioned():
-    return rated(ROWS, seed=1, n_condition=DIM_C)
+    return make_rated_rows(ROWS, seed=1, n_condition=DIM_C)
 
 
-def parts(X):
+def split_columns(X):
     return X[:, :DIM], X[:, DIM : 2 * DIM], X[:, 2 * DIM :]
 
 
-def directly(name, X, y, pair=None, seed=0, **settings):
+def fit_directly(name, X, y, pair=None, seed=0, **settings):
     """Fit without the estimator."""
     recipe = load_recipe(name)
     if recipe.dim is not None:
         settings = {"dim": DIM, **settings}
-    first, second, condition = parts(X)
+    first, second, condition = split_columns(X)
     condition = condition if condition.shape[1] else None
     pairs = PairArrays(first, second, (y - y.min()) / np.ptp(y), condition, pair)
     return fit_recipe(recipe.with_settings(settings, "test"), pairs, None, seed, quiet)
@@ -99,9 +99,9 @@ def directly(name, X, y, pair=None, seed=0, **settings):
 
 # -- scikit-learn's own checks -----------------------------------------------------------------
 
-_ODD = "its X has 3 or 5 columns, which two sentences cannot share without a condition's"
-_EVEN = "its X has 2, 4 or 10 columns, which leave no even number beside the condition's one"
-#: What cannot pass without columns of conditions, and what not with one. No check is in both.
+_ODD = "its X has 3 or 5 columns, an odd number, which two sentences cannot share"
+_EVEN = "its X has 2, 4 or 10 columns, which without the condition's one are an odd number"
+#: Checks that cannot pass without condition columns, and with one. No check is in both.
 FAILS_WITHOUT = dict.fromkeys(
     [
         "check_dict_unchanged",
@@ -153,52 +153,52 @@ FAILS_WITH = dict.fromkeys(
     ids=["pca", "pca-condition", "mlp", "hadamard"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_checks_of_scikit_learn_pass(head, expected_failed_checks):
-    found = check_estimator(head, on_skip=None, on_fail=None)
-    failed = [check for check in found if check["status"] == "failed"]
+def test_scikit_learn_checks_pass(head, expected_failed_checks):
+    results = check_estimator(head, on_skip=None, on_fail=None)
+    failed = [check for check in results if check["status"] == "failed"]
     for check in failed:
-        # Failures are expected for the number of columns, and for nothing else.
+        # Only the number of columns may be a reason for failure.
         error = check["exception"].__cause__ or check["exception"]
         assert "an odd number" in str(error) or "minimum of 3 is required" in str(error), check
     assert {check["check_name"] for check in failed} == set(expected_failed_checks)
 
 
-def test_every_check_of_scikit_learn_passes_with_conditions_or_without():
+def test_every_scikit_learn_check_passes_with_or_without_conditions():
     assert not set(FAILS_WITHOUT) & set(FAILS_WITH)
 
 
-# -- what is fitted ----------------------------------------------------------------------------
+# -- fitted heads ------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", RECIPES)
-def test_fitted_head_equals_that_of_fit_recipe(conditioned, name):
+def test_fitted_head_equals_head_of_fit_recipe(conditioned, name):
     X, y = conditioned
     head = Head(name, settings=RECIPES[name], n_condition=DIM_C, random_state=3).fit(X, y)
-    peer = directly(name, X, y, seed=3, **RECIPES[name])
-    assert tensors(head.head_) == tensors(peer)
-    assert (head.head_.settings, head.head_.seed) == (peer.settings, 3)
-    first, second, condition = parts(X)
-    given = condition if peer.dim_condition else None
-    embedded = [peer.transform(side, given) for side in (first, second)]
-    np.testing.assert_allclose(head.transform(X), np.hstack(embedded), rtol=1e-5, atol=1e-6)
-    similarity = peer.similarity(first, second, given)
+    expected_head = fit_directly(name, X, y, seed=3, **RECIPES[name])
+    assert tensors(head.head_) == tensors(expected_head)
+    assert (head.head_.settings, head.head_.seed) == (expected_head.settings, 3)
+    first, second, condition = split_columns(X)
+    head_condition = condition if expected_head.dim_condition else None
+    embeddings = [expected_head.transform(side, head_condition) for side in (first, second)]
+    np.testing.assert_allclose(head.transform(X), np.hstack(embeddings), rtol=1e-5, atol=1e-6)
+    similarity = expected_head.similarity(first, second, head_condition)
     np.testing.assert_allclose(head.predict(X), similarity, rtol=1e-5, atol=1e-6)
     assert head.transform(X).dtype == head.predict(X).dtype == np.float32
     assert head.n_features_in_ == 2 * DIM + DIM_C
-    assert head.curve_ == peer.fit.record.get("curve", [])
+    assert head.curve_ == expected_head.fit.record.get("curve", [])
 
 
-def test_every_bundled_recipe_is_tried():
+def test_every_bundled_recipe_is_tested():
     from llmcond.bundled import bundled_names
 
     # Hyper-CL's recipes by encoder are hypernet-released with other numbers.
-    others = [name for name in bundled_names("heads") if not name.startswith("hypercl-")]
-    assert sorted(RECIPES) == others
+    names = [name for name in bundled_names("heads") if not name.startswith("hypercl-")]
+    assert sorted(RECIPES) == names
 
 
 @pytest.mark.parametrize("name", ["mlp", "ica", "hypernet-mse"])
-def test_the_same_random_state_gives_the_same_bits(conditioned, name):
+def test_same_random_state_gives_same_bits(conditioned, name):
     heads = [
         Head(
             name,
@@ -213,16 +213,16 @@ def test_the_same_random_state_gives_the_same_bits(conditioned, name):
     assert bits[0] == bits[1] != bits[2]
 
 
-def test_random_state_may_be_a_generator(data):
-    drawn = [
+def test_random_state_may_be_generator(data):
+    seeds = [
         Head("random", random_state=np.random.RandomState(seed)).fit(data[0]).head_.seed
         for seed in (1, 1, 2)
     ]
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert seeds[0] == seeds[1] != seeds[2]
 
 
 @pytest.mark.parametrize("name", UNSUPERVISED)
-def test_heads_that_learn_nothing_from_ratings_need_none(data, name):
+def test_unsupervised_heads_need_no_ratings(data, name):
     X, y = data
     head = Head(name).fit(X)
     assert tensors(head.head_) == tensors(Head(name).fit(X, 6 - y).head_)
@@ -231,7 +231,7 @@ def test_heads_that_learn_nothing_from_ratings_need_none(data, name):
 
 
 @pytest.mark.parametrize("change", [lambda y: 10 * y - 3, lambda y: (y - 1) / 4, list])
-def test_ratings_are_on_any_scale(data, change):
+def test_ratings_may_have_any_scale(data, change):
     X, y = data
     heads = [Head("linear", settings=SHORT).fit(X, ratings) for ratings in (y, change(y))]
     assert tensors(heads[0].head_) == tensors(heads[1].head_)
@@ -240,56 +240,57 @@ def test_ratings_are_on_any_scale(data, change):
     assert heads[1].score(X, change(y)) == pytest.approx(heads[0].score(X, y))
 
 
-def test_half_precision_is_kept(data):
+def test_float16_features_give_same_head_as_float64(data):
     X, y = data
     half = X.astype(np.float16)
     heads = [
-        Head("linear", settings=SHORT).fit(given, y) for given in (half, half.astype(np.float64))
+        Head("linear", settings=SHORT).fit(features, y)
+        for features in (half, half.astype(np.float64))
     ]
     assert tensors(heads[0].head_) == tensors(heads[1].head_)
 
 
-def test_dim_of_the_recipe_is_lowered_to_that_of_the_features(data):
+def test_default_dim_is_limited_to_dim_of_features(data):
     head = Head("pca").fit(*data)
     assert load_recipe("pca").dim > head.head_.settings.dim == DIM
     assert head.transform(data[0]).shape == (ROWS, 2 * DIM)
     assert Head("pca", dim=2).fit(*data).transform(data[0]).shape == (ROWS, 4)
 
 
-def test_recipe_may_be_a_file(data, tmp_path):
+def test_recipe_may_be_file(data, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('kind = "pca"\ndescription = "d"\nsource = "s"\ndim = 2\n')
     for recipe in (path, str(path)):
         assert Head(recipe).fit(data[0]).transform(data[0]).shape == (ROWS, 4)
 
 
-def test_held_out_rows_choose_the_epoch(data):
+def test_held_out_rows_select_epoch(data):
     X, y = data
     head = Head("linear", settings={**SHORT, "epochs": 5}, validation_fraction=0.25).fit(X, y)
     assert head.head_.fit.record["selected_on"] == "dev"
     assert all(epoch["dev_spearman"] is not None for epoch in head.curve_)
     assert head.head_.fit.record["steps_per_epoch"] == 2  # 60 of 80 rows
-    whole = Head("linear", settings={**SHORT, "epochs": 5}).fit(X, y)
-    assert whole.head_.fit.record["selected_on"] is None
-    assert [epoch["dev_spearman"] for epoch in whole.curve_] == [None] * 5
+    head_without_dev = Head("linear", settings={**SHORT, "epochs": 5}).fit(X, y)
+    assert head_without_dev.head_.fit.record["selected_on"] is None
+    assert [epoch["dev_spearman"] for epoch in head_without_dev.curve_] == [None] * 5
 
 
-def test_no_sentence_pair_is_both_fitted_on_and_held_out(data, monkeypatch):
-    given = []
+def test_validation_split_keeps_sentence_pairs_together(data, monkeypatch):
+    splits = []
 
     def spy(recipe, pairs, dev, seed, on_epoch, device):
-        given.append((pairs, dev))
+        splits.append((pairs, dev))
         return fit_recipe(recipe, pairs, dev, seed, on_epoch, device)
 
     monkeypatch.setattr("llmcond.heads.estimator.fit_recipe", spy)
     pair = np.repeat([f"pair {number}" for number in range(ROWS // 2)], 2)
     Head("linear", settings=SHORT, validation_fraction=0.25).fit(*data, pair=pair)
-    ((kept, held_out),) = given
-    assert (len(kept), len(held_out)) == (60, 20)
-    assert not set(kept.pair) & set(held_out.pair)
+    ((train, held_out),) = splits
+    assert (len(train), len(held_out)) == (60, 20)
+    assert not set(train.pair) & set(held_out.pair)
 
 
-def test_notes_of_a_fit_are_warnings(data):
+def test_fit_notes_are_raised_as_warnings(data):
     with pytest.warns(UserWarning, match="are fewer than batch_size 512"):
         Head("linear", settings={"epochs": 1}).fit(*data)
 
@@ -301,27 +302,27 @@ def test_contrastive_objectives_take_pairs(data):
     X, y = data
     pair = np.arange(ROWS) // 2
     head = Head("linear", settings=CONTRAST).fit(X, y, pair=pair)
-    assert tensors(head.head_) == tensors(directly("linear", X, y, pair=pair, **CONTRAST))
+    assert tensors(head.head_) == tensors(fit_directly("linear", X, y, pair=pair, **CONTRAST))
     assert head.head_.fit.record["n_contrastive_pairs"] == ROWS // 2
 
 
-def test_rows_of_a_pair_may_stand_anywhere(data):
+def test_rows_of_pair_need_not_be_adjacent(data):
     X, y = data
     pair = np.arange(ROWS) // 2
-    apart = np.concatenate([np.arange(0, ROWS, 2), np.arange(1, ROWS, 2)])
+    separated = np.concatenate([np.arange(0, ROWS, 2), np.arange(1, ROWS, 2)])
     heads = [
         Head("linear", settings=CONTRAST).fit(X[rows], y[rows], pair=pair[rows])
-        for rows in (np.arange(ROWS), apart)
+        for rows in (np.arange(ROWS), separated)
     ]
     assert tensors(heads[0].head_) == tensors(heads[1].head_)
 
 
-def test_contrastive_objectives_without_pairs_say_what_is_missing(data):
+def test_contrastive_objective_without_pairs_is_refused(data):
     with pytest.raises(ValueError, match=r"no pairs were given\. .* as pair="):
         Head("linear", settings=CONTRAST).fit(*data)
 
 
-def test_of_three_rows_of_a_pair_two_are_contrasted(data):
+def test_two_of_three_rows_of_pair_are_contrasted(data):
     pair = np.arange(ROWS)
     pair[[10, 20, 30]] = 10
     head = Head("linear", settings=CONTRAST).fit(*data, pair=pair)
@@ -329,7 +330,7 @@ def test_of_three_rows_of_a_pair_two_are_contrasted(data):
 
 
 @pytest.mark.parametrize("routed", [False, True])
-def test_cross_validation_cuts_pairs_with_rows(data, routed):
+def test_cross_validation_splits_pairs_with_rows(data, routed):
     X, y = data
     pair = np.repeat(np.arange(ROWS // 2), 2)
     with sklearn.config_context(enable_metadata_routing=routed):
@@ -343,7 +344,7 @@ def test_cross_validation_cuts_pairs_with_rows(data, routed):
 
 
 @pytest.mark.parametrize("routed", [False, True])
-def test_weights_of_rows_are_refused_not_ignored(data, routed):
+def test_sample_weights_are_refused(data, routed):
     weights = np.ones(ROWS)
     with sklearn.config_context(enable_metadata_routing=routed):
         with pytest.raises(TypeError, match="sample_weight"):
@@ -356,14 +357,14 @@ def test_weights_of_rows_are_refused_not_ignored(data, routed):
 
 
 @pytest.mark.parametrize("name", ["linear", "hypernet-mse", "pca"])
-def test_embed_gives_either_side(conditioned, name):
+def test_embed_transforms_either_sentence(conditioned, name):
     X, y = conditioned
     head = Head(name, settings=RECIPES[name], n_condition=DIM_C).fit(X, y)
-    first, second, condition = parts(X)
+    first, second, condition = split_columns(X)
     sides = np.hstack([head.embed(first, condition), head.embed(second, condition)])
     np.testing.assert_allclose(sides, head.transform(X), rtol=1e-5, atol=1e-6)
-    one = head.embed(first[:4], condition[:1])  # four rows share it
-    np.testing.assert_allclose(one, head.embed(first, condition)[:4], rtol=1e-5, atol=1e-6)
+    shared = head.embed(first[:4], condition[:1])  # four rows share a condition
+    np.testing.assert_allclose(shared, head.embed(first, condition)[:4], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -376,34 +377,34 @@ def test_embed_gives_either_side(conditioned, name):
         ("hadamard", np.zeros((3, DIM)), np.zeros((2, DIM_C)), "3 sentences and 2 conditions"),
     ],
 )
-def test_embed_refuses_what_does_not_fit(conditioned, name, features, condition, message):
+def test_embed_refuses_mismatched_input(conditioned, name, features, condition, message):
     head = Head(name, settings=SHORT, n_condition=DIM_C).fit(*conditioned)
     with pytest.raises(ValueError, match=message):
         head.embed(features, condition)
 
 
-def test_embed_refuses_conditions_that_were_never_there(data):
+def test_embed_refuses_conditions_if_fitted_without(data):
     with pytest.raises(ValueError, match="this pca head was fitted on none"):
         Head("pca").fit(data[0]).embed(data[0][:, :DIM], np.zeros((ROWS, 2)))
 
 
-def test_names_of_embeddings(data):
+def test_output_feature_names(data):
     head = Head("pca", dim=2).fit(data[0])
     expected = ["head_first0", "head_first1", "head_second0", "head_second1"]
     assert head.get_feature_names_out().tolist() == expected
-    names = [f"x{place}" for place in range(2 * DIM)]
+    names = [f"x{column}" for column in range(2 * DIM)]
     assert head.get_feature_names_out(names).tolist() == expected
     with pytest.raises(ValueError, match="should have length equal to number of features"):
         head.get_feature_names_out(names[1:])
 
 
-def test_score_is_the_spearman_correlation(data):
+def test_score_is_spearman_correlation(data):
     X, y = data
     head = Head("linear", settings=SHORT).fit(X, y)
     assert head.score(X, y) == pytest.approx(spearmanr(head.predict(X), y).statistic)
 
 
-def test_undefined_score_is_nan_without_a_warning(data):
+def test_undefined_score_is_nan_without_warning(data):
     X, y = data
     head = Head("none").fit(X)
     with warnings.catch_warnings():
@@ -422,7 +423,7 @@ def test_undefined_score_is_nan_without_a_warning(data):
         (np.full(ROWS, np.nan), "y must be ratings, as numbers: Input y contains NaN"),
     ],
 )
-def test_score_refuses_what_are_no_ratings(data, y, message):
+def test_score_refuses_invalid_ratings(data, y, message):
     head = Head("none").fit(data[0])
     with pytest.raises(ValueError, match=message):
         head.score(data[0], y)
@@ -431,7 +432,7 @@ def test_score_refuses_what_are_no_ratings(data, y, message):
 # -- pipelines and searches --------------------------------------------------------------------
 
 
-def test_clone_has_the_parameters_and_nothing_fitted(data):
+def test_clone_copies_parameters_but_no_fit(data):
     head = Head("pca", dim=2, settings={}, random_state=4).fit(data[0])
     cloned = clone(head)
     assert cloned.get_params() == head.get_params()
@@ -439,25 +440,27 @@ def test_clone_has_the_parameters_and_nothing_fitted(data):
     assert cloned.set_params(dim=3).fit(data[0]).head_.settings.dim == 3
 
 
-@pytest.mark.parametrize("again", [lambda head: pickle.loads(pickle.dumps(head)), copy.deepcopy])
+@pytest.mark.parametrize(
+    "copy_head", [lambda head: pickle.loads(pickle.dumps(head)), copy.deepcopy]
+)
 @pytest.mark.parametrize("name", ["mlp", "hypernet-mse", "pca"])
-def test_fitted_head_survives_being_pickled(conditioned, name, again):
+def test_fitted_head_can_be_pickled_and_copied(conditioned, name, copy_head):
     X, y = conditioned
     head = Head(name, settings=RECIPES[name], n_condition=DIM_C).fit(X, y)
-    other = again(head)
-    np.testing.assert_array_equal(other.transform(X), head.transform(X))
-    assert other.head_.family is head.head_.family
-    assert (other.head_.settings, other.head_.seed) == (head.head_.settings, head.head_.seed)
-    assert other.head_.fit.record == head.head_.fit.record
-    assert other.curve_ == head.curve_
-    assert isinstance(head.head_, FittedHead)  # what was pickled is left as it was
+    copied = copy_head(head)
+    np.testing.assert_array_equal(copied.transform(X), head.transform(X))
+    assert copied.head_.family is head.head_.family
+    assert (copied.head_.settings, copied.head_.seed) == (head.head_.settings, head.head_.seed)
+    assert copied.head_.fit.record == head.head_.fit.record
+    assert copied.curve_ == head.curve_
+    assert isinstance(head.head_, FittedHead)  # the original is unchanged
 
 
-def test_fitted_head_can_be_saved_as_any_head(data, tmp_path):
+def test_fitted_head_can_be_saved(data, tmp_path):
     head = Head("linear", settings=SHORT).fit(*data)
     save_head(head.head_, tmp_path / "head", {})
     loaded, _ = load_head(tmp_path / "head")
-    first, second, _ = parts(data[0])
+    first, second, _ = split_columns(data[0])
     np.testing.assert_array_equal(loaded.similarity(first, second), head.predict(data[0]))
 
 
@@ -465,9 +468,9 @@ def test_pipeline_scales_and_fits(data):
     X, y = data
     pipeline = make_pipeline(StandardScaler(), Head("linear", settings=SHORT)).fit(X, y)
     scaled = StandardScaler().fit_transform(X)
-    peer = Head("linear", settings=SHORT).fit(scaled, y)
-    np.testing.assert_array_equal(pipeline.predict(X), peer.predict(scaled))
-    assert pipeline.score(X, y) == pytest.approx(peer.score(scaled, y))
+    expected_head = Head("linear", settings=SHORT).fit(scaled, y)
+    np.testing.assert_array_equal(pipeline.predict(X), expected_head.predict(scaled))
+    assert pipeline.score(X, y) == pytest.approx(expected_head.score(scaled, y))
     assert len(pipeline.get_feature_names_out()) == 2 * DIM
 
 
@@ -501,25 +504,25 @@ def test_grid_search_ranks_undefined_scores_last(data):
 
 @pytest.fixture
 def no_processes_left():
-    """End the processes that scikit-learn keeps for a next call."""
+    """End the worker processes that scikit-learn keeps for its next call."""
     yield
     get_reusable_executor().shutdown(wait=True)
 
 
-def test_two_processes_give_what_one_gives(data, no_processes_left):
+def test_two_processes_give_same_scores_as_one(data, no_processes_left):
     X, y = data
     head = Head("mlp", settings=RECIPES["mlp"])
-    one, two = (
+    serial, parallel = (
         cross_validate(head, X, y, cv=2, n_jobs=jobs, return_estimator=True) for jobs in (1, 2)
     )
-    np.testing.assert_allclose(two["test_score"], one["test_score"])
-    fitted = two["estimator"][0]
-    np.testing.assert_allclose(fitted.predict(X), one["estimator"][0].predict(X), atol=1e-5)
+    np.testing.assert_allclose(parallel["test_score"], serial["test_score"])
+    fitted = parallel["estimator"][0]
+    np.testing.assert_allclose(fitted.predict(X), serial["estimator"][0].predict(X), atol=1e-5)
     search = GridSearchCV(head, {"dim": [2, 4]}, cv=2, n_jobs=2, error_score="raise").fit(X, y)
     assert search.best_estimator_.head_.dim_out == search.best_params_["dim"]
 
 
-def test_shuffled_splits_keep_contrasts(data):
+def test_contrastive_objective_works_with_shuffle_split(data):
     X, y = data
     pair = np.arange(ROWS) // 2
     scores = cross_val_score(
@@ -533,7 +536,7 @@ def test_shuffled_splits_keep_contrasts(data):
     assert np.isfinite(scores).all()
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -560,7 +563,7 @@ def test_shuffled_splits_keep_contrasts(data):
         ({"random_state": "seed"}, "'seed' cannot be used to seed"),
     ],
 )
-def test_bad_parameters_are_refused_when_fitting(data, parameters, message):
+def test_invalid_parameters_are_refused_by_fit(data, parameters, message):
     with pytest.raises(ValueError, match=message):
         Head(**parameters).fit(*data)
 
@@ -582,7 +585,7 @@ def test_bad_parameters_are_refused_when_fitting(data, parameters, message):
         (lambda X, y: (np.ones_like(X), y), "training vectors are equal"),
     ],
 )
-def test_bad_rows_are_refused(data, change, message):
+def test_invalid_rows_are_refused(data, change, message):
     X, y = change(*data)
     with pytest.raises(ValueError, match=message), np.errstate(over="ignore"):
         Head(settings=SHORT).fit(X, y)
@@ -596,30 +599,30 @@ def test_bad_rows_are_refused(data, change, message):
         (np.zeros((ROWS, 2)), "should be a 1d array"),
     ],
 )
-def test_bad_pairs_are_refused(data, pair, message):
+def test_invalid_pairs_are_refused(data, pair, message):
     with pytest.raises(ValueError, match=message):
         Head("linear", settings=SHORT).fit(*data, pair=pair)
 
 
-def test_errors_are_those_of_the_package_too(data):
+def test_errors_are_also_user_errors(data):
     with pytest.raises(UserError, match="unknown head"):
         Head("mpl").fit(*data)
     assert not get_tags(Head("mpl")).target_tags.required
     with pytest.raises(UserError, match="rank is 64, but a 6 x 6 matrix"):
         Head("hypernet-mse", n_condition=2, settings={"rank": 64}).fit(
-            *rated(ROWS, 0, n_condition=2)
+            *make_rated_rows(ROWS, 0, n_condition=2)
         )
 
 
-def test_sizes_that_were_not_given_are_lowered_to_those_of_the_features():
-    X, y = rated(ROWS, 0, n_condition=2)
+def test_default_sizes_are_limited_to_dim_of_features():
+    X, y = make_rated_rows(ROWS, 0, n_condition=2)
     head = Head("hypernet-mse", n_condition=2, settings=SHORT).fit(X, y)
     assert (head.head_.settings.dim, head.head_.settings.rank) == (DIM, DIM)
     narrow = Head("hypernet-mse", dim=2, n_condition=2, settings=SHORT).fit(X, y)
     assert (narrow.head_.settings.dim, narrow.head_.settings.rank) == (2, 2)
 
 
-def test_a_head_is_a_regressor(data):
+def test_head_is_regressor(data):
     X, y = data
     assert is_regressor(Head())
     heads = [("zero_shot", Head("none")), ("linear", Head("linear", settings=SHORT))]
@@ -645,7 +648,7 @@ def test_each_setting_is_a_parameter():
         head.set_params(epochs=3)
 
 
-def test_a_grid_search_varies_a_setting(data):
+def test_grid_search_varies_setting(data):
     X, y = data
     grid = {"settings__epochs": [1, 3], "settings__learning_rate": [0.01]}
     search = GridSearchCV(Head("linear", settings={"batch_size": 32}), grid, cv=2).fit(X, y)
@@ -660,7 +663,7 @@ def test_a_grid_search_varies_a_setting(data):
 
 
 @pytest.mark.parametrize("method", ["transform", "predict", "embed"])
-def test_head_that_is_not_fitted_says_so(data, method):
+def test_unfitted_head_raises_not_fitted_error(data, method):
     with pytest.raises(NotFittedError):
         getattr(Head("pca"), method)(data[0])
     with pytest.raises(NotFittedError):
@@ -669,7 +672,7 @@ def test_head_that_is_not_fitted_says_so(data, method):
         Head("pca").get_feature_names_out()
 
 
-def test_other_columns_than_fitted_on_are_refused(data):
+def test_wrong_number_of_columns_is_refused(data):
     head = Head("pca").fit(data[0])
     with pytest.raises(ValueError, match=f"X has {DIM} features, but Head is expecting {2 * DIM}"):
         head.predict(data[0][:, :DIM])

@@ -1,4 +1,4 @@
-"""Heads: the paper's equations, fits that can be repeated, and files that can be trusted."""
+"""Heads: the paper's equations, reproducible fits, and saved files."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DIM = 24
 
 
-def planted(n, seed):
-    """Pairs whose rating is the cosine in 4 of 24 directions; 20 wider ones drown it."""
+def make_planted_pairs(n, seed):
+    """Make pairs whose rating is the cosine in 4 of 24 directions; the others vary more."""
     rng = np.random.default_rng(seed)
     directions, _ = np.linalg.qr(np.random.default_rng(99).normal(size=(DIM, DIM)))
     parts = rng.normal(size=(2, n, DIM)) * np.where(np.arange(DIM) < 4, 1, 1.5)
@@ -34,12 +34,12 @@ def planted(n, seed):
 
 @pytest.fixture(scope="module")
 def train():
-    return planted(1_500, seed=1)
+    return make_planted_pairs(1_500, seed=1)
 
 
 @pytest.fixture(scope="module")
 def dev():
-    return planted(300, seed=2)
+    return make_planted_pairs(300, seed=2)
 
 
 SHORT = {"dim": 4, "epochs": 5, "batch_size": 64, "patience": 5}
@@ -72,12 +72,12 @@ def test_mlp_head_is_equations_4_and_5(train, dev):
     assert (embedded > 0).any()
 
 
-def test_hidden_layer_is_as_wide_as_the_embeddings_where_none_is_set(train):
+def test_hidden_layer_defaults_to_width_of_embeddings(train):
     head = fit("mlp", train, **{**SHORT, "hidden": 0})
     assert head.tensors["weight1"].shape == (4, DIM)
 
 
-def test_no_head_leaves_features_as_they_are(train, dev):
+def test_head_none_returns_features_unchanged(train, dev):
     head = fit("none", train)
     np.testing.assert_array_equal(head.transform(dev.first), dev.first)
     assert head.dim_out == DIM
@@ -91,19 +91,19 @@ def test_dropout_is_off_at_inference_and_on_in_training(train, dev, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_bits(train, dev, kind):
-    first, again = (fit(kind, train, dev, seed=3, **SHORT) for _ in range(2))
-    assert tensors(first) == tensors(again)
-    assert first.fit.record == again.fit.record
+def test_same_seed_gives_same_bits(train, dev, kind):
+    first, repeated = (fit(kind, train, dev, seed=3, **SHORT) for _ in range(2))
+    assert tensors(first) == tensors(repeated)
+    assert first.fit.record == repeated.fit.record
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_seed_gives_another_head(train, dev, kind):
+def test_different_seeds_give_different_heads(train, dev, kind):
     assert tensors(fit(kind, train, dev, 3, **SHORT)) != tensors(fit(kind, train, dev, 4, **SHORT))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "ica"])
-def test_fit_neither_reads_nor_moves_the_global_generators(train, kind):
+def test_fit_does_not_use_global_generators(train, kind):
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002
     first = fit(kind, train, **FITTED[kind])
@@ -121,8 +121,8 @@ def dev_score(head, dev):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_epoch_that_is_best_on_dev_is_kept(dev, kind):
-    few = planted(60, seed=3)  # overfitted long before the last epoch
+def test_best_epoch_on_dev_is_selected(dev, kind):
+    few = make_planted_pairs(60, seed=3)  # overfitted long before the last epoch
     settings = {"dim": 8, "epochs": 60, "patience": 60, "batch_size": 64, "dropout": 0.0}
     head = fit(kind, few, dev, **settings, learning_rate=0.01)
     scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
@@ -135,11 +135,13 @@ def test_the_epoch_that_is_best_on_dev_is_kept(dev, kind):
 ERROR = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_better=False)
 
 
-@pytest.mark.parametrize("metric", [METRICS["accuracy"], ERROR], ids=lambda one: one.name)
-def test_the_metric_that_is_given_chooses_the_epoch(dev, metric):
-    few, dev = planted(60, seed=3), replace(dev, pair=np.arange(len(dev)) // 2)
-    made = recipe("linear", dim=8, epochs=40, patience=40, batch_size=64, learning_rate=0.01)
-    head = fit_recipe(made, few, dev, 0, quiet, "cpu", metric)
+@pytest.mark.parametrize("metric", [METRICS["accuracy"], ERROR], ids=lambda metric: metric.name)
+def test_metric_selects_epoch(dev, metric):
+    few, dev = make_planted_pairs(60, seed=3), replace(dev, pair=np.arange(len(dev)) // 2)
+    linear_recipe = recipe(
+        "linear", dim=8, epochs=40, patience=40, batch_size=64, learning_rate=0.01
+    )
+    head = fit_recipe(linear_recipe, few, dev, 0, quiet, "cpu", metric)
     scores = [epoch[f"dev_{metric.name}"] for epoch in head.fit.record["curve"]]
     assert scores.index(metric.best(scores)) == head.fit.record["best_epoch"] - 1
     similarity = head.similarity(dev.first, dev.second).astype(np.float64)
@@ -147,7 +149,7 @@ def test_the_metric_that_is_given_chooses_the_epoch(dev, metric):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_dev_the_last_epoch_is_kept(train, kind):
+def test_last_epoch_is_selected_without_dev(train, kind):
     record = fit(kind, train, **SHORT).fit.record
     assert record["selected_on"] is None
     assert record["best_epoch"] == 5
@@ -160,7 +162,7 @@ def test_fitting_stops_when_patience_ends(train, dev):
     assert len(record["curve"]) == record["best_epoch"] + 3 < 200
 
 
-def test_each_epoch_is_reported_and_how_far_it_is(train, dev):
+def test_progress_and_epoch_scores_are_reported(train, dev):
     calls = []
     head = fit_recipe(recipe("linear", **SHORT), train, dev, 0, lambda *call: calls.append(call))
     scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
@@ -171,7 +173,7 @@ def test_each_epoch_is_reported_and_how_far_it_is(train, dev):
     assert len(calls) > 3 * len(ended)
 
 
-def test_linear_head_learns_a_planted_relation(train, dev):
+def test_linear_head_learns_planted_relation(train, dev):
     assert spearmanr(cosine(dev.first, dev.second), dev.rating).statistic < 0.3
     head = fit(
         "linear", train, dev, dim=4, epochs=60, batch_size=64, dropout=0.0, learning_rate=0.1
@@ -179,9 +181,9 @@ def test_linear_head_learns_a_planted_relation(train, dev):
     assert dev_score(head, dev) > 0.8
 
 
-def test_mlp_learns_what_no_linear_head_can():
+def test_mlp_learns_nonlinear_relation():
     rng = np.random.default_rng(5)
-    # Alike is what has the same magnitude, whatever its sign: cosine of |x|.
+    # The rating is the cosine of |x|, so signs do not matter.
     first, second = rng.normal(size=(2, 2_000, 8)).astype(np.float32)
     rating = cosine(np.abs(first), np.abs(second)).astype(float)
     pairs, dev = (
@@ -194,7 +196,7 @@ def test_mlp_learns_what_no_linear_head_can():
     assert dev_score(mlp, dev) > dev_score(linear, dev) + 0.3
 
 
-def test_loss_is_the_mean_squared_error_of_the_cosine(train):
+def test_loss_is_mean_squared_error_of_cosine(train):
     head = fit("linear", train, **{**SHORT, "epochs": 1, "batch_size": 1_500, "dropout": 0.0})
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(4, DIM).uniform_(-(DIM**-0.5), DIM**-0.5, generator=generator).numpy()
@@ -203,20 +205,20 @@ def test_loss_is_the_mean_squared_error_of_the_cosine(train):
     assert head.fit.record["curve"][0]["loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def test_diverging_loss_is_an_error(train):
+def test_diverging_loss_raises_error(train):
     broken = replace(train, first=np.where(train.first > 5, np.float32(np.inf), train.first))
     message = r"loss became nan in epoch 1.*learning_rate, to about 0\.0001"
     with pytest.raises(UserError, match=message):
         fit("linear", broken, **SHORT)
 
 
-def test_pca_equals_that_of_scikit_learn(train, dev):
+def test_pca_equals_scikit_learn(train, dev):
     from sklearn.decomposition import PCA
 
     head = fit("pca", train, dev, dim=5)
-    peer = PCA(5, svd_solver="full").fit(np.concatenate([train.first, train.second]))
-    np.testing.assert_allclose(head.transform(dev.first), peer.transform(dev.first), atol=1e-3)
-    explained = peer.explained_variance_ratio_.sum()
+    reference = PCA(5, svd_solver="full").fit(np.concatenate([train.first, train.second]))
+    np.testing.assert_allclose(head.transform(dev.first), reference.transform(dev.first), atol=1e-3)
+    explained = reference.explained_variance_ratio_.sum()
     assert head.fit.record["explained_variance"] == pytest.approx(explained, rel=1e-4)
 
 
@@ -232,35 +234,35 @@ def test_ica_finds_planted_sources():
     mixed = (sources @ rng.normal(size=(3, 3))).astype(np.float32)
     pairs = PairArrays(mixed[:2_000], mixed[2_000:], rng.uniform(size=2_000))
     head = fit("ica", pairs, dim=3)
-    found = np.abs(np.corrcoef(head.transform(mixed).T, sources.T)[:3, 3:])
+    correlations = np.abs(np.corrcoef(head.transform(mixed).T, sources.T)[:3, 3:])
     assert head.fit.record["converged"]
-    assert found.max(axis=1).min() > 0.99
-    assert sorted(found.argmax(axis=1)) == [0, 1, 2]
+    assert correlations.max(axis=1).min() > 0.99
+    assert sorted(correlations.argmax(axis=1)) == [0, 1, 2]
 
 
-def test_ica_of_features_of_low_rank_gives_fewer_components_and_says_so(train):
-    low = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
-    pairs = replace(train, first=train.first[:, :3] @ low, second=train.second[:, :3] @ low)
+def test_ica_of_low_rank_features_notes_fewer_components(train):
+    basis = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32)
+    pairs = replace(train, first=train.first[:, :3] @ basis, second=train.second[:, :3] @ basis)
     head = fit("ica", pairs, dim=10)
     assert head.dim_out == 3
     assert "3 components instead of 10" in head.fit.notes[0]
     assert np.isfinite(head.transform(pairs.first)).all()
 
 
-def test_ica_that_has_not_converged_says_so(train):
+def test_ica_without_convergence_is_noted(train):
     head = fit("ica", train, dim=10, max_iterations=1)
     assert head.fit.record["converged"] is False
     assert "max_iterations=2" in head.fit.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
-def test_a_head_never_enlarges_the_features(train, kind):
+def test_head_dim_above_features_is_refused(train, kind):
     with pytest.raises(UserError, match=r"dim is 25, but the features have 24.*dim to 24 or less"):
         fit(kind, train, dim=DIM + 1)
 
 
 def test_pca_needs_as_many_vectors_as_components():
-    few = planted(3, seed=0)
+    few = make_planted_pairs(3, seed=0)
     with pytest.raises(UserError, match=r"at least 7 training vectors; there are 6"):
         fit("pca", few, dim=7)
 
@@ -274,7 +276,7 @@ def test_fewer_than_two_distinct_ratings_are_refused(train, kind, rows):
 
 
 @pytest.mark.parametrize("kind", ["pca", "ica", "whitening", "random"])
-def test_heads_that_learn_nothing_from_ratings_do_not_look_at_them(train, kind):
+def test_unsupervised_heads_ignore_ratings(train, kind):
     rated = fit(kind, train, dim=4)
     equal = fit(kind, replace(train, rating=np.full(len(train), 0.5)), dim=4)
     np.testing.assert_array_equal(rated.transform(train.first), equal.transform(train.first))
@@ -282,11 +284,11 @@ def test_heads_that_learn_nothing_from_ratings_do_not_look_at_them(train, kind):
         fit(kind, train.take(np.arange(0)), dim=1)
 
 
-def test_head_cuts_long_inputs_into_blocks_of_equal_result(train, dev, monkeypatch):
+def test_transform_in_blocks_gives_same_result(train, dev, monkeypatch):
     head = fit("mlp", train, **SHORT)
-    whole = head.transform(dev.first)
+    expected = head.transform(dev.first)
     monkeypatch.setattr("llmcond.heads.numpy_heads._BLOCK", 7)
-    np.testing.assert_allclose(head.transform(dev.first), whole, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(head.transform(dev.first), expected, rtol=1e-5, atol=1e-6)
     assert head.transform(dev.first[:0]).shape == (0, 4)
 
 
@@ -296,13 +298,13 @@ def test_cosine_equals_its_definition(dev):
     np.testing.assert_allclose(cosine(dev.first, dev.second), expected, atol=1e-6)
 
 
-def test_cosine_of_a_zero_vector_is_zero():
+def test_cosine_of_zero_vector_is_zero():
     first = np.array([[0, 0], [1, 2], [0, 0]], dtype=np.float32)
     second = np.array([[3, 4], [0, 0], [0, 0]], dtype=np.float32)
     np.testing.assert_array_equal(cosine(first, second), [0, 0, 0])
 
 
-def test_cosine_holds_for_tiny_and_huge_vectors():
+def test_cosine_is_exact_for_tiny_and_huge_vectors():
     tiny = np.full((1, 3), 1e-25, dtype=np.float32)
     huge = np.full((1, 3), 1e25, dtype=np.float32)
     assert cosine(tiny, tiny)[0] == pytest.approx(1)
@@ -332,12 +334,12 @@ def test_cosine_holds_for_tiny_and_huge_vectors():
         ("mlp", {"learning_rate": float("inf")}, "learning_rate"),
     ],
 )
-def test_bad_settings_are_refused(kind, changes, message):
+def test_invalid_settings_are_refused(kind, changes, message):
     with pytest.raises(UserError, match=message):
         recipe(kind, **changes)
 
 
-def test_set_values_are_read_in_the_types_of_the_settings():
+def test_set_values_are_parsed_by_setting_types():
     changes = {"epochs": "7", "learning_rate": "1e-2", "dropout": "0"}
     parsed = load_recipe("mlp").parse_changes(changes, "--set")
     assert parsed == {"epochs": 7, "learning_rate": 0.01, "dropout": 0.0}
@@ -353,7 +355,7 @@ def test_set_values_are_read_in_the_types_of_the_settings():
         ({"dropout": "much"}, "dropout is 'much', not float"),
     ],
 )
-def test_bad_set_values_are_refused(changes, message):
+def test_invalid_set_values_are_refused(changes, message):
     with pytest.raises(UserError, match=message):
         load_recipe("mlp").parse_changes(changes, "--set")
 
@@ -367,27 +369,27 @@ def test_bad_set_values_are_refused(changes, message):
         ("kind = ", "cannot be read as TOML"),
     ],
 )
-def test_bad_recipe_files_are_refused(tmp_path, text, message):
+def test_invalid_recipe_files_are_refused(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         load_recipe(str(path))
 
 
-def test_recipe_of_a_file_is_named_after_it(tmp_path):
+def test_recipe_is_named_after_its_file(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('kind = "pca"\ndescription = "d"\nsource = "s"\ndim = 3\n')
-    mine = load_recipe(str(path))
-    assert (mine.name, mine.kind, mine.dim) == ("mine", "pca", 3)
+    loaded = load_recipe(str(path))
+    assert (loaded.name, loaded.kind, loaded.dim) == ("mine", "pca", 3)
 
 
-def test_unknown_recipe_is_answered_with_the_nearest():
+def test_unknown_recipe_suggests_similar_name():
     with pytest.raises(UserError, match=r"unknown head 'linaer'. Did you mean 'linear'"):
         load_recipe("linaer")
 
 
 @pytest.mark.parametrize("kind", FITTED)
-def test_saved_head_is_loaded_with_the_same_transform(tmp_path, train, dev, kind):
+def test_loaded_head_has_same_transform(tmp_path, train, dev, kind):
     head = fit(kind, train, dev, seed=5, **FITTED[kind])
     save_head(head, tmp_path / "head", {"prompt": "cond"})
     loaded, description = load_head(tmp_path / "head")
@@ -397,39 +399,39 @@ def test_saved_head_is_loaded_with_the_same_transform(tmp_path, train, dev, kind
     assert description["prompt"] == "cond"
 
 
-def weights(folder):
+def find_weights(folder):
     (path,) = folder.glob("head-*.safetensors")
     return path
 
 
 @pytest.fixture
-def saved(tmp_path, train):
+def saved_head(tmp_path, train):
     save_head(fit("linear", train, **SHORT), tmp_path / "head", {})
     return tmp_path / "head"
 
 
-def test_head_folder_holds_no_pickle(saved):
-    files = {path.name for path in saved.iterdir()} - {".lock"}
-    assert files == {"head.json", weights(saved).name}
-    json.loads((saved / "head.json").read_text())
-    header = weights(saved).read_bytes()
-    length = int.from_bytes(header[:8], "little")
-    assert set(json.loads(header[8 : 8 + length])) == {"weight"}
+def test_head_folder_holds_no_pickle(saved_head):
+    files = {path.name for path in saved_head.iterdir()} - {".lock"}
+    assert files == {"head.json", find_weights(saved_head).name}
+    json.loads((saved_head / "head.json").read_text())
+    content = find_weights(saved_head).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert set(json.loads(content[8 : 8 + length])) == {"weight"}
 
 
-def test_changed_weights_are_refused(saved):
-    path = weights(saved)
+def test_changed_weights_are_refused(saved_head):
+    path = find_weights(saved_head)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(LlmcondError, match=r"is damaged: .*Fit the head again"):
-        load_head(saved)
+        load_head(saved_head)
 
 
-def test_missing_weights_are_refused(saved):
-    weights(saved).unlink()
+def test_missing_weights_are_refused(saved_head):
+    find_weights(saved_head).unlink()
     with pytest.raises(LlmcondError, match="cannot be read: No such file"):
-        load_head(saved)
+        load_head(saved_head)
 
 
 @pytest.mark.parametrize(
@@ -449,103 +451,103 @@ def test_missing_weights_are_refused(saved):
         ({"settings": {"dim": 4}}, "the key 'dropout' is missing"),
     ],
 )
-def test_description_that_does_not_fit_is_refused(saved, changes, message):
-    path = saved / "head.json"
+def test_invalid_description_is_refused(saved_head, changes, message):
+    path = saved_head / "head.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(LlmcondError, match=message):
-        load_head(saved)
+        load_head(saved_head)
 
 
 @pytest.mark.parametrize("key", ["kind", "settings", "seed", "dim_in", "fit"])
-def test_description_that_lacks_a_key_is_refused(saved, key):
-    path = saved / "head.json"
+def test_description_without_key_is_refused(saved_head, key):
+    path = saved_head / "head.json"
     description = json.loads(path.read_text())
     del description[key]
     path.write_text(json.dumps(description))
     with pytest.raises(
         LlmcondError, match=f"was damaged: the key '{key}' is missing. Fit the head again"
     ):
-        load_head(saved)
+        load_head(saved_head)
 
 
-def test_folder_without_a_head_is_refused(tmp_path):
+def test_folder_without_head_is_refused(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         load_head(tmp_path / "nothing")
 
 
-def test_saving_over_a_head_replaces_it(saved, train):
-    save_head(fit("pca", train, dim=2), saved, {})
-    head, _ = load_head(saved)
+def test_saving_replaces_existing_head(saved_head, train):
+    save_head(fit("pca", train, dim=2), saved_head, {})
+    head, _ = load_head(saved_head)
     assert (head.kind, head.dim_out) == ("pca", 2)
-    assert list(saved.parent.iterdir()) == [saved]
-    assert len(list(saved.iterdir())) == 3  # the old weights are gone
+    assert list(saved_head.parent.iterdir()) == [saved_head]
+    assert len(list(saved_head.iterdir())) == 3  # the old weights are gone
 
 
-def test_a_head_of_format_1_is_loaded_and_replaced(saved, train, dev):
-    before, description = load_head(saved)
-    weights(saved).rename(saved / "head.safetensors")
-    (saved / "head.json").write_text(json.dumps({**description, "format": 1}))
-    head, _ = load_head(saved)
+def test_head_of_format_1_is_loaded_and_replaced(saved_head, train, dev):
+    before, description = load_head(saved_head)
+    find_weights(saved_head).rename(saved_head / "head.safetensors")
+    (saved_head / "head.json").write_text(json.dumps({**description, "format": 1}))
+    head, _ = load_head(saved_head)
     np.testing.assert_array_equal(head.transform(dev.first), before.transform(dev.first))
-    save_head(fit("pca", train, dim=2), saved, {})
-    assert load_head(saved)[0].kind == "pca"
-    assert not (saved / "head.safetensors").exists()
+    save_head(fit("pca", train, dim=2), saved_head, {})
+    assert load_head(saved_head)[0].kind == "pca"
+    assert not (saved_head / "head.safetensors").exists()
 
 
 @pytest.mark.parametrize("stop", range(4))
-def test_a_head_that_is_replaced_is_there_at_every_moment(saved, train, monkeypatch, stop):
-    """Killed before any change of the folder, the old head or the new one is left, and swept."""
-    changes, kept = [], []
+def test_interrupted_replacement_leaves_loadable_head(saved_head, train, monkeypatch, stop):
+    """Whenever a save is killed, the old or the new head can be loaded; the next save cleans up."""
+    changes, loaded_kinds = [], []
 
-    def change(original):
-        def first_look(path, *arguments, **options):
-            kept.append(load_head(saved)[0].kind)
+    def interrupt(original):
+        def load_and_change(path, *arguments, **options):
+            loaded_kinds.append(load_head(saved_head)[0].kind)
             changes.append(path)
             if len(changes) == stop:
                 raise SystemExit
             return original(path, *arguments, **options)
 
-        return first_look
+        return load_and_change
 
     for name in ("replace", "unlink"):
-        monkeypatch.setattr(type(saved), name, change(getattr(type(saved), name)))
+        monkeypatch.setattr(type(saved_head), name, interrupt(getattr(type(saved_head), name)))
     with suppress(SystemExit):
-        save_head(fit("pca", train, dim=2), saved, {})
+        save_head(fit("pca", train, dim=2), saved_head, {})
     monkeypatch.undo()
-    assert kept[0] == "linear"
-    assert set(kept) <= {"linear", "pca"}
-    save_head(fit("pca", train, dim=2), saved, {})
-    assert len(list(saved.iterdir())) == 3
+    assert loaded_kinds[0] == "linear"
+    assert set(loaded_kinds) <= {"linear", "pca"}
+    save_head(fit("pca", train, dim=2), saved_head, {})
+    assert len(list(saved_head.iterdir())) == 3
 
 
-def test_a_reader_that_is_overtaken_by_a_writer_takes_the_new_head(saved, train, monkeypatch):
-    newer = fit("pca", train, dim=2)
-    checked = llmcond.heads.storage.check_record
+def test_reader_loads_new_head_if_writer_replaces_it(saved_head, train, monkeypatch):
+    new_head = fit("pca", train, dim=2)
+    check_record = llmcond.heads.storage.check_record
 
-    def overtaken(*arguments):
-        monkeypatch.setattr(llmcond.heads.storage, "check_record", checked)
-        save_head(newer, saved, {})
+    def replace_head(*arguments):
+        monkeypatch.setattr(llmcond.heads.storage, "check_record", check_record)
+        save_head(new_head, saved_head, {})
 
-    monkeypatch.setattr(llmcond.heads.storage, "check_record", overtaken)
-    assert load_head(saved)[0].kind == "pca"
+    monkeypatch.setattr(llmcond.heads.storage, "check_record", replace_head)
+    assert load_head(saved_head)[0].kind == "pca"
 
 
 @pytest.mark.parametrize("name", ["components", "mean"])
-def test_parameters_of_another_shape_are_refused_though_their_digest_fits(saved, train, name):
-    save_head(fit("pca", train, dim=2), saved, {})
-    tensors = load_file(weights(saved))
+def test_wrong_parameter_shape_is_refused_despite_matching_digest(saved_head, train, name):
+    save_head(fit("pca", train, dim=2), saved_head, {})
+    tensors = load_file(find_weights(saved_head))
     cut = save({**tensors, name: np.ascontiguousarray(tensors[name][..., :-1])})
     digest = hashlib.sha256(cut).hexdigest()
-    (saved / f"head-{digest[:16]}.safetensors").write_bytes(cut)
-    record = json.loads((saved / "head.json").read_text())
-    (saved / "head.json").write_text(json.dumps({**record, "weights_sha256": digest}))
+    (saved_head / f"head-{digest[:16]}.safetensors").write_bytes(cut)
+    record = json.loads((saved_head / "head.json").read_text())
+    (saved_head / "head.json").write_text(json.dumps({**record, "weights_sha256": digest}))
     with pytest.raises(LlmcondError, match="does not hold the parameters of a pca head"):
-        load_head(saved)
+        load_head(saved_head)
 
 
-def test_a_failed_save_leaves_the_old_head(saved, train):
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+def test_failed_save_leaves_old_head(saved_head, train):
+    before = {path.name: path.read_bytes() for path in saved_head.iterdir()}
     with pytest.raises(ValueError, match="JSON"):
-        save_head(fit("pca", train, dim=2), saved, {"share": float("nan")})
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-    assert list(saved.parent.iterdir()) == [saved]
+        save_head(fit("pca", train, dim=2), saved_head, {"share": float("nan")})
+    assert {path.name: path.read_bytes() for path in saved_head.iterdir()} == before
+    assert list(saved_head.parent.iterdir()) == [saved_head]

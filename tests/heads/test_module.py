@@ -1,4 +1,4 @@
-"""Several heads side by side are one head, whose cosine is the mean of theirs."""
+"""Ensembles: a head of several members, whose cosine is the mean of theirs."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_h
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Wide enough that no embedding is all zeros behind ReLU: that has no direction to be a mean of.
+# The heads are so wide that ReLU makes no embedding all zeros, which would have no direction.
 SETTINGS = {
     "mlp": {"dim": 12, "hidden": 32},
     "hypernet-mse": {"dim": 4, "rank": 2},
@@ -18,8 +18,8 @@ SETTINGS = {
 
 def fit(kind, seed, **changes):
     rng = np.random.default_rng(0)
-    wide = 20 if kind == "towers" else 12
-    first, second = rng.normal(size=(2, 60, wide)).astype(np.float32)
+    dim = 20 if kind == "towers" else 12
+    first, second = rng.normal(size=(2, 60, dim)).astype(np.float32)
     condition = rng.normal(size=(60, 12)).astype(np.float32)
     pairs = PairArrays(first, second, rng.uniform(size=60), condition)
     recipe = load_recipe(kind).with_settings({**SETTINGS[kind], "epochs": 3, **changes}, "test")
@@ -28,15 +28,17 @@ def fit(kind, seed, **changes):
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_cosine_is_the_mean_of_the_members(kind, tmp_path):
+def test_cosine_is_mean_of_members(kind, tmp_path):
     head, pairs, condition = fit(kind, 5, members=3)
     assert head.dim_out == 3 * SETTINGS[kind]["dim"]
-    alone = [fit(kind, 5 + number * 2**20)[0] for number in range(3)]
-    expected = np.mean([own.similarity(pairs.first, pairs.second, condition) for own in alone], 0)
-    found = head.similarity(pairs.first, pairs.second, condition)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    single_heads = [fit(kind, 5 + number * 2**20)[0] for number in range(3)]
+    expected = np.mean(
+        [h.similarity(pairs.first, pairs.second, condition) for h in single_heads], 0
+    )
+    actual = head.similarity(pairs.first, pairs.second, condition)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     assert [member["curve"] for member in head.fit.record["members"]] == [
-        own.fit.record["curve"] for own in alone
+        single_head.fit.record["curve"] for single_head in single_heads
     ]
     save_head(head, tmp_path / "head", {})
     loaded, _ = load_head(tmp_path / "head")

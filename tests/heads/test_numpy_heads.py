@@ -1,4 +1,4 @@
-"""Heads of dense layers by NumPy: the embeddings and the errors that torch gives."""
+"""Heads of dense layers in NumPy: the same embeddings and errors as in torch."""
 
 import hashlib
 import json
@@ -34,68 +34,71 @@ HEADS = {
 @pytest.fixture
 def pairs():
     rng = np.random.default_rng(0)
-    # Features have a mean that is larger than their spread.
+    # The mean of the features is larger than their spread.
     first, second = (rng.normal(size=(2, 60, DIM)) + 3).astype(np.float32)
     return PairArrays(first, second, rng.uniform(size=60))
 
 
-def saved_head(folder, pairs, name):
+def save_fitted_head(folder, pairs, name):
     recipe, changes = HEADS[name]
     head = load_recipe(recipe).with_settings(changes, "test")
     save_head(fit_recipe(head, pairs, pairs, 0, lambda *_: None), folder, {})
     return folder
 
 
-def test_every_plain_kind_is_compared():
+def test_every_dense_kind_is_compared():
     assert {load_recipe(recipe).kind for recipe, _ in HEADS.values()} == set(DENSE_KINDS)
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_plain_head_is_the_fitted_head(name, pairs, tmp_path):
-    fitted, description = load_head(saved_head(tmp_path, pairs, name))
-    plain, same = load_embedding_head(tmp_path)
-    assert isinstance(plain, NumpyHead)
-    assert same == description
+def test_numpy_head_equals_fitted_head(name, pairs, tmp_path):
+    fitted, description = load_head(save_fitted_head(tmp_path, pairs, name))
+    numpy_head, numpy_description = load_embedding_head(tmp_path)
+    assert isinstance(numpy_head, NumpyHead)
+    assert numpy_description == description
     for attribute in (
         "kind settings dim_in dim_condition dim_out features conditioned is_identity "
         "generates_matrices compares_by_cosine"
     ).split():
-        assert getattr(plain, attribute) == getattr(fitted, attribute), attribute
+        assert getattr(numpy_head, attribute) == getattr(fitted, attribute), attribute
     sides = []
     for features in (pairs.first, pairs.second):
-        expected, found = fitted.transform(features), plain.transform(features)
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-        sides.append(found)
-    np.testing.assert_array_equal(plain.compare(*sides), fitted.compare(*sides))
-    assert plain.transform(pairs.first[:0]).shape == (0, fitted.dim_out)
-    assert plain.tensors.keys() == fitted.tensors.keys()
+        expected, actual = fitted.transform(features), numpy_head.transform(features)
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+        sides.append(actual)
+    np.testing.assert_array_equal(numpy_head.compare(*sides), fitted.compare(*sides))
+    assert numpy_head.transform(pairs.first[:0]).shape == (0, fitted.dim_out)
+    assert numpy_head.tensors.keys() == fitted.tensors.keys()
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp-last-none", "mlp-gelu", "pca"])
-def test_dense_layers_are_those_of_the_fitted_head(name, pairs, tmp_path):
-    fitted, _ = load_head(saved_head(tmp_path, pairs, name))
-    plain, _ = load_embedding_head(tmp_path)
-    for expected, found in zip(fitted.dense_layers(), plain.dense_layers(), strict=True):
-        assert found.activation == expected.activation
-        np.testing.assert_allclose(found.weight, expected.weight, atol=1e-5)
-        if found.mean is not None:
-            np.testing.assert_allclose(-found.weight @ found.mean, expected.bias, atol=1e-5)
+def test_dense_layers_equal_those_of_fitted_head(name, pairs, tmp_path):
+    fitted, _ = load_head(save_fitted_head(tmp_path, pairs, name))
+    numpy_head, _ = load_embedding_head(tmp_path)
+    for expected, layer in zip(fitted.dense_layers(), numpy_head.dense_layers(), strict=True):
+        assert layer.activation == expected.activation
+        np.testing.assert_allclose(layer.weight, expected.weight, atol=1e-5)
+        if layer.mean is not None:
+            np.testing.assert_allclose(-layer.weight @ layer.mean, expected.bias, atol=1e-5)
 
 
-def test_an_ensemble_has_no_dense_layers_of_its_own(pairs, tmp_path):
-    assert load_embedding_head(saved_head(tmp_path, pairs, "mlp-members"))[0].dense_layers() is None
+def test_ensemble_has_no_dense_layers(pairs, tmp_path):
+    assert (
+        load_embedding_head(save_fitted_head(tmp_path, pairs, "mlp-members"))[0].dense_layers()
+        is None
+    )
 
 
-def test_a_head_of_another_kind_is_loaded_by_torch(pairs, tmp_path):
+def test_other_kinds_are_loaded_with_torch(pairs, tmp_path):
     recipe = load_recipe("hadamard").with_settings(SHORT, "test")
     conditioned = PairArrays(pairs.first, pairs.second, pairs.rating, pairs.first)
     save_head(fit_recipe(recipe, conditioned, None, 0, lambda *_: None), tmp_path, {})
     assert isinstance(load_embedding_head(tmp_path)[0], FittedHead)
 
 
-def errors(folder):
-    """Return the types and the messages by NumPy and by torch, without details of libraries."""
+def collect_errors(folder):
+    """Return the types and messages of NumPy's and torch's errors, without library details."""
     raised = []
     for load in (load_embedding_head, load_head):
         with pytest.raises(LlmcondError) as error:
@@ -107,8 +110,8 @@ def errors(folder):
 @pytest.mark.parametrize(
     "arguments", [(np.zeros((7, DIM + 1)),), (np.zeros((7, DIM)), np.ones((7, DIM)))]
 )
-def test_features_that_do_not_fit_are_refused_alike(arguments, pairs, tmp_path):
-    folder = saved_head(tmp_path, pairs, "linear")
+def test_mismatched_features_raise_same_error(arguments, pairs, tmp_path):
+    folder = save_fitted_head(tmp_path, pairs, "linear")
     raised = []
     for load in (load_embedding_head, load_head):
         with pytest.raises(UserError) as error:
@@ -131,17 +134,17 @@ def test_features_that_do_not_fit_are_refused_alike(arguments, pairs, tmp_path):
         {"weights_sha256": "0" * 64},
     ],
 )
-def test_a_description_that_does_not_fit_is_refused_alike(changes, pairs, tmp_path):
-    path = saved_head(tmp_path, pairs, "linear") / "head.json"
+def test_invalid_description_raises_same_error(changes, pairs, tmp_path):
+    path = save_fitted_head(tmp_path, pairs, "linear") / "head.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    by_numpy, by_torch = errors(tmp_path)
-    assert by_numpy == by_torch
+    numpy_error, torch_error = collect_errors(tmp_path)
+    assert numpy_error == torch_error
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "mlp-members", "pca"])
 @pytest.mark.parametrize("damage", ["cut", "scalar", "missing", "more", "renamed"])
-def test_tensors_that_do_not_fit_are_refused_alike(name, damage, pairs, tmp_path):
-    (path,) = saved_head(tmp_path, pairs, name).glob("head-*.safetensors")
+def test_invalid_tensors_raise_same_error(name, damage, pairs, tmp_path):
+    (path,) = save_fitted_head(tmp_path, pairs, name).glob("head-*.safetensors")
     tensors = load_file(path)
     first = next(iter(tensors))
     if damage == "cut":
@@ -159,6 +162,6 @@ def test_tensors_that_do_not_fit_are_refused_alike(name, damage, pairs, tmp_path
     (tmp_path / f"head-{digest[:16]}.safetensors").write_bytes(weights)
     record = json.loads((tmp_path / "head.json").read_text())
     (tmp_path / "head.json").write_text(json.dumps({**record, "weights_sha256": digest}))
-    by_numpy, by_torch = errors(tmp_path)
-    assert by_numpy == by_torch
-    assert "does not hold the parameters" in by_numpy[1]
+    numpy_error, torch_error = collect_errors(tmp_path)
+    assert numpy_error == torch_error
+    assert "does not hold the parameters" in numpy_error[1]
