@@ -153,7 +153,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     assert config["aspects_texts"] == 24
     card = (uninterrupted / "README.md").read_text()
     assert "Each step also used 24 texts with known attributes" in card
-    assert "from the sets `scenes`." in card
+    assert "They are from 1 dataset, which the training record below names." in card
 
     class Stopped(Exception):  # noqa: N818 - it stands in for a kill
         pass

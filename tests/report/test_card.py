@@ -48,10 +48,11 @@ def test_user_names_are_escaped_in_card():
         config={"teacher": {"rows": 1200}, "aspects": aspects},
     )
     shown = "`a' <script> --- ''' # {{ 7 * 7 }} {% raw %}`"
-    assert card.count(shown) == 5
+    assert card.count(shown) == 4
     # The rest is JSON in a block whose fence is longer than the one in the name.
     training = json.loads(card.split("## Training\n\n````json\n")[1].removesuffix("\n````\n"))
     assert training["head"] == {"head": HOSTILE}
+    assert training["aspects"] == aspects
     assert "\r" not in card
     assert "<script>" not in card.split("## Training")[0].replace(shown, "")
     data = ModelCard(card).data
@@ -70,6 +71,6 @@ def test_card_describes_ensemble_and_last_stage():
         "stage of 1,000 steps also trained on dev, each row 2 times, and on 50 % of train," in card
     )
     assert (
-        "the Spearman is 50.0 [10.0, 90.0], compared with 40.0 [10.0, 90.0] before the stage"
-        in card
+        "The Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage (95 % confidence "
+        "intervals over sentence pairs). It was estimated on 5 folds of dev" in card
     )
