@@ -1,4 +1,4 @@
-"""Tensors on their way to a device and back, and which GPUs PyTorch was built for."""
+"""Copies of tensors to and from a device, and the GPUs that PyTorch was built for."""
 
 import pytest
 import torch
@@ -16,52 +16,52 @@ DEVICES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_go_to_a_device_and_come_back(device):
+def test_tensors_survive_round_trip_to_device(device):
     values = torch.arange(6).view(2, 3)
-    there = move_to_device(values, torch.device(device))
-    assert there.device.type == device
-    back, copied = copy_to_cpu(there * 2)
-    assert (copied is None) == (device == "cpu")
-    if copied is not None:
-        copied.synchronize()
-    assert back.is_cpu
-    assert torch.equal(back, values * 2)
+    moved = move_to_device(values, torch.device(device))
+    assert moved.device.type == device
+    result, copy_event = copy_to_cpu(moved * 2)
+    assert (copy_event is None) == (device == "cpu")
+    if copy_event is not None:
+        copy_event.synchronize()
+    assert result.is_cpu
+    assert torch.equal(result, values * 2)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (12, 1), (13, 0)])
-def test_gpu_that_pytorch_was_built_for_is_taken(capability):
+def test_gpu_supported_by_pytorch_build_is_accepted(capability):
     check_capability("cuda:0", capability, BUILT_FOR)
 
 
-def test_gpu_that_is_too_old_is_refused_in_one_line():
-    with pytest.raises(UserError) as refusal:
+def test_too_old_gpu_is_rejected_in_one_line():
+    with pytest.raises(UserError) as error:
         check_capability("cuda:0 (Tesla V100)", (7, 0), BUILT_FOR)
-    assert str(refusal.value) == (
+    assert str(error.value) == (
         "cuda:0 (Tesla V100) has compute capability 7.0, and this PyTorch was built for 7.5, 8.0, "
         "9.0, 12.0. Use --device cpu, or install a build of PyTorch for this GPU (https://pytorch.org)."
     )
 
 
-def test_gpu_of_another_maker_is_left_to_pytorch():
+def test_amd_gpu_architecture_is_not_checked():
     check_capability("cuda:0", (9, 4), ["gfx942"])
 
 
 @pytest.mark.parametrize("built_for", [["sm_75", "sm_80", "sm_90"], ["sm_90a"]])
-def test_gpu_that_is_newer_than_the_build_is_refused(built_for):
+def test_gpu_newer_than_pytorch_build_is_rejected(built_for):
     with pytest.raises(UserError, match=r"capability 12\.0, and this PyTorch was built for .*9\.0"):
         check_capability("cuda:0 (RTX 5090)", (12, 0), built_for)
 
 
-def test_a_build_that_does_not_say_what_it_is_for_takes_any_gpu():
+def test_build_without_cuda_architectures_accepts_any_gpu():
     check_capability("cuda:0 (Radeon)", (9, 0), ["gfx942"])
 
 
-def test_a_mac_is_told_once_that_its_gpu_is_not_used(monkeypatch, caplog):
+def test_unused_mac_gpu_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     system._log_unused_mps.cache_clear()
     with caplog.at_level("INFO", logger="llmcond"):
         assert [choose_device("auto"), choose_device("auto"), choose_device("cpu")] == ["cpu"] * 3
-    assert [one.message for one in caplog.records] == [
+    assert [record.message for record in caplog.records] == [
         "the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs."
     ]

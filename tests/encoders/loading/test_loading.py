@@ -1,4 +1,4 @@
-"""Loading weights: all of them, no others, no code, and no more than there is memory for."""
+"""Loading weights: missing and unexpected weights, quantisation, memory checks and pickled code."""
 
 import json
 import pickle
@@ -22,7 +22,7 @@ from llmcond.encoders.loading.quantization import quantization_config
 from llmcond.errors import LlmcondError
 
 CPU = EncoderOptions(dtype="float32", device="cpu")
-#: Sizes that every tiny network here has. Bitsandbytes packs rows of 64 numbers.
+#: Sizes of every tiny network in this file. bitsandbytes packs rows of 64 numbers.
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -37,28 +37,28 @@ INPUTS = [EncoderInput("", text) for text in ("two dogs play", "a red hat", "rai
 
 
 @pytest.fixture
-def make(tiny_checkpoint, tmp_path):
-    """A maker of checkpoints from the name of a class of transformers, with a tokenizer."""
+def make_checkpoint(tiny_checkpoint, tmp_path):
+    """Function that writes a checkpoint, with a tokenizer, of a class of transformers by name."""
 
-    def write(name, folder="model", **config):
+    def write_checkpoint(name, folder="model", **config):
         import transformers
 
         torch.manual_seed(0)
-        kind = getattr(transformers, name)
-        model = kind(kind.config_class(**{**SHAPE, **config}))
+        model_class = getattr(transformers, name)
+        model = model_class(model_class.config_class(**{**SHAPE, **config}))
         path = tmp_path / folder
         model.save_pretrained(path)
         for file in tiny_checkpoint().glob("tokenizer*"):
             shutil.copy(file, path)
         return path
 
-    return write
+    return write_checkpoint
 
 
 @pytest.fixture
-def bert(make):
+def bert(make_checkpoint):
     """A tiny BERT with a pooler that a test may change."""
-    return make("BertModel")
+    return make_checkpoint("BertModel")
 
 
 def change_weights(folder, change):
@@ -71,7 +71,7 @@ def change_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-# -- all weights and no others -----------------------------------------------------------------
+# -- missing and unexpected weights -------------------------------------------------------------
 
 
 def test_missing_weights_are_counted_and_named(bert):
@@ -87,7 +87,7 @@ def test_missing_weights_are_counted_and_named(bert):
     assert "\n" not in str(raised.value)
 
 
-def test_renamed_weight_is_named_with_both_names(bert):
+def test_renamed_weight_is_reported_under_both_names(bert):
     def rename(weights):
         weights["encoder.layer.0.output.thick.weight"] = weights.pop(
             "encoder.layer.0.output.dense.weight"
@@ -111,7 +111,7 @@ def test_unexpected_weights_are_named(bert):
 
 @pytest.mark.parametrize("quantize", [None, "8bit", "4bit"])
 @pytest.mark.parametrize(("layers", "verb"), [(1, "has 16"), (3, "lacks 16")])
-def test_config_with_another_number_of_layers_is_refused(bert, layers, verb, quantize):
+def test_config_with_wrong_number_of_layers_is_rejected(bert, layers, verb, quantize):
     if quantize:
         pytest.importorskip("bitsandbytes")
     change_json(bert / "config.json", num_hidden_layers=layers)
@@ -119,7 +119,7 @@ def test_config_with_another_number_of_layers_is_refused(bert, layers, verb, qua
         load(bert, quantize=quantize)
 
 
-def test_weights_of_another_size_are_refused(bert):
+def test_weights_of_wrong_size_are_rejected(bert):
     change_json(bert / "config.json", intermediate_size=192)
     with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
         load(bert)
@@ -127,7 +127,7 @@ def test_weights_of_another_size_are_refused(bert):
 
 
 @pytest.mark.parametrize("quantize", [None, "4bit"])
-def test_weights_that_were_cut_short_are_refused(bert, quantize):
+def test_truncated_weights_are_rejected(bert, quantize):
     if quantize:
         pytest.importorskip("bitsandbytes")
     path = bert / "model.safetensors"
@@ -153,17 +153,17 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("bare", "task", "config"), HEADS)
-def test_heads_of_other_tasks_are_left_out(make, bare, task, config):
+@pytest.mark.parametrize(("base_class", "task_class", "config"), HEADS)
+def test_task_heads_are_not_loaded(make_checkpoint, base_class, task_class, config):
     import transformers
 
-    with_head = make(task, **config)
-    base = getattr(transformers, bare).from_pretrained(with_head)
-    without = shutil.copytree(with_head, with_head.parent / "without")
-    base.save_pretrained(without)
+    with_head = make_checkpoint(task_class, **config)
+    base = getattr(transformers, base_class).from_pretrained(with_head)
+    without_head = shutil.copytree(with_head, with_head.parent / "without")
+    base.save_pretrained(without_head)
     options = {"pooling": "mean", "normalize": True}
     vectors = load(with_head, **options).encode(INPUTS)
-    np.testing.assert_array_equal(vectors, load(without, **options).encode(INPUTS))
+    np.testing.assert_array_equal(vectors, load(without_head, **options).encode(INPUTS))
 
 
 @pytest.mark.matrix
@@ -180,7 +180,7 @@ def test_heads_of_other_tasks_are_left_out(make, bare, task, config):
         "qa_outputs.bias",
     ],
 )
-def test_what_an_encoder_may_leave_out_is_tolerated(bert, key):
+def test_known_unused_weights_are_ignored(bert, key):
     expected = load(bert).encode(INPUTS)
     change_weights(bert, lambda weights: weights.update({key: torch.ones(64)}))
     np.testing.assert_array_equal(load(bert).encode(INPUTS), expected)
@@ -190,7 +190,7 @@ def test_what_an_encoder_may_leave_out_is_tolerated(bert, key):
     ("pooling", "quantize"),
     [("mean", None), ("cls", None), ("last", None), ("mean", "8bit"), ("mean", "4bit")],
 )
-def test_pooler_is_needed_only_to_pool_by(bert, pooling, quantize):
+def test_pooler_weights_are_required_only_for_pooler_pooling(bert, pooling, quantize):
     if quantize:
         pytest.importorskip("bitsandbytes")
     with_pooler = load(bert, pooling=pooling, quantize=quantize).encode(INPUTS)
@@ -205,12 +205,12 @@ def test_pooler_is_needed_only_to_pool_by(bert, pooling, quantize):
         load(bert, pooling="pooler", quantize=quantize)
 
 
-def test_pooler_that_is_not_used_takes_no_memory(bert):
+def test_unused_pooler_is_not_created(bert):
     assert load(bert, pooling="mean").engine.model.network.pooler is None
     assert load(bert, pooling="pooler").engine.model.network.pooler is not None
 
 
-def test_network_is_ready_to_encode(bert):
+def test_network_is_in_inference_mode(bert):
     network = load(bert, dtype="bfloat16").engine.model.network
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
@@ -226,29 +226,29 @@ def quantize(request):
     return request.param
 
 
-BOTH = pytest.mark.parametrize("quantize", ["8bit", "4bit"], indirect=True)
+QUANTIZATIONS = pytest.mark.parametrize("quantize", ["8bit", "4bit"], indirect=True)
 
 
-def states(network):
-    """Return all tensors of a network, with the scales of those that are quantised."""
+def tensors_of(network):
+    """Return all tensors of a network, including the scales of quantised ones."""
     return {key: value for key, value in network.state_dict().items() if torch.is_tensor(value)}
 
 
 def assert_same(first, second):
-    first, second = states(first), states(second)
+    first, second = tensors_of(first), tensors_of(second)
     assert first.keys() == second.keys()
-    different = [key for key in first if not torch.equal(first[key], second[key])]
-    assert different == []
+    differing_keys = [key for key in first if not torch.equal(first[key], second[key])]
+    assert differing_keys == []
 
 
 def is_quantized(network):
-    kinds = {type(module).__name__ for module in network.modules()}
-    return bool(kinds & {"Linear8bitLt", "Linear4bit"})
+    class_names = {type(module).__name__ for module in network.modules()}
+    return bool(class_names & {"Linear8bitLt", "Linear4bit"})
 
 
-def from_transformers(folder, quantize, kind, dtype="float32"):
-    """Load as transformers does by itself: from files that are mapped into memory."""
-    return kind.from_pretrained(
+def load_with_transformers(folder, quantize, model_class, dtype="float32"):
+    """Load with transformers, which maps the files into memory."""
+    return model_class.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
         quantization_config=quantization_config(quantize, dtype),
@@ -256,61 +256,65 @@ def from_transformers(folder, quantize, kind, dtype="float32"):
     )
 
 
-def unused(resolved):
-    """Load a network that has not run yet: a CPU packs quantised weights when it first does."""
+def load_unused_network(resolved):
+    """Load a network that has not run yet: the first run on a CPU packs quantised weights."""
     config = load_config(resolved.checkpoint, resolved.identity.attention)
     return load_model(resolved, config).network
 
 
-@BOTH
+@QUANTIZATIONS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "config", "pooling"),
     [("BertModel", {}, "pooler"), ("MistralModel", GROUPED, "mean")],
 )
-def test_quantised_weights_are_those_of_transformers(make, quantize, dtype, name, config, pooling):
+def test_quantised_weights_match_transformers(
+    make_checkpoint, quantize, dtype, name, config, pooling
+):
     import transformers
 
-    folder = make(name, **config)
+    folder = make_checkpoint(name, **config)
     options = replace(CPU, quantize=quantize, dtype=dtype, pooling=pooling)
-    network = unused(resolve(str(folder), options))
+    network = load_unused_network(resolve(str(folder), options))
     assert is_quantized(network)
-    assert_same(network, from_transformers(folder, quantize, getattr(transformers, name), dtype))
+    assert_same(
+        network, load_with_transformers(folder, quantize, getattr(transformers, name), dtype)
+    )
 
 
-@BOTH
-def test_quantised_weights_under_a_prefix_are_those_of_transformers(make, quantize):
+@QUANTIZATIONS
+def test_quantised_weights_under_prefix_match_transformers(make_checkpoint, quantize):
     from transformers import MistralModel
 
-    folder = make("MistralForCausalLM", **GROUPED)
-    network = unused(resolve(str(folder), replace(CPU, quantize=quantize)))
-    assert_same(network, from_transformers(folder, quantize, MistralModel))
+    folder = make_checkpoint("MistralForCausalLM", **GROUPED)
+    network = load_unused_network(resolve(str(folder), replace(CPU, quantize=quantize)))
+    assert_same(network, load_with_transformers(folder, quantize, MistralModel))
 
 
-@BOTH
-def test_quantised_weights_are_the_same_from_shards(bert, quantize):
+@QUANTIZATIONS
+def test_quantised_weights_from_shards_match_single_file(bert, quantize):
     from transformers import BertModel
 
     options = replace(CPU, quantize=quantize, pooling="pooler")
-    whole = unused(resolve(str(bert), options))
+    whole = load_unused_network(resolve(str(bert), options))
     model = BertModel.from_pretrained(bert)
     (bert / "model.safetensors").unlink()
     model.save_pretrained(bert, max_shard_size="50KB")
     assert len(list(bert.glob("model-*.safetensors"))) > 2
-    assert_same(whole, unused(resolve(str(bert), options)))
+    assert_same(whole, load_unused_network(resolve(str(bert), options)))
 
 
-@BOTH
-def test_quantised_weights_are_the_same_from_the_old_format(bert, quantize):
+@QUANTIZATIONS
+def test_quantised_weights_from_pickle_match_safetensors(bert, quantize):
     options = replace(CPU, quantize=quantize, pooling="pooler")
-    whole = unused(resolve(str(bert), options))
+    whole = load_unused_network(resolve(str(bert), options))
     torch.save(load_file(bert / "model.safetensors"), bert / "pytorch_model.bin")
     (bert / "model.safetensors").unlink()
-    assert_same(whole, unused(resolve(str(bert), options)))
+    assert_same(whole, load_unused_network(resolve(str(bert), options)))
 
 
-@BOTH
-def test_what_pools_is_not_quantised(bert, quantize):
+@QUANTIZATIONS
+def test_pooler_is_not_quantised(bert, quantize):
     network = load(bert, quantize=quantize, pooling="pooler").engine.model.network
     assert type(network.pooler.dense) is torch.nn.Linear
     assert type(network.encoder.layer[0].output.dense) is not torch.nn.Linear
@@ -319,14 +323,14 @@ def test_what_pools_is_not_quantised(bert, quantize):
 # -- memory ------------------------------------------------------------------------------------
 
 
-def bytes_of(network):
-    """Count what weights take, with the scales of those that are quantised."""
+def count_bytes(network):
+    """Count the bytes of a network's weights, including the scales of quantised ones."""
     tensors = list(network.parameters())
     for module in network.modules():
-        blocks = getattr(getattr(module, "weight", None), "quant_state", None)
-        if blocks is not None:
-            tensors += [blocks.absmax, blocks.code, blocks.offset]
-            tensors += [blocks.state2.absmax, blocks.state2.code]
+        quant_state = getattr(getattr(module, "weight", None), "quant_state", None)
+        if quant_state is not None:
+            tensors += [quant_state.absmax, quant_state.code, quant_state.offset]
+            tensors += [quant_state.state2.absmax, quant_state.state2.code]
         if type(module).__name__ == "Linear8bitLt":
             tensors.append(module.weight.SCB)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -339,17 +343,19 @@ def bytes_of(network):
     ("name", "config", "pooling"),
     [("BertModel", {}, "pooler"), ("MistralModel", {"num_key_value_heads": 2}, "mean")],
 )
-def test_memory_is_foretold(make, name, config, pooling, quantize, dtype):
+def test_estimated_memory_matches_loaded_weights(
+    make_checkpoint, name, config, pooling, quantize, dtype
+):
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
-    wide = {"hidden_size": 256, "intermediate_size": 1_024, "vocab_size": 256}
-    folder = make(name, **config, **wide)
+    wide_shape = {"hidden_size": 256, "intermediate_size": 1_024, "vocab_size": 256}
+    folder = make_checkpoint(name, **config, **wide_shape)
     resolved = resolve(str(folder), replace(CPU, quantize=quantize, dtype=dtype, pooling=pooling))
     size = measure_footprint(build_on_meta(load_config(resolved.checkpoint)))
-    foretold, found = size.weights(dtype, quantize), bytes_of(unused(resolved))
-    # Tables of a kilobyte for each layer in 4 bit are not counted: at real sizes they are nothing.
-    assert foretold == pytest.approx(found, rel=0.03 if quantize == "4bit" else 1e-6)
-    assert size.loading(dtype, quantize) == foretold
+    estimated, actual = size.weights(dtype, quantize), count_bytes(load_unused_network(resolved))
+    # The estimate omits a table of one kilobyte per 4-bit layer, which is negligible at real sizes.
+    assert estimated == pytest.approx(actual, rel=0.03 if quantize == "4bit" else 1e-6)
+    assert size.loading(dtype, quantize) == estimated
     assert size.batch(dtype, 1_000) == 10 * size.batch(dtype, 100) > 0
 
 
@@ -365,16 +371,16 @@ def latent_config():
     )
 
 
-def test_folding_is_foretold(latent_config):
+def test_estimated_memory_accounts_for_folding(latent_config):
     size = measure_footprint(build_on_meta(latent_config))
     network = NVEmbedModel(latent_config)
-    before = sum(parameter.numel() for parameter in network.parameters())
+    n_before = sum(parameter.numel() for parameter in network.parameters())
     network.latent_attention_model.fold()
-    after = sum(parameter.numel() for parameter in network.parameters())
-    assert size.n_parameters == before
-    assert size.n_folded == before - after > 0
-    assert size.weights("float32", "none") == 4 * after
-    assert size.loading("float32", "none") == 4 * before
+    n_after = sum(parameter.numel() for parameter in network.parameters())
+    assert size.n_parameters == n_before
+    assert size.n_folded == n_before - n_after > 0
+    assert size.weights("float32", "none") == 4 * n_after
+    assert size.loading("float32", "none") == 4 * n_before
 
 
 def test_latent_block_is_not_counted_as_quantised(latent_config):
@@ -384,8 +390,8 @@ def test_latent_block_is_not_counted_as_quantised(latent_config):
     assert measure_footprint(backbone).n_folded == 0
 
 
-#: In millions, as the hub shows them for the weights; without a head that is not loaded.
-PUBLISHED = {
+#: Parameters in millions, as the hub shows them for the weights, less any head that is not loaded.
+PUBLISHED_SIZES = {
     "minilm": 22.7,
     "nvidia/NV-Embed-v2": 7_850,
     "Salesforce/SFR-Embedding-Mistral": 7_110,
@@ -403,83 +409,85 @@ PUBLISHED = {
 }
 
 
-def test_published_sizes_are_those_of_all_known_models():
-    assert PUBLISHED.keys() == {known.name for known in MODELS}
+def test_published_sizes_cover_all_known_models():
+    assert PUBLISHED_SIZES.keys() == {model.name for model in MODELS}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_known_architecture_has_the_published_size(name):
+@pytest.mark.parametrize("name", PUBLISHED_SIZES)
+def test_known_architecture_has_published_size(name):
     from transformers import AutoConfig
 
-    known = find_model(name)
-    values = dict(known.architecture)
-    nested = values["model_type"] == "nvembed"
-    config = read_config(values) if nested else AutoConfig.for_model(**values)
+    model = find_model(name)
+    values = dict(model.architecture)
+    is_nv_embed = values["model_type"] == "nvembed"
+    config = read_config(values) if is_nv_embed else AutoConfig.for_model(**values)
     size = measure_footprint(build_on_meta(config))
-    assert size.n_parameters == known.n_parameters
-    assert size.n_parameters / 1e6 == pytest.approx(PUBLISHED[name], rel=0.005)
-    assert config.hidden_size == known.dim
-    four, eight, none = (size.weights("bfloat16", q) for q in ("4bit", "8bit", "none"))
-    assert four < eight < none
+    assert size.n_parameters == model.n_parameters
+    assert size.n_parameters / 1e6 == pytest.approx(PUBLISHED_SIZES[name], rel=0.005)
+    assert config.hidden_size == model.dim
+    weights_4bit, weights_8bit, unquantized_weights = (
+        size.weights("bfloat16", quantize) for quantize in ("4bit", "8bit", "none")
+    )
+    assert weights_4bit < weights_8bit < unquantized_weights
 
 
-class FetchedError(Exception):
-    """Stands for the download, which begins when there is memory enough."""
+class DownloadStartedError(Exception):
+    """Raised in place of the download, which starts once there is enough memory."""
 
 
 @pytest.fixture
-def free(monkeypatch):
-    """A setter of the bytes that are free on each device; the download raises FetchedError."""
+def set_free_memory(monkeypatch):
+    """Function that sets the free bytes of each device; a download raises an error."""
 
     def fetch(_checkpoint):
-        raise FetchedError
+        raise DownloadStartedError
 
-    def put(**devices):
-        gpus = sum(name.startswith("cuda") for name in devices)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    def set_bytes(**devices):
+        n_gpus = sum(name.startswith("cuda") for name in devices)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: n_gpus)
         monkeypatch.setattr(
             "llmcond.encoders.loading.loading.available_memory",
             lambda device: devices[device.replace(":", "")],
         )
 
     monkeypatch.setattr("llmcond.encoders.loading.loading.fetch_weights", fetch)
-    return put
+    return set_bytes
 
 
-def test_too_little_memory_is_told_before_weights_are_fetched(bert, free):
-    free(cpu=200_000)
+def test_insufficient_memory_is_reported_before_download(bert, set_free_memory):
+    set_free_memory(cpu=200_000)
     with pytest.raises(LlmcondError) as raised:
         load(bert)
     message = str(raised.value)
-    needed = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
+    size = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
     assert type(raised.value) is LlmcondError
     assert f"{bert} does not fit into the memory of cpu" in message
-    assert f"needs {needed.weights('float32', 'none') / 2**20:.1f} MiB" in message
+    assert f"needs {size.weights('float32', 'none') / 2**20:.1f} MiB" in message
     assert "0.2 MiB are free" in message
     assert "Try --quantize 8bit (" in message
     assert "or --quantize 4bit (" in message
     assert "\n" not in message
 
 
-def test_what_does_not_fit_in_4_bit_is_answered_with_a_smaller_model(bert, free):
+def test_model_too_large_in_4bit_suggests_smaller_model(bert, set_free_memory):
     pytest.importorskip("bitsandbytes")
-    free(cpu=1_000)
+    set_free_memory(cpu=1_000)
     with pytest.raises(LlmcondError, match=r"quantize 4bit, it needs .* Try a smaller model\.$"):
         load(bert, quantize="4bit")
 
 
-def test_enough_memory_lets_weights_be_fetched(bert, free):
+def test_sufficient_memory_starts_download(bert, set_free_memory):
     size = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
-    free(cpu=size.loading("float32", "none"))
-    with pytest.raises(FetchedError):
+    set_free_memory(cpu=size.loading("float32", "none"))
+    with pytest.raises(DownloadStartedError):
         load(bert)
-    free(cpu=size.loading("float32", "none") - 1)
+    set_free_memory(cpu=size.loading("float32", "none") - 1)
     with pytest.raises(LlmcondError, match="does not fit"):
         load(bert)
 
 
 @pytest.mark.parametrize(
-    ("spread", "quantize", "devices", "fits"),
+    ("multi_device", "quantize", "devices", "fits"),
     [
         (False, "none", {"cuda0": 10**6, "cpu": 0}, True),
         (False, "none", {"cuda0": 300_000, "cuda1": 300_000, "cpu": 10**9}, False),
@@ -487,31 +495,31 @@ def test_enough_memory_lets_weights_be_fetched(bert, free):
         (True, "none", {"cuda0": 300_000, "cpu": 10**9}, True),
         (True, "none", {"cuda0": 100_000, "cuda1": 100_000, "cpu": 100_000}, False),
         (True, "8bit", {"cuda0": 60_000, "cuda1": 10**6, "cpu": 0}, True),
-        # Quantised weights do not go to the CPU: they would be other numbers.
+        # Quantised weights are not placed on the CPU, where their values would differ.
         (True, "8bit", {"cuda0": 60_000, "cpu": 10**9}, False),
     ],
 )
-def test_several_devices_are_used_where_one_is_too_small(
-    bert, free, spread, quantize, devices, fits
+def test_several_devices_are_used_if_one_is_too_small(
+    bert, set_free_memory, multi_device, quantize, devices, fits
 ):
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
     resolved = resolve(str(bert), replace(CPU, quantize=quantize))
-    chosen = replace(resolved.options, device="auto" if spread else "cuda:0")
-    resolved = replace(resolved, device="cuda:0", options=chosen)
-    free(**devices)
+    options = replace(resolved.options, device="auto" if multi_device else "cuda:0")
+    resolved = replace(resolved, device="cuda:0", options=options)
+    set_free_memory(**devices)
     config = load_config(resolved.checkpoint)
-    expected = FetchedError if fits else LlmcondError
-    with pytest.raises(expected) as raised:
+    expected_error = DownloadStartedError if fits else LlmcondError
+    with pytest.raises(expected_error) as raised:
         load_model(resolved, config)
     assert fits or "--device cpu" in str(raised.value)
 
 
-# -- no code -----------------------------------------------------------------------------------
+# -- pickled code ------------------------------------------------------------------------------
 
 
-class Touch:
-    """Leaves a file behind when it is unpickled."""
+class FileCreator:
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -522,29 +530,31 @@ class Touch:
 
 @pytest.fixture
 def marker(tmp_path):
-    """The file that a pickle which is loaded leaves behind."""
+    """Path of the file that is created if a pickle is run."""
     path = tmp_path / "ran"
-    pickle.loads(pickle.dumps(Touch(path)))
-    assert path.exists()  # so it would be left behind indeed
+    pickle.loads(pickle.dumps(FileCreator(path)))
+    assert path.exists()  # running the pickle does create it
     path.unlink()
     return path
 
 
-def write_torch(path, marker, weights):
-    torch.save({**weights, "extra": Touch(marker)}, path)
+def write_zip_checkpoint(path, marker, weights):
+    torch.save({**weights, "extra": FileCreator(marker)}, path)
 
 
-def write_old_torch(path, marker, weights):
-    torch.save({**weights, "extra": Touch(marker)}, path, _use_new_zipfile_serialization=False)
+def write_legacy_checkpoint(path, marker, weights):
+    torch.save(
+        {**weights, "extra": FileCreator(marker)}, path, _use_new_zipfile_serialization=False
+    )
 
 
 def write_pickle(path, marker, _weights):
-    path.write_bytes(pickle.dumps(Touch(marker), protocol=2))
+    path.write_bytes(pickle.dumps(FileCreator(marker), protocol=2))
 
 
 @pytest.fixture(params=["one file", "shards"])
-def old_weights(request, bert):
-    """The file of old weights that a test is to write, and what was in the checkpoint before."""
+def pickle_weights(request, bert):
+    """Path at which a test writes weights in the pickle format, and the weights to write."""
     weights = load_file(bert / "model.safetensors")
     (bert / "model.safetensors").unlink()
     if request.param == "one file":
@@ -555,15 +565,17 @@ def old_weights(request, bert):
     return shard, weights
 
 
-WRITERS = pytest.mark.parametrize("write", [write_torch, write_old_torch, write_pickle])
+WRITERS = pytest.mark.parametrize(
+    "write", [write_zip_checkpoint, write_legacy_checkpoint, write_pickle]
+)
 
 
 @pytest.mark.parametrize("quantize", [None, "8bit", "4bit"])
 @WRITERS
-def test_pickle_among_old_weights_is_never_run(bert, old_weights, marker, write, quantize):
+def test_pickle_among_weights_is_never_run(bert, pickle_weights, marker, write, quantize):
     if quantize:
         pytest.importorskip("bitsandbytes")
-    path, weights = old_weights
+    path, weights = pickle_weights
     write(path, marker, weights)
     with pytest.raises(LlmcondError):
         load(bert, quantize=quantize)
@@ -571,8 +583,8 @@ def test_pickle_among_old_weights_is_never_run(bert, old_weights, marker, write,
 
 
 @WRITERS
-def test_pickle_among_old_weights_is_refused_in_one_line(bert, old_weights, marker, write):
-    path, weights = old_weights
+def test_pickle_among_weights_is_rejected_in_one_line(bert, pickle_weights, marker, write):
+    path, weights = pickle_weights
     write(path, marker, weights)
     with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
         load(bert)
@@ -581,26 +593,26 @@ def test_pickle_among_old_weights_is_refused_in_one_line(bert, old_weights, mark
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_nobody_is_told_how_to_run_a_pickle(bert, marker, protocol):
+def test_error_does_not_explain_how_to_run_pickle(bert, marker, protocol):
     (bert / "model.safetensors").unlink()
-    (bert / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(marker), protocol=protocol))
+    (bert / "pytorch_model.bin").write_bytes(pickle.dumps(FileCreator(marker), protocol=protocol))
     with pytest.raises(LlmcondError) as raised:
         load(bert)
     for advice in ("can still be loaded", "weights_only", "will likely succeed", "\x1b"):
         assert advice not in str(raised.value)
 
 
-def test_old_weights_without_code_are_loaded(bert, old_weights, make):
-    path, weights = old_weights
+def test_pickle_format_weights_without_code_are_loaded(bert, pickle_weights, make_checkpoint):
+    path, weights = pickle_weights
     torch.save(weights, path)
-    same = make("BertModel", "whole")
-    np.testing.assert_array_equal(load(bert).encode(INPUTS), load(same).encode(INPUTS))
+    original = make_checkpoint("BertModel", "whole")
+    np.testing.assert_array_equal(load(bert).encode(INPUTS), load(original).encode(INPUTS))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "2_Dense/model.safetensors"])
-def test_pickle_under_the_name_of_safetensors_is_refused_and_not_run(bert, marker, name):
-    paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
-    modules = [{"path": path, "type": f"x.{kind}"} for kind, path in paths.items()]
+def test_pickle_named_safetensors_is_rejected_and_not_run(bert, marker, name):
+    module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
+    modules = [{"path": path, "type": f"x.{kind}"} for kind, path in module_paths.items()]
     (bert / "modules.json").write_text(json.dumps(modules))
     (bert / "2_Dense").mkdir()
     (bert / "2_Dense" / "config.json").write_text(
@@ -614,7 +626,7 @@ def test_pickle_under_the_name_of_safetensors_is_refused_and_not_run(bert, marke
     assert not marker.exists()
 
 
-def test_pickles_beside_the_weights_are_not_looked_at(bert, marker):
+def test_pickles_next_to_weights_are_ignored(bert, marker):
     expected = load(bert).encode(INPUTS)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "model.pkl"):
         write_pickle(bert / name, marker, {})
@@ -622,7 +634,7 @@ def test_pickles_beside_the_weights_are_not_looked_at(bert, marker):
     assert not marker.exists()
 
 
-def test_weights_of_other_programs_are_no_weights(bert):
+def test_weights_of_other_frameworks_are_ignored(bert):
     for name in ("tf_model.h5", "flax_model.msgpack", "model.onnx", "model.gguf"):
         shutil.copy(bert / "model.safetensors", bert / name)
     (bert / "model.safetensors").unlink()
