@@ -1,4 +1,4 @@
-"""Encoders by OpenVINO: the vectors of PyTorch, no telemetry, and PyTorch where it cannot run."""
+"""Encoders run by OpenVINO: same vectors as PyTorch, fallback to PyTorch, and no telemetry."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from llmcond.errors import LlmcondError, UserError
 
 pytest.importorskip("openvino")
 FLOAT32 = {"dtype": "float32", "device": "cpu"}
-#: Three languages, spaces and signs that tokenizers treat in ways of their own.
+#: Three languages, spaces and symbols that tokenizers treat in different ways.
 TEXTS = [
     "A man rides a horse.",
     "two dogs",
@@ -44,18 +44,18 @@ TEXTS = [
 ]
 
 
-def inputs(texts=TEXTS):
+def make_inputs(texts=TEXTS):
     return [EncoderInput("", text) for text in texts]
 
 
-def both(folder, **options):
-    """Return an encoder by OpenVINO, and the same one by PyTorch."""
-    made = [
+def load_both_runtimes(folder, **options):
+    """Load an encoder with OpenVINO, and the same encoder with PyTorch."""
+    encoders = [
         load_encoder(str(folder), **{**FLOAT32, **options, "runtime": runtime})
         for runtime in ("openvino", "torch")
     ]
-    assert isinstance(made[0].engine, OpenVinoEngine)
-    return made
+    assert isinstance(encoders[0].engine, OpenVinoEngine)
+    return encoders
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +80,12 @@ def mpnet(tmp_path_factory):
     return folder / "model"
 
 
-# -- the vectors of PyTorch --------------------------------------------------------------------
+# -- vectors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 @pytest.mark.parametrize("kind", ["xlm-r", "simcse-roberta", "simcse-bert", "minilm", "mpnet"])
-def test_vectors_are_those_of_pytorch(tmp_path, request, kind, pooling):
+def test_vectors_match_pytorch(tmp_path, request, kind, pooling):
     options = {"pooling": pooling, "normalize": pooling != "cls"}
     if kind == "mpnet":
         folder = request.getfixturevalue("mpnet")
@@ -93,140 +93,144 @@ def test_vectors_are_those_of_pytorch(tmp_path, request, kind, pooling):
         folder = "minilm" if kind == "minilm" else checkpoints.make(kind, tmp_path / "m").folder
     if kind == "minilm":
         options.pop("normalize")
-    fast, peer = both(folder, **options)
-    near(fast.encode(inputs()), peer.encode(inputs()))
+    encoder, reference = load_both_runtimes(folder, **options)
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
-def test_dense_layer_on_the_first_token_is_used(tmp_path):
+def test_pooler_pooling_matches_pytorch(tmp_path):
     folder = checkpoints.make("simcse-bert", tmp_path / "model").folder
-    fast, peer = both(folder, pooling="pooler")
-    near(fast.encode(inputs()), peer.encode(inputs()))
+    encoder, reference = load_both_runtimes(folder, pooling="pooler")
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU"])
-def test_layers_behind_the_pooling_are_used(tiny_checkpoint, tmp_path, activation):
+def test_dense_layers_after_pooling_match_pytorch(tiny_checkpoint, tmp_path, activation):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    modules = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
-    listed = [{"path": path, "type": f"x.{kind}"} for kind, path in modules.items()]
-    (folder / "modules.json").write_text(json.dumps(listed))
+    module_paths = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
+    modules = [{"path": path, "type": f"x.{kind}"} for kind, path in module_paths.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "2_Dense").mkdir()
     (folder / "2_Dense/config.json").write_text(
         json.dumps({"activation_function": f"torch.nn.modules.activation.{activation}"})
     )
     weights = {"linear.weight": torch.randn(8, 32), "linear.bias": torch.randn(8)}
     save_file(weights, folder / "2_Dense/model.safetensors")
-    fast, peer = both(folder)
-    near(fast.encode(inputs()), peer.encode(inputs()))
-    assert fast.dim == 8
+    encoder, reference = load_both_runtimes(folder)
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert encoder.dim == 8
 
 
-def test_token_counts_from_one_to_the_longest(minilm):
-    peer = load_encoder("minilm", **FLOAT32, runtime="torch")
+def test_vectors_match_pytorch_for_all_token_counts(minilm):
+    reference = load_encoder("minilm", **FLOAT32, runtime="torch")
     texts = ["horse " * length for length in (1, 2, 3, 31, 32, 33, 100, 253, 254, 255, 2_000)]
     with pytest.warns(UserWarning, match="2 of 11 inputs"):
-        found = minilm.encode(inputs(texts))
+        vectors = minilm.encode(make_inputs(texts))
     with pytest.warns(UserWarning, match="2 of 11 inputs"):
-        near(found, peer.encode(inputs(texts)))
+        near(vectors, reference.encode(make_inputs(texts)))
 
 
-def test_windows_pairs_and_routers_are_those_of_pytorch():
-    fast, peer = both("minilm", long_texts="windows", max_length=32)
+def test_windows_pairs_and_routers_match_pytorch():
+    encoder, reference = load_both_runtimes("minilm", long_texts="windows", max_length=32)
     router = Router("the number of animals", 0.3, centre=True, standardize=True)
-    plain = Router("the place", 1.0, centre=False, standardize=False)
+    plain_router = Router("the place", 1.0, centre=False, standardize=False)
     items = [
         EncoderInput("", "two dogs run after a ball " * 20),
         EncoderInput("", "the number of people", context="two women ride in the park"),
         EncoderInput("", "the number of people", context=""),
         EncoderInput("", "two dogs", router=router),
         EncoderInput("", "two dogs run after a ball " * 20, router=router),
-        EncoderInput("", "two dogs", router=plain),
+        EncoderInput("", "two dogs", router=plain_router),
         EncoderInput("", "the place"),
     ]
-    near(fast.encode(items), peer.encode(items))
+    near(encoder.encode(items), reference.encode(items))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_adapter_is_added_by_arithmetic(tiny_checkpoint, tmp_path, rslora):
+def test_adapter_is_merged_without_peft(tiny_checkpoint, tmp_path, rslora):
     network = BertModel.from_pretrained(tiny_checkpoint(), add_pooling_layer=False)
     targets = ["query", "dense"]
     tune(network, tmp_path / "tuned", tiny_checkpoint(), target_modules=targets, use_rslora=rslora)
-    fast, peer = both(tmp_path / "tuned")
-    near(fast.encode(inputs()), peer.encode(inputs()))
-    plain = load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(inputs())
-    assert np.abs(fast.encode(inputs()) - plain).max() > 0.01
+    encoder, reference = load_both_runtimes(tmp_path / "tuned")
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    base_vectors = load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs())
+    assert np.abs(encoder.encode(make_inputs()) - base_vectors).max() > 0.01
 
 
-def test_bundled_models_need_no_pytorch(minilm):
+def test_bundled_models_match_pytorch(minilm):
     for name in ("minilm-conditions", "minilm-csts"):
-        fast, peer = both(name)
-        near(fast.encode(inputs()), peer.encode(inputs()))
-        assert fast.identity == peer.identity
+        encoder, reference = load_both_runtimes(name)
+        near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+        assert encoder.identity == reference.identity
 
 
-def test_weights_in_16_bit_and_of_older_names_are_read(tiny_checkpoint, tmp_path):
+def test_16_bit_weights_and_legacy_names_are_read(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
-    save_file({k: v.bfloat16() for k, v in weights.items()}, folder / "model.safetensors")
-    fast, peer = both(folder)
-    near(fast.encode(inputs()), peer.encode(inputs()))
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in weights.items()}, folder / "model.safetensors"
+    )
+    encoder, reference = load_both_runtimes(folder)
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
     (folder / "model.safetensors").unlink()
-    old = {
-        f"bert.{k}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+    legacy_weights = {
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
             "LayerNorm.bias", "LayerNorm.beta"
-        ): v
-        for k, v in weights.items()
+        ): tensor
+        for name, tensor in weights.items()
     }
-    torch.save({**old, "cls.predictions.bias": torch.ones(3)}, folder / "pytorch_model.bin")
-    found = load_encoder(str(folder), **FLOAT32, runtime="openvino").encode(inputs())
-    near(found, load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(inputs()))
+    torch.save(
+        {**legacy_weights, "cls.predictions.bias": torch.ones(3)}, folder / "pytorch_model.bin"
+    )
+    vectors = load_encoder(str(folder), **FLOAT32, runtime="openvino").encode(make_inputs())
+    near(vectors, load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs()))
 
 
-def test_buckets_of_distances_are_those_of_transformers():
-    distance = torch.arange(600) - torch.arange(600)[:, None]
-    expected = MPNetEncoder.relative_position_bucket(distance, num_buckets=32)
+def test_relative_position_buckets_match_transformers():
+    distances = torch.arange(600) - torch.arange(600)[:, None]
+    expected = MPNetEncoder.relative_position_bucket(distances, num_buckets=32)
     np.testing.assert_array_equal(relative_buckets(600, 32), expected.numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_vector_depends_on_its_input_alone(dtype):
-    items = inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(60)])
+def test_vector_does_not_depend_on_batch(dtype):
+    items = make_inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(60)])
     encoder = load_encoder("minilm", dtype=dtype, device="cpu")
-    found = encoder.encode_counted(items).vectors
-    np.testing.assert_array_equal(encoder.encode_counted(items, threads=True).vectors, found)
+    expected = encoder.encode_counted(items).vectors
+    np.testing.assert_array_equal(encoder.encode_counted(items, threads=True).vectors, expected)
     encoder.engine.budget = 100
-    np.testing.assert_array_equal(encoder.encode(items[::-1])[::-1], found)
-    alone = np.concatenate([encoder.encode([item]) for item in items[::7]])
-    np.testing.assert_array_equal(alone, found[::7])
+    np.testing.assert_array_equal(encoder.encode(items[::-1])[::-1], expected)
+    single_vectors = np.concatenate([encoder.encode([item]) for item in items[::7]])
+    np.testing.assert_array_equal(single_vectors, expected[::7])
 
 
-def test_batches_are_of_like_lengths_and_shared_among_streams():
-    chance = random.Random(0)
-    lengths = [chance.choice([5, 20, 30, 40, 400]) for _ in range(200)]
+def test_batches_have_similar_lengths_and_fill_all_streams():
+    rng = random.Random(0)
+    lengths = [rng.choice([5, 20, 30, 40, 400]) for _ in range(200)]
     for budget, streams in ((1_000, 2), (300, 1), (10**6, 2), (1, 3)):
         batches = plan_packed(lengths, budget, streams)
         assert sorted(index for batch in batches for index in batch) == list(range(200))
         for batch in batches:
-            own = [lengths[index] for index in batch]
-            assert sum(own) <= budget or len(own) == 1
-            assert min(own) >= max(own) / 2 - 16
+            batch_lengths = [lengths[index] for index in batch]
+            assert sum(batch_lengths) <= budget or len(batch_lengths) == 1
+            assert min(batch_lengths) >= max(batch_lengths) / 2 - 16
     assert len(plan_packed([25] * 60, 2_000, 2)) == 2
     assert len(plan_packed([25] * 6, 2_000, 2)) == 1
     assert plan_packed([], 9, 2) == []
 
 
-# -- number types ------------------------------------------------------------------------------
+# -- dtypes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not library.computes_bfloat16(), reason="no bfloat16 on this CPU")
-def test_bfloat16_is_another_identity_than_that_of_pytorch():
-    fast, peer = both("minilm", dtype="bfloat16")
-    assert fast.identity.differences(peer.identity) == ["runtime: 'openvino', not 'torch'"]
-    assert "runtime" not in peer.identity.to_json()
-    exact = load_encoder("minilm", **FLOAT32).encode(inputs())
-    assert (fast.encode(inputs()) * exact).sum(axis=1).min() > 0.9995
+def test_bfloat16_identity_differs_from_pytorch():
+    encoder, reference = load_both_runtimes("minilm", dtype="bfloat16")
+    assert encoder.identity.differences(reference.identity) == ["runtime: 'openvino', not 'torch'"]
+    assert "runtime" not in reference.identity.to_json()
+    expected = load_encoder("minilm", **FLOAT32).encode(make_inputs())
+    assert (encoder.encode(make_inputs()) * expected).sum(axis=1).min() > 0.9995
 
 
-def test_float32_is_the_identity_of_pytorch(minilm):
+def test_float32_identity_equals_pytorch(minilm):
     assert minilm.identity == load_encoder("minilm", **FLOAT32, runtime="torch").identity
     assert minilm.resolved.runtime == "openvino"
 
@@ -235,37 +239,39 @@ def test_float32_is_the_identity_of_pytorch(minilm):
 
 
 @pytest.mark.parametrize("kind", ["minilm", "xlm-r"])
-def test_tokenizer_reads_what_transformers_reads(tmp_path, minilm, kind):
+def test_tokenizer_matches_transformers(tmp_path, minilm, kind):
     from transformers import AutoTokenizer
 
     folder = minilm.resolved.checkpoint.folder
     if kind != "minilm":
         folder = checkpoints.make(kind, tmp_path / "model").folder
     assert can_read(folder)
-    own, theirs = JsonTokenizer(folder, kind), AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = JsonTokenizer(folder, kind), AutoTokenizer.from_pretrained(folder)
     for name in ("unk_token_id", "sep_token_id", "pad_token_id", "eos_token_id", "unk_token"):
-        assert getattr(own, name) == getattr(theirs, name)
+        assert getattr(tokenizer, name) == getattr(reference, name)
     options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    found, expected = own(TEXTS, **options), theirs(TEXTS, truncation=False, **options)
-    assert found["input_ids"] == expected["input_ids"]
-    assert found["offset_mapping"] == expected["offset_mapping"]
-    assert own(*TEXTS[:2])["input_ids"] == theirs(*TEXTS[:2])["input_ids"]
-    assert own.convert_ids_to_tokens([5, 6]) == theirs.convert_ids_to_tokens([5, 6])
-    assert own.convert_tokens_to_ids("nonsense?") == theirs.convert_tokens_to_ids("nonsense?")
+    encoding, expected = tokenizer(TEXTS, **options), reference(TEXTS, truncation=False, **options)
+    assert encoding["input_ids"] == expected["input_ids"]
+    assert encoding["offset_mapping"] == expected["offset_mapping"]
+    assert tokenizer(*TEXTS[:2])["input_ids"] == reference(*TEXTS[:2])["input_ids"]
+    assert tokenizer.convert_ids_to_tokens([5, 6]) == reference.convert_ids_to_tokens([5, 6])
+    assert tokenizer.convert_tokens_to_ids("nonsense?") == reference.convert_tokens_to_ids(
+        "nonsense?"
+    )
 
 
-def test_tokenizer_that_transformers_builds_anew_is_left_to_it(minilm, tmp_path):
+def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_path):
     folder = shutil.copytree(minilm.resolved.checkpoint.folder, tmp_path / "model")
     checkpoints.change_json(folder / "tokenizer_config.json", do_lower_case=False)
     assert not can_read(folder)
-    fast, peer = both(folder)  # it is run by OpenVINO all the same
-    near(fast.encode(inputs()), peer.encode(inputs()))
+    encoder, reference = load_both_runtimes(folder)  # OpenVINO still runs the network
+    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
-# -- what OpenVINO does not run ----------------------------------------------------------------
+# -- what is left to PyTorch -------------------------------------------------------------------
 
 
-def test_without_openvino_pytorch_computes_and_one_line_says_so(monkeypatch, caplog):
+def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplog):
     monkeypatch.setattr(library, "is_installed", lambda: False)
     caplog.set_level("INFO")
     encoder = load_encoder("minilm", **FLOAT32)
@@ -278,7 +284,7 @@ def test_without_openvino_pytorch_computes_and_one_line_says_so(monkeypatch, cap
         load_encoder("minilm", **FLOAT32, runtime="openvino")
 
 
-def test_cpu_without_bfloat16_computes_it_by_pytorch(monkeypatch):
+def test_cpu_without_bfloat16_uses_pytorch(monkeypatch):
     monkeypatch.setattr(library, "computes_bfloat16", lambda: False)
     resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
     assert resolved.runtime == "torch"
@@ -293,7 +299,7 @@ def test_cpu_without_bfloat16_computes_it_by_pytorch(monkeypatch):
         ({"runtime": "torch"}, ""),
     ],
 )
-def test_settings_that_are_left_to_pytorch(tiny_checkpoint, options, reason):
+def test_unsupported_settings_use_pytorch(tiny_checkpoint, options, reason):
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(**{**FLOAT32, **options}))
     assert resolved.runtime == "torch"
     assert reason in resolved.openvino_obstacle
@@ -312,27 +318,27 @@ def test_settings_that_are_left_to_pytorch(tiny_checkpoint, options, reason):
         ({"model_type": ["bert"]}, "architecture"),
     ],
 )
-def test_reasons_against_a_checkpoint(tiny_checkpoint, tmp_path, change, reason):
+def test_unsupported_checkpoint_is_reported_with_reason(tiny_checkpoint, tmp_path, change, reason):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    identity = resolve(str(folder), EncoderOptions(**FLOAT32))
+    resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
     checkpoints.change_json(folder / "config.json", **change)
     config = json.loads((folder / "config.json").read_text())
-    found = support.find_reason_against(identity.checkpoint, identity.identity, config)
-    assert reason in str(found)
+    actual_reason = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
+    assert reason in str(actual_reason)
 
 
-def test_config_without_a_size_is_told_before_weights_are_there(tiny_checkpoint, tmp_path):
+def test_config_without_size_is_reported_before_download(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     resolved = resolve(str(folder), EncoderOptions(**FLOAT32))
     (folder / "model.safetensors").unlink()
     config = json.loads((folder / "config.json").read_text())
     assert support.find_reason_against(resolved.checkpoint, resolved.identity, config) is None
     del config["hidden_size"]
-    found = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
-    assert "lacks a size ('hidden_size')" in str(found)
+    reason = support.find_reason_against(resolved.checkpoint, resolved.identity, config)
+    assert "lacks a size ('hidden_size')" in str(reason)
 
 
-def test_broken_weights_are_told_as_pytorch_tells_them(tiny_checkpoint, tmp_path):
+def test_damaged_weights_raise_same_error_as_pytorch(tiny_checkpoint, tmp_path):
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -341,13 +347,13 @@ def test_broken_weights_are_told_as_pytorch_tells_them(tiny_checkpoint, tmp_path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_turns_out_late_is_told(tiny_checkpoint, monkeypatch, dtype):
+def test_memory_shortage_falls_back_to_pytorch_or_raises_error(tiny_checkpoint, monkeypatch, dtype):
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(dtype=dtype, device="cpu"))
     monkeypatch.setattr("llmcond.encoders.openvino.engine.free_memory", lambda: 0)
     if resolved.identity.runtime == "torch":
-        load = load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
-        assert not isinstance(load.engine, OpenVinoEngine)
-    else:  # the vectors of PyTorch would be others
+        encoder = load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
+        assert not isinstance(encoder.engine, OpenVinoEngine)
+    else:  # PyTorch would compute different vectors
         with pytest.raises(LlmcondError, match=r"cannot be run by OpenVINO.*--runtime torch"):
             load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
 
@@ -362,48 +368,48 @@ print(encoder.engine.__class__.__module__, encoder.encode(["a dog"]).shape)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other CPUs")
-def test_cpu_that_openvino_fails_on_is_left_to_pytorch():
-    """As one without AVX is: there the network compiles, and cannot be run."""
+def test_cpu_unsupported_by_openvino_uses_pytorch():
+    """On a CPU without AVX, the network compiles but cannot run."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "SSE41"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=environment, check=True
     )
-    assert done.stdout.strip() == "llmcond.encoders.engine.engine (1, 384)"
-    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in done.stderr
+    assert result.stdout.strip() == "llmcond.encoders.engine.engine (1, 384)"
+    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in result.stderr
 
 
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
-    items = inputs([f"two dogs {number}" for number in range(10)])
+    items = make_inputs([f"two dogs {number}" for number in range(10)])
     expected, finish, sizes = minilm.encode(items), engine._RunningBatch.finish, []
 
-    def short(begun):
-        sizes.append(len(begun.batch))
-        states = finish(begun)
-        if len(begun.batch) > most:
+    def finish_or_fail(running_batch):
+        sizes.append(len(running_batch.batch))
+        states = finish(running_batch)
+        if len(running_batch.batch) > max_size:
             raise RuntimeError("Cannot allocate memory")
         return states
 
-    monkeypatch.setattr(engine._RunningBatch, "finish", short)
-    most = 2
+    monkeypatch.setattr(engine._RunningBatch, "finish", finish_or_fail)
+    max_size = 2
     np.testing.assert_array_equal(minilm.encode(items), expected)
     assert max(sizes) > 2
-    most = 0
+    max_size = 0
     with pytest.raises(LlmcondError, match="out of memory with a single input"):
         minilm.encode(items)
 
 
-def test_work_that_is_given_up_leaves_nothing_running(minilm, monkeypatch):
+def test_interrupted_run_leaves_nothing_running(minilm, monkeypatch):
     monkeypatch.setattr(minilm.engine, "budget", 64)
-    tokens = minilm._tokenizer(inputs(["horse " * length for length in range(1, 40)]))
+    tokens = minilm._tokenizer(make_inputs(["horse " * length for length in range(1, 40)]))
 
-    def stop():
+    def interrupt():
         if next(calls) == 7:
             raise KeyboardInterrupt
 
     calls = count()
     with pytest.raises(KeyboardInterrupt):
-        list(minilm.engine.run(tokens, stop))
-    near(minilm.encode(inputs()), load_encoder("minilm", **FLOAT32).encode(inputs()))
+        list(minilm.engine.run(tokens, interrupt))
+    near(minilm.encode(make_inputs()), load_encoder("minilm", **FLOAT32).encode(make_inputs()))
 
 
 # -- telemetry ---------------------------------------------------------------------------------
@@ -423,14 +429,14 @@ openvino = import_openvino()
 started = [thread for thread in threading.enumerate() if thread not in before]
 print([name for name in sys.modules if name.startswith("openvino_telemetry")], started)
 openvino.Core()
-import openvino_telemetry  # it is there, and stays out of the way
+import openvino_telemetry  # it is installed, but OpenVINO did not import it
 """
 
 
 def test_importing_openvino_sends_nothing(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path), "CI": ""}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", SPY], capture_output=True, text=True, env=environment, check=True
     )
-    assert done.stdout.strip() == "[] []"
-    assert not list(tmp_path.rglob("*"))  # nor is an identifier of the user made up and kept
+    assert result.stdout.strip() == "[] []"
+    assert not list(tmp_path.rglob("*"))  # no user identifier is stored either

@@ -1,4 +1,4 @@
-"""The library that a run's vectors are computed by, on this machine and on another one."""
+"""The runtime of a run's vectors, when the run is used or extended with another runtime."""
 
 import numpy as np
 import pytest
@@ -15,35 +15,35 @@ ROW = (["two men play in the park"], "the place")
 
 @pytest.fixture
 def extract(tmp_path, tiny_checkpoint, write_rows, small_rows):
-    """An extraction of a few rows into a run, by a runtime and in a dtype."""
+    """Function that extracts a few rows into a run with a runtime and a dtype."""
     data = write_rows(small_rows)
 
-    def made(runtime, dtype, prompt="concat-cond-sent"):
+    def extract_run(runtime, dtype, prompt="concat-cond-sent"):
         options = {"model": str(tiny_checkpoint()), "data": str(data), "device": "cpu"}
         folder = tmp_path / "run"
         llmcond.extract(**options, runtime=runtime, dtype=dtype, prompt=[prompt], run=folder)
         return open_run(folder)
 
-    return made
+    return extract_run
 
 
-def runtime_of(run):
+def load_runtime(run):
     return llmcond.load_embedder(run.folder, head="none", device="cpu").encoder.resolved.runtime
 
 
 @in_bfloat16
-def test_a_run_keeps_the_runtime_of_its_vectors_in_16_bit(extract, tmp_path):
+def test_16_bit_run_keeps_its_runtime(extract, tmp_path):
     run = extract("torch", "bfloat16")
     assert "runtime" not in run.manifest["encoder"]["identity"]
     assert run.manifest["prompts"]["concat-cond-sent"]["extraction"]["runtime"] == "torch"
-    assert runtime_of(run) == "torch"
+    assert load_runtime(run) == "torch"
     assert len(extract("auto", "bfloat16", "concat-sent-cond").prompts()) == 2
     with pytest.raises(UserError, match="runtime: 'openvino', not 'torch'"):
         extract("openvino", "bfloat16", "routed")
 
 
 @in_bfloat16
-def test_without_openvino_its_run_is_used_by_pytorch_and_not_extended(extract, monkeypatch, caplog):
+def test_openvino_run_is_usable_but_not_extensible_without_openvino(extract, monkeypatch, caplog):
     run = extract("auto", "bfloat16")
     assert run.manifest["encoder"]["identity"]["runtime"] == "openvino"
     expected = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
@@ -57,11 +57,11 @@ def test_without_openvino_its_run_is_used_by_pytorch_and_not_extended(extract, m
         extract("auto", "bfloat16", "concat-sent-cond")
 
 
-def test_in_float32_runs_are_shared_by_both(extract, monkeypatch):
+def test_float32_run_is_shared_by_both_runtimes(extract, monkeypatch):
     run = extract("torch", "float32")
-    assert runtime_of(run) == "openvino"
-    before = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
+    assert load_runtime(run) == "openvino"
+    expected = llmcond.load_embedder(run.folder, head="none", device="cpu").encode(*ROW)
     assert len(extract("openvino", "float32", "concat-sent-cond").prompts()) == 2
     monkeypatch.setattr(library, "is_installed", lambda: False)
     embedder = llmcond.load_embedder(run.folder, head="none", prompt="concat-cond-sent")
-    np.testing.assert_allclose(embedder.encode(*ROW), before, atol=1e-5)
+    np.testing.assert_allclose(embedder.encode(*ROW), expected, atol=1e-5)
