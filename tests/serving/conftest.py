@@ -1,4 +1,4 @@
-"""One server for all tests of this folder that do not change it."""
+"""A server that all tests of this folder share; they must not change its state."""
 
 import pytest
 from helpers.serving import served
@@ -8,5 +8,8 @@ from llmcond.serving.model import ServedModel
 
 @pytest.fixture(scope="session")
 def client(embedder):
-    with served(ServedModel(embedder), max_client_batch_size=50, payload_limit=20_000) as (own, _):
-        yield own
+    with served(ServedModel(embedder), max_client_batch_size=50, payload_limit=20_000) as (
+        client,
+        _,
+    ):
+        yield client

@@ -1,4 +1,4 @@
-"""The queue in front of a model: batches, fair turns, and what happens to work nobody waits for."""
+"""The request queue of a model: batching, fairness, cancellation and errors."""
 
 import threading
 import time
@@ -13,14 +13,14 @@ from llmcond.serving.batching import Batcher, ClosedError
 
 
 class Model:
-    """Embeds a text as its number; waits, where it is told to, before it goes on."""
+    """Model that embeds a text as its number; each batch waits for a permit from ``go``."""
 
     def __init__(self):
-        self.batches, self.begun, self.go = [], threading.Semaphore(0), threading.Semaphore(0)
+        self.batches, self.started, self.go = [], threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, rows):
         self.batches.append([text for text, _ in rows])
-        self.begun.release()
+        self.started.release()
         self.go.acquire()
         if any(text == "bad" for text, _ in rows):
             raise ValueError("a text is bad")
@@ -28,7 +28,7 @@ class Model:
         vectors = np.array([[float(text)] for text, _ in rows], dtype=np.float32)
         return Encoded(vectors, count, count > 2, 0)
 
-    def free(self):
+    def release_all(self):
         for _ in range(1_000):
             self.go.release()
 
@@ -40,132 +40,132 @@ def model():
 
 @pytest.fixture
 def batcher(model):
-    found = Batcher(model, max_tokens=12, max_row_tokens=64)
-    yield found
-    model.free()
-    found.close()
+    batcher = Batcher(model, max_tokens=12, max_row_tokens=64)
+    yield batcher
+    model.release_all()
+    batcher.close()
 
 
-def rows(*texts):
+def make_rows(*texts):
     return [(str(text), "c") for text in texts]
 
 
-def busy(batcher, model):
-    """Keep the model at a first batch, so that what comes then waits."""
-    first = batcher.submit(rows(0))
-    model.begun.acquire()
+def occupy(batcher, model):
+    """Keep the model busy with a first batch, so that later requests wait."""
+    first = batcher.submit(make_rows(0))
+    model.started.acquire()
     return first
 
 
-def test_requests_that_came_meanwhile_share_a_batch_and_get_their_own_vectors(batcher, model):
-    first = busy(batcher, model)
-    others = [batcher.submit(rows(i, i + 10)) for i in range(1, 4)]
+def test_waiting_requests_share_batch_and_get_their_vectors(batcher, model):
+    first = occupy(batcher, model)
+    others = [batcher.submit(make_rows(i, i + 10)) for i in range(1, 4)]
     assert batcher.waiting == 6
-    model.free()
+    model.release_all()
     assert first.result(30).vectors.tolist() == [[0.0]]
     for i, other in enumerate(others, 1):
-        found = other.result(30)
-        assert found.vectors.tolist() == [[i], [i + 10.0]]
-        assert found.n_tokens.tolist() == [2, 2]
+        result = other.result(30)
+        assert result.vectors.tolist() == [[i], [i + 10.0]]
+        assert result.n_tokens.tolist() == [2, 2]
     assert batcher.waiting == 0
     assert len(model.batches) == 2
 
 
-def test_a_short_request_is_in_the_next_batch_however_long_others_are(batcher, model):
-    long = batcher.submit(rows(*range(1_000)))
-    model.begun.acquire()
-    short = batcher.submit(rows(7_777))
+def test_short_request_joins_next_batch_despite_long_one(batcher, model):
+    long = batcher.submit(make_rows(*range(1_000)))
+    model.started.acquire()
+    short = batcher.submit(make_rows(7_777))
     model.go.release()
-    model.begun.acquire()
+    model.started.acquire()
     assert "7777" in model.batches[1]
-    model.free()
+    model.release_all()
     assert short.result(30).vectors.tolist() == [[7777.0]]
     assert long.result(30).vectors[:, 0].tolist() == list(range(1_000))
     assert max(map(len, model.batches)) <= 12
 
 
-def test_what_was_given_up_is_encoded_no_further(batcher, model):
-    long = batcher.submit(rows(*range(1_000)))
-    model.begun.acquire()
+def test_cancelled_request_is_not_encoded_further(batcher, model):
+    long = batcher.submit(make_rows(*range(1_000)))
+    model.started.acquire()
     assert long.cancel()
-    after = batcher.submit(rows(5))
-    model.free()
-    assert after.result(30).vectors.tolist() == [[5.0]]
+    later = batcher.submit(make_rows(5))
+    model.release_all()
+    assert later.result(30).vectors.tolist() == [[5.0]]
     assert sum(map(len, model.batches)) < 20
     assert batcher.waiting == 0
     with pytest.raises(CancelledError):
         long.result(0)
 
 
-def test_a_request_that_fails_takes_no_other_with_it(batcher, model):
-    first = busy(batcher, model)
-    good, bad, other = (batcher.submit(rows(text)) for text in (1, "bad", 2))
-    model.free()
-    assert [one.result(30).vectors.item() for one in (first, good, other)] == [0, 1, 2]
+def test_failed_request_does_not_fail_others(batcher, model):
+    first = occupy(batcher, model)
+    good, bad, other = (batcher.submit(make_rows(text)) for text in (1, "bad", 2))
+    model.release_all()
+    assert [request.result(30).vectors.item() for request in (first, good, other)] == [0, 1, 2]
     with pytest.raises(ValueError, match="a text is bad"):
         bad.result(30)
-    assert batcher.submit(rows(3)).result(30).vectors.tolist() == [[3.0]]
+    assert batcher.submit(make_rows(3)).result(30).vectors.tolist() == [[3.0]]
 
 
-def test_clients_that_ask_again_at_once_are_in_the_next_batch_with_those_who_wait(batcher, model):
-    busy(batcher, model)
-    first, second = batcher.submit(rows(1)), batcher.submit(rows(2))
+def test_immediate_follow_up_request_joins_next_batch(batcher, model):
+    occupy(batcher, model)
+    first, second = batcher.submit(make_rows(1)), batcher.submit(make_rows(2))
     model.go.release()
-    model.begun.acquire()
-    third = batcher.submit(rows(3))
+    model.started.acquire()
+    third = batcher.submit(make_rows(3))
     batcher.awaited = 3
-    time.sleep(1)  # a batch of a second is followed by a wait of 200 ms at most
+    time.sleep(1)  # after a batch of one second, the batcher waits for at most 200 ms
     model.go.release()
     first.result(30), second.result(30)
-    again = batcher.submit(rows(4))
+    fourth = batcher.submit(make_rows(4))
     batcher.awaited = 2
-    model.free()
-    assert third.result(30).vectors.item() + again.result(30).vectors.item() == 7
+    model.release_all()
+    assert third.result(30).vectors.item() + fourth.result(30).vectors.item() == 7
     assert model.batches[2:] == [["3", "4"]]
 
 
-def test_the_wait_between_two_batches_ends_where_nobody_asks_again(batcher, model):
-    busy(batcher, model)
-    both = batcher.submit(rows(1)), batcher.submit(rows(2))
+def test_wait_between_batches_ends_without_follow_up_requests(batcher, model):
+    occupy(batcher, model)
+    second_batch = batcher.submit(make_rows(1)), batcher.submit(make_rows(2))
     model.go.release()
-    model.begun.acquire()
-    third = batcher.submit(rows(3))
+    model.started.acquire()
+    third = batcher.submit(make_rows(3))
     batcher.awaited = 1_000
-    model.free()
-    assert [one.result(30).vectors.item() for one in (*both, third)] == [1, 2, 3]
+    model.release_all()
+    assert [request.result(30).vectors.item() for request in (*second_batch, third)] == [1, 2, 3]
 
 
-def test_calls_are_made_by_the_thread_of_the_model_in_their_turn(batcher, model):
-    busy(batcher, model)
-    before = batcher.submit(rows(1))
-    called = batcher.call(lambda: (threading.current_thread().name, len(model.batches)))
-    failed = batcher.call(lambda: 1 / 0)
-    model.free()
-    assert called.result(30) == ("llmcond-model", 2)
-    assert before.done()
+def test_calls_run_in_model_thread_in_order(batcher, model):
+    occupy(batcher, model)
+    earlier = batcher.submit(make_rows(1))
+    call = batcher.call(lambda: (threading.current_thread().name, len(model.batches)))
+    failing_call = batcher.call(lambda: 1 / 0)
+    model.release_all()
+    assert call.result(30) == ("llmcond-model", 2)
+    assert earlier.done()
     with pytest.raises(ZeroDivisionError):
-        failed.result(30)
+        failing_call.result(30)
 
 
-def test_closing_finishes_what_was_accepted_and_takes_no_more(batcher, model):
-    accepted = [busy(batcher, model), *(batcher.submit(rows(i)) for i in range(1, 30))]
-    closing = threading.Thread(target=batcher.close)
-    closing.start()
+def test_close_finishes_accepted_requests_and_rejects_new_ones(batcher, model):
+    accepted = [occupy(batcher, model), *(batcher.submit(make_rows(i)) for i in range(1, 30))]
+    close_thread = threading.Thread(target=batcher.close)
+    close_thread.start()
     while batcher.alive:
         pass
     with pytest.raises(ClosedError):
-        batcher.submit(rows(1))
-    model.free()
-    closing.join(PATIENCE)
-    assert [one.result(0).vectors.item() for one in accepted] == list(range(30))
+        batcher.submit(make_rows(1))
+    model.release_all()
+    close_thread.join(PATIENCE)
+    assert [request.result(0).vectors.item() for request in accepted] == list(range(30))
 
 
-def test_long_texts_count_as_what_they_are_cut_to(model):
+def test_long_texts_count_with_truncated_length(model):
     batcher = Batcher(model, max_tokens=100, max_row_tokens=40)
-    first = busy(batcher, model)
+    first = occupy(batcher, model)
     others = [batcher.submit([("1" * 10, "c" * 10_000)]) for _ in range(3)]
-    model.free()
-    for one in (first, *others):
-        one.result(30)
+    model.release_all()
+    for request in (first, *others):
+        request.result(30)
     batcher.close()
     assert [len(batch) for batch in model.batches] == [1, 3]

@@ -1,4 +1,4 @@
-"""The page at the root: complete in itself, and tried in a real browser."""
+"""The page at the root URL: it loads nothing from elsewhere and works in a real browser."""
 
 import base64
 import hashlib
@@ -11,39 +11,39 @@ from llmcond.search import Index
 from llmcond.serving.model import ServedModel
 
 HOSTILE = "<img src=x onerror=alert(1)> & \u2028 </script><script>alert(2)</script>"
-PLACE = "the place"
+CONDITION = "the place"
 
 
-def test_it_asks_nobody_else_and_runs_its_own_script_only(client):
-    answer = client.get("/")
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    text = answer.body.decode()
+def test_page_makes_no_external_requests_and_runs_only_its_script(client):
+    response = client.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    text = response.body.decode()
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = answer.headers["content-security-policy"]
+    policy = response.headers["content-security-policy"]
     assert f"script-src 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
 
 
-def test_an_index_without_conditions_has_a_page(tiny_run, tmp_path):
+def test_page_works_for_index_without_conditions(tiny_run, tmp_path):
     index = Index.build(tmp_path / "i", ["two men play"], run=tiny_run, device="cpu")
     with served(ServedModel(index.embedder, None, index)) as (client, _):
         page = client.get("/").body.decode()
     assert '<input name="condition" required list="conditions" value="">' in page
 
 
-def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tmp_path):
+def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_path):
     from axe_playwright_python.sync_playwright import Axe
 
     texts = ["two men play", HOSTILE, "children read"]
-    index = Index.build(tmp_path / "i", texts, conditions=[PLACE], run=tiny_run, device="cpu")
-    complaints = []
+    index = Index.build(tmp_path / "i", texts, conditions=[CONDITION], run=tiny_run, device="cpu")
+    problems = []
     tab = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
     tab.set_default_timeout(15_000)
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
-    tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
     model = ServedModel(index.embedder, None, index)
     with served(model, (b"k3y",), api_key_file=tmp_path) as (client, _):
         tab.goto(client.url)
@@ -54,12 +54,14 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         assert "key is missing" in compare.get_by_role("alert").inner_text()
         tab.get_by_label("API key").fill("k3y")
         compare.get_by_label("Second text").fill(HOSTILE)
-        compare.get_by_label("Conditions").fill(f"{PLACE}\n{HOSTILE}")
+        compare.get_by_label("Conditions").fill(f"{CONDITION}\n{HOSTILE}")
         compare.get_by_role("button").click()
-        shown = compare.locator("tbody tr")
-        shown.nth(1).wait_for()
-        wanted = index.embedder.similarity("A man rides a horse along the beach.", HOSTILE, PLACE)
-        assert shown.nth(0).locator("td").nth(1).inner_text() == f"{wanted:.3f}"
+        rows = compare.locator("tbody tr")
+        rows.nth(1).wait_for()
+        expected = index.embedder.similarity(
+            "A man rides a horse along the beach.", HOSTILE, CONDITION
+        )
+        assert rows.nth(0).locator("td").nth(1).inner_text() == f"{expected:.3f}"
         assert not compare.get_by_role("alert").is_visible()
         compare.get_by_text("Request as a curl command").click()
         assert "$KEY" in compare.locator("pre").inner_text()
@@ -69,7 +71,7 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         embed.locator("tbody tr").nth(2).wait_for()
         assert embed.locator("tbody tr").nth(0).locator("td").nth(3).inner_text() == "1.000"
         search.get_by_label("Query").fill("two men play")
-        search.get_by_label("Condition").fill(PLACE)
+        search.get_by_label("Condition").fill(CONDITION)
         search.get_by_label("Query").press("Tab")
         search.get_by_label("Condition").press("Enter")
         search.locator("li").nth(2).wait_for()
@@ -80,16 +82,16 @@ def test_a_browser_compares_embeds_and_searches_with_a_key(browser, tiny_run, tm
         search.get_by_role("alert").wait_for()
         assert "Encode them: llmcond index" in search.get_by_role("alert").inner_text()
         assert tab.evaluate("document.documentElement.scrollWidth") == 390
-        found = Axe().run(tab).response["violations"]
-        assert [one for one in found if one["impact"] in ("serious", "critical")] == []
+        violations = Axe().run(tab).response["violations"]
+        assert [entry for entry in violations if entry["impact"] in ("serious", "critical")] == []
     compare.get_by_role("button").click()
     compare.get_by_role("alert").wait_for()
     assert compare.get_by_role("alert").inner_text() == "The server does not respond."
-    assert complaints == []
+    assert problems == []
     tab.close()
 
 
-def test_a_browser_sends_example_values(browser, tiny_run):
+def test_browser_sends_example_values(browser, tiny_run):
     from playwright.sync_api import expect
 
     embedder = load_embedder(tiny_run, device="cpu")
@@ -97,13 +99,13 @@ def test_a_browser_sends_example_values(browser, tiny_run):
     with served(ServedModel(embedder)) as (client, _):
         tab.goto(client.url)
         compare, embed = (tab.locator(f"#{name}") for name in ("similarity", "embeddings"))
-        compare.get_by_label("Conditions").fill(f"{PLACE}\n\n{PLACE}")
+        compare.get_by_label("Conditions").fill(f"{CONDITION}\n\n{CONDITION}")
         compare.get_by_label("Example values").fill("\n\nbeach, snow")
         compare.get_by_role("button").click()
         pair = [compare.get_by_label(f"{name} text").input_value() for name in ("First", "Second")]
-        for row, condition in enumerate([PLACE, Condition(PLACE, ["beach", "snow"])]):
-            shown = compare.locator("tbody tr").nth(row).locator("td").nth(1)
-            expect(shown).to_have_text(f"{embedder.similarity(*pair, condition):.3f}")
+        for row, condition in enumerate([CONDITION, Condition(CONDITION, ["beach", "snow"])]):
+            cell = compare.locator("tbody tr").nth(row).locator("td").nth(1)
+            expect(cell).to_have_text(f"{embedder.similarity(*pair, condition):.3f}")
         embed.get_by_label("Example values").fill("beach, snow")
         embed.get_by_role("button").click()
         expect(embed.locator("pre")).to_contain_text('"values":["beach","snow"]')
