@@ -1,4 +1,4 @@
-"""One GPU, that there is not."""
+"""A fixture that simulates one GPU."""
 
 from collections.abc import Iterator
 
@@ -8,5 +8,5 @@ from helpers.standin import StandIn
 
 @pytest.fixture
 def gpu() -> Iterator[StandIn]:
-    with StandIn(gpus=1, gib=80) as stand:
-        yield stand
+    with StandIn(gpus=1, gib=80) as gpu:
+        yield gpu

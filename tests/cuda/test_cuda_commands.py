@@ -1,4 +1,4 @@
-"""Commands with --device cuda, on the stand-in for a GPU: the answers of the CPU."""
+"""Commands with --device cuda, on the stand-in for a GPU: same results as on the CPU."""
 
 import json
 import shutil
@@ -21,33 +21,33 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ("--set", "epochs=2", "batch_size=16", "dropout=0")
 
 
-def on_both(capsys: Any, *command: object) -> list[Any]:
-    """Return what a command answers on the CPU, and on a GPU."""
-    found = [ok(capsys, *command, "--device", "cpu")]
+def run_on_both_devices(capsys: Any, *command: object) -> list[Any]:
+    """Return the results of a command on the CPU and on a GPU."""
+    results = [ok(capsys, *command, "--device", "cpu")]
     with StandIn() as gpu:
-        found.append(ok(capsys, *command, "--device", "cuda"))
+        results.append(ok(capsys, *command, "--device", "cuda"))
         assert gpu.n_launches > 0
-    return found
+    return results
 
 
-def close(first: Any, second: Any, apart: float = 1e-3) -> bool:
-    """Return whether two answers are the same but for rounding, times and what computed."""
+def are_close(first: Any, second: Any, tolerance: float = 1e-3) -> bool:
+    """Return whether two results are equal, except for rounding, times, devices and runtimes."""
     if isinstance(first, dict):
-        both = first.keys() == second.keys()
-        timed = ("seconds", "device", "runtime")
-        keys = [key for key in first if not any(word in key for word in timed)]
-        return both and all(close(first[key], second[key], apart) for key in keys)
+        same_keys = first.keys() == second.keys()
+        ignored = ("seconds", "device", "runtime")
+        keys = [key for key in first if not any(word in key for word in ignored)]
+        return same_keys and all(are_close(first[key], second[key], tolerance) for key in keys)
     if isinstance(first, list):
         return len(first) == len(second) and all(
-            close(*pair, apart) for pair in zip(first, second, strict=True)
+            are_close(*pair, tolerance) for pair in zip(first, second, strict=True)
         )
     if isinstance(first, float) and isinstance(second, float):
-        return abs(first - second) <= apart
+        return abs(first - second) <= tolerance
     return first == second
 
 
 @pytest.fixture
-def fitted(tiny_run: Path, tmp_path: Path, capsys: Any) -> Path:
+def fitted_run(tiny_run: Path, tmp_path: Path, capsys: Any) -> Path:
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
     ok(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
@@ -55,7 +55,7 @@ def fitted(tiny_run: Path, tmp_path: Path, capsys: Any) -> Path:
 
 
 @pytest.mark.parametrize("precision", [("--dtype", "float32"), ()])
-def test_features_heads_and_scores(
+def test_extract_fit_and_evaluate_match_cpu(
     tmp_path: Path,
     capsys: Any,
     tiny_checkpoint: Callable[..., Path],
@@ -76,57 +76,59 @@ def test_features_heads_and_scores(
             ok(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
             ok(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
             if device == "cuda":
-                assert not [one for one in gpu.unpinned if "heads/batches" in one], gpu.report()
-                waits = [one for one in gpu.waits if "heads/conditioned" in one]
-                assert [one.partition(",")[0] for one in waits] == ["to(cpu)"], gpu.report()
+                assert not [line for line in gpu.unpinned if "heads/batches" in line], gpu.report()
+                waits = [line for line in gpu.waits if "heads/conditioned" in line]
+                assert [line.partition(",")[0] for line in waits] == ["to(cpu)"], gpu.report()
         scores.append(ok(capsys, "evaluate", *run)["results"])
     assert len(scores[0]) == len(scores[1]) >= 3
     if precision:
-        for mine, theirs in zip(*scores, strict=True):
-            assert mine["spearman"] == pytest.approx(theirs["spearman"], abs=0.05)
+        for cpu_score, gpu_score in zip(*scores, strict=True):
+            assert cpu_score["spearman"] == pytest.approx(gpu_score["spearman"], abs=0.05)
 
 
-def test_similarity_and_embeddings(fitted: Path, tmp_path: Path, capsys: Any) -> None:
+def test_similarity_matches_cpu(fitted_run: Path, tmp_path: Path, capsys: Any) -> None:
     texts = ("two men play in the park", "two dogs sit in the park")
     condition = ("--condition", "the place")
-    mine, theirs = on_both(capsys, "similarity", *texts, *condition, "--run", fitted)
-    assert close(mine, theirs)
+    on_cpu, on_gpu = run_on_both_devices(
+        capsys, "similarity", *texts, *condition, "--run", fitted_run
+    )
+    assert are_close(on_cpu, on_gpu)
 
 
-def test_an_index_is_made_and_searched(fitted: Path, tmp_path: Path, capsys: Any) -> None:
+def test_index_and_search_match_cpu(fitted_run: Path, tmp_path: Path, capsys: Any) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("two men play in the park\nchildren sit at the beach\ndogs in the rain\n")
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
-        place = tmp_path / device
+        folder = tmp_path / device
         with StandIn():
-            own = ("--run", fitted, "--device", device)
-            ok(capsys, "index", texts, "--out", place, *own)
-            query = ("search", place, "dogs at the beach", "--condition", "the place")
-            found.append(ok(capsys, *query, "-k", "3", "--device", device)["results"])
-    assert close(*found)
+            options = ("--run", fitted_run, "--device", device)
+            ok(capsys, "index", texts, "--out", folder, *options)
+            query = ("search", folder, "dogs at the beach", "--condition", "the place")
+            results.append(ok(capsys, *query, "-k", "3", "--device", device)["results"])
+    assert are_close(*results)
 
 
-def test_a_server_answers(fitted: Path) -> None:
+def test_server_embeddings_match_cpu(fitted_run: Path) -> None:
     texts = ["two men play in the park", "children sit at the beach"]
     body = {"input": texts, "condition": "the place"}
-    answers = []
+    embeddings = []
     for device in ("cpu", "cuda"):
         with StandIn() as gpu:
-            model = ServedModel(load_embedder(fitted, device=device))
+            model = ServedModel(load_embedder(fitted_run, device=device))
             with served(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
                 gpu.reset()
-                found = client.post("/v1/embeddings", body).json["data"]
-                answers.append([one["embedding"] for one in found])
+                data = client.post("/v1/embeddings", body).json["data"]
+                embeddings.append([item["embedding"] for item in data])
             assert bool(gpu.n_launches) == (device == "cuda")
-    np.testing.assert_allclose(*answers, atol=1e-4)
+    np.testing.assert_allclose(*embeddings, atol=1e-4)
 
 
-def test_a_graph_is_fitted_and_completed(
+def test_graph_completion_matches_cpu(
     tmp_path: Path, capsys: Any, tiny_checkpoint: Callable[..., Path]
 ) -> None:
     graph, model = write_graph(tmp_path / "graph"), tiny_checkpoint()
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         run = ("--run", tmp_path / device, "--device", device)
         with StandIn():
@@ -134,20 +136,22 @@ def test_a_graph_is_fitted_and_completed(
             ok(capsys, "extract", *data, *run, "--dtype", "float32")
             ok(capsys, "fit-head", *run, "--head", "hypernet-full", *SMALL)
             query = ("--head-entity", "p00", "--relation", "_is_at", "-k", "3")
-            found.append(ok(capsys, "complete", *query, *run))
-    assert close(*found, apart=2e-2)
+            results.append(ok(capsys, "complete", *query, *run))
+    assert are_close(*results, tolerance=2e-2)
 
 
-def test_a_dialogue_is_replied_to(dialogue_run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_dialogue_reply_matches_cpu(dialogue_run: Path, tmp_path: Path, capsys: Any) -> None:
     replies = tmp_path / "replies.txt"
     replies.write_text("the park on red\nsad\ntwo men play in the street\n")
     command = ("reply", "two men ?", "in the park .", "--candidates", replies)
-    mine, theirs = on_both(capsys, *command, "--run", dialogue_run, "--head", "weighted")
-    assert close(mine, theirs)
+    on_cpu, on_gpu = run_on_both_devices(
+        capsys, *command, "--run", dialogue_run, "--head", "weighted"
+    )
+    assert are_close(on_cpu, on_gpu)
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
-def test_adapters_are_trained(
+def test_lora_training_runs_on_gpu(
     tmp_path: Path,
     capsys: Any,
     tiny_checkpoint: Callable[..., Path],
@@ -162,24 +166,24 @@ def test_adapters_are_trained(
     command = (*command, "linear", "--prompt", "concat-sent-cond", "--rank", "4")
     command = (*command, "--epochs", "2", "--batch-size", "16", "--learning-rate", "1e-3")
     with StandIn() as gpu:
-        own = ("--quantize", quantize, "--device", "cuda")
-        ok(capsys, *command, *own, "--run", tmp_path / "cuda")
+        options = ("--quantize", quantize, "--device", "cuda")
+        ok(capsys, *command, *options, "--run", tmp_path / "cuda")
         assert gpu.n_launches > 0
-    account = json.loads((tmp_path / "cuda/training.json").read_text())
-    assert account["made_of"]["encoder"]["quantize"] == quantize
+    record = json.loads((tmp_path / "cuda/training.json").read_text())
+    assert record["made_of"]["encoder"]["quantize"] == quantize
 
 
 @pytest.mark.parametrize(
     ("level", "precisions", "n_checks"),
     [("none", ["bfloat16"], 0), ("quick", ["bfloat16", "8bit", "4bit"], 6)],
 )
-def test_bench_times_every_precision_and_checks_as_it_is_asked(
+def test_bench_measures_every_precision_and_runs_requested_checks(
     capsys: Any, tmp_path: Path, level: str, precisions: list[str], n_checks: int
 ) -> None:
     pytest.importorskip("bitsandbytes")
     page = tmp_path / "bench.md"
     command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--device", "cuda")
-    command = (*command, "--quantize", *(p.replace("bfloat16", "none") for p in precisions))
+    command = (*command, "--quantize", *(name.replace("bfloat16", "none") for name in precisions))
     with StandIn() as gpu:
         result = ok(capsys, *command, "--out", page)
         assert gpu.n_launches > 0
@@ -190,24 +194,24 @@ def test_bench_times_every_precision_and_checks_as_it_is_asked(
     assert ("## Checks" in page.read_text()) == (level == "quick")
 
 
-def test_a_bench_that_is_killed_leaves_its_checks(
+def test_interrupted_bench_saves_its_checks(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llmcond.benchmark import checks
     from llmcond.workflows import bench
 
-    def killed(*args: Any, **kwargs: Any) -> Any:
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    def only(given: checks.CheckEnvironment) -> Any:
+    def list_single_check(environment: checks.CheckEnvironment) -> Any:
         yield (
             "folded",
             1e-4,
-            lambda: checks._compare_encoders(given, "nv-embed-v2", fold_latents=False),
+            lambda: checks._compare_encoders(environment, "nv-embed-v2", fold_latents=False),
         )
 
-    monkeypatch.setattr(checks, "_list_checks", only)
-    monkeypatch.setattr(bench, "run_encoder", killed)
+    monkeypatch.setattr(checks, "_list_checks", list_single_check)
+    monkeypatch.setattr(bench, "run_encoder", interrupt)
     page = tmp_path / "bench.md"
     command = ["bench", "--quick", "--shape", "minilm", "--device", "cpu", "--out", str(page)]
     assert run(command) == 130

@@ -1,4 +1,4 @@
-"""The engine on the stand-in for a GPU: waits, copies, launches, memory, other GPUs."""
+"""The engine on the stand-in for a GPU: waits, copies, launches, memory and several GPUs."""
 
 import dataclasses
 import gc
@@ -22,52 +22,54 @@ from llmcond.encoders.spec import EncoderInput, Router
 from llmcond.errors import LlmcondError
 
 
-def inputs_of(resolved: ResolvedEncoder, n: int = 64) -> list[EncoderInput]:
-    found = csts_inputs(n, bool(resolved.identity.instruction_format))
-    return [dataclasses.replace(one, text=f"{one.text} {at}") for at, one in enumerate(found)]
+def make_inputs(resolved: ResolvedEncoder, n: int = 64) -> list[EncoderInput]:
+    inputs = csts_inputs(n, bool(resolved.identity.instruction_format))
+    return [
+        dataclasses.replace(item, text=f"{item.text} {index}") for index, item in enumerate(inputs)
+    ]
 
 
-def encoder_of(folder: Path, shape: str, dtype: str, **options: object) -> Encoder:
+def load_gpu_encoder(folder: Path, shape: str, dtype: str, **options: object) -> Encoder:
     return Encoder(CheckEnvironment("cuda:0", folder).resolve(shape, dtype, **options))
 
 
 @pytest.mark.parametrize("routed", [False, True])
 @pytest.mark.parametrize("shape", ["minilm", "mistral-7b"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_host_waits_for_each_batch_only_once(
+def test_host_waits_once_per_batch(
     gpu: StandIn, tmp_path: Path, shape: str, dtype: str, routed: bool
 ) -> None:
-    encoder = encoder_of(tmp_path, shape, dtype, max_tokens_per_batch=400, pooling="mean")
-    inputs = inputs_of(encoder.resolved)
+    encoder = load_gpu_encoder(tmp_path, shape, dtype, max_tokens_per_batch=400, pooling="mean")
+    inputs = make_inputs(encoder.resolved)
     queries = encoder.queries(["the place", "the mood"]) if routed else None
     if routed:
         router = Router("the place", 0.05, True, True)
-        inputs = [dataclasses.replace(one, instruction="", router=router) for one in inputs]
+        inputs = [dataclasses.replace(item, instruction="", router=router) for item in inputs]
     gpu.reset()
 
     encoder.encode_counted(inputs, queries)
 
     assert not gpu.waits, gpu.report()
     assert not gpu.unpinned, gpu.report()
-    assert gpu.events == gpu.copies["cuda to cpu"] >= 2  # batches
+    assert gpu.events == gpu.copies["cuda to cpu"] >= 2  # one copy per batch
 
 
 @pytest.mark.parametrize("shape", ["minilm", "mistral-7b"])
-def test_launches_do_not_grow_with_the_inputs(gpu: StandIn, tmp_path: Path, shape: str) -> None:
-    encoder = encoder_of(tmp_path, shape, "bfloat16")
+def test_launches_do_not_grow_with_inputs(gpu: StandIn, tmp_path: Path, shape: str) -> None:
+    encoder = load_gpu_encoder(tmp_path, shape, "bfloat16")
     launches = []
     for n in (32, 256):
         gpu.reset()
-        encoder.encode_counted(inputs_of(encoder.resolved, n))
+        encoder.encode_counted(make_inputs(encoder.resolved, n))
         launches.append(gpu.n_launches)
     assert launches[1] == launches[0]
 
 
-def test_without_attention_for_uneven_lengths_calls_are_few(gpu: StandIn, tmp_path: Path) -> None:
+def test_launches_at_most_double_without_varlen_attention(gpu: StandIn, tmp_path: Path) -> None:
     launches = {}
     for dtype in ("float32", "bfloat16"):
-        encoder = encoder_of(tmp_path, "minilm", dtype)
-        inputs = inputs_of(encoder.resolved, 256)
+        encoder = load_gpu_encoder(tmp_path, "minilm", dtype)
+        inputs = make_inputs(encoder.resolved, 256)
         gpu.reset()
         encoder.encode_counted(inputs)
         launches[dtype] = gpu.n_launches
@@ -76,9 +78,7 @@ def test_without_attention_for_uneven_lengths_calls_are_few(gpu: StandIn, tmp_pa
 
 @pytest.mark.parametrize("mode", ["paper", "hidden"])
 @pytest.mark.parametrize("name", ["simcse-bert", "e5-mistral"])
-def test_routers_inside_the_encoder_give_the_vectors_of_the_cpu(
-    tmp_path: Path, name: str, mode: str
-) -> None:
+def test_router_inside_encoder_matches_cpu(tmp_path: Path, name: str, mode: str) -> None:
     case = CASES[name]
     checkpoints.make(case.kind, tmp_path / "model", **case.made)
     checkpoints.change_json(tmp_path / "model/config.json", **case.config)
@@ -100,18 +100,18 @@ def test_routers_inside_the_encoder_give_the_vectors_of_the_cpu(
     assert distance(vectors[0][0::2], vectors[0][1::2]) > 0
 
 
-def test_an_encoder_and_its_batches_leave_no_memory_behind(gpu: StandIn, tmp_path: Path) -> None:
-    encoder = encoder_of(tmp_path, "minilm", "bfloat16")
-    inputs = inputs_of(encoder.resolved)
+def test_encoder_and_batches_free_their_memory(gpu: StandIn, tmp_path: Path) -> None:
+    encoder = load_gpu_encoder(tmp_path, "minilm", "bfloat16")
+    inputs = make_inputs(encoder.resolved)
     encoder.encode_counted(inputs)
     gc.collect()
-    loaded = gpu.used[0]
+    used_by_weights = gpu.used[0]
 
     for _ in range(3):
         encoder.encode_counted(inputs)
     gc.collect()
 
-    assert gpu.used[0] == loaded
+    assert gpu.used[0] == used_by_weights
     del encoder
     gc.collect()
     assert gpu.used[0] == 0
@@ -119,31 +119,30 @@ def test_an_encoder_and_its_batches_leave_no_memory_behind(gpu: StandIn, tmp_pat
 
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])
 @pytest.mark.parametrize("shape", ["minilm", "qwen2-7b", "nv-embed-v2"])
-def test_weights_take_the_bytes_that_are_reckoned_with(
+def test_memory_of_weights_matches_estimate(
     gpu: StandIn, tmp_path: Path, shape: str, quantize: str
 ) -> None:
     if quantize != "none":
         pytest.importorskip("bitsandbytes")
     resolved = CheckEnvironment("cuda:0", tmp_path).resolve(shape, "bfloat16", quantize)
     config = load_config(resolved.checkpoint, resolved.identity.attention)
-    empty = build_on_meta(config)
-    blocks = 512 * (2 * len(list(empty.parameters())) + 16)  # an allocation is rounded up
+    network = build_on_meta(config)
+    # Each allocation is rounded up to a multiple of 512 bytes.
+    rounding = 512 * (2 * len(list(network.parameters())) + 16)
 
     encoder = Encoder(resolved)
     gc.collect()
 
-    expected = measure_footprint(empty).weights("bfloat16", quantize)
-    if resolved.identity.pooling != "pooler" and getattr(empty, "pooler", None) is not None:
-        expected -= 2 * sum(value.numel() for value in empty.pooler.parameters())
-    assert abs(gpu.used[0] - expected) <= blocks + 0.02 * expected
+    expected = measure_footprint(network).weights("bfloat16", quantize)
+    if resolved.identity.pooling != "pooler" and getattr(network, "pooler", None) is not None:
+        expected -= 2 * sum(value.numel() for value in network.pooler.parameters())
+    assert abs(gpu.used[0] - expected) <= rounding + 0.02 * expected
     del encoder
 
 
 @pytest.mark.parametrize("shape", ["minilm", "qwen2-7b"])
-def test_a_batch_takes_no_more_than_is_reckoned_with(
-    gpu: StandIn, tmp_path: Path, shape: str
-) -> None:
-    encoder = encoder_of(tmp_path, shape, "bfloat16", max_tokens_per_batch=2_048)
+def test_memory_of_batch_stays_within_estimate(gpu: StandIn, tmp_path: Path, shape: str) -> None:
+    encoder = load_gpu_encoder(tmp_path, shape, "bfloat16", max_tokens_per_batch=2_048)
     inputs = long_inputs(8, instruct=False)
     gc.collect()
     gpu.reset()
@@ -155,7 +154,9 @@ def test_a_batch_takes_no_more_than_is_reckoned_with(
     assert 0.3 * expected <= gpu.peak[0] - before <= expected
 
 
-def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_cached_by_pytorch_counts_as_free(
+    gpu: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.empty(2**20, device="cuda")
     free = memory.available_memory("cuda:0")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: gpu.used[0] + 2**30)
@@ -163,7 +164,7 @@ def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.Mon
     del tensor
 
 
-# -- several GPUs, older ones ------------------------------------------------------------------
+# -- several GPUs and older GPUs ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,28 +176,28 @@ def test_memory_that_pytorch_keeps_is_free(gpu: StandIn, monkeypatch: pytest.Mon
         ("mistral", "bfloat16", "auto"),
     ],
 )
-def test_an_encoder_that_is_spread_is_packed_and_gives_the_same(
+def test_encoder_on_several_gpus_packs_and_matches_cpu(
     tiny_checkpoint: Callable[..., Path], kind: str, dtype: str, device: str
 ) -> None:
     folder = str(tiny_checkpoint(kind, layers=8))
     inputs = csts_inputs(24, instruct=False)
-    own = {"dtype": "float32", "pooling": "mean", "runtime": "torch"}
-    on_cpu = load_encoder(folder, device="cpu", **own)
-    wanted = on_cpu.encode_counted(inputs).vectors
-    size = measure_footprint(on_cpu.engine.model.network).weights(dtype, "none")
+    options = {"dtype": "float32", "pooling": "mean", "runtime": "torch"}
+    cpu_encoder = load_encoder(folder, device="cpu", **options)
+    expected = cpu_encoder.encode_counted(inputs).vectors
+    size = measure_footprint(cpu_encoder.engine.model.network).weights(dtype, "none")
 
     with StandIn(gpus=2, gib=0.9 * size / 2**30) as gpu:
-        spread = load_encoder(folder, device=device, dtype=dtype, pooling="mean")
+        encoder = load_encoder(folder, device=device, dtype=dtype, pooling="mean")
         assert min(gpu.used) > 0.1 * size
-        found = spread.encode_counted(inputs).vectors
-        assert spread.engine.packs
+        actual = encoder.encode_counted(inputs).vectors
+        assert encoder.engine.packs
         kernel = "varlen_attn" if dtype == "bfloat16" else "scaled_dot_product_attention"
-        assert spread.engine.kernel_name == kernel
+        assert encoder.engine.kernel_name == kernel
 
-    assert distance(found, wanted) <= (1e-4 if dtype == "float32" else 0.3)
+    assert distance(actual, expected) <= (1e-4 if dtype == "float32" else 0.3)
 
 
-def test_one_gpu_that_was_named_is_not_exceeded(tmp_path: Path) -> None:
+def test_explicit_gpu_does_not_use_other_gpus(tmp_path: Path) -> None:
     with StandIn(gpus=2, gib=1e-3):
         resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b")
         options = dataclasses.replace(resolved.options, device="cuda:0")
@@ -210,14 +211,14 @@ def test_quantised_weights_are_not_placed_on_the_cpu(
     pytest.importorskip("bitsandbytes")
     from llmcond.encoders.loading import loading
 
-    read = loading.read_network
+    read_network = loading.read_network
 
-    def placed(resolved, config, arguments):
-        return read(resolved, config, {**arguments, "device_map": "cpu"})
+    def read_to_cpu(resolved, config, arguments):
+        return read_network(resolved, config, {**arguments, "device_map": "cpu"})
 
     with StandIn(gpus=2):
         resolved = CheckEnvironment("cuda:0", tmp_path).resolve("mistral-7b", "float32", "4bit")
-        monkeypatch.setattr(loading, "read_network", placed)
+        monkeypatch.setattr(loading, "read_network", read_to_cpu)
         with pytest.raises(LlmcondError, match="does not fit into the memory of cuda:0"):
             Encoder(resolved)
 
@@ -231,20 +232,20 @@ def test_quantised_weights_are_not_placed_on_the_cpu(
     ],
 )
 @pytest.mark.parametrize("shape", ["minilm", "mistral-7b"])
-def test_the_type_and_the_kernel_are_those_of_the_gpu(
+def test_dtype_and_kernel_suit_gpu(
     tmp_path: Path, shape: str, capability: tuple[int, int], dtype: str, kernel: str
 ) -> None:
-    on_cpu = CheckEnvironment("cpu", tmp_path).resolve(shape)
-    inputs = inputs_of(on_cpu, 24)
-    wanted = Encoder(on_cpu).encode_counted(inputs).vectors
+    resolved = CheckEnvironment("cpu", tmp_path).resolve(shape)
+    inputs = make_inputs(resolved, 24)
+    expected = Encoder(resolved).encode_counted(inputs).vectors
     with StandIn(gib=16, capability=capability):
-        encoder = encoder_of(tmp_path, shape, "auto")
-        found = encoder.encode_counted(inputs).vectors
+        encoder = load_gpu_encoder(tmp_path, shape, "auto")
+        actual = encoder.encode_counted(inputs).vectors
     assert (encoder.identity.dtype, encoder.engine.kernel_name) == (dtype, kernel)
-    assert distance(found, wanted) <= 0.1
+    assert distance(actual, expected) <= 0.1
 
 
-def test_an_error_of_the_gpu_is_not_taken_for_an_architecture(
+def test_gpu_error_is_not_reported_as_unsupported_architecture(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llmcond.encoders.engine import engine
@@ -254,10 +255,10 @@ def test_an_error_of_the_gpu_is_not_taken_for_an_architecture(
 
     monkeypatch.setattr(engine.PackedForward, "hidden", fail)
     with pytest.raises(LlmcondError, match="illegal memory access"):
-        encoder_of(tmp_path, "minilm", "bfloat16")
+        load_gpu_encoder(tmp_path, "minilm", "bfloat16")
 
 
-def test_options_name_a_gpu_that_there_is(tmp_path: Path) -> None:
+def test_missing_or_unsupported_gpu_is_rejected(tmp_path: Path) -> None:
     with StandIn(gpus=1), pytest.raises(LlmcondError, match="PyTorch sees 1 CUDA devices"):
         load_encoder("minilm", device="cuda:1")
     with (

@@ -1,4 +1,4 @@
-"""Routed pooling on the stand-in for a GPU: the CPU's vectors, in one operation for all inputs."""
+"""Routed pooling on the stand-in for a GPU: same vectors as on the CPU, in one operation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from llmcond.encoders.engine.pooling import pool_routed
 from llmcond.encoders.spec import EncoderInput, Router
 
 
-def _inputs(n: int, conditions: Sequence[str]) -> list[EncoderInput]:
+def _make_inputs(n: int, conditions: Sequence[str]) -> list[EncoderInput]:
     texts = [
-        dataclasses.replace(one, text=f"{one.text} {at}")
-        for at, one in enumerate(csts_inputs(n, False))
+        dataclasses.replace(item, text=f"{item.text} {index}")
+        for index, item in enumerate(csts_inputs(n, False))
     ]
     routers = [Router(condition, 0.05, True, True) for condition in conditions]
     return [dataclasses.replace(text, router=router) for text in texts for router in routers]
 
 
-def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> None:
-    chance = torch.Generator().manual_seed(0)
-    hidden = torch.randn(4, 9, 8, generator=chance)
+def test_pooling_with_different_routers_and_settings_matches_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 9, 8, generator=generator)
     spans = [(0, 9), (2, 5), (3, 4), (1, 8)]
     routes = [
-        Routes(torch.randn(k, 8, generator=chance), Router("", temperature, centre, standardize))
+        Routes(torch.randn(k, 8, generator=generator), Router("", temperature, centre, standardize))
         for k, temperature, centre, standardize in [
             (3, 0.05, True, True),
             (1, 1.0, False, True),
@@ -38,23 +38,23 @@ def test_inputs_with_other_routers_and_settings_get_the_vectors_of_the_cpu() -> 
             (3, 0.5, False, False),
         ]
     ]
-    own = hidden.clone().requires_grad_()
-    wanted = pool_routed(own, spans, routes)
-    wanted.square().sum().backward()
+    hidden_cpu = hidden.clone().requires_grad_()
+    expected = pool_routed(hidden_cpu, spans, routes)
+    expected.square().sum().backward()
 
     with StandIn():
-        theirs = hidden.clone().to("cuda").requires_grad_()
-        found = pool_routed(theirs, spans, routes)
-        found.square().sum().backward()
-        vectors, gradient = found.detach().cpu(), theirs.grad.cpu()
+        hidden_gpu = hidden.clone().to("cuda").requires_grad_()
+        actual = pool_routed(hidden_gpu, spans, routes)
+        actual.square().sum().backward()
+        vectors, gradient = actual.detach().cpu(), hidden_gpu.grad.cpu()
 
-    assert found.shape == (9, 8)
-    torch.testing.assert_close(vectors, wanted.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient, own.grad, atol=1e-3, rtol=1e-3)
+    assert actual.shape == (9, 8)
+    torch.testing.assert_close(vectors, expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient, hidden_cpu.grad, atol=1e-3, rtol=1e-3)
 
 
-def test_an_encoder_gives_the_vectors_of_the_cpu(tmp_path: Path) -> None:
-    inputs = _inputs(20, ["the place", "how many people there are"])
+def test_encoder_matches_cpu(tmp_path: Path) -> None:
+    inputs = _make_inputs(20, ["the place", "how many people there are"])
     on_cpu = (
         Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
     )
@@ -70,12 +70,16 @@ def test_an_encoder_gives_the_vectors_of_the_cpu(tmp_path: Path) -> None:
     assert np.abs(on_gpu[0] - on_gpu[1]).max() > 1e-3  # the router has an effect
 
 
-def test_launches_do_not_grow_with_the_inputs_or_their_routers(tmp_path: Path) -> None:
+def test_launches_do_not_grow_with_inputs_or_routers(tmp_path: Path) -> None:
     launches = []
     with StandIn() as gpu:
         encoder = Encoder(CheckEnvironment("cuda:0", tmp_path).resolve("minilm", "bfloat16"))
-        for inputs in (_inputs(16, ["a"]), _inputs(128, ["a"]), _inputs(16, list("abcdefgh"))):
-            queries = encoder.queries({one.router.text for one in inputs if one.router})
+        for inputs in (
+            _make_inputs(16, ["a"]),
+            _make_inputs(128, ["a"]),
+            _make_inputs(16, list("abcdefgh")),
+        ):
+            queries = encoder.queries({item.router.text for item in inputs if item.router})
             gpu.reset()
             encoder.encode_counted(inputs, queries)
             launches.append(gpu.n_launches)

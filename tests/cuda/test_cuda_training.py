@@ -1,4 +1,4 @@
-"""Training on the stand-in for a GPU: LoRA and QLoRA, stopped and resumed, as on the CPU."""
+"""Training on the stand-in for a GPU: LoRA and QLoRA, interrupted and resumed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("dtype", "quantize"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "4bit")]
 )
-def test_stopped_and_resumed_it_ends_bit_equal(
+def test_resumed_training_is_bit_identical(
     gpu: StandIn,
     tiny_checkpoint: Callable[..., Path],
     write_rows: Any,
@@ -31,37 +31,40 @@ def test_stopped_and_resumed_it_ends_bit_equal(
         pytest.importorskip("bitsandbytes")
     options = EncoderOptions(dtype=dtype, quantize=quantize, device="cuda", pooling="mean")
     model, data = tiny_checkpoint("mistral"), write_rows(small_rows)
-    make = partial(trainer_of, model, data, options=options, epochs=1, adapter_dropout=0.1)
-    whole = make(tmp_path / "whole")
-    whole.run(lambda *_: None)
+    make_trainer = partial(trainer_of, model, data, options=options, epochs=1, adapter_dropout=0.1)
+    uninterrupted = make_trainer(tmp_path / "whole")
+    uninterrupted.run(lambda *_: None)
     expected = {
-        name: value.detach().cpu() for name, value in whole.model.trained_parameters().items()
+        name: value.detach().cpu()
+        for name, value in uninterrupted.model.trained_parameters().items()
     }
 
-    again = resumed(partial(make, tmp_path / "again"), 4)
-    assert again.progress.step == 3
-    again.run(lambda *_: None)
+    continued = resumed(partial(make_trainer, tmp_path / "again"), 4)
+    assert continued.progress.step == 3
+    continued.run(lambda *_: None)
 
-    assert again.progress.curve == whole.progress.curve
-    for name, value in again.model.trained_parameters().items():
+    assert continued.progress.curve == uninterrupted.progress.curve
+    for name, value in continued.model.trained_parameters().items():
         assert value.is_cuda
         assert torch.equal(value.detach().cpu(), expected[name]), name
 
 
-def test_steps_are_those_of_the_cpu(
+def test_losses_match_cpu(
     tiny_checkpoint: Callable[..., Path], write_rows: Any, small_rows: Any, tmp_path: Path
 ) -> None:
     model, data, losses = tiny_checkpoint("mistral"), write_rows(small_rows), []
     for device in ("cpu", "cuda"):
         options = EncoderOptions(dtype="float32", device=device, pooling="mean")
-        seen: list[float] = []
+        step_losses: list[float] = []
         with StandIn() as gpu:
-            plain = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
-            trainer = trainer_of(model, data, tmp_path / device, options=options, **plain)
-            trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
+            settings = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
+            trainer = trainer_of(model, data, tmp_path / device, options=options, **settings)
+            trainer.run(
+                lambda progress, steps, loss, step_losses=step_losses: step_losses.append(loss)
+            )
             assert bool(gpu.n_launches) == (device == "cuda")
-            ours = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]
-            assert not ours, gpu.report()
-        losses.append(seen)
+            unpinned = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]
+            assert not unpinned, gpu.report()
+        losses.append(step_losses)
     assert len(losses[0]) > 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

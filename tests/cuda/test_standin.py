@@ -1,4 +1,4 @@
-"""Mistakes that a GPU punishes, made on purpose: the stand-in sees each of them."""
+"""The stand-in for a GPU detects mistakes that would fail or slow down a real GPU."""
 
 import gc
 from pathlib import Path
@@ -21,7 +21,7 @@ def load(folder: Path) -> Encoder:
     return Encoder(CheckEnvironment("cuda:0", folder).resolve("minilm", "bfloat16"))
 
 
-def test_a_tensor_that_was_left_on_the_cpu(
+def test_tensor_left_on_cpu_is_detected(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "move_to_device", lambda values, device: values)
@@ -29,65 +29,65 @@ def test_a_tensor_that_was_left_on_the_cpu(
         load(tmp_path)
 
 
-def test_a_copy_that_is_read_before_its_event(
+def test_copy_read_before_its_event_is_detected(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = load(tmp_path)
-    fetch = engine.copy_to_cpu
-    monkeypatch.setattr(engine, "copy_to_cpu", lambda values: (fetch(values)[0], None))
+    copy_to_cpu = engine.copy_to_cpu
+    monkeypatch.setattr(engine, "copy_to_cpu", lambda values: (copy_to_cpu(values)[0], None))
     with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine\.py"):
         encoder.encode_counted(INPUTS)
 
 
-def test_a_copy_from_memory_that_is_not_pinned(
+def test_copy_from_unpinned_memory_is_detected(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unpinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def copy_unpinned(values: torch.Tensor, device: torch.device) -> torch.Tensor:
         return values.to(device, non_blocking=True)
 
     encoder = load(tmp_path)
-    monkeypatch.setattr(forward, "move_to_device", unpinned)
+    monkeypatch.setattr(forward, "move_to_device", copy_unpinned)
     with pytest.raises(RuntimeError, match="memory that is not pinned"):
         encoder.encode_counted(INPUTS)
 
 
-def test_a_value_that_the_host_waits_for(
+def test_wait_of_host_is_counted(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = load(tmp_path)
     finish = engine.Engine.finish
 
-    def waits(own: Any, pooled: torch.Tensor) -> torch.Tensor:
+    def finish_with_wait(instance: Any, pooled: torch.Tensor) -> torch.Tensor:
         assert pooled.isfinite().all()
-        return finish(own, pooled)
+        return finish(instance, pooled)
 
     gpu.reset()
     encoder.encode_counted(INPUTS)
     assert not gpu.waits
-    monkeypatch.setattr(engine.Engine, "finish", waits)
+    monkeypatch.setattr(engine.Engine, "finish", finish_with_wait)
     encoder.encode_counted(INPUTS)
     assert gpu.waits.total() == 1
 
 
-def test_tensors_that_are_kept(
+def test_memory_of_retained_tensors_is_counted(
     gpu: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder, kept = load(tmp_path), []
+    encoder, retained = load(tmp_path), []
     finish = engine.Engine.finish
 
-    def keeps(own: Any, pooled: torch.Tensor) -> torch.Tensor:
-        kept.append(pooled)
-        return finish(own, pooled)
+    def finish_and_retain(instance: Any, pooled: torch.Tensor) -> torch.Tensor:
+        retained.append(pooled)
+        return finish(instance, pooled)
 
     gc.collect()
     before = gpu.used[0]
-    monkeypatch.setattr(engine.Engine, "finish", keeps)
+    monkeypatch.setattr(engine.Engine, "finish", finish_and_retain)
     encoder.encode_counted(INPUTS)
     gc.collect()
     assert gpu.used[0] == before + 8 * encoder.dim * 4
 
 
-def test_tensors_of_two_gpus() -> None:
+def test_tensors_of_two_gpus_cannot_be_combined() -> None:
     with StandIn(gpus=2):
         first, second = (torch.ones(2, device=f"cuda:{number}") for number in range(2))
         with pytest.raises(RuntimeError, match="same device"):
@@ -98,7 +98,7 @@ def test_tensors_of_two_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"cu_seq_q": torch.tensor([0, 3])}, "dtype int32"),
         ({"cu_seq_q": torch.tensor([0, 2], dtype=torch.int32)}, "do not cover"),
@@ -108,16 +108,24 @@ def test_tensors_of_two_gpus() -> None:
         ({"query": torch.zeros(3, 2, 12, dtype=torch.bfloat16)}, "multiple of 8"),
     ],
 )
-def test_what_flash_attention_does_not_take(gpu: StandIn, changes: Any, said: str) -> None:
+def test_invalid_flash_attention_arguments_are_rejected(
+    gpu: StandIn, changes: Any, message: str
+) -> None:
     from torch.nn.attention.varlen import varlen_attn
 
-    text = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    tensor = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
     ends = torch.tensor([0, 3], dtype=torch.int32)
-    given = {"query": text, "key": text, "value": text, "cu_seq_q": ends, "cu_seq_k": ends}
-    given = {**given, "max_q": 3, "max_k": 3}
+    arguments = {
+        "query": tensor,
+        "key": tensor,
+        "value": tensor,
+        "cu_seq_q": ends,
+        "cu_seq_k": ends,
+    }
+    arguments = {**arguments, "max_q": 3, "max_k": 3}
     on_gpu = {
         name: value.to("cuda") if isinstance(value, torch.Tensor) else value
-        for name, value in {**given, **changes}.items()
+        for name, value in {**arguments, **changes}.items()
     }
-    with pytest.raises((RuntimeError, ValueError), match=said):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         varlen_attn(**on_gpu)
