@@ -1,4 +1,4 @@
-"""`llmcond index` and `llmcond search`, as a user runs them."""
+"""``llmcond index`` and ``llmcond search`` on the command line."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from llmcond.workflows.options.texts import IndexOptions
 
 ROWS = [("a", "two men play in the park", "2019"), ("b", "children sit at the beach", "2024")]
 ROWS += [("c", "three women walk in the rain", "2025"), ("d", "two dogs play at the beach", "2020")]
-PLACE = ("--condition", "the place")
+CONDITION = ("--condition", "the place")
 
 
 @pytest.fixture
@@ -27,25 +27,25 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def made(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
-    made_by = ["--run", heads_run, "--head", "low", "--device", "cpu"]
+def index(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
+    run_options = ["--run", heads_run, "--head", "low", "--device", "cpu"]
     out = tmp_path / "index"
-    result = ok(capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *made_by)
+    result = ok(capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *run_options)
     assert (result["texts"], result["added"]) == (4, 4)
     return out
 
 
-def test_a_file_is_indexed_searched_and_changed(made: Path, texts: Path, capsys, tmp_path: Path):
-    query = ["search", made, "dogs at the beach", *PLACE, "-k", "2"]
-    found = ok(capsys, *query, "--where", "year >= 2020")
-    assert isinstance(found["results"][0]["year"], int)
-    assert [row["rank"] for row in found["results"]] == [1, 2]
-    assert set(found["results"][0]) == {"rank", "score", "text", "id", "year"}
-    assert found["searched"] == 3
+def test_index_is_created_searched_and_updated(index: Path, texts: Path, capsys, tmp_path: Path):
+    query = ["search", index, "dogs at the beach", *CONDITION, "-k", "2"]
+    hits = ok(capsys, *query, "--where", "year >= 2020")
+    assert isinstance(hits["results"][0]["year"], int)
+    assert [row["rank"] for row in hits["results"]] == [1, 2]
+    assert set(hits["results"][0]) == {"rank", "score", "text", "id", "year"}
+    assert hits["searched"] == 3
     (tmp_path / "gone.txt").write_text("a\nd\n")
-    result = ok(capsys, "index", "--out", made, "--delete", tmp_path / "gone.txt")
+    result = ok(capsys, "index", "--out", index, "--delete", tmp_path / "gone.txt")
     assert (result["deleted"], result["texts"]) == (2, 2)
-    result = ok(capsys, "index", texts, "--out", made, "--id", "id", "--keep", "year")
+    result = ok(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == ["the place"]
 
@@ -56,17 +56,17 @@ b,two,2024,-2e-3,False,99999,x,2024-02-01,,1,
 """
 
 
-def test_columns_of_a_csv_file_have_the_types_of_their_values(tmp_path, heads_run, capsys):
+def test_csv_column_types_are_inferred(tmp_path, heads_run, capsys):
     path, out = tmp_path / "typed.csv", tmp_path / "typed"
     path.write_text(TYPED)
-    made_by = ["--id", "id", "--run", heads_run, "--head", "low", "--device", "cpu"]
+    run_options = ["--id", "id", "--run", heads_run, "--head", "low", "--device", "cpu"]
     keep = ["--keep", *TYPED.split(maxsplit=1)[0].split(",")[2:]]
 
     def search(where: str) -> list[dict]:
-        found = ok(capsys, "search", out, "one", *PLACE, "--where", where)["results"]
-        return sorted(found, key=lambda row: row["id"])
+        hits = ok(capsys, "search", out, "one", *CONDITION, "--where", where)["results"]
+        return sorted(hits, key=lambda row: row["id"])
 
-    ok(capsys, "index", path, "--out", out, *keep, *made_by)
+    ok(capsys, "index", path, "--out", out, *keep, *run_options)
     first, second = search("true")
     assert [first[name] for name in keep[1:]] == [
         *(2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1)
@@ -75,153 +75,180 @@ def test_columns_of_a_csv_file_have_the_types_of_their_values(tmp_path, heads_ru
     where = "year > 2020 AND price < 0 AND NOT flag AND zip = '99999' AND day > '2024-01-31'"
     assert [row["id"] for row in search(where)] == ["b"]
     assert [row["id"] for row in search("gap IS NULL AND note = ''")] == ["b"]
-    # Later files are read as the types that the index has.
+    # Later files are read with the column types of the index.
     later = TYPED.split(maxsplit=1)[0] + "\nc,three,2025,3,true,7,8,9,10,11,\n"
     path.write_text(later)
-    ok(capsys, "index", path, "--out", out, *keep, *made_by)
+    ok(capsys, "index", path, "--out", out, *keep, *run_options)
     (third,) = search("id = 'c'")
     assert [third[name] for name in keep[1:]] == [
         *(2025, 3.0, True, "7", "8", "9", "10", "11", None)
     ]
     path.write_text(later.replace("c,three,2025", "d,four,unknown"))
-    said = refused(capsys, "index", path, "--out", out, *keep, *made_by)
-    assert "the column 'year' has the type int64 in the index" in said
-    assert "'unknown'" in said
-    assert ok(capsys, "search", out, "one", *PLACE)["searched"] == 3
+    message = refused(capsys, "index", path, "--out", out, *keep, *run_options)
+    assert "the column 'year' has the type int64 in the index" in message
+    assert "'unknown'" in message
+    assert ok(capsys, "search", out, "one", *CONDITION)["searched"] == 3
 
 
-def test_kept_columns_stay_longer_than_the_id_in_a_narrow_terminal(made: Path, capsys, monkeypatch):
+def test_narrow_table_drops_id_before_extra_columns(index: Path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "52")
-    assert run(["search", str(made), "two dogs", *PLACE]) == 0
-    shown = capsys.readouterr()
-    assert re.search("^ +rank +score +text +year *$", shown.out, re.MULTILINE)
-    assert "columns left out, because a line has only 52 characters: id (" in shown.err
+    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
+    captured = capsys.readouterr()
+    assert re.search("^ +rank +score +text +year *$", captured.out, re.MULTILINE)
+    assert "columns left out, because a line has only 52 characters: id (" in captured.err
     monkeypatch.setenv("COLUMNS", "200")
-    assert run(["search", str(made), "two dogs", *PLACE, "--explain"]) == 0
+    assert run(["search", str(index), "two dogs", *CONDITION, "--explain"]) == 0
     order = " +".join(["", "rank", "score", "text", "without", "rank without", "year", "id", "$"])
     assert re.search(f"^{order}", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_values_are_named_once(made: Path, texts: Path, capsys):
+def test_index_remembers_values_of_conditions(index: Path, texts: Path, capsys):
     values = ("--values", 'beach, "Hyde Park"')
-    ok(capsys, "index", texts, "--out", made, "--id", "id", "--keep", "year", *PLACE, *values)
-    reads = "the place, such as beach, Hyde Park"
-    found = ok(capsys, "search", made, "two dogs", *PLACE)
-    assert found["conditions"] == {reads: 1.0}
-    assert found["results"] == ok(capsys, "search", made, "two dogs", *PLACE, *values)["results"]
-    assert run(["search", str(made), "two dogs", *PLACE]) == 0
-    said = "'the place' has the values that the index records: beach, Hyde Park (--values '' for"
-    assert said in " ".join(capsys.readouterr().err.split())
-    plain = ok(capsys, "search", made, "two dogs", *PLACE, "--values", "")
-    assert plain["conditions"] == {"the place": 1.0}
-    assert plain["results"] != found["results"]
-    both = (*PLACE, *PLACE, "--values", "", *values, "--explain")
-    assert run(["search", str(made), "two dogs", *both]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"under the place under {reads}" in shown
-    several = (*PLACE, "--condition", "the number of people", *values, "--values", "")
-    assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "under the place under the number of people" in shown
-    said = refused(capsys, "index", "--out", made, "--delete", "a", *values)
-    assert "1 --values and 0 --condition" in said
-
-
-def test_hits_are_shown_in_a_table(made: Path, capsys):
-    several = [*PLACE, "--condition", "the number of people", "--weight", "1", "--weight", "0.5"]
-    assert run(["search", str(made), "two dogs", *several, "--explain"]) == 0
-    shown = capsys.readouterr().out
-    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
-        assert text in " ".join(shown.split())
-    assert all(row[1].split()[0] in shown for row in ROWS)
-
-
-def test_scores_without_a_condition_are_said_to_be_of_which_encoder(
-    tmp_path: Path, texts: Path, made: Path, heads_run: Path, capsys
-):
-    explained = ["two dogs", *PLACE, "--explain"]
-    assert run(["search", str(made), *explained]) == 0
-    shown = capsys.readouterr()
-    assert re.search(r"^without: bert\d+, no condition$", shown.err, re.MULTILINE)
-    assert ("rank without" in shown.out, "under the place" in shown.out) == (True, False)
-    joint = str(tmp_path / "joint")
-    made_by = ["--run", str(heads_run), "--head", "linear", "--device", "cpu"]
-    assert run(["index", str(texts), "--out", joint, *PLACE, *made_by]) == 0
-    capsys.readouterr()
-    assert run(["search", joint, *explained]) == 0
-    shown = capsys.readouterr()
-    assert "no condition; no ranks, because they need every text encoded" in shown.err
-    assert ("without" in shown.out, "rank without" in shown.out) == (True, False)
-
-
-def test_a_text_file_is_indexed_by_its_lines(tmp_path: Path, heads_run: Path, capsys):
-    (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
-    given = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
-    result = ok(capsys, *given, "--head", "linear", *PLACE)
-    assert (result["texts"], result["conditions"]) == (4, ["the place"])
-    assert ok(capsys, *given, "--head", "linear")["unchanged"] == 4
-
-
-def test_wrong_searches_are_told_in_a_line(made: Path, tmp_path: Path, capsys):
-    search = ["search", made, "dogs"]
-    assert "is not an index" in refused(capsys, "search", tmp_path, "dogs", *PLACE)
-    assert "required: --condition" in refused(capsys, *search)
-    assert "the query is empty" in refused(capsys, "search", made, "", *PLACE)
-    assert "k is 0" in refused(capsys, *search, *PLACE, "-k", "0")
-    assert "invalid int value" in refused(capsys, *search, *PLACE, "-k", "x")
-    assert "there is no column 'kind'" in refused(capsys, *search, *PLACE, "--where", "kind = 1")
-    assert "2 --weight and 1 --condition" in refused(
-        capsys, *search, *PLACE, "--weight", "1", "--weight", "2"
+    ok(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year", *CONDITION, *values)
+    condition_text = "the place, such as beach, Hyde Park"
+    with_values = ok(capsys, "search", index, "two dogs", *CONDITION)
+    assert with_values["conditions"] == {condition_text: 1.0}
+    assert (
+        with_values["results"]
+        == ok(capsys, "search", index, "two dogs", *CONDITION, *values)["results"]
     )
-    assert "a --condition is repeated" in refused(capsys, *search, *PLACE, *PLACE)
-    assert "every text anyway. Leave it out" in refused(capsys, *search, *PLACE, "--rerank", "3")
+    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
+    message = "'the place' has the values that the index records: beach, Hyde Park (--values '' for"
+    assert message in " ".join(capsys.readouterr().err.split())
+    without_values = ok(capsys, "search", index, "two dogs", *CONDITION, "--values", "")
+    assert without_values["conditions"] == {"the place": 1.0}
+    assert without_values["results"] != with_values["results"]
+    conditions = (*CONDITION, *CONDITION, "--values", "", *values, "--explain")
+    assert run(["search", str(index), "two dogs", *conditions]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"under the place under {condition_text}" in output
+    several_conditions = (
+        *CONDITION,
+        "--condition",
+        "the number of people",
+        *values,
+        "--values",
+        "",
+    )
+    assert run(["search", str(index), "two dogs", *several_conditions, "--explain"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "under the place under the number of people" in output
+    message = refused(capsys, "index", "--out", index, "--delete", "a", *values)
+    assert "1 --values and 0 --condition" in message
 
 
-def test_wrong_texts_are_told_in_a_line(made: Path, texts: Path, tmp_path: Path, capsys):
-    def told(*arguments: object) -> str:
+def test_hits_are_printed_as_table(index: Path, capsys):
+    conditions = [
+        *CONDITION,
+        "--condition",
+        "the number of people",
+        "--weight",
+        "1",
+        "--weight",
+        "0.5",
+    ]
+    assert run(["search", str(index), "two dogs", *conditions, "--explain"]) == 0
+    output = capsys.readouterr().out
+    for text in ("rank", "score", "id", "year", "under the place", "without", "rank without"):
+        assert text in " ".join(output.split())
+    assert all(row[1].split()[0] in output for row in ROWS)
+
+
+def test_explain_names_encoder_of_unconditional_scores(
+    tmp_path: Path, texts: Path, index: Path, heads_run: Path, capsys
+):
+    query = ["two dogs", *CONDITION, "--explain"]
+    assert run(["search", str(index), *query]) == 0
+    captured = capsys.readouterr()
+    assert re.search(r"^without: bert\d+, no condition$", captured.err, re.MULTILINE)
+    assert ("rank without" in captured.out, "under the place" in captured.out) == (True, False)
+    joint = str(tmp_path / "joint")
+    run_options = ["--run", str(heads_run), "--head", "linear", "--device", "cpu"]
+    assert run(["index", str(texts), "--out", joint, *CONDITION, *run_options]) == 0
+    capsys.readouterr()
+    assert run(["search", joint, *query]) == 0
+    captured = capsys.readouterr()
+    assert "no condition; no ranks, because they need every text encoded" in captured.err
+    assert ("without" in captured.out, "rank without" in captured.out) == (True, False)
+
+
+def test_text_file_is_indexed_by_line(tmp_path: Path, heads_run: Path, capsys):
+    (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
+    command = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
+    result = ok(capsys, *command, "--head", "linear", *CONDITION)
+    assert (result["texts"], result["conditions"]) == (4, ["the place"])
+    assert ok(capsys, *command, "--head", "linear")["unchanged"] == 4
+
+
+def test_invalid_search_reports_one_line(index: Path, tmp_path: Path, capsys):
+    search = ["search", index, "dogs"]
+    assert "is not an index" in refused(capsys, "search", tmp_path, "dogs", *CONDITION)
+    assert "required: --condition" in refused(capsys, *search)
+    assert "the query is empty" in refused(capsys, "search", index, "", *CONDITION)
+    assert "k is 0" in refused(capsys, *search, *CONDITION, "-k", "0")
+    assert "invalid int value" in refused(capsys, *search, *CONDITION, "-k", "x")
+    assert "there is no column 'kind'" in refused(
+        capsys, *search, *CONDITION, "--where", "kind = 1"
+    )
+    assert "2 --weight and 1 --condition" in refused(
+        capsys, *search, *CONDITION, "--weight", "1", "--weight", "2"
+    )
+    assert "a --condition is repeated" in refused(capsys, *search, *CONDITION, *CONDITION)
+    assert "every text anyway. Leave it out" in refused(
+        capsys, *search, *CONDITION, "--rerank", "3"
+    )
+
+
+def test_invalid_index_input_reports_one_line(index: Path, texts: Path, tmp_path: Path, capsys):
+    def index_error(*arguments: object) -> str:
         return refused(capsys, "index", *arguments)
 
     new = ["--out", tmp_path / "new"]
-    assert "Name TEXTS to create one" in told(*new)
-    assert "does not exist" in told(tmp_path / "none.csv", *new)
-    assert "there is nothing to do" in told("--out", made)
-    assert "has no column 'body'" in told(texts, *new, "--text", "body")
-    assert "has no column 'key'" in told(texts, *new, "--id", "key")
-    double = tmp_path / "double.csv"
-    double.write_text("id,text\nx,one\ny, \nx,two\n")
-    assert "row 2 of double.csv: text is empty" in told(double, *new, "--id", "id")
-    double.write_text("id,text\nx,one\ny,two\nx,three\n")
-    assert "the rows 1 and 3 have the same id, 'x'" in told(double, *new, "--id", "id")
+    assert "Name TEXTS to create one" in index_error(*new)
+    assert "does not exist" in index_error(tmp_path / "none.csv", *new)
+    assert "there is nothing to do" in index_error("--out", index)
+    assert "has no column 'body'" in index_error(texts, *new, "--text", "body")
+    assert "has no column 'key'" in index_error(texts, *new, "--id", "key")
+    path = tmp_path / "double.csv"
+    path.write_text("id,text\nx,one\ny, \nx,two\n")
+    assert "row 2 of double.csv: text is empty" in index_error(path, *new, "--id", "id")
+    path.write_text("id,text\nx,one\ny,two\nx,three\n")
+    assert "the rows 1 and 3 have the same id, 'x'" in index_error(path, *new, "--id", "id")
     assert not (tmp_path / "new").exists()
-    assert "another head" in told(texts, "--out", made, "--head", "relu")
-    assert "is reserved" in told(texts, "--out", made, "--id", "id", "--keep", "id")
+    assert "another head" in index_error(texts, "--out", index, "--head", "relu")
+    assert "is reserved" in index_error(texts, "--out", index, "--id", "id", "--keep", "id")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.json").write_text(json.dumps({}))
-    assert "is not an index" in told(texts, "--out", tmp_path / "folder")
+    assert "is not an index" in index_error(texts, "--out", tmp_path / "folder")
 
 
-def test_a_guide_is_recorded_and_followed(made: Path, tmp_path: Path, capsys):
+def test_guide_is_recorded_and_applied(index: Path, tmp_path: Path, capsys):
     labels = tmp_path / "labels.csv"
     labels.write_text("text,label\nmen in the park,park\ndogs at the beach,beach\na park,park\n")
     values = ("--values", "park, beach")
-    before = ok(capsys, "search", made, "two dogs", *PLACE, *values)
-    index = ("index", "--out", made)
-    result = ok(capsys, *index, *PLACE, *values, "--guide", labels)
-    reads = "the place, such as park, beach"
+    before = ok(capsys, "search", index, "two dogs", *CONDITION, *values)
+    command = ("index", "--out", index)
+    result = ok(capsys, *command, *CONDITION, *values, "--guide", labels)
+    condition_text = "the place, such as park, beach"
     guide = {"labels": {"park": 2, "beach": 1}, "source": "labels.csv"}
-    assert result["guides"] == {reads: guide}
-    found = ok(capsys, "search", made, "two dogs", *PLACE)
-    assert (found["guides"], found["conditions"]) == ({reads: guide}, {reads: 1.0})
-    assert found["results"] != before["results"]
-    assert run(["search", str(made), "two dogs", *PLACE]) == 0
+    assert result["guides"] == {condition_text: guide}
+    guided = ok(capsys, "search", index, "two dogs", *CONDITION)
+    assert (guided["guides"], guided["conditions"]) == (
+        {condition_text: guide},
+        {condition_text: 1.0},
+    )
+    assert guided["results"] != before["results"]
+    assert run(["search", str(index), "two dogs", *CONDITION]) == 0
     messages = " ".join(capsys.readouterr().err.split())
     assert "'the place' is guided by labelled texts: park, beach (labels.csv)" in messages
-    assert "no column condition, but there are 0" in refused(capsys, *index, "--guide", labels)
-    assert "does not exist" in refused(capsys, *index, *PLACE, "--guide", tmp_path / "other.csv")
-    assert "Name it: --condition" in refused(capsys, *index, "--guide", "none")
-    assert "guides" not in ok(capsys, *index, *PLACE, "--guide", "none")
-    after = ok(capsys, "search", made, "two dogs", *PLACE)
+    assert "no column condition, but there are 0" in refused(capsys, *command, "--guide", labels)
+    assert "does not exist" in refused(
+        capsys, *command, *CONDITION, "--guide", tmp_path / "other.csv"
+    )
+    assert "Name it: --condition" in refused(capsys, *command, "--guide", "none")
+    assert "guides" not in ok(capsys, *command, *CONDITION, "--guide", "none")
+    after = ok(capsys, "search", index, "two dogs", *CONDITION)
     assert after["results"] == before["results"]
     table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
-    result = index_texts(IndexOptions(out=made, condition=["the place"], guide=table))
-    assert result.to_json()["guides"][reads]["labels"] == {"a": 1, "b": 1}
+    result = index_texts(IndexOptions(out=index, condition=["the place"], guide=table))
+    assert result.to_json()["guides"][condition_text]["labels"] == {"a": 1, "b": 1}

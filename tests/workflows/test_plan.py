@@ -1,4 +1,4 @@
-"""The dry run of an extraction says what the extraction then does, and writes nothing."""
+"""The dry run of an extraction predicts what the extraction does, and writes nothing."""
 
 import json
 import random
@@ -26,8 +26,8 @@ PROMPTS = ("concat-cond-sent", "routed")
 
 
 @pytest.fixture(scope="module")
-def given(tiny_checkpoint, tmp_path_factory):
-    """Rows of 6,002 distinct inputs under a prompt, of which some are tokenised."""
+def settings(tiny_checkpoint, tmp_path_factory):
+    """Settings with data of 6,002 distinct inputs per prompt, of which a sample is tokenised."""
     data = tmp_path_factory.mktemp("data") / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     for i in range(3_000):
@@ -38,29 +38,29 @@ def given(tiny_checkpoint, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def extracted(one_thread, given, tmp_path_factory):
+def extracted_run(one_thread, settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp("extracted") / "run"
-    return folder, extract(**given, run=folder, prompt=PROMPTS)
+    return folder, extract(**settings, run=folder, prompt=PROMPTS)
 
 
-def test_what_is_planned_is_done(given, extracted, tmp_path):
-    folder, done = extracted
-    found = extract(plan=True, **given, run=tmp_path / "run", prompt=PROMPTS, price=2.0)
-    for name, extraction in done.prompts.items():
-        assert found.n_inputs[name] == found.n_missing[name] == extraction.n_computed
-    tokens = sum(extraction.n_tokens for extraction in done.prompts.values())
-    assert found.tokens.low <= tokens <= found.tokens.high
-    assert found.tokens.high - found.tokens.low < 0.1 * tokens
+def test_plan_matches_extraction(settings, extracted_run, tmp_path):
+    folder, result = extracted_run
+    plan = extract(plan=True, **settings, run=tmp_path / "run", prompt=PROMPTS, price=2.0)
+    for name, extraction in result.prompts.items():
+        assert plan.n_inputs[name] == plan.n_missing[name] == extraction.n_computed
+    tokens = sum(extraction.n_tokens for extraction in result.prompts.values())
+    assert plan.tokens.low <= tokens <= plan.tokens.high
+    assert plan.tokens.high - plan.tokens.low < 0.1 * tokens
     files = (open_any_run(folder).store().folder / "vectors.lance" / "data").iterdir()
-    assert sum(file.stat().st_size for file in files) == pytest.approx(found.n_bytes, rel=0.25)
-    assert found.cost.value == pytest.approx(2 * found.hours.value)
+    assert sum(file.stat().st_size for file in files) == pytest.approx(plan.n_bytes, rel=0.25)
+    assert plan.cost.value == pytest.approx(2 * plan.hours.value)
     dataset = lance.dataset(str(open_any_run(folder).store().folder / "vectors.lance"))
-    assert found.commits == found.fragments == dataset.version == 12
+    assert plan.commits == plan.fragments == dataset.version == 12
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_speed_is_that_of_a_warm_model(tmp_path):
-    """The first call takes ten minutes, and every third one is disturbed."""
+def test_speed_excludes_warmup_and_outliers(tmp_path):
+    """The first call takes ten minutes, and every third call is seven seconds slower."""
     inputs = [EncoderInput("", f"text {number:04d}") for number in range(4_000)]
     missing = count_missing(FeatureStore(tmp_path / "none", IDENTITY, "float16"), inputs, 500)
     calls = []
@@ -71,76 +71,82 @@ def test_the_speed_is_that_of_a_warm_model(tmp_path):
         return disturbance + sum(item.size for item in items) / 9_000
 
     assert _estimate_seconds(missing, encode) == pytest.approx(4)
-    assert max(calls) > 500  # so many that they take half a second
+    assert max(calls) > 500  # samples grow until a call takes half a second
 
 
 @pytest.mark.parametrize("task", ["csts", "dialogue", "kgc"])
-def test_every_task_is_planned(given, task, tmp_path):
-    """Of the bundled samples, with a store elsewhere, that is not made either."""
-    asked = {**given, "data": None, "task": task, "store": str(tmp_path / "store")}
-    found = extract(plan=True, **asked, run=tmp_path / "run")
+def test_plan_supports_every_task(settings, task, tmp_path):
+    """The feature store is outside the run, and planning does not create it either."""
+    options = {**settings, "data": None, "task": task, "store": str(tmp_path / "store")}
+    plan = extract(plan=True, **options, run=tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
-    done = extract(**asked, run=tmp_path / "run")
-    ((name, extraction),) = done.prompts.items()
-    assert found.n_missing == {name: extraction.n_computed}
-    made = open_any_run(tmp_path / "run")
-    # Truncated ones are counted as they are cut.
+    result = extract(**options, run=tmp_path / "run")
+    ((name, extraction),) = result.prompts.items()
+    assert plan.n_missing == {name: extraction.n_computed}
+    finished_run = open_any_run(tmp_path / "run")
+    # Truncated inputs would count with their truncated length.
     assert extraction.n_truncated == 0
-    assert found.tokens.low <= extraction.n_tokens <= found.tokens.high
-    assert found.n_bytes == round(len(made.store()) * row_bytes(found.dim, "float16"))
-    assert made.store().folder.parent == tmp_path / "store"
-    again = extract(plan=True, **asked, run=tmp_path / "run")
-    assert sum(again.n_missing.values()) == 0
+    assert plan.tokens.low <= extraction.n_tokens <= plan.tokens.high
+    assert plan.n_bytes == round(len(finished_run.store()) * row_bytes(plan.dim, "float16"))
+    assert finished_run.store().folder.parent == tmp_path / "store"
+    second_plan = extract(plan=True, **options, run=tmp_path / "run")
+    assert sum(second_plan.n_missing.values()) == 0
 
 
-def test_intervals_hold_what_they_say(given, tmp_path):
-    """Of data with a rhythm: each text comes under two conditions, and behind a short one."""
-    resolved = resolve(given["model"], OPTIONS)
-    store, right = FeatureStore(tmp_path / "none", resolved.identity, "float16"), 0
-    for part in range(20):
-        lengths = random.Random(part).choices(range(12), k=625)
-        texts = [f"{part} number {i} " + "walk " * n for i, n in enumerate(lengths)]
-        own = [EncoderInput("", also + text) for text in texts for also in ("", "the place ")]
-        inputs = [one for item in own for one in (EncoderInput("", f"{item.key.hex()[:4]}"), item)]
+def test_token_intervals_cover_actual_count(settings, tmp_path):
+    """The data is periodic: each text has two conditions, and a short text precedes it."""
+    resolved = resolve(settings["model"], OPTIONS)
+    store, n_covered = FeatureStore(tmp_path / "none", resolved.identity, "float16"), 0
+    for seed in range(20):
+        lengths = random.Random(seed).choices(range(12), k=625)
+        texts = [f"{seed} number {i} " + "walk " * n for i, n in enumerate(lengths)]
+        long_inputs = [
+            EncoderInput("", prefix + text) for text in texts for prefix in ("", "the place ")
+        ]
+        inputs = [
+            item
+            for long_input in long_inputs
+            for item in (EncoderInput("", f"{long_input.key.hex()[:4]}"), long_input)
+        ]
         inputs = list(dict.fromkeys(inputs))
-        found = _estimate_tokens(resolved, count_missing(store, inputs, 500))
-        right += found.low <= _count_tokens(resolved, inputs).sum() <= found.high
-        assert found.high - found.low > 0
-    assert right >= 17
+        estimate = _estimate_tokens(resolved, count_missing(store, inputs, 500))
+        n_covered += estimate.low <= _count_tokens(resolved, inputs).sum() <= estimate.high
+        assert estimate.high - estimate.low > 0
+    assert n_covered >= 17
 
 
-def test_what_the_extraction_would_refuse_is_refused(given, extracted, capsys, tmp_path):
-    folder = extracted[0]
-    other = tmp_path / "other.csv"
+def test_plan_and_extraction_reject_same_options(settings, extracted_run, capsys, tmp_path):
+    folder = extracted_run[0]
+    other_data = tmp_path / "other.csv"
     rows = [f"a dog {i},a cat {i},the place,{i}" for i in range(1, 6)]
-    other.write_text("\n".join(["sentence1,sentence2,condition,label", *rows]))
+    other_data.write_text("\n".join(["sentence1,sentence2,condition,label", *rows]))
     fixed = ["--pooling", "mean", "--normalize", "--dtype", "float32", "--device", "cpu"]
-    command = ["extract", "--plan", "--model", given["model"], "--run", str(folder), *fixed]
-    for options, words in (
-        (["--data", str(other)], "has other examples"),
+    command = ["extract", "--plan", "--model", settings["model"], "--run", str(folder), *fixed]
+    for options, message in (
+        (["--data", str(other_data)], "has other examples"),
         (["--store", str(tmp_path / "store")], "stores features in"),
         (["--store-dtype", "float32"], "stores features as float16"),
         (["--task", "kgc"], "is a run of the task csts"),
     ):
-        for planned in (command, [own for own in command if own != "--plan"]):
-            assert run([*planned, *options]) == 2
-            (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
-            assert words in line
+        for arguments in (command, [option for option in command if option != "--plan"]):
+            assert run([*arguments, *options]) == 2
+            (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
+            assert message in line
 
 
-def test_only_what_a_run_lacks_is_planned(given, extracted, tmp_path):
-    folder = shutil.copytree(extracted[0], tmp_path / "run")
+def test_plan_counts_only_missing_inputs(settings, extracted_run, tmp_path):
+    folder = shutil.copytree(extracted_run[0], tmp_path / "run")
     before = {path: path.stat().st_mtime for path in folder.rglob("*")}
     prompts = (*PROMPTS, "concat-sent-cond")
-    found = extract(plan=True, **given, run=folder, prompt=prompts)
-    assert found.n_missing == {"concat-cond-sent": 0, "routed": 0, "concat-sent-cond": 6_000}
+    plan = extract(plan=True, **settings, run=folder, prompt=prompts)
+    assert plan.n_missing == {"concat-cond-sent": 0, "routed": 0, "concat-sent-cond": 6_000}
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
-    done = extract(plan=True, **given, run=folder, prompt=PROMPTS)
-    assert (done.tokens.value, done.hours, done.fragments) == (0, None, 0)
-    assert "hours" not in [row["plan"] for row in done.rows()]
+    second_plan = extract(plan=True, **settings, run=folder, prompt=PROMPTS)
+    assert (second_plan.tokens.value, second_plan.hours, second_plan.fragments) == (0, None, 0)
+    assert "hours" not in [row["plan"] for row in second_plan.rows()]
 
 
-def record(tmp_path, **changes):
+def write_benchmark(tmp_path, **changes):
     speed = {"model": "someone", "precision": "float32", "way": "packed", "inputs": "C-STS"}
     speeds = [
         {**speed, "n": 10, "tokens": 100, "tokens_per_second": 1_000.0, **changes},
@@ -152,33 +158,33 @@ def record(tmp_path, **changes):
     return path
 
 
-def test_hours_are_those_of_a_recorded_machine(given, tmp_path):
-    bench = record(tmp_path, model=given["model"])
-    found = extract(plan=True, **given, run=tmp_path / "run", bench=bench, scale="ray", actors=4)
-    assert found.tokens_per_second == 1_000  # of inputs that are about as long
-    assert found.rate_of.startswith("a CPU, C-STS")
-    assert found.hours.value == pytest.approx(found.tokens.value / 1_000 / 3_600)
-    assert found.wall_hours.value == pytest.approx(found.hours.value / 4)
-    assert found.fragments == 6  # of a part each: that takes more than ten seconds
-    assert found.rows()[-1] == {"plan": "fragments, commits", "": f"6, {found.commits}"}
+def test_hours_follow_speed_of_benchmark(settings, tmp_path):
+    bench = write_benchmark(tmp_path, model=settings["model"])
+    plan = extract(plan=True, **settings, run=tmp_path / "run", bench=bench, scale="ray", actors=4)
+    assert plan.tokens_per_second == 1_000  # the speed with inputs of similar length
+    assert plan.rate_of.startswith("a CPU, C-STS")
+    assert plan.hours.value == pytest.approx(plan.tokens.value / 1_000 / 3_600)
+    assert plan.wall_hours.value == pytest.approx(plan.hours.value / 4)
+    assert plan.fragments == 6  # one for each part, because a part takes more than ten seconds
+    assert plan.rows()[-1] == {"plan": "fragments, commits", "": f"6, {plan.commits}"}
 
 
 @pytest.mark.parametrize(
     ("hours", "gpus", "expected"),
     [
-        (64 * 3.94, 1, (93_128, 5_821)),  # items of 21 parts of 512 rows
-        (64 * 0.1, 0, (15_385, 962)),  # of 64 parts of 1,024, but for the first
+        (64 * 3.94, 1, (93_128, 5_821)),  # work units of 21 parts of 512 rows
+        (64 * 0.1, 0, (15_385, 962)),  # work units of 64 parts of 1,024 rows, except the first one
         (10_000, 0, (976_563, 61_036)),  # a part takes longer than ten seconds
     ],
 )
-def test_fragments_are_what_actors_write_in_ten_seconds(hours, gpus, expected):
+def test_actors_write_one_fragment_every_ten_seconds(hours, gpus, expected):
     cluster = RayCluster(actors=64, gpus_per_actor=gpus)
     assert estimate_commits(10**9, 3_600 * hours / 64, cluster, 64) == expected
 
 
-def test_records_that_are_none_are_one_line(given, tmp_path):
+def test_invalid_benchmark_is_rejected(settings, tmp_path):
     bench = tmp_path / "bench.json"
-    for text, words in (
+    for text, message in (
         ('{"speeds": []}', "the key 'machine' is missing"),
         (
             '{"machine": {}, "speeds": [{"model": "minilm"}]}',
@@ -187,14 +193,14 @@ def test_records_that_are_none_are_one_line(given, tmp_path):
         ("[1]", "holds a JSON list"),
     ):
         bench.write_text(text)
-        with pytest.raises(LlmcondError, match=words):
-            extract(plan=True, **given, run=tmp_path / "run", bench=bench)
+        with pytest.raises(LlmcondError, match=message):
+            extract(plan=True, **settings, run=tmp_path / "run", bench=bench)
 
 
-def test_wrong_choices_are_one_line(capsys, given, tmp_path):
-    bench = record(tmp_path)
-    command = ["extract", "--model", given["model"], "--run", str(tmp_path / "run")]
-    for options, words in (
+def test_invalid_plan_options_report_one_line(capsys, settings, tmp_path):
+    bench = write_benchmark(tmp_path)
+    command = ["extract", "--model", settings["model"], "--run", str(tmp_path / "run")]
+    for options, message in (
         (["--price", "1"], "--price needs --plan"),
         (["--plan", "--price", "-1"], "price is -1; it must be at least 0"),
         (["--plan", "--price", "nan"], "price is nan"),
@@ -206,5 +212,5 @@ def test_wrong_choices_are_one_line(capsys, given, tmp_path):
         (["--plan", "--bench", str(tmp_path / "none.json")], "does not exist"),
     ):
         assert run([*command, *options]) == 2
-        (line,) = [own for own in capsys.readouterr().err.splitlines() if "error" in own]
-        assert words in line
+        (line,) = [text for text in capsys.readouterr().err.splitlines() if "error" in text]
+        assert message in line

@@ -1,4 +1,4 @@
-"""`--values` beside `--condition`, as a user runs it; index, search and serve have theirs."""
+"""``--values`` with ``--condition``; index, search and serve have their own tests."""
 
 import pytest
 from helpers.commands import ok, refused
@@ -15,34 +15,34 @@ def command(tiny_run):
     return ("similarity", *PAIR, "--run", str(tiny_run), "--device", "cpu")
 
 
-def test_similarity_is_that_under_the_condition_with_its_values(command, tiny_run, capsys):
-    place, people = ("--condition", "the place"), ("--condition", "the number of people")
-    both = (*place, *people, "--values", 'park, "Paris, Texas"', "--values", "")
-    first, second = ok(capsys, *command, *both)["similarities"]
+def test_values_change_similarity_under_condition(command, tiny_run, capsys):
+    location, people = ("--condition", "the place"), ("--condition", "the number of people")
+    options = (*location, *people, "--values", 'park, "Paris, Texas"', "--values", "")
+    first, second = ok(capsys, *command, *options)["similarities"]
     assert (first["condition"], first["values"]) == ("the place", [*VALUES])
     assert set(second) == {"condition", "similarity"}
     embedder = llmcond.load_embedder(tiny_run, device="cpu")
-    found = embedder.similarity(*PAIR, llmcond.Condition("the place", VALUES))
-    assert first["similarity"] == pytest.approx(found, abs=1e-5)
-    (plain,) = ok(capsys, *command, *place)["similarities"]
-    assert abs(plain["similarity"] - first["similarity"]) > 1e-4
-    # Whoever writes the same text out gets the same.
-    written = ("--condition", "the place, such as park, Paris, Texas")
-    (same,) = ok(capsys, *command, *written)["similarities"]
-    assert same["similarity"] == first["similarity"]
+    expected = embedder.similarity(*PAIR, llmcond.Condition("the place", VALUES))
+    assert first["similarity"] == pytest.approx(expected, abs=1e-5)
+    (without_values,) = ok(capsys, *command, *location)["similarities"]
+    assert abs(without_values["similarity"] - first["similarity"]) > 1e-4
+    # A condition that contains the values as text gives the same similarity.
+    full_condition = ("--condition", "the place, such as park, Paris, Texas")
+    (equivalent,) = ok(capsys, *command, *full_condition)["similarities"]
+    assert equivalent["similarity"] == first["similarity"]
 
 
-def test_the_table_has_values_where_there_are_some(command, capsys):
+def test_table_has_values_column_if_any(command, capsys):
     assert run([*command, "--condition", "the place", "--values", "park, beach"]) == 0
-    shown = capsys.readouterr().out.split()
-    assert shown[:3] == ["condition", "values", "similarity"]
-    assert "park, beach" in " ".join(shown)
+    cells = capsys.readouterr().out.split()
+    assert cells[:3] == ["condition", "values", "similarity"]
+    assert "park, beach" in " ".join(cells)
     assert run([*command, "--condition", "the place"]) == 0
     assert "values" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         (("--values", "a", "--values", "b"), "there are 2 --values and 3 --condition. Give"),
         (("--values", "a, 'b"), "1 --values and 3 --condition"),
@@ -50,6 +50,6 @@ def test_the_table_has_values_where_there_are_some(command, capsys):
         (("--values", ",".join(map(str, range(65))), "--values", "", "--values", ""), "at most 64"),
     ],
 )
-def test_wrong_values_are_refused_in_a_line(command, capsys, given, said):
-    three = [word for one in "abc" for word in ("--condition", one)]
-    assert said in refused(capsys, *command, *three, *given)
+def test_invalid_values_are_rejected(command, capsys, options, message):
+    conditions = [word for text in "abc" for word in ("--condition", text)]
+    assert message in refused(capsys, *command, *conditions, *options)
