@@ -1,4 +1,4 @@
-"""Analyses of heads, as the workflow lays them out."""
+"""The workflow that analyses heads."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from llmcond.errors import UserError
 
 
 @pytest.mark.parametrize("top", [0, 1])
-def test_so_many_of_the_changed_rows_are_listed(fitted, tmp_path, top):
-    found = llmcond.analyse(run=fitted, what=["examples"], out=tmp_path, top=top).to_json()
-    (head,) = found["examples"]
-    for which in ("better", "worse"):
-        assert len(head[which]) == min(top, head[f"n_{which}"])
+def test_top_limits_listed_examples(fitted, tmp_path, top):
+    report = llmcond.analyse(run=fitted, what=["examples"], out=tmp_path, top=top).to_json()
+    (head,) = report["examples"]
+    for direction in ("better", "worse"):
+        assert len(head[direction]) == min(top, head[f"n_{direction}"])
     assert head["n_better"] + head["n_worse"] > 1
 
 
-def test_a_number_of_rows_below_0_is_refused(fitted):
+def test_negative_top_is_rejected(fitted):
     with pytest.raises(UserError, match=r"--top is -1; it must be at least 0"):
         llmcond.analyse(run=fitted, what=["examples"], top=-1)
