@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, nothing lost, and the same figures as one fit after another."""
+"""Sweeps: each combination is fitted once, no fit is lost, and scores match single fits."""
 
 import json
 import os
@@ -33,22 +33,19 @@ from llmcond.report import sweeps
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
-#: The module, which the package's function of that name hides.
-MODULE, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
+#: The modules whose functions the tests count or replace.
+TRIALS, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
 
 J, S = "concat-sent-cond", "separate"
 BOTH = f"{J}+{S}"
-#: Of Student's distribution, the 97.5 % quantile for 2 and 3 values.
 
 
 @pytest.fixture
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run in a folder with small recipes of two names."""
     monkeypatch.chdir(tmp_path)
-    bundled = (llmcond.bundled.bundled_folder("heads") / "mlp.toml").read_text()
-    lines = [
-        line for line in bundled.splitlines() if line.split(" ")[0] not in ("hidden", "epochs")
-    ]
+    recipe = (llmcond.bundled.bundled_folder("heads") / "mlp.toml").read_text()
+    lines = [line for line in recipe.splitlines() if line.split(" ")[0] not in ("hidden", "epochs")]
     for name, hidden in (("small", 8), ("smaller", 4)):
         text = "\n".join([*lines, f"hidden = {hidden}", "epochs = 2", ""])
         Path(f"{name}.toml").write_text(text)
@@ -66,27 +63,27 @@ def two_prompts(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path, one_th
 
 
 @pytest.fixture
-def own(two_prompts: Path, tmp_path: Path) -> Path:
+def folder(two_prompts: Path, tmp_path: Path) -> Path:
     """A copy of the run that a test may change."""
     return Path(shutil.copytree(two_prompts, tmp_path / "own"))
 
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
-    """Every fit of a sweep in this process, by its recipe, size and seed."""
-    made: list[tuple[str, int | None, int]] = []
+    """The recipe, size and seed of every fit of a sweep in this process."""
+    calls: list[tuple[str, int | None, int]] = []
     fit = FITS.fit_recipe
 
-    def counted(recipe, pairs, dev, seed, *others):
-        made.append((recipe.name, recipe.dim, seed))
+    def count_fit(recipe, pairs, dev, seed, *others):
+        calls.append((recipe.name, recipe.dim, seed))
         return fit(recipe, pairs, dev, seed, *others)
 
-    monkeypatch.setattr(FITS, "fit_recipe", counted)
-    return made
+    monkeypatch.setattr(FITS, "fit_recipe", count_fit)
+    return calls
 
 
-def swept(capsys, folder, *arguments, prompt=J, workers=1):
-    """Sweep with --json; return the rows, and what was told."""
+def run_sweep(capsys, folder, *arguments, prompt=J, workers=1):
+    """Run a sweep with ``--json``, and return its rows and its messages."""
     options = ["--run", str(folder), "--workers", str(workers), "--json", "--prompt", prompt]
     assert run(["sweep", *options, *map(str, arguments)]) == 0
     captured = capsys.readouterr()
@@ -94,8 +91,8 @@ def swept(capsys, folder, *arguments, prompt=J, workers=1):
     return json.loads(captured.out)["results"], captured.err
 
 
-def kept(folder):
-    """Return what is kept of each fit, by the file."""
+def load_fits(folder):
+    """Return the stored result of each fit, by file."""
     return {path: json.loads(path.read_text()) for path in (folder / "sweep").glob("*.json")}
 
 
@@ -106,18 +103,18 @@ DIMS_TEXT = [str(part) for part in DIMS]
 # -- what is fitted ----------------------------------------------------------------------------
 
 
-def test_every_combination_is_fitted_once(capsys, own, fits):
+def test_every_combination_is_fitted_once(capsys, folder, fits):
     vary = ("--vary", "dim=2,4", "learning_rate=0.001,0.01", "--seeds", 2)
     heads = ("--head", "small.toml", "linear", "--set", "epochs=2", "--prompt", BOTH)
-    rows, told = swept(capsys, own, *heads, *vary)
-    assert "32 fits, 0 of them already done" in told
-    assert len(fits) == len(kept(own)) == 32
+    rows, messages = run_sweep(capsys, folder, *heads, *vary)
+    assert "32 fits, 0 of them already done" in messages
+    assert len(fits) == len(load_fits(folder)) == 32
     assert len(set(fits)) == 2 * 2 * 2
-    found = {
+    combinations = {
         (row["head"], row["prompt"], row["settings"]["dim"], row["settings"]["learning_rate"])
         for row in rows
     }
-    assert len(found) == len(rows) == 16
+    assert len(combinations) == len(rows) == 16
     for row in rows:
         assert row["name"] == f"{row['head']}@{row['prompt']}"
         assert row["dim"] == row["settings"]["dim"]
@@ -126,73 +123,73 @@ def test_every_combination_is_fitted_once(capsys, own, fits):
     scores = [row["spearman"] for row in rows if row["spearman"] is not None]
     assert scores == sorted(scores, reverse=True)
     assert [row["spearman"] for row in rows[: len(scores)]] == scores
-    report = json.loads((own / "sweep.json").read_text())
+    report = json.loads((folder / "sweep.json").read_text())
     assert report["results"] == rows
-    assert report["data"] == json.loads((own / "run.json").read_text())["data"]
+    assert report["data"] == json.loads((folder / "run.json").read_text())["data"]
     assert "torch" in report["versions"]
 
 
-def test_the_same_sweep_fits_nothing_again(capsys, own, fits):
-    first, _ = swept(capsys, own, *DIMS)
+def test_repeated_sweep_fits_nothing(capsys, folder, fits):
+    first, _ = run_sweep(capsys, folder, *DIMS)
     assert len(fits) == 4
-    before = {path: path.stat().st_mtime_ns for path in kept(own)}
-    again, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 4 of them already done" in told
+    before = {path: path.stat().st_mtime_ns for path in load_fits(folder)}
+    repeated, messages = run_sweep(capsys, folder, *DIMS)
+    assert "4 fits, 4 of them already done" in messages
     assert len(fits) == 4
-    assert again == first
-    assert {path: path.stat().st_mtime_ns for path in kept(own)} == before
+    assert repeated == first
+    assert {path: path.stat().st_mtime_ns for path in load_fits(folder)} == before
 
-    gone = sorted(before)[1]
-    known = json.loads(gone.read_text())
-    gone.unlink()
-    again, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 3 of them already done" in told
-    assert fits[4:] == [("small", known["dim"], known["seed"])]
-    assert again == first
-    assert {**json.loads(gone.read_text()), "created": 0} == {**known, "created": 0}
+    deleted = sorted(before)[1]
+    record = json.loads(deleted.read_text())
+    deleted.unlink()
+    repeated, messages = run_sweep(capsys, folder, *DIMS)
+    assert "4 fits, 3 of them already done" in messages
+    assert fits[4:] == [("small", record["dim"], record["seed"])]
+    assert repeated == first
+    assert {**json.loads(deleted.read_text()), "created": 0} == {**record, "created": 0}
 
 
-def test_sweeps_share_the_fits_that_they_have_in_common(capsys, own, fits):
-    swept(capsys, own, *DIMS)
-    swept(capsys, own, "--head", "small.toml", "--vary", "dim=4,6", "--seeds", 3)
+def test_sweeps_share_common_fits(capsys, folder, fits):
+    run_sweep(capsys, folder, *DIMS)
+    run_sweep(capsys, folder, "--head", "small.toml", "--vary", "dim=4,6", "--seeds", 3)
     assert fits[4:] == [("small", 4, 2), *(("small", 6, seed) for seed in range(3))]
-    # The same settings, said in another way.
+    # The settings are the same, but written in another way.
     dims = ("--vary", "dim=6,4", "--set", "hidden=8", "epochs=2", "--seeds", 3)
-    rows, told = swept(capsys, own, "--head", "small.toml", *dims)
-    assert "6 fits, 6 of them already done" in told
+    rows, messages = run_sweep(capsys, folder, "--head", "small.toml", *dims)
+    assert "6 fits, 6 of them already done" in messages
     assert len(fits) == 8
     assert {row["dim"] for row in rows} == {4, 6}
 
 
-def test_fits_are_told_apart_by_all_that_decides_their_results(capsys, own, fits):
-    swept(capsys, own, *DIMS)
-    for changes, fresh in (
+def test_fits_are_keyed_by_all_that_affects_results(capsys, folder, fits):
+    run_sweep(capsys, folder, *DIMS)
+    for changes, n_new in (
         (["--split", "dev"], 4),
         (["--no-subtract"], 4),
         (["--set", "dropout=0.1"], 4),
         (["--set", "dropout=0.15"], 0),
         (["--seeds", "3"], 2),
         (["--head", "linear", "--set", "epochs=2"], 4),
-        (["--prompt", S], 4),  # beside those of the other prompt
-        (["--prompt", S, BOTH], 4),  # of the latter alone
+        (["--prompt", S], 4),  # in addition to those of the other prompt
+        (["--prompt", S, BOTH], 4),  # of the second prompt only
     ):
         before = len(fits)
-        swept(capsys, own, *DIMS, *changes, prompt=J)
-        assert len(fits) - before == fresh, changes
-    assert len(kept(own)) == len(fits)
+        run_sweep(capsys, folder, *DIMS, *changes, prompt=J)
+        assert len(fits) - before == n_new, changes
+    assert len(load_fits(folder)) == len(fits)
 
 
-def test_another_version_of_a_library_fits_again(capsys, monkeypatch, own, fits):
-    swept(capsys, own, *DIMS)
-    now = MODULE.provenance()
-    versions = {**now["versions"], "torch": "0.0"}
-    monkeypatch.setattr(MODULE, "provenance", lambda: {**now, "versions": versions})
-    swept(capsys, own, *DIMS)
+def test_new_library_version_fits_again(capsys, monkeypatch, folder, fits):
+    run_sweep(capsys, folder, *DIMS)
+    current = TRIALS.provenance()
+    versions = {**current["versions"], "torch": "0.0"}
+    monkeypatch.setattr(TRIALS, "provenance", lambda: {**current, "versions": versions})
+    run_sweep(capsys, folder, *DIMS)
     assert len(fits) == 8
 
 
-def test_the_prompt_that_a_head_needs_goes_unsaid(capsys, own, fits):
-    options = ("--run", own, "--workers", 1, "--seeds", 1, "--set", "epochs=1", "dim=4")
+def test_required_prompt_of_head_is_default(capsys, folder, fits):
+    options = ("--run", folder, "--workers", 1, "--seeds", 1, "--set", "epochs=1", "dim=4")
     rows = ok(capsys, "sweep", "--head", "hypernet", "--vary", "rank=1,2,0", *options)["results"]
     assert {row["name"] for row in rows} == {"hypernet@separate"}
     assert {row["settings"]["rank"] for row in rows} == {0, 1, 2}
@@ -211,33 +208,33 @@ def test_the_prompt_that_a_head_needs_goes_unsaid(capsys, own, fits):
         ("pca", J, (), "dim=3,5"),
     ],
 )
-def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, vary):
+def test_results_match_single_fits(capsys, folder, head, prompt, settings, vary):
     options = ("--set", *settings) if settings else ()
-    rows, _ = swept(
-        capsys, own, "--head", head, "--vary", vary, "--seeds", 2, *options, prompt=prompt
+    rows, _ = run_sweep(
+        capsys, folder, "--head", head, "--vary", vary, "--seeds", 2, *options, prompt=prompt
     )
     key, _, texts = vary.partition("=")
-    found = list(kept(own).values())
-    assert len(found) == 4
+    records = list(load_fits(folder).values())
+    assert len(records) == 4
     for text in texts.split(","):
         by_seed = {}
         for seed in (0, 1):
-            fit = ("fit-head", "--run", own, "--head", head, "--prompt", prompt, "--seed", seed)
-            chosen = ("--name", "single", "--set", *settings, f"{key}={text}")
-            fitted = ok(capsys, *fit, *chosen)
-            single = ok(capsys, "evaluate", "--run", own, "--head", "single")["results"][-1]
-            record = json.loads((own / "heads/single/head.json").read_text())
-            (same,) = (
+            fit = ("fit-head", "--run", folder, "--head", head, "--prompt", prompt, "--seed", seed)
+            changes = ("--name", "single", "--set", *settings, f"{key}={text}")
+            fitted = ok(capsys, *fit, *changes)
+            single = ok(capsys, "evaluate", "--run", folder, "--head", "single")["results"][-1]
+            record = json.loads((folder / "heads/single/head.json").read_text())
+            (match,) = (
                 result
-                for result in found
+                for result in records
                 if result["seed"] == seed and str(result["recipe"]["settings"][key]) == text
             )
-            # Those of a sweep are computed of all seeds.
-            single |= {"name": same["name"], **{key: same[key] for key in single if "_ci" in key}}
-            assert {key: same[key] for key in single} == single
-            assert same["spearman_ci"] == [None, None]
-            assert same["fit"] == record["fit"]
-            assert same["recipe"] == record["recipe"]
+            # Intervals of a sweep are computed over all seeds.
+            single |= {"name": match["name"], **{key: match[key] for key in single if "_ci" in key}}
+            assert {key: match[key] for key in single} == single
+            assert match["spearman_ci"] == [None, None]
+            assert match["fit"] == record["fit"]
+            assert match["recipe"] == record["recipe"]
             by_seed[seed] = single
         (row,) = (row for row in rows if str(row["settings"][key]) == text)
         assert row["dim"] == fitted["dim"]
@@ -247,59 +244,63 @@ def test_results_are_those_of_single_fits(capsys, own, head, prompt, settings, v
             assert row[score] == mean
 
 
-def test_several_processes_give_the_same(capsys, two_prompts, own, tmp_path):
-    """Also of a recipe and of a metric in files, by relative paths."""
+def test_several_processes_give_equal_results(capsys, two_prompts, folder, tmp_path):
+    """The recipe and the metric are files, named by relative paths."""
     Path("mine.py").write_text("def size(prediction, rating, group):\n    return len(prediction)\n")
     arguments = ("--head", "small.toml", "linear", "--vary", "dim=2,4", "--seeds", 2)
     arguments = (*arguments, "--set", "epochs=2", "--metric", "mine.py:size")
-    alone, _ = swept(capsys, own, *arguments, prompt=BOTH)
-    other = shutil.copytree(two_prompts, tmp_path / "other")
+    single, _ = run_sweep(capsys, folder, *arguments, prompt=BOTH)
+    run_copy = shutil.copytree(two_prompts, tmp_path / "other")
     threads = os.environ.get("OMP_NUM_THREADS")
-    together, told = swept(capsys, other, *arguments, prompt=BOTH, workers=2)
+    parallel, messages = run_sweep(capsys, run_copy, *arguments, prompt=BOTH, workers=2)
     assert os.environ.get("OMP_NUM_THREADS") == threads
-    assert "8 fits, 0 of them already done" in told
-    assert {path.name for path in kept(other)} == {path.name for path in kept(own)}
-    for path, result in kept(own).items():
-        same = json.loads((other / "sweep" / path.name).read_text())
-        assert same["spearman"] == pytest.approx(result["spearman"], abs=1e-6, nan_ok=True)
-        assert same["fit"]["best_epoch"] == result["fit"]["best_epoch"]
+    assert "8 fits, 0 of them already done" in messages
+    assert {path.name for path in load_fits(run_copy)} == {path.name for path in load_fits(folder)}
+    for path, result in load_fits(folder).items():
+        other_result = json.loads((run_copy / "sweep" / path.name).read_text())
+        assert other_result["spearman"] == pytest.approx(result["spearman"], abs=1e-6, nan_ok=True)
+        assert other_result["fit"]["best_epoch"] == result["fit"]["best_epoch"]
         losses = [epoch["loss"] for epoch in result["fit"]["curve"]]
-        assert [epoch["loss"] for epoch in same["fit"]["curve"]] == pytest.approx(losses, rel=1e-5)
+        assert [epoch["loss"] for epoch in other_result["fit"]["curve"]] == pytest.approx(
+            losses, rel=1e-5
+        )
     key = ("name", "settings", "seeds", "best_epochs", "dim")
-    by_name = sorted(str([row[k] for k in key]) for row in alone)
-    assert sorted(str([row[k] for k in key]) for row in together) == by_name
-    for row in together:
+    by_name = sorted(str([row[k] for k in key]) for row in single)
+    assert sorted(str([row[k] for k in key]) for row in parallel) == by_name
+    for row in parallel:
         assert (row["size"], row["size_sd"], row["size_ci"]) == (12, 0, [None, None])
-    _, told = swept(capsys, other, *arguments[:-2], prompt=BOTH)
-    assert "8 fits, 8 of them already done" in told
+    _, messages = run_sweep(capsys, run_copy, *arguments[:-2], prompt=BOTH)
+    assert "8 fits, 8 of them already done" in messages
 
 
-def test_figures_are_those_of_a_comparison(capsys, own):
-    """Means over seeds, with intervals over sentence pairs and seeds."""
-    few = ("--seeds", "3", "--workers", "1", "--json")
-    assert run(["sweep", "--run", str(own), "--head", "small.toml", "--prompt", J, *few]) == 0
-    (alone,) = json.loads(capsys.readouterr().out)["results"]
-    manifest = json.loads((own / "run.json").read_text())["encoder"]
+def test_scores_match_those_of_comparison(capsys, folder):
+    """Scores are means over seeds, with intervals over sentence pairs and seeds."""
+    arguments = ("--seeds", "3", "--workers", "1", "--json")
+    assert (
+        run(["sweep", "--run", str(folder), "--head", "small.toml", "--prompt", J, *arguments]) == 0
+    )
+    (swept_row,) = json.loads(capsys.readouterr().out)["results"]
+    manifest = json.loads((folder / "run.json").read_text())["encoder"]
     options = replace(EncoderOptions.of(manifest["identity"]), device="cpu")
     compared = compare_prompts(
         model=manifest["model"],
-        run=own,
+        run=folder,
         prompts=[J],
         heads=["small.toml"],
         seeds=3,
         workers=1,
         **vars(options),
     ).to_json()
-    (same,) = (row for row in compared["results"] if row["head"] == "small")
+    (compared_row,) = (row for row in compared["results"] if row["head"] == "small")
     for metric in ("spearman", "pearson", "accuracy"):
         for key in (metric, f"{metric}_ci", f"{metric}_sd"):
-            assert alone[key] == same[key]
-    low, high = alone["spearman_ci"]
-    assert low < alone["spearman"] < high
+            assert swept_row[key] == compared_row[key]
+    low, high = swept_row["spearman_ci"]
+    assert low < swept_row["spearman"] < high
 
 
-def test_a_table_says_what_its_intervals_are(capsys, own):
-    arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, "--no-subtract"]
+def test_table_explains_its_intervals(capsys, folder):
+    arguments = ["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, "--no-subtract"]
     assert run([*arguments, *DIMS_TEXT]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "own, test: 12 rated rows of 6 sentence pairs." in text
@@ -307,12 +308,12 @@ def test_a_table_says_what_its_intervals_are(capsys, own):
         "95 % confidence intervals over sentence pairs and, with several fits, over seeds." in text
     )
     assert "Epochs were chosen on dev." in text
-    # Two seeds have a deviation, and no interval.
+    # Two seeds have a standard deviation, but no interval.
     (line,) = (part for part in text.split("small ")[1:] if part.startswith(f"{J} no dim=2 2 2 "))
     assert line.split()[7] == "–"
 
 
-# -- what cannot be ----------------------------------------------------------------------------
+# -- invalid sweeps ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -345,32 +346,30 @@ def test_a_table_says_what_its_intervals_are(capsys, own):
         (["--vary", "dim=2,4", "--plot", "small.toml/x.png"], "cannot write"),
     ],
 )
-def test_sweeps_that_cannot_be_are_refused_before_the_first_fit(
-    capsys, own, fits, arguments, expected
-):
+def test_invalid_sweep_is_rejected_before_first_fit(capsys, folder, fits, arguments, expected):
     before = sorted(Path().rglob("*"))
-    given = arguments if "--head" in arguments else [*arguments, "--head", "small.toml"]
-    assert expected in refused(capsys, "sweep", "--run", own, *given)
+    options = arguments if "--head" in arguments else [*arguments, "--head", "small.toml"]
+    assert expected in refused(capsys, "sweep", "--run", folder, *options)
     assert not fits
     assert sorted(Path().rglob("*")) == before
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_first_fit(capsys, own, fits):
+def test_unwritable_plot_is_rejected_before_first_fit(capsys, folder, fits):
     Path("folder.png").mkdir()
-    line = refused(capsys, "sweep", "--run", own, *DIMS, "--plot", "folder.png")
+    line = refused(capsys, "sweep", "--run", folder, *DIMS, "--plot", "folder.png")
     assert "is a folder" in line
     assert not fits
 
 
-def test_no_seeds_and_no_heads(own):
+def test_sweep_needs_seeds_and_heads(folder):
     with pytest.raises(UserError, match="Name one or more"):
-        sweep(run=own, head=[], vary={"dim": ["2", "4"]})
+        sweep(run=folder, head=[], vary={"dim": ["2", "4"]})
     with pytest.raises(UserError):
-        sweep(run=own, head=["small.toml"], vary={"dim": ["2", "4"]}, seeds=0)
+        sweep(run=folder, head=["small.toml"], vary={"dim": ["2", "4"]}, seeds=0)
 
 
-def test_a_split_without_ratings_is_refused(capsys, own, fits):
-    rows = own / "rows.parquet"
+def test_split_without_ratings_is_rejected(capsys, folder, fits):
+    rows = folder / "rows.parquet"
     import pyarrow.parquet as pq
 
     table = pq.read_table(rows)
@@ -378,91 +377,104 @@ def test_a_split_without_ratings_is_refused(capsys, own, fits):
         float("nan") if split == "test" else rating
         for split, rating in zip(*(table[c].to_pylist() for c in ("split", "rating")), strict=True)
     ]
-    place = table.schema.get_field_index("rating")
-    pq.write_table(table.set_column(place, "rating", [ratings]), rows)
-    assert "nothing to score" in refused(capsys, "sweep", "--run", own, *DIMS, "--split", "test")
+    index = table.schema.get_field_index("rating")
+    pq.write_table(table.set_column(index, "rating", [ratings]), rows)
+    assert "nothing to score" in refused(capsys, "sweep", "--run", folder, *DIMS, "--split", "test")
     assert not fits
 
 
-# -- fits that fail, and sweeps that are cut short ---------------------------------------------
+# -- failed fits and interrupted sweeps --------------------------------------------------------
 
 
-def failing(monkeypatch, when, error):
-    """Let fits fail; ``when`` is told their number from 0, their recipe and their seed."""
-    fit, made = FITS.fit_recipe, []
+def fail_fits(monkeypatch, should_fail, error):
+    """Make fits fail if ``should_fail`` returns true for their number from 0, recipe and seed."""
+    fit, seeds = FITS.fit_recipe, []
 
-    def fails(recipe, pairs, dev, seed, *others):
-        made.append(seed)
-        if when(len(made) - 1, recipe, seed):
+    def fit_or_fail(recipe, pairs, dev, seed, *others):
+        seeds.append(seed)
+        if should_fail(len(seeds) - 1, recipe, seed):
             raise error
         return fit(recipe, pairs, dev, seed, *others)
 
-    monkeypatch.setattr(FITS, "fit_recipe", fails)
-    return made
+    monkeypatch.setattr(FITS, "fit_recipe", fit_or_fail)
+    return seeds
 
 
-def test_a_fit_that_fails_is_told_and_the_others_are_kept(capsys, monkeypatch, own):
-    wrong = UserError("the loss became nan in epoch 3.")
+def test_failed_fit_is_reported_and_others_are_saved(capsys, monkeypatch, folder):
+    error = UserError("the loss became nan in epoch 3.")
     with monkeypatch.context() as patched:
-        failing(patched, lambda number, recipe, seed: (recipe.dim, seed) == (4, 1), wrong)
-        rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3)
-    assert f"failed: small@{J} dim=4 seed=1: {wrong}" in told
-    assert told.count("failed") == 1
+        fail_fits(patched, lambda number, recipe, seed: (recipe.dim, seed) == (4, 1), error)
+        rows, messages = run_sweep(
+            capsys, folder, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3
+        )
+    assert f"failed: small@{J} dim=4 seed=1: {error}" in messages
+    assert messages.count("failed") == 1
     assert {row["dim"]: row["seeds"] for row in rows} == {2: [0, 1, 2], 4: [0, 2]}
-    assert len(kept(own)) == 5
-    # What failed is fitted again, nothing else.
-    made = failing(monkeypatch, lambda *_: False, wrong)
-    rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3)
-    assert "6 fits, 5 of them already done" in told
-    assert made == [1]
+    assert len(load_fits(folder)) == 5
+    # Only the failed fit is repeated.
+    seeds = fail_fits(monkeypatch, lambda *_: False, error)
+    rows, messages = run_sweep(
+        capsys, folder, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3
+    )
+    assert "6 fits, 5 of them already done" in messages
+    assert seeds == [1]
     assert {tuple(row["seeds"]) for row in rows} == {(0, 1, 2)}
 
 
-def test_sizes_above_that_of_the_features_fail_by_themselves(capsys, own):
-    rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=33,4", "--seeds", 2)
-    assert told.count("the features have 32") == 2
+def test_only_sizes_above_that_of_features_fail(capsys, folder):
+    rows, messages = run_sweep(
+        capsys, folder, "--head", "small.toml", "--vary", "dim=33,4", "--seeds", 2
+    )
+    assert messages.count("the features have 32") == 2
     assert [row["dim"] for row in rows] == [4]
 
 
-def test_nothing_but_failures_is_an_error(capsys, own):
-    arguments = ["sweep", "--run", str(own), "--workers", "1", "--head", "small.toml", "--json"]
+def test_sweep_fails_if_every_fit_fails(capsys, folder):
+    arguments = ["sweep", "--run", str(folder), "--workers", "1", "--head", "small.toml", "--json"]
     assert run([*arguments, "--vary", "dim=33,34", "--seeds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"error: every fit failed. The first failure: small@{J} dim=33 seed=0" in captured.err
     assert "Traceback" not in captured.err
-    assert not kept(own)
-    assert not (own / "sweep.json").exists()
+    assert not load_fits(folder)
+    assert not (folder / "sweep.json").exists()
     with pytest.raises(LlmcondError, match="every fit failed"):
         sweep(
-            run=own, head=["small.toml"], vary={"dim": ["33", "34"]}, seeds=1, prompt=[J], workers=1
+            run=folder,
+            head=["small.toml"],
+            vary={"dim": ["33", "34"]},
+            seeds=1,
+            prompt=[J],
+            workers=1,
         )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError("too much")])
-def test_a_fit_that_runs_out_of_memory_is_one_that_fails(capsys, monkeypatch, own, error):
-    failing(monkeypatch, lambda number, *_: number == 1, error)
-    assert run(["sweep", "--run", str(own), "--workers", "1", "--prompt", J, *DIMS_TEXT]) == 0
+def test_fit_out_of_memory_counts_as_failed(capsys, monkeypatch, folder, error):
+    fail_fits(monkeypatch, lambda number, *_: number == 1, error)
+    assert run(["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, *DIMS_TEXT]) == 0
     line = f"small@{J} dim=2 seed=1: {type(error).__name__}: {error}"
     assert f"failed: {line}" in capsys.readouterr().err
-    report = json.loads((own / "sweep.json").read_text())
+    report = json.loads((folder / "sweep.json").read_text())
     assert report["failures"] == [line]
     assert [row["seeds"] for row in report["results"] if row["dim"] == 2] == [[0]]
 
 
-def test_failures_beside_fits_of_before_are_no_error(capsys, own):
-    swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 1)
-    rows, told = swept(capsys, own, "--head", "small.toml", "--vary", "dim=2,33", "--seeds", 1)
+def test_failures_are_no_error_if_earlier_fits_exist(capsys, folder):
+    run_sweep(capsys, folder, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 1)
+    rows, messages = run_sweep(
+        capsys, folder, "--head", "small.toml", "--vary", "dim=2,33", "--seeds", 1
+    )
     assert [row["dim"] for row in rows] == [2]
-    assert "dim=33 seed=0" in told
+    assert "dim=33 seed=0" in messages
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("gone"), ValueError("a bug")])
-def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, tmp_path, error):
-    whole, _ = swept(capsys, shutil.copytree(two_prompts, tmp_path / "whole"), *DIMS)
+def test_interrupted_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, folder, tmp_path, error):
+    expected, _ = run_sweep(capsys, shutil.copytree(two_prompts, tmp_path / "whole"), *DIMS)
     with monkeypatch.context() as patched:
-        failing(patched, lambda number, *_: number == 2, error)
-        arguments = ["sweep", "--run", str(own), "--workers", "1", "--prompt", J, *DIMS_TEXT]
+        fail_fits(patched, lambda number, *_: number == 2, error)
+        arguments = ["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, *DIMS_TEXT]
         if isinstance(error, ValueError):
             with pytest.raises(ValueError, match="a bug"):
                 run(arguments)
@@ -470,38 +482,40 @@ def test_what_ends_a_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, own, t
             code = 130 if isinstance(error, KeyboardInterrupt) else 1
             assert run(arguments) == code
             assert "results are kept" in capsys.readouterr().err
-    assert len(kept(own)) == 2
-    made = failing(monkeypatch, lambda *_: False, error)
-    rows, told = swept(capsys, own, *DIMS)
-    assert "4 fits, 2 of them already done" in told
-    assert len(made) == 2
-    assert rows == whole
+    assert len(load_fits(folder)) == 2
+    seeds = fail_fits(monkeypatch, lambda *_: False, error)
+    rows, messages = run_sweep(capsys, folder, *DIMS)
+    assert "4 fits, 2 of them already done" in messages
+    assert len(seeds) == 2
+    assert rows == expected
 
 
-def test_a_killed_sweep_keeps_complete_fits_and_goes_on(capsys, own, fits):
+def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
     vary = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", "8", "--set", "epochs=20")
-    arguments = ("sweep", "--run", str(own), "--prompt", J, "--workers", "1", *vary)
-    process = Command(own.parent / "printed", arguments).process
+    arguments = ("sweep", "--run", str(folder), "--prompt", J, "--workers", "1", *vary)
+    process = Command(folder.parent / "printed", arguments).process
     try:
-        wait_until(lambda: len(list((own / "sweep").glob("*.json"))) >= 2)
+        wait_until(lambda: len(list((folder / "sweep").glob("*.json"))) >= 2)
     finally:
         process.kill()
         process.join()
-    done = len(kept(own))
-    assert 2 <= done < 16
-    assert all(result["n"] == 12 for result in kept(own).values())
-    rows, told = swept(capsys, own, *vary)
-    assert f"16 fits, {done} of them already done" in told
-    assert len(fits) == 16 - done
+    n_done = len(load_fits(folder))
+    assert 2 <= n_done < 16
+    assert all(result["n"] == 12 for result in load_fits(folder).values())
+    rows, messages = run_sweep(capsys, folder, *vary)
+    assert f"16 fits, {n_done} of them already done" in messages
+    assert len(fits) == 16 - n_done
     assert [len(row["seeds"]) for row in rows] == [8, 8]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="it looks for processes in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
-    """Those that are in the midst of a long fit, too."""
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="the test reads processes from /proc"
+)
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
+def test_ended_sweep_stops_its_processes(folder, signal_number):
+    """Processes in the middle of a long fit stop, too."""
     epochs = ("--vary", "epochs=1,1000000", "--set", "patience=1000000", "dim=4", "--seeds", "2")
-    arguments = ("sweep", "--run", str(own), "--prompt", J, "--head", "small.toml", *epochs)
+    arguments = ("sweep", "--run", str(folder), "--prompt", J, "--head", "small.toml", *epochs)
     process = subprocess.Popen(
         [sys.executable, "-m", "llmcond", *arguments, "--workers", "2"],
         stderr=subprocess.PIPE,
@@ -509,25 +523,25 @@ def test_a_sweep_that_ends_takes_its_processes_with_it(own, number):
         text=True,
     )
     try:
-        wait_until(lambda: len(kept(own)) == 2)
-        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(listed) >= 2
-        process.send_signal(number)
-        _, told = process.communicate(timeout=PATIENCE)
-        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in listed))
+        wait_until(lambda: len(load_fits(folder)) == 2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) >= 2
+        process.send_signal(signal_number)
+        _, messages = process.communicate(timeout=PATIENCE)
+        wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     finally:
         process.kill()
-    assert len(kept(own)) == 2
-    if number == signal.SIGINT:
+    assert len(load_fits(folder)) == 2
+    if signal_number == signal.SIGINT:
         assert process.returncode == 130
-        assert "results are kept" in told
-        assert "Traceback" not in told
+        assert "results are kept" in messages
+        assert "Traceback" not in messages
 
 
-# -- pictures ----------------------------------------------------------------------------------
+# -- plots -------------------------------------------------------------------------------------
 
 
-def is_whole(path: Path) -> bool:
+def is_complete_image(path: Path) -> bool:
     if path.suffix.lower() == ".svg":
         return ET.parse(path).getroot().tag.endswith("svg")
     from matplotlib.image import imread
@@ -537,19 +551,19 @@ def is_whole(path: Path) -> bool:
     return starts and ends and len(np.unique(picture.reshape(-1, picture.shape[2]), axis=0)) > 2
 
 
-def test_pictures_are_whole_files(capsys, own):
+def test_plots_are_complete_files(capsys, folder):
     plots = ("--plot", "pictures/dim.png", "--plot-steps", "steps.SVG")
-    _, told = swept(capsys, own, *DIMS, *plots)
-    assert told.count("picture -> ") == 2
-    assert is_whole(Path("pictures/dim.png"))
-    assert is_whole(Path("steps.SVG"))
+    _, messages = run_sweep(capsys, folder, *DIMS, *plots)
+    assert messages.count("picture -> ") == 2
+    assert is_complete_image(Path("pictures/dim.png"))
+    assert is_complete_image(Path("steps.SVG"))
     assert [path.name for path in Path("pictures").iterdir()] == ["dim.png"]
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """What is drawn, instead of drawing it."""
-    made: list[SimpleNamespace] = []
+def recorded_plots(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """The plots that would be drawn."""
+    plots: list[SimpleNamespace] = []
 
     def plot_curve(series, path, xlabel, ylabel, log_x=False, band=""):
         lines = {
@@ -557,13 +571,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
             for name, points in series.items()
         }
         picture = {"path": path, "x": xlabel, "y": ylabel, "log": log_x, "band": band}
-        made.append(SimpleNamespace(lines=lines, **picture))
+        plots.append(SimpleNamespace(lines=lines, **picture))
 
     monkeypatch.setattr(sweeps, "plot_curve", plot_curve)
-    return made
+    return plots
 
 
-def row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
+def make_row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
     return SweptResult(
         name=name,
         head="mlp",
@@ -578,16 +592,16 @@ def row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits=()):
     )
 
 
-def test_scores_are_drawn_against_the_setting_with_intervals(drawn):
+def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
     rows = [
-        row({"rank": 16, "bias": True}, 0.5, (0.4, 0.6)),
-        row({"rank": 4, "bias": True}, 0.4, (0.3, 0.45)),
-        row({"rank": 4, "bias": False}, 0.2),
-        row({"rank": 16, "bias": False}, None),
-        row({"rank": 4, "bias": True}, 0.1, (0.1, 0.1), name="linear@p+c"),
+        make_row({"rank": 16, "bias": True}, 0.5, (0.4, 0.6)),
+        make_row({"rank": 4, "bias": True}, 0.4, (0.3, 0.45)),
+        make_row({"rank": 4, "bias": False}, 0.2),
+        make_row({"rank": 16, "bias": False}, None),
+        make_row({"rank": 4, "bias": True}, 0.1, (0.1, 0.1), name="linear@p+c"),
     ]
     sweeps.plot_settings(rows, Path("x.png"))
-    (picture,) = drawn
+    (picture,) = recorded_plots
     assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
     assert (
         picture.band == "line: mean over seeds; band: 95 % confidence interval over rows and seeds"
@@ -599,48 +613,56 @@ def test_scores_are_drawn_against_the_setting_with_intervals(drawn):
     }
 
 
-def test_far_apart_sizes_are_drawn_on_a_logarithmic_scale(drawn):
-    rows = [row({"dim": dim}, 0.5, dim=min(dim, 1_000)) for dim in (64, 512, 1_024)]
+def test_wide_range_of_sizes_has_logarithmic_scale(recorded_plots):
+    rows = [make_row({"dim": dim}, 0.5, dim=min(dim, 1_000)) for dim in (64, 512, 1_024)]
     sweeps.plot_settings(rows, Path("x.png"))
-    # No further than the embeddings' size.
-    assert drawn[0].lines["mlp@p"][0] == [64, 512, 1_000]
-    assert drawn[0].log
+    # Sizes are capped at that of the embeddings.
+    assert recorded_plots[0].lines["mlp@p"][0] == [64, 512, 1_000]
+    assert recorded_plots[0].log
     sweeps.plot_settings(rows[:2], Path("x.png"))
-    assert not drawn[1].log
-    sweeps.plot_settings([row({"margin": m}, 0.5) for m in (0, 1, 100)], Path("x.png"))
-    assert not drawn[2].log
+    assert not recorded_plots[1].log
+    sweeps.plot_settings([make_row({"margin": m}, 0.5) for m in (0, 1, 100)], Path("x.png"))
+    assert not recorded_plots[2].log
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"),
+    ("rows", "reason"),
     [
-        ([row({}, 0.5), row({}, 0.4)], "no numeric setting was varied"),
-        ([row({"bias": flag}, 0.5) for flag in (True, False)], "no numeric setting was varied"),
-        ([row({"ties": text}, 0.5) for text in ("drop", "keep")], "no numeric setting was varied"),
-        ([row({"dim": 4}, 0.5)], "no numeric setting was varied"),
-        ([row({"dim": dim}, None) for dim in (4, 8)], "no score is defined"),
+        ([make_row({}, 0.5), make_row({}, 0.4)], "no numeric setting was varied"),
+        (
+            [make_row({"bias": flag}, 0.5) for flag in (True, False)],
+            "no numeric setting was varied",
+        ),
+        (
+            [make_row({"ties": text}, 0.5) for text in ("drop", "keep")],
+            "no numeric setting was varied",
+        ),
+        ([make_row({"dim": 4}, 0.5)], "no numeric setting was varied"),
+        ([make_row({"dim": dim}, None) for dim in (4, 8)], "no score is defined"),
     ],
 )
-def test_what_cannot_be_drawn_is_told(capsys, drawn, rows, why):
+def test_impossible_plot_is_reported(capsys, recorded_plots, rows, reason):
     sweeps.plot_settings(rows, Path("x.png"))
-    assert not drawn
-    assert f"x.png was not written: {why}" in capsys.readouterr().err
+    assert not recorded_plots
+    assert f"x.png was not written: {reason}" in capsys.readouterr().err
 
 
-def curve(*scores):
+def make_curve(*scores):
     return [{"epoch": i, "loss": 1.0, "dev_spearman": score} for i, score in enumerate(scores, 1)]
 
 
-def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, drawn):
-    three = [curve(0.1, 0.2, 0.5), curve(0.3, 0.2), curve(0.2, 0.5, 0.6)]
+def test_learning_curves_end_at_shortest_seed(capsys, recorded_plots):
+    curves = [make_curve(0.1, 0.2, 0.5), make_curve(0.3, 0.2), make_curve(0.2, 0.5, 0.6)]
     rows = [
-        row({"dim": 4}, 0.5, fits=[{"curve": own, "steps_per_epoch": 7} for own in three]),
-        row({"dim": 8}, 0.5, fits=[{"curve": curve(None, 0.4), "steps_per_epoch": 7}]),
-        row({"dim": 2}, 0.5, fits=[{}, {}]),
-        row({"dim": 3}, 0.5, fits=[{"curve": curve(None), "steps_per_epoch": 7}]),
+        make_row(
+            {"dim": 4}, 0.5, fits=[{"curve": epochs, "steps_per_epoch": 7} for epochs in curves]
+        ),
+        make_row({"dim": 8}, 0.5, fits=[{"curve": make_curve(None, 0.4), "steps_per_epoch": 7}]),
+        make_row({"dim": 2}, 0.5, fits=[{}, {}]),
+        make_row({"dim": 3}, 0.5, fits=[{"curve": make_curve(None), "steps_per_epoch": 7}]),
     ]
     sweeps.plot_steps(rows, Path("x.png"))
-    (picture,) = drawn
+    (picture,) = recorded_plots
     assert (picture.x, picture.y, picture.log) == ("steps", "Spearman on dev x 100", False)
     assert picture.band == "line: mean over seeds; band: range over seeds"
     assert set(picture.lines) == {"mlp@p dim=4", "mlp@p dim=8"}
@@ -649,68 +671,70 @@ def test_learning_curves_are_drawn_by_steps_as_far_as_every_seed_went(capsys, dr
     np.testing.assert_allclose(scores, [[20, 30], [10, 20], [30, 50]])
     assert picture.lines["mlp@p dim=8"] == [[14], [40], [40], [40]]
     sweeps.plot_steps(rows[2:], Path("y.png"))
-    assert len(drawn) == 1
+    assert len(recorded_plots) == 1
     message = (
         "y.png was not written: no head of the sweep is trained in steps, or there is no dev split"
     )
     assert message in capsys.readouterr().err
 
 
-def test_what_a_sweep_gives_is_what_is_drawn(capsys, own, drawn):
+def test_plots_show_results_of_sweep(capsys, folder, recorded_plots):
     plots = ("--plot", "dim.png", "--plot-steps", "steps.png", "--set", "batch_size=16")
-    rows, _ = swept(capsys, own, *DIMS, *plots)
-    by_dim, by_step = drawn
+    rows, _ = run_sweep(capsys, folder, *DIMS, *plots)
+    by_dim, by_step = recorded_plots
     scores = {row["dim"]: 100 * row["spearman"] for row in rows}
     assert by_dim.lines[f"small@{J}"][:2] == [[2, 4], [scores[2], scores[4]]]
     assert by_step.lines[f"small@{J} dim=4"][0] == [4, 8]
     assert {row["steps_per_epoch"] for row in rows} == {4}
 
 
-# -- what is the same, and what is not -----------------------------------------------------------
+# -- duplicates and names ------------------------------------------------------------------------
 
 
-def test_a_value_named_twice_is_one(capsys, own, fits):
-    rows, told = swept(capsys, own, "--head", "small.toml", "--seeds", 2, "--vary", "dim=2,2")
+def test_repeated_value_counts_once(capsys, folder, fits):
+    rows, messages = run_sweep(
+        capsys, folder, "--head", "small.toml", "--seeds", 2, "--vary", "dim=2,2"
+    )
     assert len(fits) == 2
     assert len(rows) == 1
-    assert "2 fits, 0 of them already done" in told
+    assert "2 fits, 0 of them already done" in messages
 
 
-def test_a_key_that_is_varied_twice_is_refused_or_has_all_values(capsys, own):
+def test_key_varied_twice_is_rejected_or_has_all_values(capsys, folder):
     vary = ("--vary", "dim=2", "--vary", "dim=4", "--seeds", "2")
-    arguments = ["sweep", "--run", str(own), "--prompt", J, "--head", "small.toml", *vary]
+    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--head", "small.toml", *vary]
     if run([*arguments, "--workers", "1", "--json"]) == 0:
-        found = json.loads(capsys.readouterr().out)["results"]
-        assert {row["dim"] for row in found} == {2, 4}
+        rows = json.loads(capsys.readouterr().out)["results"]
+        assert {row["dim"] for row in rows} == {2, 4}
 
 
-def test_recipes_of_one_name_are_not_taken_for_seeds_of_one(capsys, own):
+def test_recipes_with_equal_names_are_not_merged(capsys, folder):
     Path("other").mkdir()
     Path("other/small.toml").write_text(
         Path("small.toml").read_text().replace("hidden = 8", "hidden = 16")
     )
-    arguments = ["sweep", "--run", str(own), "--prompt", J, "--workers", "1", "--seeds", "2"]
+    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--workers", "1", "--seeds", "2"]
     code = run([*arguments, "--head", "small.toml", "other/small.toml", "--json"])
     captured = capsys.readouterr()
     if code == 0:
         assert [row["seeds"] for row in json.loads(captured.out)["results"]] == [[0, 1]] * 2
 
 
-def test_recipes_of_equal_settings_have_their_own_names(capsys, own):
+def test_recipes_with_equal_settings_keep_their_names(capsys, folder):
     shutil.copy("small.toml", "copy.toml")
-    rows, _ = swept(capsys, own, "--head", "small.toml", "copy.toml", "--seeds", 2)
+    rows, _ = run_sweep(capsys, folder, "--head", "small.toml", "copy.toml", "--seeds", 2)
     assert {row["head"] for row in rows} == {"small", "copy"}
 
 
-def test_a_recipe_that_was_renamed_has_its_new_name(capsys, own):
-    swept(capsys, own, "--head", "small.toml", "--seeds", 2)
+def test_renamed_recipe_has_new_name(capsys, folder):
+    run_sweep(capsys, folder, "--head", "small.toml", "--seeds", 2)
     Path("small.toml").rename("renamed.toml")
-    rows, _ = swept(capsys, own, "--head", "renamed.toml", "--seeds", 2)
+    rows, _ = run_sweep(capsys, folder, "--head", "renamed.toml", "--seeds", 2)
     assert [(row["head"], row["name"]) for row in rows] == [("renamed", f"renamed@{J}")]
 
 
-class Broken:
-    """An executor whose processes were killed, as where memory runs out."""
+class BrokenExecutor:
+    """An executor whose processes were killed, as happens if memory runs out."""
 
     def __init__(self, *_, **__):
         pass
@@ -725,12 +749,12 @@ class Broken:
 
 
 @pytest.mark.parametrize("threads", ["3", None])
-def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own, threads):
-    monkeypatch.setattr(MODULE, "ProcessPoolExecutor", Broken)
+def test_killed_process_reports_one_line(capsys, monkeypatch, folder, threads):
+    monkeypatch.setattr(TRIALS, "ProcessPoolExecutor", BrokenExecutor)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    arguments = ["sweep", "--run", str(own), "--prompt", J, "--workers", "2"]
+    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--workers", "2"]
     assert run([*arguments, *DIMS_TEXT]) == 1
     err = capsys.readouterr().err
     assert err.count("llmcond: error: ") == 1
@@ -738,21 +762,21 @@ def test_a_process_that_is_killed_is_one_line(capsys, monkeypatch, own, threads)
     assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
-def test_a_refused_sweep_leaves_no_folder_for_its_pictures(capsys, own):
-    refused(capsys, "sweep", "--run", own, *DIMS, "--set", "dmi=2", "--plot", "pictures/x.png")
+def test_rejected_sweep_creates_no_plot_folder(capsys, folder):
+    refused(capsys, "sweep", "--run", folder, *DIMS, "--set", "dmi=2", "--plot", "pictures/x.png")
     assert not Path("pictures").exists()
 
 
-def test_two_pictures_are_not_drawn_into_one_file(capsys, own, drawn):
+def test_two_plots_in_one_file_are_rejected(capsys, folder, recorded_plots):
     plots = ("--plot", "x.png", "--plot-steps", "x.png", "--workers", 1)
-    refused(capsys, "sweep", "--run", own, *DIMS, *plots)
+    refused(capsys, "sweep", "--run", folder, *DIMS, *plots)
 
 
-def test_no_seeds_are_refused_by_their_own_name(capsys, own):
+def test_zero_seeds_are_not_reported_as_minus_one(capsys, folder):
     vary = ("--vary", "dim=2,4", "--seeds", "0")
-    assert "-1" not in refused(capsys, "sweep", "--run", own, "--head", "small.toml", *vary)
+    assert "-1" not in refused(capsys, "sweep", "--run", folder, "--head", "small.toml", *vary)
 
 
-def test_a_setting_without_values_is_refused(own):
+def test_setting_without_values_is_rejected(folder):
     with pytest.raises(UserError):
-        sweep(run=own, head=["small.toml"], vary={"dim": []}, seeds=1, workers=1)
+        sweep(run=folder, head=["small.toml"], vary={"dim": []}, seeds=1, workers=1)
