@@ -1,4 +1,4 @@
-"""Texts that do not fit in memory: what is written, what a kill leaves, and what is refused."""
+"""Embedding of texts that do not fit in memory: output, resuming, and invalid input."""
 
 import json
 import os
@@ -28,13 +28,13 @@ from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
 
 OUTPUTS = ["out", "out.lance"]
-#: Files of Lance that a kill within a commit leaves.
+#: Files of Lance that remain if the process is killed during a commit.
 STAGED = [("_transactions", ".tmp5iRQOd"), ("_versions", "18446744073709551614.manifest#1")]
 
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """Three files in a folder of folders, of which units take 40 rows, and the working folder."""
+    """Three files in nested folders below the current folder, with work units of 40 rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(embed_stream, "UNIT_ROWS", 40)
     for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
@@ -46,80 +46,82 @@ def source(tmp_path, monkeypatch):
     return Path("src")
 
 
-def table(out):
-    """Return what was written, as any reader of such a folder or dataset sees it."""
+def read_output(out):
+    """Return the output as any reader of such a folder or dataset sees it."""
     if str(out).endswith(".lance"):
         return lance.dataset(str(out)).to_table()
     return pq.read_table(out)
 
 
-def vectors(found):
-    return np.stack(found["embedding"].to_numpy())
+def stack_vectors(table):
+    return np.stack(table["embedding"].to_numpy())
 
 
-def of_one_file(capsys, run_folder, *others):
-    """Return what ``llmcond embed`` writes of all rows in one file."""
+def embed_one_file(capsys, run_folder, *options):
+    """Return the output of ``llmcond embed`` for all rows in one file."""
     pq.write_table(texts(0, 250), "all.parquet")
-    ok(capsys, *embed("all-embedded.parquet", run_folder, *others, source="all.parquet"))
+    ok(capsys, *embed("all-embedded.parquet", run_folder, *options, source="all.parquet"))
     return pq.read_table("all-embedded.parquet")
 
 
-# -- what is written ---------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize("head", ["linear", "none"])
-def test_embeddings_are_those_of_one_file(capsys, fitted, source, out, head):
-    told = ok(capsys, *embed(out, fitted, "--head", head))
-    found, expected = table(out), of_one_file(capsys, fitted, "--head", head)
-    assert told["rows"] == len(found) == 250
-    assert told["dim"] == vectors(found).shape[1]
-    assert found.column_names == ["id", "url", "sentence", "condition", "embedding"]
-    assert found["id"].to_pylist() == list(range(250))
-    assert found.drop(["id", "url", "embedding"]).equals(expected.drop(["embedding"]))
-    np.testing.assert_allclose(vectors(found), vectors(expected), atol=2e-4)
-    assert np.allclose(np.linalg.norm(vectors(found), axis=1), 1, atol=1e-5)
+def test_embeddings_match_those_of_one_file(capsys, fitted, source, out, head):
+    summary = ok(capsys, *embed(out, fitted, "--head", head))
+    actual, expected = read_output(out), embed_one_file(capsys, fitted, "--head", head)
+    assert summary["rows"] == len(actual) == 250
+    assert summary["dim"] == stack_vectors(actual).shape[1]
+    assert actual.column_names == ["id", "url", "sentence", "condition", "embedding"]
+    assert actual["id"].to_pylist() == list(range(250))
+    assert actual.drop(["id", "url", "embedding"]).equals(expected.drop(["embedding"]))
+    np.testing.assert_allclose(stack_vectors(actual), stack_vectors(expected), atol=2e-4)
+    assert np.allclose(np.linalg.norm(stack_vectors(actual), axis=1), 1, atol=1e-5)
 
 
-def test_progress_has_a_rate_that_leaves_loading_out(capsys, caplog, monkeypatch, fitted, source):
-    loading, load = [], embed_stream.make_embedder
+def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitted, source):
+    load_seconds, load = [], embed_stream.make_embedder
 
     def load_slowly(*args):
-        loading.append(10_000)
+        load_seconds.append(10_000)
         return load(*args)
 
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(loading))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(load_seconds))
     monkeypatch.setattr(embed_stream, "make_embedder", load_slowly)
     monkeypatch.setattr(embed_stream, "time", clock)
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
     caplog.set_level("INFO", "llmcond")
     ok(capsys, *embed("out", fitted))
-    shown = re.findall(r"embedding: (\d+)/250 rows, ([\d,]+) tokens/s", caplog.text)
-    assert [int(rows) for rows, _ in shown] == [40, 80, 100, 130, 170, 210, 250]
-    assert loading == [10_000]
-    assert all(int(rate.replace(",", "")) > 1 for _, rate in shown)
+    matches = re.findall(r"embedding: (\d+)/250 rows, ([\d,]+) tokens/s", caplog.text)
+    assert [int(rows) for rows, _ in matches] == [40, 80, 100, 130, 170, 210, 250]
+    assert load_seconds == [10_000]
+    assert all(int(rate.replace(",", "")) > 1 for _, rate in matches)
 
 
-def test_outputs_are_equal_and_units_are_files(capsys, fitted, source):
+def test_outputs_are_equal_and_each_unit_is_a_file(capsys, fitted, source):
     for out in OUTPUTS:
         ok(capsys, *embed(out, fitted))
-    assert table("out").equals(table("out.lance"))
+    assert read_output("out").equals(read_output("out.lance"))
     names = sorted(path.name for path in Path("out").glob("*.parquet"))
     assert names == [f"part-{i:06}.parquet" for i in range(3 + 1 + 3)]
 
 
-def test_a_lance_dataset_is_read_at_one_version(capsys, fitted, source):
+def test_lance_source_is_read_at_one_version(capsys, fitted, source):
     for start in range(0, 250, 90):
         lance.write_dataset(texts(start, min(start + 90, 250)), "src.lance", mode="append")
     lance.dataset("src.lance").delete("id = 7 or id = 200")
     ok(capsys, *embed("out.lance", fitted, source="src.lance"))
-    assert table("out.lance")["id"].to_pylist() == [i for i in range(250) if i not in (7, 200)]
+    assert read_output("out.lance")["id"].to_pylist() == [
+        i for i in range(250) if i not in (7, 200)
+    ]
     ok(capsys, *embed("out", fitted, source="src.lance"))
-    assert table("out").equals(table("out.lance"))
+    assert read_output("out").equals(read_output("out.lance"))
 
 
-def test_one_condition_for_all_and_columns_that_are_kept(capsys, fitted, source):
-    given = (
+def test_condition_text_applies_to_all_rows_with_extra_columns(capsys, fitted, source):
+    command = (
         "embed",
         "src",
         "--out",
@@ -130,42 +132,42 @@ def test_one_condition_for_all_and_columns_that_are_kept(capsys, fitted, source)
         "text",
         "--no-normalize",
     )
-    ok(capsys, *given, "--condition-text", "the place", "--keep", "url")
-    found = table("out")
-    assert found.column_names == ["url", "sentence", "condition", "embedding"]
-    assert set(found["condition"].to_pylist()) == {"the place"}
-    assert not np.allclose(np.linalg.norm(vectors(found), axis=1), 1, atol=1e-2)
+    ok(capsys, *command, "--condition-text", "the place", "--keep", "url")
+    output = read_output("out")
+    assert output.column_names == ["url", "sentence", "condition", "embedding"]
+    assert set(output["condition"].to_pylist()) == {"the place"}
+    assert not np.allclose(np.linalg.norm(stack_vectors(output), axis=1), 1, atol=1e-2)
 
 
-def test_every_condition_gets_the_same_values(capsys, fitted, source):
-    given = ("--values", "Rome, Paris", "--head", "none")
-    ok(capsys, *embed("out", fitted, *given))
-    found, expected = table("out"), of_one_file(capsys, fitted, *given)
-    assert found["condition"].equals(expected["condition"])
-    assert set(found["condition"].to_pylist()) == {"the place", "the number of people"}
-    np.testing.assert_allclose(vectors(found), vectors(expected), atol=2e-4)
-    rows = found.slice(0, 4).to_pydict()
+def test_values_apply_to_every_condition(capsys, fitted, source):
+    options = ("--values", "Rome, Paris", "--head", "none")
+    ok(capsys, *embed("out", fitted, *options))
+    output, expected = read_output("out"), embed_one_file(capsys, fitted, *options)
+    assert output["condition"].equals(expected["condition"])
+    assert set(output["condition"].to_pylist()) == {"the place", "the number of people"}
+    np.testing.assert_allclose(stack_vectors(output), stack_vectors(expected), atol=2e-4)
+    rows = output.slice(0, 4).to_pydict()
     conditions = [llmcond.Condition(text, ["Rome", "Paris"]) for text in rows["condition"]]
     embedder = llmcond.load_embedder(fitted, head="none", device="cpu")
-    wanted = embedder.encode(rows["sentence"], conditions)
-    np.testing.assert_allclose(rows["embedding"], wanted, atol=5e-3)
-    plain = embedder.encode(rows["sentence"], rows["condition"])
-    assert np.abs(plain - wanted).max() > 5e-2
+    reference = embedder.encode(rows["sentence"], conditions)
+    np.testing.assert_allclose(rows["embedding"], reference, atol=5e-3)
+    without_values = embedder.encode(rows["sentence"], rows["condition"])
+    assert np.abs(without_values - reference).max() > 5e-2
 
 
-def test_one_large_file_and_types_of_all_kinds(capsys, fitted, source):
-    own = texts(0, 95)
-    own = own.set_column(1, "text", own["text"].dictionary_encode())
-    own = own.set_column(2, "topic", own["topic"].cast(pa.large_string()))
-    own = own.append_column("more", pa.array([{"a": [i]} for i in range(95)]))
-    pq.write_table(own, "one.parquet", row_group_size=1000)
+def test_one_file_with_various_column_types(capsys, fitted, source):
+    rows = texts(0, 95)
+    rows = rows.set_column(1, "text", rows["text"].dictionary_encode())
+    rows = rows.set_column(2, "topic", rows["topic"].cast(pa.large_string()))
+    rows = rows.append_column("more", pa.array([{"a": [i]} for i in range(95)]))
+    pq.write_table(rows, "one.parquet", row_group_size=1000)
     for out in OUTPUTS:
         ok(capsys, *embed(out, fitted, source="one.parquet"))
-        assert table(out)["more"].to_pylist() == own["more"].to_pylist()
-        assert table(out)["sentence"].to_pylist() == own["text"].to_pylist()
+        assert read_output(out)["more"].to_pylist() == rows["more"].to_pylist()
+        assert read_output(out)["sentence"].to_pylist() == rows["text"].to_pylist()
 
 
-def test_types_that_hold_all_parts_and_what_paths_say(capsys, fitted, source):
+def test_column_types_are_unified_and_partitions_become_columns(capsys, fitted, source):
     Path("hive/lang=en").mkdir(parents=True)
     Path("hive/lang=d%C3%A9").mkdir()
     first, second = texts(0, 3), texts(3, 5)
@@ -175,13 +177,13 @@ def test_types_that_hold_all_parts_and_what_paths_say(capsys, fitted, source):
     pq.write_table(first, "hive/lang=d%C3%A9/x.parquet")
     pq.write_table(first.slice(0, 0), "hive/lang=en/none.parquet")
     ok(capsys, *embed("out", fitted, source="hive"))
-    found = table("out").to_pydict()
-    assert found["lang"] == ["dé"] * 3 + ["en"] * 2
-    assert found["url"] == [None] * 3 + second["url"].to_pylist()
-    assert found["id"] == list(range(5))
+    columns = read_output("out").to_pydict()
+    assert columns["lang"] == ["dé"] * 3 + ["en"] * 2
+    assert columns["url"] == [None] * 3 + second["url"].to_pylist()
+    assert columns["id"] == list(range(5))
 
 
-def test_each_file_is_read_once_wherever_links_lead(capsys, fitted, source):
+def test_linked_files_are_read_once(capsys, fitted, source):
     Path("src/again").symlink_to(Path("src").absolute())
     Path("src/0.parquet").symlink_to("b.parquet")
     Path("other").mkdir()
@@ -189,42 +191,42 @@ def test_each_file_is_read_once_wherever_links_lead(capsys, fitted, source):
     Path("src/other").symlink_to(Path("other").absolute())
     Path("src/twice").symlink_to(Path("other").absolute())
     assert ok(capsys, *embed("out", fitted))["rows"] == 260
-    assert sorted(table("out")["id"].to_pylist()) == list(range(260))
+    assert sorted(read_output("out")["id"].to_pylist()) == list(range(260))
 
 
-def test_rows_that_are_skipped_are_read_forward(source):
+def test_row_ranges_are_read_in_any_order(source):
     files = streams.open_texts("src")
     columns = streams.StreamColumns("text", None, pa.schema([("id", pa.int64())]))
     for start, stop in ((0, 10), (35, 95), (95, 100), (5, 31), (31, 31), (99, 100)):
-        found = files.read("a/1.parquet", start, stop, columns)
-        assert found["id"].to_pylist() == list(range(start, stop))
+        rows = files.read("a/1.parquet", start, stop, columns)
+        assert rows["id"].to_pylist() == list(range(start, stop))
 
 
-# -- going on ----------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_the_same_call_again_does_nothing(capsys, fitted, source, out, monkeypatch):
+def test_repeated_call_does_nothing(capsys, fitted, source, out, monkeypatch):
     ok(capsys, *embed(out, fitted))
-    before = table(out)
+    before = read_output(out)
     monkeypatch.setattr(embed_stream.UnitEmbedder, "work", None)
-    told = ok(capsys, *embed(out, fitted))
-    assert (told["rows"], told["dim"]) == (250, vectors(before).shape[1])
-    assert table(out).equals(before)
+    summary = ok(capsys, *embed(out, fitted))
+    assert (summary["rows"], summary["dim"]) == (250, stack_vectors(before).shape[1])
+    assert read_output(out).equals(before)
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_parts_that_are_new_are_embedded_behind_the_others(capsys, fitted, source, out):
+def test_new_files_are_appended(capsys, fitted, source, out):
     ok(capsys, *embed(out, fitted))
-    before = table(out)
+    before = read_output(out)
     pq.write_table(texts(250, 300), "src/a/0.parquet")
     assert ok(capsys, *embed(out, fitted))["rows"] == 300
-    assert table(out).slice(0, 250).equals(before)
-    assert table(out)["id"].to_pylist() == list(range(300))
+    assert read_output(out).slice(0, 250).equals(before)
+    assert read_output(out)["id"].to_pylist() == list(range(300))
 
 
 @pytest.mark.parametrize(
-    ("out", "point", "count", "there"),
+    ("out", "point", "count", "n_existing"),
     [
         ("out", "half written", 1, 0),
         ("out", "half written", 4, 100),
@@ -237,57 +239,59 @@ def test_parts_that_are_new_are_embedded_behind_the_others(capsys, fitted, sourc
         ("out.lance", "not begun", 6, 130),
     ],
 )
-def test_a_killed_call_goes_on(capsys, fitted, source, tmp_path, out, point, count, there):
+def test_killed_call_resumes(capsys, fitted, source, tmp_path, out, point, count, n_existing):
     ok(capsys, *embed(f"whole-{out}", fitted))
-    own = Command(tmp_path / "killed", embed(out, fitted), first=partial(killed_at, point, count))
-    assert own.finish()[0] == -signal.SIGKILL
-    if there:
-        assert len(table(out)) == there
+    command = Command(
+        tmp_path / "killed", embed(out, fitted), first=partial(killed_at, point, count)
+    )
+    assert command.finish()[0] == -signal.SIGKILL
+    if n_existing:
+        assert len(read_output(out)) == n_existing
     assert run([str(argument) for argument in embed(out, fitted)]) == 0
-    assert (f"({there} of them existed)" in capsys.readouterr().err) == bool(there)
-    assert table(out).equals(table(f"whole-{out}"))
-    left = [path for path in Path(out).rglob("*") if path.name.startswith(".")]
-    assert not left
+    assert (f"({n_existing} of them existed)" in capsys.readouterr().err) == bool(n_existing)
+    assert read_output(out).equals(read_output(f"whole-{out}"))
+    leftovers = [path for path in Path(out).rglob("*") if path.name.startswith(".")]
+    assert not leftovers
     if out.endswith(".lance"):
         dataset = lance.dataset(out)
-        named = {file.path for own in dataset.get_fragments() for file in own.data_files()}
-        assert {path.name for path in Path(out, "data").iterdir()} == named
+        referenced = {file.path for part in dataset.get_fragments() for file in part.data_files()}
+        assert {path.name for path in Path(out, "data").iterdir()} == referenced
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_a_record_that_was_only_half_written_is_no_hindrance(capsys, fitted, source, out):
+def test_partial_record_does_not_prevent_start(capsys, fitted, source, out):
     Path(out).mkdir()
-    for name in ("_llmcond.lock", "._llmcond.json.2fdf50ec"):  # what a kill leaves
+    for name in ("_llmcond.lock", "._llmcond.json.2fdf50ec"):  # a killed process leaves these
         Path(out, name).touch()
     assert ok(capsys, *embed(out, fitted))["rows"] == 250
     assert not Path(out, "._llmcond.json.2fdf50ec").exists()
 
 
-def test_what_a_kill_left_of_a_commit_is_removed(capsys, fitted, source):
+def test_leftovers_of_killed_commit_are_removed(capsys, fitted, source):
     ok(capsys, *embed("out.lance", fitted))
-    staged = [Path("out.lance", *own) for own in STAGED]
+    staged = [Path("out.lance", *parts) for parts in STAGED]
     for path in staged:
         path.touch()
     assert ok(capsys, *embed("out.lance", fitted))["rows"] == 250
     assert [path for path in staged if path.exists()] == []
-    assert len(table("out.lance")) == 250
+    assert len(read_output("out.lance")) == 250
 
 
 def change_record(out, **changes):
     path = Path(out, "_llmcond.json")
     record = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: own for key, own in record.items() if own != "gone"}))
+    path.write_text(json.dumps({key: value for key, value in record.items() if value != "missing"}))
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"unit_rows": -5}, "'unit_rows' is -5"),
         ({"unit_rows": 0}, "'unit_rows' is 0"),
         ({"unit_rows": "x"}, "'unit_rows' is 'x'"),
-        ({"unit_rows": "gone"}, "the key 'unit_rows' is missing"),
-        ({"made_of": "gone"}, "the key 'made_of' is missing"),
+        ({"unit_rows": "missing"}, "the key 'unit_rows' is missing"),
+        ({"made_of": "missing"}, "the key 'made_of' is missing"),
         ({"made_of": []}, r"'made_of' is \[\]"),
         ({"columns": "!!"}, "its columns cannot be read"),
         ({"columns": "AAAA"}, "its columns cannot be read"),
@@ -298,129 +302,134 @@ def change_record(out, **changes):
         ({"format": True}, "states no format"),
     ],
 )
-def test_a_damaged_record_is_told_in_a_line(capsys, begun, out, changes, said):
+def test_damaged_record_is_reported(capsys, embedded_run, out, changes, expected):
     change_record(out, **changes)
-    check_refused_as_damaged(capsys, begun, out, said)
+    check_damage_is_reported(capsys, embedded_run, out, expected)
 
 
 @pytest.mark.parametrize("rows", [10**12, -1, 41])
-def test_parts_that_have_other_rows_than_the_source_are_told(capsys, begun, rows):
+def test_record_with_wrong_row_counts_is_reported(capsys, embedded_run, rows):
     record = json.loads(Path("out/_llmcond.json").read_text())
     change_record("out", parts=[[*record["parts"][0][:2], rows], *record["parts"][1:]])
-    check_refused_as_damaged(capsys, begun, "out", "its numbers of rows|'parts.0.2' is -1")
+    check_damage_is_reported(capsys, embedded_run, "out", "its numbers of rows|'parts.0.2' is -1")
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", ""])
-def test_a_record_that_is_no_object_is_told_in_a_line(capsys, begun, content):
+def test_record_that_is_no_json_object_is_reported(capsys, embedded_run, content):
     Path("out/_llmcond.json").write_text(content)
-    check_refused_as_damaged(capsys, begun, "out", "out/_llmcond.json is damaged")
+    check_damage_is_reported(capsys, embedded_run, "out", "out/_llmcond.json is damaged")
 
 
-@pytest.mark.parametrize("damage", ["junk", "cut", "rows", "columns", "another's", "pipe"])
-def test_a_file_that_holds_no_embeddings_is_told_in_a_line(capsys, begun, damage):
+@pytest.mark.parametrize("damage", ["junk", "cut", "rows", "columns", "swapped", "pipe"])
+def test_damaged_output_file_is_reported(capsys, embedded_run, damage):
     path = Path("out/part-000000.parquet")
-    whole = path.read_bytes()
+    content = path.read_bytes()
     if damage == "pipe":
         path.unlink()
         os.mkfifo(path)
-    elif damage == "another's":
+    elif damage == "swapped":
         shutil.copy("out/part-000001.parquet", path)
     elif damage in ("junk", "cut"):
-        path.write_bytes(b"junk" if damage == "junk" else whole[:-5])
+        path.write_bytes(b"junk" if damage == "junk" else content[:-5])
     else:
         rows = pq.read_table(path)
         pq.write_table(rows.slice(1) if damage == "rows" else rows.drop(["embedding"]), path)
-    check_refused_as_damaged(
-        capsys, begun, "out", "part-000000.parquet is damaged: it does not hold the expected 40 emb"
+    check_damage_is_reported(
+        capsys,
+        embedded_run,
+        "out",
+        "part-000000.parquet is damaged: it does not hold the expected 40 emb",
     )
     path.unlink()
-    assert ok(capsys, *embed("out", begun))["rows"] == 250
+    assert ok(capsys, *embed("out", embedded_run))["rows"] == 250
 
 
-def test_a_file_of_other_columns_is_told_in_a_line(capsys, begun):
+def test_output_file_with_other_columns_is_reported(capsys, embedded_run):
     path = Path("out/part-000000.parquet")
     pq.write_table(pq.read_table(path).drop(["sentence"]), path)
-    check_refused_as_damaged(capsys, begun, "out", "different dimensions or columns")
+    check_damage_is_reported(capsys, embedded_run, "out", "different dimensions or columns")
 
 
-def test_a_record_that_is_a_pipe_is_not_waited_for(capsys, begun):
+def test_record_that_is_a_pipe_does_not_block(capsys, embedded_run):
     Path("out/_llmcond.json").unlink()
     os.mkfifo("out/_llmcond.json")
-    assert "out/_llmcond.json is damaged" in refused(capsys, *embed("out", begun))
+    assert "out/_llmcond.json is damaged" in refused(capsys, *embed("out", embedded_run))
 
 
 @pytest.mark.parametrize("column", ["embedding", "other"])
-def test_a_dataset_that_others_wrote_over_is_told_in_a_line(capsys, begun, column):
+def test_overwritten_dataset_is_reported(capsys, embedded_run, column):
     lance.write_dataset(pa.table({column: [1] * 250}), "out.lance", mode="overwrite")
-    check_refused_as_damaged(capsys, begun, "out.lance", "has no column embedding of vectors")
+    check_damage_is_reported(
+        capsys, embedded_run, "out.lance", "has no column embedding of vectors"
+    )
 
 
-def test_a_dataset_that_lost_a_file_is_told_in_a_line(capsys, begun):
+def test_dataset_with_missing_file_is_reported(capsys, embedded_run):
     next(Path("out.lance/data").iterdir()).unlink()
-    check_refused_as_damaged(capsys, begun, "out.lance", "out.lance is damaged: data/")
+    check_damage_is_reported(capsys, embedded_run, "out.lance", "out.lance is damaged: data/")
 
 
 @pytest.fixture
-def begun(capsys, fitted, source):
-    """A run whose embeddings are in both outputs."""
+def embedded_run(capsys, fitted, source):
+    """The run after its embeddings were written to both outputs."""
     for out in OUTPUTS:
         ok(capsys, *embed(out, fitted))
     return fitted
 
 
-def check_refused_as_damaged(capsys, run_folder, out, said):
+def check_damage_is_reported(capsys, run_folder, out, expected):
     before = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
     assert run([str(argument) for argument in embed(out, run_folder)]) in (1, 2)
     captured = capsys.readouterr()
-    assert re.search(said, captured.err.splitlines()[-1]), captured.err
+    assert re.search(expected, captured.err.splitlines()[-1]), captured.err
     assert "Traceback" not in captured.err
     assert not captured.out
     assert {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()} == before
 
 
-def let_no_file_grow(size):
+def limit_file_size(size):
     embed_stream.UNIT_ROWS = 40
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_a_full_disk_is_told_in_a_line_and_loses_nothing(capsys, fitted, source, tmp_path, out):
-    first = partial(let_no_file_grow, 4096)
+def test_full_disk_is_reported_and_loses_nothing(capsys, fitted, source, tmp_path, out):
+    first = partial(limit_file_size, 4096)
     status, _, err = Command(tmp_path / "full", embed(out, fitted), first=first).finish()
     assert status == 2
     assert "error: the disk is full: " in err.splitlines()[-1]
     assert "Traceback" not in err
     ok(capsys, *embed(out, fitted))
-    assert len(table(out)) == 250
+    assert len(read_output(out)) == 250
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_a_disk_that_is_nearly_full_is_not_begun_to_write(capsys, fitted, source, out, monkeypatch):
+def test_nearly_full_disk_is_rejected_before_writing(capsys, fitted, source, out, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=2**20 - 1)
     monkeypatch.setattr("llmcond.files.shutil.disk_usage", lambda _: usage)
     assert "the disk is full: " in refused(capsys, *embed(out, fitted))
 
 
-# -- by actors ---------------------------------------------------------------------------------
+# -- Ray actors --------------------------------------------------------------------------------
 
 ON_RAY = ("--scale", "ray", "--actors")
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_actors_write_the_same_also_where_one_dies(
+def test_actors_write_same_rows_even_if_one_dies(
     capsys, caplog, fitted, source, ray, out, monkeypatch
 ):
-    ok(capsys, *embed(f"here-{out}", fitted))
+    ok(capsys, *embed(f"local-{out}", fitted))
     monkeypatch.setattr(embed_stream, "UnitEmbedder", DiesOnce)
     assert ok(capsys, *embed(out, fitted, *ON_RAY, "2"))["rows"] == 250
     assert "an actor died" in caplog.text
-    assert table(out).equals(table(f"here-{out}"))
+    assert read_output(out).equals(read_output(f"local-{out}"))
     if out.endswith(".lance"):
         assert len(list(Path(out, "data").iterdir())) == 7
 
 
-def test_what_actors_refuse_is_told_in_a_line(capsys, fitted, source, ray, monkeypatch):
+def test_errors_of_actors_report_one_line(capsys, fitted, source, ray, monkeypatch):
     rows = texts(130, 250).to_pydict()
     rows["topic"][119] = "the place " * 50
     pq.write_table(pa.table(rows), "src/b.parquet")
@@ -432,21 +441,21 @@ def test_what_actors_refuse_is_told_in_a_line(capsys, fitted, source, ray, monke
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_what_a_killed_driver_left_is_finished_without_ray(capsys, fitted, source, tmp_path, out):
-    ok(capsys, *embed(f"here-{out}", fitted))
+def test_output_of_killed_driver_is_finished_without_ray(capsys, fitted, source, tmp_path, out):
+    ok(capsys, *embed(f"local-{out}", fitted))
     first = partial(killed_at, "not committed" if out.endswith(".lance") else "written", 2)
-    killed = Command(tmp_path / "killed", embed(out, fitted, *ON_RAY, "1"), first=first)
-    assert killed.finish()[0] == -signal.SIGKILL
+    command = Command(tmp_path / "killed", embed(out, fitted, *ON_RAY, "1"), first=first)
+    assert command.finish()[0] == -signal.SIGKILL
     ok(capsys, *embed(out, fitted))
-    assert table(out).equals(table(f"here-{out}"))
+    assert read_output(out).equals(read_output(f"local-{out}"))
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- invalid input -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("options", "expected"),
     [
         (("--head", "none"), "started with another head"),
         (("--no-normalize",), "another normalize True, not False"),
@@ -455,19 +464,19 @@ def test_what_a_killed_driver_left_is_finished_without_ray(capsys, fitted, sourc
         (("--condition-text", "the mood"), "condition 'topic', not None; condition_text None"),
     ],
 )
-def test_what_was_begun_is_not_mixed_with_others(capsys, fitted, source, out, others, said):
+def test_started_output_rejects_other_options(capsys, fitted, source, out, options, expected):
     ok(capsys, *embed(out, fitted))
-    before = table(out)
-    given = list(embed(out, fitted, *others))
-    if "--condition-text" in others:
-        del given[given.index("--condition") : given.index("--condition") + 2]
-    line = refused(capsys, *given)
-    assert re.search(said, line), line
+    before = read_output(out)
+    arguments = list(embed(out, fitted, *options))
+    if "--condition-text" in options:
+        del arguments[arguments.index("--condition") : arguments.index("--condition") + 2]
+    line = refused(capsys, *arguments)
+    assert re.search(expected, line), line
     assert line.startswith(f"{out} was started with")
-    assert table(out).equals(before)
+    assert read_output(out).equals(before)
 
 
-def test_a_source_that_has_changed_is_refused(capsys, fitted, source):
+def test_changed_source_is_rejected(capsys, fitted, source):
     ok(capsys, *embed("out", fitted))
     pq.write_table(texts(500, 530), "src/a/2.parquet")
     assert "has changed since out was started: 'a/2.parquet' is missing" in refused(
@@ -485,7 +494,7 @@ def test_a_source_that_has_changed_is_refused(capsys, fitted, source):
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
-def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source, out):
+def test_invalid_row_is_reported_before_writing(capsys, fitted, source, out):
     rows = texts(100, 130).to_pydict()
     rows["text"][4], rows["topic"][20], rows["text"][21] = " \t", None, ""
     pq.write_table(pa.table(rows), "src/a/2.parquet")
@@ -495,7 +504,7 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ("--out out --sentence txt", "no column 'txt'; it has 'id'"),
         ("--out out --sentence text", "a/1.parquet has no column 'condition'"),
@@ -517,18 +526,18 @@ def test_a_wrong_row_is_named_before_anything_is_written(capsys, fitted, source,
         ("--out s3:///v --sentence text --condition topic", "s3:///v names no bucket"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(capsys, fitted, source, arguments, said):
+def test_invalid_arguments_report_one_line(capsys, fitted, source, arguments, expected):
     Path("file").touch()
     Path("foreign").mkdir()
     Path("foreign/x.txt").touch()
     lance.write_dataset(texts(0, 3), "foreign.lance")
     line = refused(capsys, "embed", "src", "--run", fitted, *arguments.split())
-    assert said in line
+    assert expected in line
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
-    ("source_name", "said"),
+    ("source_name", "expected"),
     [
         ("empty", "is a folder without .parquet files"),
         ("none", "is empty: it has no rows"),
@@ -540,8 +549,8 @@ def test_what_cannot_be_is_told_in_a_line(capsys, fitted, source, arguments, sai
         ("clash", "y.parquet has a column of another type"),
     ],
 )
-def test_sources_that_cannot_be_read_are_told_in_a_line(capsys, fitted, source, source_name, said):
-    own = texts(0, 3)
+def test_unreadable_sources_report_one_line(capsys, fitted, source, source_name, expected):
+    rows = texts(0, 3)
     folder = Path(source_name)
     if source_name == "texts.csv":
         folder.write_text("text,topic\na,b\n")
@@ -550,22 +559,26 @@ def test_sources_that_cannot_be_read_are_told_in_a_line(capsys, fitted, source, 
     if source_name == "damaged":
         Path("damaged/x.parquet").write_bytes(Path("src/b.parquet").read_bytes()[:500])
     elif source_name not in ("empty", "cut.lance", "texts.csv"):
-        mine = own.slice(0, 0) if source_name == "none" else own
-        mine = mine.append_column("embedding", [[1, 2, 3]]) if source_name == "taken" else mine
-        pq.write_table(mine, folder / "x.parquet")
+        file_rows = rows.slice(0, 0) if source_name == "none" else rows
+        file_rows = (
+            file_rows.append_column("embedding", [[1, 2, 3]])
+            if source_name == "taken"
+            else file_rows
+        )
+        pq.write_table(file_rows, folder / "x.parquet")
     if source_name == "mixed":
-        pq.write_table(own.drop(["url"]), "mixed/y.parquet")
+        pq.write_table(rows.drop(["url"]), "mixed/y.parquet")
     if source_name == "clash":
-        pq.write_table(own.set_column(3, "url", own["id"]), "clash/y.parquet")
+        pq.write_table(rows.set_column(3, "url", rows["id"]), "clash/y.parquet")
     code = run([str(argument) for argument in embed("out", fitted, source=source_name)])
     err = capsys.readouterr().err
     assert code in (1, 2)
-    assert said in err.splitlines()[-1]
+    assert expected in err.splitlines()[-1]
     assert "Traceback" not in err
     assert not Path("out").exists()
 
 
-def test_nobody_else_writes_meanwhile(capsys, fitted, source):
+def test_locked_or_foreign_output_is_rejected(capsys, fitted, source):
     from filelock import FileLock
 
     ok(capsys, *embed("out", fitted))
@@ -581,18 +594,18 @@ def test_nobody_else_writes_meanwhile(capsys, fitted, source):
 
 
 @pytest.mark.parametrize("change", ["delete", "append", "unit"])
-def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, monkeypatch, change):
+def test_concurrent_writer_of_dataset_is_detected(capsys, fitted, source, monkeypatch, change):
     monkeypatch.setattr(outputs, "_COMMIT_FRAGMENTS", 2)
-    original, seen = outputs.LanceOutput.add_unit, []
+    original, calls = outputs.LanceOutput.add_unit, []
 
     def add(self, *args):
         original(self, *args)
-        seen.append(args)
-        if len(seen) == 3 and change == "delete":
+        calls.append(args)
+        if len(calls) == 3 and change == "delete":
             lance.dataset("out.lance").delete("id = 3")
-        elif len(seen) == 3 and change == "append":
-            lance.write_dataset(table("out.lance").slice(0, 1), "out.lance", mode="append")
-        elif len(seen) == 3:
+        elif len(calls) == 3 and change == "append":
+            lance.write_dataset(read_output("out.lance").slice(0, 1), "out.lance", mode="append")
+        elif len(calls) == 3:
             other = outputs.open_output("out.lance")
             other._dataset, other._schema = other._latest(), args[2]
             other._rows, other._ready = 80, [json.loads(args[1])]
@@ -601,31 +614,31 @@ def test_another_writer_of_the_same_dataset_is_noticed(capsys, fitted, source, m
     monkeypatch.setattr(outputs.LanceOutput, "add_unit", add)
     assert run([str(argument) for argument in embed("out.lance", fitted)]) == 1
     assert "another program has written to out.lance in the meantime" in capsys.readouterr().err
-    found = table("out.lance")["id"].to_pylist()
-    assert change != "unit" or found == list(range(100))
+    ids = read_output("out.lance")["id"].to_pylist()
+    assert change != "unit" or ids == list(range(100))
 
 
-def test_a_condition_that_is_too_long_names_the_row(capsys, fitted, source):
+def test_long_condition_is_reported_with_its_row(capsys, fitted, source):
     rows = texts(130, 250).to_pydict()
     rows["topic"][45] = "the place " * 50
     pq.write_table(pa.table(rows), "src/b.parquet")
     line = refused(capsys, *embed("out", fitted))
     assert line.startswith("row 46 of b.parquet: ")
-    assert len(table("out")) == 170
+    assert len(read_output("out")) == 170
 
 
-def test_nan_names_the_row(capsys, fitted, source, monkeypatch):
+def test_nan_is_reported_with_its_row(capsys, fitted, source, monkeypatch):
     from llmcond.encoders.encoder import Encoder
 
     original = Encoder.encode_counted
 
-    def broken(self, inputs, *args, **kwargs):
-        found = original(self, inputs, *args, **kwargs)
-        for place, item in enumerate(inputs):
+    def encode_with_nan(self, inputs, *args, **kwargs):
+        encoded = original(self, inputs, *args, **kwargs)
+        for index, item in enumerate(inputs):
             if "number 21" in f"{item.context} {item.text}":
-                found.vectors[place] = np.nan
-        return found
+                encoded.vectors[index] = np.nan
+        return encoded
 
-    monkeypatch.setattr(Encoder, "encode_counted", broken)
+    monkeypatch.setattr(Encoder, "encode_counted", encode_with_nan)
     line = refused(capsys, *embed("out.lance", fitted))
     assert re.match(r"row (22|59|96) of a/1.parquet: .* NaN or infinity", line)
