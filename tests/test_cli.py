@@ -1,4 +1,4 @@
-"""Every command as a user gives it: real processes where start-up matters, else in process."""
+"""Every command as a user runs it: in a new process where start-up matters, else in this one."""
 
 import csv
 import json
@@ -34,32 +34,32 @@ pytestmark = pytest.mark.usefixtures("in_tmp")
 
 
 @pytest.fixture
-def own_run(tiny_run: Path, tmp_path: Path) -> Path:
+def run_copy(tiny_run: Path, tmp_path: Path) -> Path:
     """A copy of the tiny run that a test may change."""
     return Path(shutil.copytree(tiny_run, tmp_path / "own"))
 
 
 @pytest.fixture
 def tiny(tiny_run: Path) -> str:
-    """The folder of the checkpoint that the tiny run was made with."""
+    """The checkpoint folder of the tiny run."""
     return str(json.loads((tiny_run / "run.json").read_text())["encoder"]["model"])
 
 
-# -- the whole way -----------------------------------------------------------------------------
+# -- workflows ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def part_of_the_sample(tmp_path, monkeypatch):
-    """A sixth of the bundled sample takes the place of all of it."""
-    own = tmp_path / "sample"
-    own.mkdir()
+def small_sample(tmp_path, monkeypatch):
+    """Replace the bundled sample by a sixth of it."""
+    folder = tmp_path / "sample"
+    folder.mkdir()
     for file in sample_folder().glob("*.csv"):
         lines = file.read_text().splitlines(keepends=True)
-        (own / file.name).write_text("".join(lines[: 1 + len(lines) // 12 * 2]))
-    monkeypatch.setattr("llmcond.data.datasets.sample_folder", lambda: own)
+        (folder / file.name).write_text("".join(lines[: 1 + len(lines) // 12 * 2]))
+    monkeypatch.setattr("llmcond.data.datasets.sample_folder", lambda: folder)
 
 
-def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
+def test_sample_from_extract_to_similarity(capsys, small_sample):
     first = ok(capsys, "extract", "--model", "minilm")
     assert first["prompts"]["routed"]["n_computed"] > 500
     second = ok(capsys, "extract", "--model", "minilm")
@@ -73,7 +73,7 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
     mlp, zero_shot = by_head["mlp", True], by_head["none", True]
     assert mlp["split"] == "test"
     assert mlp["n"] == 100
-    # A sixth teaches little of other sentences, but its own rows are learnt.
+    # A sixth of the sample generalises little, but its rows are learnt.
     rows = ok(capsys, "evaluate", "--split", "train")["results"]
     on_train = {row["head"]: row["spearman"] for row in rows if row["subtract"]}
     assert on_train["mlp"] > on_train["none"] + 0.5
@@ -82,26 +82,26 @@ def test_sample_from_extract_to_similarity(capsys, part_of_the_sample):
     assert low < mlp["spearman"] < high
 
     conditions = ["the number of people", "the activity", "the place"]
-    asked = [word for text in conditions for word in ("--condition", text)]
-    asked += ["--run", "runs/default"]
+    options = [word for text in conditions for word in ("--condition", text)]
+    options += ["--run", "runs/default"]
     pair = ("Two women read a book at the beach.", "Two women cook at night.")
-    alike = ok(capsys, "similarity", *pair, *asked)
-    assert (alike["head"], alike["fitted_on"]) == ("mlp@routed", "the bundled sample")
-    people, _, place = (row["similarity"] for row in alike["similarities"])
+    result = ok(capsys, "similarity", *pair, *options)
+    assert (result["head"], result["fitted_on"]) == ("mlp@routed", "the bundled sample")
+    people, _, place = (row["similarity"] for row in result["similarities"])
     assert people > place
-    # The README has the figures without a head; in bfloat16 the digits differ.
-    alike = ok(capsys, "similarity", *pair, *asked, "--head", "none")
-    told = re.search(r"the three are (\S+), (\S+) and (\S+)\.", (ROOT / "README.md").read_text())
-    assert told is not None
-    found = [row["similarity"] for row in alike["similarities"]]
-    assert found == pytest.approx([float(figure) for figure in told.groups()], abs=0.02)
+    # The README states the figures without a head; in bfloat16 the digits differ.
+    result = ok(capsys, "similarity", *pair, *options, "--head", "none")
+    figures = re.search(r"the three are (\S+), (\S+) and (\S+)\.", (ROOT / "README.md").read_text())
+    assert figures is not None
+    similarities = [row["similarity"] for row in result["similarities"]]
+    assert similarities == pytest.approx([float(figure) for figure in figures.groups()], abs=0.02)
 
 
-def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, small_rows):
+def test_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, small_rows):
     data = write_rows(small_rows)
-    quick = Path("quick.toml")
+    recipe_path = Path("quick.toml")
     recipe = (llmcond.bundled.bundled_folder("heads") / "linear.toml").read_text()
-    quick.write_text(recipe.replace("epochs = 200", "epochs = 3"))
+    recipe_path.write_text(recipe.replace("epochs = 200", "epochs = 3"))
     results = ok(
         capsys,
         "compare-prompts",
@@ -110,7 +110,7 @@ def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, s
         "--data",
         data,
         "--heads",
-        quick,
+        recipe_path,
         "pca",
         "--prompts",
         "concat-sent-cond",
@@ -127,8 +127,8 @@ def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, s
         "--run",
         "runs/compare",
     )["results"]
-    ways = {(row["prompt"], row["head"], row["subtract"]) for row in results}
-    assert len(results) == len(ways) == 4 * 3 * 2
+    keys = {(row["prompt"], row["head"], row["subtract"]) for row in results}
+    assert len(results) == len(keys) == 4 * 3 * 2
     assert {row["prompt"] for row in results} == {
         "concat-sent-cond",
         "concat-cond-sent",
@@ -141,28 +141,28 @@ def test_a_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, s
     assert json.loads(Path("runs/compare/compare-prompts.json").read_text())["results"] == results
 
 
-def test_embed_writes_rows_in_order_and_the_same_as_python(capsys, own_run, write_rows):
-    ok(capsys, "fit-head", "--head", "linear", "--run", own_run, "--set", "epochs=3")
+def test_embed_keeps_order_and_matches_api(capsys, run_copy, write_rows):
+    ok(capsys, "fit-head", "--head", "linear", "--run", run_copy, "--set", "epochs=3")
     texts = [(f"two men play in the park {i}", "the place") for i in range(30)]
     data = write_rows(texts, header="sentence,condition")
-    ok(capsys, "embed", data, "--out", "v.parquet", "--run", own_run)
-    ok(capsys, "embed", data, "--out", "v.npy", "--run", own_run, "--condition-text", "the mood")
+    ok(capsys, "embed", data, "--out", "v.parquet", "--run", run_copy)
+    ok(capsys, "embed", data, "--out", "v.npy", "--run", run_copy, "--condition-text", "the mood")
     table = pq.read_table("v.parquet")
     assert table["sentence"].to_pylist() == [sentence for sentence, _ in texts]
 
-    embedder = llmcond.load_embedder(own_run, head="linear")
+    embedder = llmcond.load_embedder(run_copy, head="linear")
     expected = embedder.encode([s for s, _ in texts], "the place")
     stored = np.stack(table["embedding"].to_numpy())
     assert np.allclose(stored, expected, atol=2e-3)
-    under_mood = np.load("v.npy")
-    assert np.allclose(under_mood, embedder.encode([s for s, _ in texts], "the mood"), atol=2e-3)
-    assert not np.allclose(under_mood, stored, atol=2e-3)
+    mood_vectors = np.load("v.npy")
+    assert np.allclose(mood_vectors, embedder.encode([s for s, _ in texts], "the mood"), atol=2e-3)
+    assert not np.allclose(mood_vectors, stored, atol=2e-3)
 
 
-def test_further_columns_are_kept_beside_embeddings(capsys, own_run, write_rows):
+def test_keep_adds_columns_to_embeddings(capsys, run_copy, write_rows):
     rows = [("two men", "the place", 7, "x"), ("children", "the place", 3, "")]
     data = write_rows(rows, header="sentence,condition,id,note")
-    embed = ("embed", data, "--run", own_run, "--keep", "id", "note")
+    embed = ("embed", data, "--run", run_copy, "--keep", "id", "note")
     ok(capsys, *embed, "--out", "v.parquet")
     table = pq.read_table("v.parquet")
     assert table.column_names == ["id", "note", "sentence", "condition", "embedding"]
@@ -172,29 +172,29 @@ def test_further_columns_are_kept_beside_embeddings(capsys, own_run, write_rows)
     assert "'sentence' is written anyway" in refused(
         capsys, *embed[:-2], "sentence", "--out", "w.parquet"
     )
-    odd = [{"sentence": "a", "condition": "b", "id": own} for own in (1, "z")]
-    Path("t.jsonl").write_text("\n".join(map(json.dumps, odd)))
-    ok(capsys, "embed", "t.jsonl", "--run", own_run, "--keep", "id", "--out", "u.parquet")
+    objects = [{"sentence": "a", "condition": "b", "id": value} for value in (1, "z")]
+    Path("t.jsonl").write_text("\n".join(map(json.dumps, objects)))
+    ok(capsys, "embed", "t.jsonl", "--run", run_copy, "--keep", "id", "--out", "u.parquet")
     assert pq.read_table("u.parquet")["id"].to_pylist() == ["1", "z"]
 
 
-def test_embed_again_encodes_nothing(capsys, own_run, write_rows):
+def test_repeated_embed_encodes_nothing(capsys, run_copy, write_rows):
     data = write_rows([("two men", "the place")], header="sentence,condition")
-    assert run(["embed", str(data), "--out", "a.npy", "--run", str(own_run)]) == 0
+    assert run(["embed", str(data), "--out", "a.npy", "--run", str(run_copy)]) == 0
     capsys.readouterr()
-    assert run(["embed", str(data), "--out", "b.npy", "--run", str(own_run)]) == 0
+    assert run(["embed", str(data), "--out", "b.npy", "--run", str(run_copy)]) == 0
     assert "nothing to encode" in capsys.readouterr().err
     assert np.array_equal(np.load("a.npy"), np.load("b.npy"))
 
 
-def test_other_rows_are_scored_whole_and_written(capsys, own_run, write_rows, small_rows):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "8", "--run", own_run)
+def test_other_data_is_scored_and_predictions_written(capsys, run_copy, write_rows, small_rows):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "8", "--run", run_copy)
     data = write_rows([*small_rows[:20], ("two dogs", "a hat", "the mood", -1)], "other.csv")
     rows = ok(
         capsys,
         "evaluate",
         "--run",
-        own_run,
+        run_copy,
         "--data",
         data,
         "--predictions",
@@ -205,15 +205,15 @@ def test_other_rows_are_scored_whole_and_written(capsys, own_run, write_rows, sm
     assert [row["n"] for row in rows] == [20, 20, 20]
     assert [row["n_dropped"] for row in rows] == [1, 1, 1]
     with Path("p.csv").open(encoding="utf-8") as stream:
-        written = list(csv.DictReader(stream))
-    assert len(written) == 21
-    assert written[20]["rating"] == ""
+        predictions = list(csv.DictReader(stream))
+    assert len(predictions) == 21
+    assert predictions[20]["rating"] == ""
     assert {"none@concat-sent-cond", "none@concat-sent-cond+c", "pca@concat-sent-cond"} < set(
-        written[0]
+        predictions[0]
     )
 
 
-def test_heads_of_two_seeds_stand_side_by_side(capsys, own_run):
+def test_heads_of_two_seeds_are_both_evaluated(capsys, run_copy):
     for seed in (0, 1):
         ok(
             capsys,
@@ -221,7 +221,7 @@ def test_heads_of_two_seeds_stand_side_by_side(capsys, own_run):
             "--head",
             "linear",
             "--run",
-            own_run,
+            run_copy,
             "--seed",
             seed,
             "--name",
@@ -229,11 +229,11 @@ def test_heads_of_two_seeds_stand_side_by_side(capsys, own_run):
             "--set",
             "epochs=2",
         )
-    rows = ok(capsys, "evaluate", "--run", own_run)["results"]
+    rows = ok(capsys, "evaluate", "--run", run_copy)["results"]
     assert [row["seed"] for row in rows if row["head"] == "linear"] == [0, 1]
 
 
-def test_a_seed_gives_the_same_head(capsys, own_run):
+def test_same_seed_gives_identical_head(capsys, run_copy):
     for name in ("a", "b"):
         ok(
             capsys,
@@ -241,18 +241,18 @@ def test_a_seed_gives_the_same_head(capsys, own_run):
             "--head",
             "mlp",
             "--run",
-            own_run,
+            run_copy,
             "--name",
             name,
             "--set",
             "epochs=3",
         )
-    first, second = (own_run.glob(f"heads/{name}/head-*") for name in ("a", "b"))
+    first, second = (run_copy.glob(f"heads/{name}/head-*") for name in ("a", "b"))
     assert next(first).name == next(second).name  # the digest of the weights
 
 
 @pytest.mark.parametrize("command", ["models", "prompts", "heads"])
-def test_listings(capsys, command):
+def test_listings_print_every_name(capsys, command):
     rows = ok(capsys, command)[command]
     assert len(rows) >= 2
     assert run([command]) == 0
@@ -260,15 +260,15 @@ def test_listings(capsys, command):
     assert all(row["name"] in out for row in rows)
 
 
-def test_the_bundled_model_is_listed_apart(capsys):
+def test_bundled_models_are_listed_separately(capsys):
     assert ok(capsys, "models")["bundled"] == ["minilm-conditions", "minilm-csts"]
     assert run(["models"]) == 0
     assert "minilm-csts" in capsys.readouterr().err
 
 
-def test_an_artefact_says_what_made_it(capsys, own_run):
-    ok(capsys, "fit-head", "--head", "mlp", "--run", own_run, "--set", "epochs=2", "--seed", "7")
-    record = json.loads((own_run / "heads/mlp@concat-sent-cond/head.json").read_text())
+def test_head_records_its_provenance(capsys, run_copy):
+    ok(capsys, "fit-head", "--head", "mlp", "--run", run_copy, "--set", "epochs=2", "--seed", "7")
+    record = json.loads((run_copy / "heads/mlp@concat-sent-cond/head.json").read_text())
     assert record["seed"] == 7
     assert record["recipe"]["settings"]["epochs"] == 2
     assert record["encoder"]["identity"]["weights"].startswith("sha256:")
@@ -278,23 +278,23 @@ def test_an_artefact_says_what_made_it(capsys, own_run):
     assert len(record["fit"]["curve"]) == 2
 
 
-def test_names_never_collide(capsys, own_run, tiny):
-    """A prompt called x and the head of another without subtraction have different names."""
+def test_names_never_collide(capsys, run_copy, tiny):
+    """A prompt cannot have the name of a head without subtraction, nor a head that of zero-shot."""
     bundled = (llmcond.bundled.bundled_folder("prompts") / "concat-sent-cond.toml").read_text()
     Path("x+c.toml").write_text(bundled)
-    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+    extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
     assert "cannot be called 'x+c'" in refused(capsys, *extract, "--prompt", "x+c.toml")
-    line = refused(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", own_run)
+    line = refused(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", run_copy)
     assert "means zero-shot" in line
 
 
-def test_none_can_be_fitted_and_is_listed_once(capsys, own_run):
-    ok(capsys, "fit-head", "--head", "none", "--run", own_run)
-    rows = ok(capsys, "evaluate", "--run", own_run)["results"]
+def test_none_head_can_be_fitted_and_is_listed_once(capsys, run_copy):
+    ok(capsys, "fit-head", "--head", "none", "--run", run_copy)
+    rows = ok(capsys, "evaluate", "--run", run_copy)["results"]
     assert [(row["head"], row["subtract"]) for row in rows] == [("none", False), ("none", True)]
 
 
-def test_an_undefined_dev_score_keeps_the_last_epoch(capsys, tiny, write_rows, small_rows):
+def test_undefined_dev_score_keeps_last_epoch(capsys, tiny, write_rows, small_rows):
     write_rows(small_rows, "d/train.csv")
     write_rows([(*row[:3], 3) for row in small_rows[:6]], "d/dev.csv")
     ok(capsys, "extract", "--model", tiny, "--data", "d")
@@ -302,7 +302,7 @@ def test_an_undefined_dev_score_keeps_the_last_epoch(capsys, tiny, write_rows, s
     assert (fitted["best_epoch"], fitted["selected_on"], fitted["dev_spearman"]) == (4, None, None)
 
 
-def test_a_hidden_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
+def test_unrated_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
     for split in ("train", "dev"):
         write_rows(small_rows, f"d/{split}.csv")
     write_rows([(*row[:3], -1) for row in small_rows[:6]], "d/test.csv")
@@ -314,45 +314,45 @@ def test_a_hidden_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
     assert len(Path("p.csv").read_text().splitlines()) == 7
 
 
-def test_evaluate_leaves_out_a_head_whose_prompt_has_changed(capsys, own_run, tiny):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
+def test_evaluate_leaves_out_head_with_changed_prompt(capsys, run_copy, tiny):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     prompt = Path("concat-sent-cond.toml")
     bundled = (llmcond.bundled.bundled_folder("prompts") / prompt.name).read_text()
     prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
-    extract = ["extract", "--model", tiny, "--run", str(own_run), "--dtype", "float32"]
+    extract = ["extract", "--model", tiny, "--run", str(run_copy), "--dtype", "float32"]
     assert run([*extract, "--prompt", str(prompt)]) == 0
     assert "the prompt concat-sent-cond has changed" in capsys.readouterr().err
-    assert run(["evaluate", "--run", str(own_run), "--json"]) == 0
+    assert run(["evaluate", "--run", str(run_copy), "--json"]) == 0
     captured = capsys.readouterr()
     assert "left out: the head pca@concat-sent-cond" in captured.err
     assert {row["head"] for row in json.loads(captured.out)["results"]} == {"none"}
 
 
-def test_an_extraction_that_does_nothing_changes_nothing(capsys, own_run, tiny):
-    before = (own_run / "run.json").read_bytes()
-    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+def test_repeated_extraction_leaves_run_unchanged(capsys, run_copy, tiny):
+    before = (run_copy / "run.json").read_bytes()
+    extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
     ok(capsys, *extract, "--prompt", "concat-sent-cond")
-    assert (own_run / "run.json").read_bytes() == before
+    assert (run_copy / "run.json").read_bytes() == before
 
 
-def test_a_moved_checkpoint_is_found_again_once_it_was_named(capsys, own_run, tiny):
+def test_moved_checkpoint_is_used_after_extraction(capsys, run_copy, tiny):
     moved = shutil.copytree(tiny, "moved")
-    manifest = own_run / "run.json"
+    manifest = run_copy / "run.json"
     manifest.write_text(manifest.read_text().replace(tiny, "/gone/checkpoint"))
-    similarity = ("similarity", "a", "b", "--condition", "c", "--run", own_run)
+    similarity = ("similarity", "a", "b", "--condition", "c", "--run", run_copy)
     assert "/gone/checkpoint" in refused(capsys, *similarity)
-    ok(capsys, "extract", "--model", moved, "--run", own_run, "--dtype", "float32")
+    ok(capsys, "extract", "--model", moved, "--run", run_copy, "--dtype", "float32")
     assert ok(capsys, *similarity)["head"] == "none"
 
 
 @pytest.mark.parametrize("name", ["exp:1", "r[/x]", "with space"])
-def test_any_folder_name_will_do_for_a_run(capsys, tiny, write_rows, small_rows, name):
+def test_run_folder_may_have_any_name(capsys, tiny, write_rows, small_rows, name):
     data = write_rows(small_rows)
     ok(capsys, "extract", "--model", tiny, "--data", data, "--run", name)
     assert run(["evaluate", "--run", name]) == 0
 
 
-def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows, small_rows):
+def test_prefix_sharing_does_not_change_vectors(capsys, write_rows, small_rows):
     model = checkpoints.make("mistral", Path("model")).folder
     data = write_rows(small_rows)
     causal = ("--like", "intfloat/e5-mistral-7b-instruct", "--dtype", "float32", "--device", "cpu")
@@ -360,14 +360,14 @@ def test_prefixes_are_shared_or_not_and_give_the_same_vectors(capsys, write_rows
     for option in ("--share-prefixes", "--no-share-prefixes"):
         extract = ("extract", "--model", model, "--data", data, "--run", option[2:], *causal)
         ok(capsys, *extract, "--store-dtype", "float32", option)
-        own = open_run(Path(option[2:]))
-        rows = [own.rows(split) for split in own.splits]
-        inputs = SplitInputs(rows, own.prompt(None))
-        # Stored as they were encoded: by what they begin with, or the longest first.
-        keys = lance.dataset(str(own.store().folder / "vectors.lance")).to_table()["key"]
-        planned = order_inputs(inputs, by_prefix=option == "--share-prefixes")
-        assert keys.to_pylist() == [item.key for item in planned]
-        vectors.append(own.store().lookup(order_inputs(inputs)).read())
+        saved_run = open_run(Path(option[2:]))
+        rows = [saved_run.rows(split) for split in saved_run.splits]
+        inputs = SplitInputs(rows, saved_run.prompt(None))
+        # The store keeps the order of encoding: by prefix, or the longest input first.
+        keys = lance.dataset(str(saved_run.store().folder / "vectors.lance")).to_table()["key"]
+        expected = order_inputs(inputs, by_prefix=option == "--share-prefixes")
+        assert keys.to_pylist() == [item.key for item in expected]
+        vectors.append(saved_run.store().lookup(order_inputs(inputs)).read())
     np.testing.assert_allclose(*vectors, rtol=0, atol=1e-3)
 
 
@@ -395,29 +395,31 @@ def test_help_imports_nothing_heavy():
         "embed no.csv --out v.npy",
     ],
 )
-def test_a_missing_file_is_told_before_anything_heavy_is_imported(command):
+def test_missing_file_is_reported_before_heavy_imports(command):
     code = (
         "import sys; from llmcond.cli import run\n"
         f"assert run({command.split()}) == 2\n"
         "heavy = {'torch', 'transformers', 'pyarrow', 'lance', 'rich', 'sklearn', 'scipy'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stderr.startswith("llmcond: error: no.csv does not exist. Expected a .csv")
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert process.stderr.startswith("llmcond: error: no.csv does not exist. Expected a .csv")
 
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["fit-head", "--help"], ["models", "--json"]]
 )
-def test_the_command_itself(arguments):
-    done = subprocess.run(
+def test_package_runs_as_module(arguments):
+    process = subprocess.run(
         [sys.executable, "-m", "llmcond", *arguments], check=True, capture_output=True, text=True
     )
-    assert done.stdout
-    assert done.stderr == ""
+    assert process.stdout
+    assert process.stderr == ""
 
 
-def test_help_names_what_makes_an_extraction_fast(capsys):
+def test_help_of_extract_lists_speed_options(capsys):
     with pytest.raises(SystemExit):
         run(["extract", "--help"])
     out = capsys.readouterr().out
@@ -428,13 +430,13 @@ def test_help_names_what_makes_an_extraction_fast(capsys):
     assert "--workers" not in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_closed_pipe_is_no_error():
     command = f"{sys.executable} -m llmcond prompts | head -1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert "Traceback" not in done.stderr
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert "Traceback" not in process.stderr
 
 
-# -- bad input ---------------------------------------------------------------------------------
+# -- invalid input -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -469,7 +471,7 @@ def test_a_reader_that_leaves_is_no_error():
         (["evaluate", "--data", "x.csv"], "x.csv does not exist"),
     ],
 )
-def test_wrong_arguments_are_one_clear_line(capsys, arguments, expected):
+def test_invalid_arguments_report_one_line(capsys, arguments, expected):
     assert expected in refused(capsys, *arguments)
     assert not Path("runs").exists()
 
@@ -491,13 +493,13 @@ def test_wrong_arguments_are_one_clear_line(capsys, arguments, expected):
         (b"sentence1,sentence2,condition,label\na,b,c\n", "3 fields, but its header has 4"),
     ],
 )
-def test_bad_rows_are_refused_before_anything_is_written(capsys, tiny, content, expected):
+def test_invalid_rows_are_rejected_before_writing(capsys, tiny, content, expected):
     Path("rows.csv").write_bytes(content)
     assert expected in refused(capsys, "extract", "--model", tiny, "--data", "rows.csv")
     assert not Path("runs").exists()
 
 
-def test_a_folder_that_is_no_run(capsys, tiny):
+def test_folder_without_run_is_rejected(capsys, tiny):
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("precious")
     for command in (["extract", "--model", tiny], ["fit-head", "--head", "mlp"], ["evaluate"]):
@@ -505,14 +507,14 @@ def test_a_folder_that_is_no_run(capsys, tiny):
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.txt"]
 
 
-def test_a_run_of_another_encoder(capsys, own_run, tiny_checkpoint):
+def test_run_of_other_encoder_is_rejected(capsys, run_copy, tiny_checkpoint):
     line = refused(
         capsys,
         "extract",
         "--model",
         tiny_checkpoint(seed=1),
         "--run",
-        own_run,
+        run_copy,
         "--dtype",
         "float32",
     )
@@ -520,26 +522,26 @@ def test_a_run_of_another_encoder(capsys, own_run, tiny_checkpoint):
     assert "weights: " in line
 
 
-def test_a_run_of_the_same_encoder_in_another_dtype(capsys, own_run, tiny):
-    line = refused(capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "bfloat16")
+def test_run_with_other_dtype_is_rejected(capsys, run_copy, tiny):
+    line = refused(capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "bfloat16")
     assert "dtype: 'bfloat16', not 'float32'" in line
 
 
-def test_a_run_of_other_data(capsys, own_run, tiny, write_rows, small_rows):
+def test_run_of_other_data_is_rejected(capsys, run_copy, tiny, write_rows, small_rows):
     data = write_rows(small_rows[:30])
     line = refused(
-        capsys, "extract", "--model", tiny, "--run", own_run, "--dtype", "float32", "--data", data
+        capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "float32", "--data", data
     )
     assert "holds the data" in line
 
 
-def test_a_newer_run_and_a_newer_store(capsys, own_run):
-    store = next(own_run.glob("features/*/store.json"))
+def test_newer_run_or_store_is_rejected(capsys, run_copy):
+    store = next(run_copy.glob("features/*/store.json"))
     store.write_text(json.dumps({**json.loads(store.read_text()), "format": 99}))
-    assert "newer version" in refused(capsys, "fit-head", "--head", "mlp", "--run", own_run)
-    manifest = own_run / "run.json"
+    assert "newer version" in refused(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
+    manifest = run_copy / "run.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    assert "newer version" in refused(capsys, "evaluate", "--run", own_run)
+    assert "newer version" in refused(capsys, "evaluate", "--run", run_copy)
 
 
 @pytest.mark.parametrize(
@@ -556,9 +558,9 @@ def test_a_newer_run_and_a_newer_store(capsys, own_run):
         (["--head", "mlp", "--name", "../../x"], "cannot be called"),
     ],
 )
-def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
-    assert expected in refused(capsys, "fit-head", *arguments, "--run", own_run)
-    assert not (own_run / "heads").exists()
+def test_invalid_fit_options_are_rejected(capsys, run_copy, arguments, expected):
+    assert expected in refused(capsys, "fit-head", *arguments, "--run", run_copy)
+    assert not (run_copy / "heads").exists()
 
 
 @pytest.mark.parametrize(
@@ -579,21 +581,23 @@ def test_fits_that_cannot_be(capsys, own_run, arguments, expected):
         (["fit-head", "--head", "mlp", "--set", "hidden=10000000000"], "at most 65,536"),
     ],
 )
-def test_what_a_run_cannot_do(capsys, own_run, write_rows, arguments, expected):
+def test_options_that_do_not_fit_run_are_rejected(
+    capsys, run_copy, write_rows, arguments, expected
+):
     write_rows([("two men", "park")], "texts.csv", "sentence,place")
     pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
-    assert expected in refused(capsys, *arguments, "--run", own_run)
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
+    assert expected in refused(capsys, *arguments, "--run", run_copy)
     assert not Path("no").exists()
 
 
-def test_options_of_the_data_that_would_be_ignored(capsys, own_run, tiny):
-    extract = ("extract", "--model", tiny, "--run", own_run, "--dtype", "float32")
+def test_other_data_options_are_rejected_for_existing_run(capsys, run_copy, tiny):
+    extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
     assert "with other options" in refused(capsys, *extract, "--split-seed", "9")
     assert "with other options" in refused(capsys, *extract, "--rating-range", "0", "10")
 
 
-def test_an_encoder_that_cannot_be_loaded_leaves_no_run(capsys, tiny, write_rows, small_rows):
+def test_unloadable_encoder_leaves_no_run(capsys, tiny, write_rows, small_rows):
     broken = Path(shutil.copytree(tiny, "broken"))
     weights = (broken / "model.safetensors").read_bytes()
     data = write_rows(small_rows)
@@ -607,18 +611,16 @@ def test_an_encoder_that_cannot_be_loaded_leaves_no_run(capsys, tiny, write_rows
 
 
 @pytest.mark.parametrize("file", ["run.json", "heads/p/head.json"])
-def test_a_damaged_record_is_one_line(capsys, own_run, file):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own_run)
-    (own_run / file).write_text('{"format": 1}')
-    assert run(["evaluate", "--run", str(own_run)]) == 1
+def test_damaged_record_reports_one_line(capsys, run_copy, file):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
+    (run_copy / file).write_text('{"format": 1}')
+    assert run(["evaluate", "--run", str(run_copy)]) == 1
     err = capsys.readouterr().err
     assert err.startswith("llmcond: error: ")
     assert err.count("\n") == 1
 
 
-def test_empty_labels_are_unrated_where_asked_for_and_so_in_further_data(
-    capsys, tiny, write_rows, small_rows
-):
+def test_unrated_empty_applies_to_further_data(capsys, tiny, write_rows, small_rows):
     rows = [(*row[:3], "" if i % 5 == 4 else row[3]) for i, row in enumerate(small_rows)]
     data = str(write_rows(rows))
     llmcond.extract(model=tiny, data=data, unrated="empty")
@@ -627,13 +629,13 @@ def test_empty_labels_are_unrated_where_asked_for_and_so_in_further_data(
     assert "--unrated empty" in refused(capsys, "evaluate", "--data", data, "--unrated", "-1")
 
 
-def test_one_distinct_rating_is_not_enough(capsys, tiny, write_rows, small_rows):
+def test_single_distinct_rating_is_rejected(capsys, tiny, write_rows, small_rows):
     data = write_rows([(*row[:3], 3) for row in small_rows])
     ok(capsys, "extract", "--model", tiny, "--data", data)
     assert "1 distinct ratings" in refused(capsys, "fit-head", "--head", "linear")
 
 
-def test_contrastive_pairs_are_found_in_rows_of_any_order(capsys, tiny, write_rows, small_rows):
+def test_contrastive_pairs_do_not_depend_on_row_order(capsys, tiny, write_rows, small_rows):
     shuffled = [row for start in range(3) for row in small_rows[start::3]]
     fit = ("fit-head", "--head", "linear", "--set", "info_nce=1", "epochs=1")
     ok(capsys, "extract", "--model", tiny, "--data", write_rows(shuffled))
@@ -645,20 +647,22 @@ def test_contrastive_pairs_are_found_in_rows_of_any_order(capsys, tiny, write_ro
     assert "no sentence pair has two rated rows" in refused(capsys, *fit, "--run", "single")
 
 
-def test_a_head_that_is_not_fitted(capsys, own_run):
-    assert "fit-head --head mlp" in refused(capsys, "evaluate", "--head", "mlp", "--run", own_run)
+def test_unfitted_head_is_rejected(capsys, run_copy):
+    assert "fit-head --head mlp" in refused(capsys, "evaluate", "--head", "mlp", "--run", run_copy)
 
 
-def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, tiny_checkpoint):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run)
-    record = own_run / "heads/pca@concat-sent-cond/head.json"
-    good = json.loads(record.read_text())
-    identity = {**good["encoder"]["identity"], "pooling": "cls"}
-    record.write_text(json.dumps({**good, "encoder": {**good["encoder"], "identity": identity}}))
-    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
+def test_head_of_other_prompt_or_encoder_is_rejected(capsys, run_copy, tiny, tiny_checkpoint):
+    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
+    record = run_copy / "heads/pca@concat-sent-cond/head.json"
+    original = json.loads(record.read_text())
+    identity = {**original["encoder"]["identity"], "pooling": "cls"}
+    record.write_text(
+        json.dumps({**original, "encoder": {**original["encoder"], "identity": identity}})
+    )
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", run_copy)
     assert "pooling: 'cls', not 'mean'" in line
 
-    record.write_text(json.dumps(good))
+    record.write_text(json.dumps(original))
     prompt = Path("concat-sent-cond.toml")
     bundled = llmcond.bundled.bundled_folder("prompts") / prompt.name
     prompt.write_text(
@@ -670,26 +674,26 @@ def test_a_head_of_another_prompt_or_encoder_is_refused(capsys, own_run, tiny, t
         "--model",
         tiny,
         "--run",
-        own_run,
+        run_copy,
         "--dtype",
         "float32",
         "--prompt",
         prompt,
     )
-    line = refused(capsys, "evaluate", "--head", "pca", "--run", own_run)
-    assert good["prompts"][0]["digest"] in line
+    line = refused(capsys, "evaluate", "--head", "pca", "--run", run_copy)
+    assert original["prompts"][0]["digest"] in line
 
 
-def test_features_that_are_not_all_there(capsys, own_run):
-    shutil.rmtree(next(own_run.glob("features/*/vectors.lance")))
-    assert "it resumes" in refused(capsys, "fit-head", "--head", "mlp", "--run", own_run)
+def test_missing_features_are_reported(capsys, run_copy):
+    shutil.rmtree(next(run_copy.glob("features/*/vectors.lance")))
+    assert "it resumes" in refused(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
 
 
-def test_several_heads_of_a_name(capsys, own_run):
+def test_ambiguous_head_name_is_rejected(capsys, run_copy):
     for extra in ([], ["--no-subtract"]):
-        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own_run, *extra)
+        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy, *extra)
     line = refused(
-        capsys, "similarity", "a", "b", "--condition", "c", "--head", "pca", "--run", own_run
+        capsys, "similarity", "a", "b", "--condition", "c", "--head", "pca", "--run", run_copy
     )
     assert "pca@concat-sent-cond, pca@concat-sent-cond+c" in line
     assert ok(
@@ -700,50 +704,50 @@ def test_several_heads_of_a_name(capsys, own_run):
         "--condition",
         "c",
         "--run",
-        own_run,
+        run_copy,
         "--head",
         "pca@concat-sent-cond",
     )["subtract"]
 
 
-def let_no_file_grow():
-    """Let no file have more than a page, as on a full disk."""
+def limit_file_size():
+    """Limit the size of files to one memory page, as if the disk were full."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
-def test_a_full_disk_loses_nothing(own_run, tiny, tmp_path):
-    """A limit on file size stands in for a full disk: the write fails in the same place."""
-    before = sorted(path for path in own_run.rglob("*") if "claims" not in path.parts)
-    arguments = f"extract --model {tiny} --run {own_run} --dtype float32 --prompt concat-cond-sent"
-    limited = Command(tmp_path / "printed", arguments.split(), first=let_no_file_grow)
-    status, _, said = limited.finish()
+def test_full_disk_loses_nothing(run_copy, tiny, tmp_path):
+    """A limit on file size stands in for a full disk: the write fails at the same point."""
+    before = sorted(path for path in run_copy.rglob("*") if "claims" not in path.parts)
+    arguments = f"extract --model {tiny} --run {run_copy} --dtype float32 --prompt concat-cond-sent"
+    command = Command(tmp_path / "printed", arguments.split(), first=limit_file_size)
+    status, _, message = command.finish()
     assert status == 2
-    assert "the disk is full" in said
-    assert "Traceback" not in said
-    assert set(before) <= set(own_run.rglob("*"))
-    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own_run)]) == 0
+    assert "the disk is full" in message
+    assert "Traceback" not in message
+    assert set(before) <= set(run_copy.rglob("*"))
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(run_copy)]) == 0
     assert run(arguments.split()) == 0
 
 
 @pytest.mark.parametrize(
-    ("allocate", "said"),
+    ("allocate", "expected"),
     [
         (lambda: np.empty(2**60, np.int8), " (Unable to allocate 1.00 EiB"),
         (lambda: pa.allocate_buffer(2**60), " (malloc of size 1152921504606846976 failed)."),
         (lambda: [None] * 2**60, ". Free some, or split the input. Stored results are kept."),
     ],
 )
-def test_what_does_not_fit_in_memory_is_told_in_a_line(capsys, monkeypatch, allocate, said):
-    """More than any machine can address: below a limit of memory, native libraries may crash."""
+def test_out_of_memory_reports_one_line(capsys, monkeypatch, allocate, expected):
+    """Allocate more than any machine can address: native libraries may crash at a memory limit."""
     monkeypatch.setattr("llmcond.cli.run_command", lambda *_: allocate())
     assert run(["heads"]) == 1
     line = capsys.readouterr().err
-    assert line.startswith(f"llmcond: error: there is not enough memory{said}")
+    assert line.startswith(f"llmcond: error: there is not enough memory{expected}")
     assert line.count("\n") == 1
 
 
-def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
+def test_nan_is_reported_with_its_row(capsys, tiny_checkpoint, write_rows, small_rows):
     from safetensors.torch import load_file, save_file
 
     checkpoint = tiny_checkpoint(seed=5)
@@ -761,7 +765,7 @@ def test_nan_names_the_row(capsys, tiny_checkpoint, write_rows, small_rows):
     assert "NaN or infinity" in line
 
 
-def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, small_rows):
+def test_long_condition_is_reported_with_its_row(capsys, tiny, write_rows, small_rows):
     rows = [*small_rows[:4], (*small_rows[4][:2], "the place " * 50, 3)]
     for split in ("train", "dev"):
         write_rows(rows, f"d/{split}.csv")
@@ -771,20 +775,20 @@ def test_a_condition_that_is_too_long_names_the_row(capsys, tiny, write_rows, sm
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
+    ("signal_number", "code", "expected"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
 )
-def test_an_interrupt_is_one_line(number, code, said, tmp_path):
+def test_interrupt_reports_one_line(signal_number, code, expected, tmp_path):
     command = Command(tmp_path / "printed", ["extract", "--model", "minilm"])
     wait_until(lambda: command.stderr.read_text().count("\n") >= 2)
-    os.kill(command.process.pid, number)
+    os.kill(command.process.pid, signal_number)
     status, _, err = command.finish()
     first, second, *last = err.splitlines()
     assert first.startswith("data: the bundled sample")
     assert second.startswith("minilm in ")
     assert status == code
     assert last == [
-        f"llmcond: error: {said}; stored results are kept, and the same command resumes."
+        f"llmcond: error: {expected}; stored results are kept, and the same command resumes."
     ]
 
 
@@ -797,30 +801,30 @@ def test_an_interrupt_is_one_line(number, code, said, tmp_path):
         ("SIGTERM", 143, "fit-head --head mlp", False),
     ],
 )
-def test_a_signal_is_an_exit_code_and_promises_what_is_true(name, code, command, resumes):
-    """Python, started by -m, ends by SIGINT where its own exception has passed through exec."""
-    sent = f"import os, signal, time; os.kill(os.getpid(), signal.{name}); time.sleep(60)"
+def test_signal_sets_exit_code_and_message(name, code, command, resumes):
+    """With ``-m``, Python ends by SIGINT if its KeyboardInterrupt has passed through ``exec``."""
+    statement = f"import os, signal, time; os.kill(os.getpid(), signal.{name}); time.sleep(60)"
     Path("ended.py").write_text(
         "import sys, llmcond.cli as cli\n"
-        f"cli.run_command = lambda *_: exec({sent!r})\n"
+        f"cli.run_command = lambda *_: exec({statement!r})\n"
         f"sys.exit(cli.run({command.split()!r}))\n"
     )
     python = [sys.executable, "-m", "ended"]
-    done = subprocess.run(python, check=False, capture_output=True, text=True)
-    assert done.returncode == code
-    assert done.stderr.count("\n") == 1
-    assert ("resumes" in done.stderr) == resumes
-    assert ("starts from the beginning" in done.stderr) != resumes
+    process = subprocess.run(python, check=False, capture_output=True, text=True)
+    assert process.returncode == code
+    assert process.stderr.count("\n") == 1
+    assert ("resumes" in process.stderr) == resumes
+    assert ("starts from the beginning" in process.stderr) != resumes
 
 
-def test_public_names():
+def test_public_names_can_be_imported():
     for name in llmcond.__all__:
         assert getattr(llmcond, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         llmcond.nothing  # noqa: B018
 
 
-def test_what_reads_features_only_does_not_wait_for_transformers():
+def test_workflows_on_features_do_not_import_transformers():
     code = (
         "import sys\n"
         "from llmcond.kinds.ranking import complete\n"
