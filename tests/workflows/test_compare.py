@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The module whose fits the tests count or replace.
 FITS = import_module("llmcond.runs.rated")
-J, K, P = "concat-sent-cond", "concat-cond-sent", "pair-cond"
+SENT_COND, COND_SENT, PAIR_COND = "concat-sent-cond", "concat-cond-sent", "pair-cond"
 SHUFFLED, LEFT_OUT = "control-shuffled", "control-no-condition"
 ENCODER = ("--dtype", "float32", "--pooling", "mean", "--normalize", "--device", "cpu")
 
@@ -76,17 +76,27 @@ def write_template(name, text, unconditional="{condition}"):
 
 
 def test_prompts_are_compared_with_baseline_of_their_head(call, own):
-    prompts = ("--prompts", J, K, SHUFFLED, "--baseline", K, "--seeds", 2, "--plain")
+    prompts = (
+        "--prompts",
+        SENT_COND,
+        COND_SENT,
+        SHUFFLED,
+        "--baseline",
+        COND_SENT,
+        "--seeds",
+        2,
+        "--plain",
+    )
     report = parse_json(call(*prompts, "--json"))
     results = report["results"]
-    assert report["baseline"] == K
+    assert report["baseline"] == COND_SENT
     keys = {(r["prompt"], r["head"], r["seeds"] == [0, 1], r["name"]) for r in results}
     assert len(results) == len(keys) == 3 * 2 * 2
     assert {r["control"] for r in results if r["prompt"] == SHUFFLED} == {"shuffled"}
-    base = {(r["head"], r["subtract"]): r for r in results if r["prompt"] == K}
+    base = {(r["head"], r["subtract"]): r for r in results if r["prompt"] == COND_SENT}
     family = {"spearman": [], "accuracy": []}
     for row in results:
-        if row["prompt"] == K:
+        if row["prompt"] == COND_SENT:
             assert row["difference"] is None
             continue
         for measure, p_values in family.items():
@@ -112,12 +122,12 @@ def test_prompts_are_compared_with_baseline_of_their_head(call, own):
 
 
 def test_scores_are_means_over_single_fits(capsys, call, own):
-    rows = parse_json(call("--prompts", J, "--seeds", 2, "--json"))["results"]
+    rows = parse_json(call("--prompts", SENT_COND, "--seeds", 2, "--json"))["results"]
     (row,) = (row for row in rows if row["head"] == "quick")
     scores = []
     for seed in (0, 1):
         fit = ["fit-head", "--run", own, "--head", "quick.toml", "--seed", seed, "--name", seed]
-        assert run([*map(str, fit), "--prompt", J]) == 0
+        assert run([*map(str, fit), "--prompt", SENT_COND]) == 0
         capsys.readouterr()
         assert run(["evaluate", "--run", str(own), "--head", str(seed), "--json"]) == 0
         scores.append(parse_json(capsys.readouterr())["results"][-1]["spearman"])
@@ -136,9 +146,9 @@ def test_evaluate_and_comparison_give_equal_scores(capsys, call, own):
     """Scores are equal to the last digit, for zero-shot, a fitted head and a custom metric."""
     Path("mine.py").write_text(METRIC_CODE)
     metric = ("--metric", "mine.py:error", "--json")
-    compared = parse_json(call("--prompts", J, LEFT_OUT, "--seeds", 1, *metric))["results"]
+    compared = parse_json(call("--prompts", SENT_COND, LEFT_OUT, "--seeds", 1, *metric))["results"]
     fit = ["fit-head", "--run", str(own), "--head", "quick.toml", "--prompt"]
-    for prompt in (J, LEFT_OUT):
+    for prompt in (SENT_COND, LEFT_OUT):
         assert run([*fit, prompt]) == 0
     capsys.readouterr()
     assert run(["evaluate", "--run", str(own), *metric]) == 0
@@ -154,22 +164,22 @@ def test_evaluate_and_comparison_give_equal_scores(capsys, call, own):
 
 
 def test_finished_fits_are_reused_when_prompt_is_added(call, monkeypatch):
-    first = parse_json(call("--prompts", J, K, "--seeds", 2, "--json"))
+    first = parse_json(call("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json"))
     with monkeypatch.context() as patch:
         patch.setattr(FITS, "fit_recipe", forbid)
         patch.setattr(LazyEncoder, "__call__", forbid)
-        second = call("--prompts", J, K, "--seeds", 2, "--json")
+        second = call("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json")
     assert parse_json(second) == first
     assert "nothing is encoded" in second.err
     assert "4 fits, 4 of them already done" in second.err
-    extended = call("--prompts", J, K, P, "--seeds", 2, "--json")
+    extended = call("--prompts", SENT_COND, COND_SENT, PAIR_COND, "--seeds", 2, "--json")
     assert "6 fits, 4 of them already done" in extended.err
     match = re.search(r"to encode: (\d+) of (\d+) inputs", extended.err)
     assert 0 < int(match[1]) < int(match[2])
 
 
 def test_several_processes_give_equal_results(call, tiny_run, tmp_path):
-    options = ("--prompts", J, K, "--seeds", 2, "--json")
+    options = ("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json")
     expected = parse_json(call(*options))
     run_copy = shutil.copytree(tiny_run, tmp_path / "other")
     assert parse_json(call(*options, "--workers", 2, folder=run_copy)) == expected
@@ -179,7 +189,7 @@ def test_all_usable_prompts_are_compared_by_default(call):
     report = parse_json(call("--heads", "none", "--json"))
     prompts = {row["prompt"] for row in report["results"]}
     assert len(prompts) >= 8
-    assert {J, K, P, SHUFFLED, LEFT_OUT} <= prompts
+    assert {SENT_COND, COND_SENT, PAIR_COND, SHUFFLED, LEFT_OUT} <= prompts
     assert report["baseline"] == "routed"
     assert "takes none" in report["left_out"]["cond"]
     assert "separate features" in report["left_out"]["separate"]
@@ -187,7 +197,7 @@ def test_all_usable_prompts_are_compared_by_default(call):
 
 def test_head_settings_can_be_changed(call):
     report = parse_json(
-        call("--prompts", J, "--seeds", 1, "--set", "dim=3", "--heads", "pca", "--json")
+        call("--prompts", SENT_COND, "--seeds", 1, "--set", "dim=3", "--heads", "pca", "--json")
     )
     assert {row["dim"] for row in report["results"]} == {None, 3}
 
@@ -201,7 +211,7 @@ def test_failed_fits_are_reported_and_others_compared(call, monkeypatch):
         return fit(recipe, pairs, dev, seed, *others)
 
     monkeypatch.setattr(FITS, "fit_recipe", fail_second_seed)
-    report = parse_json(call("--prompts", J, K, "--seeds", 2, "--json"))
+    report = parse_json(call("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json"))
     assert len(report["failures"]) == 2
     assert "seed=1: RuntimeError: out of memory" in report["failures"][0]
     assert {tuple(row["seeds"]) for row in report["results"]} == {(), (0,)}
@@ -213,16 +223,22 @@ def test_failed_fits_are_reported_and_others_compared(call, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--prompts", J, J], "was given 2 times"),
-        (["--prompts", J, "copy.toml"], f"the prompts {J} and copy are the same template"),
-        (["--prompts", J, "--baseline", K], f"the baseline {K} is not among the prompts"),
-        (["--prompts", J, "--seeds", "0"], "--seeds is 0"),
-        (["--prompts", J, "--set", "dmi=3"], "Did you mean 'dim'"),
+        (["--prompts", SENT_COND, SENT_COND], "was given 2 times"),
+        (
+            ["--prompts", SENT_COND, "copy.toml"],
+            f"the prompts {SENT_COND} and copy are the same template",
+        ),
+        (
+            ["--prompts", SENT_COND, "--baseline", COND_SENT],
+            f"the baseline {COND_SENT} is not among the prompts",
+        ),
+        (["--prompts", SENT_COND, "--seeds", "0"], "--seeds is 0"),
+        (["--prompts", SENT_COND, "--set", "dmi=3"], "Did you mean 'dim'"),
         (["--prompts", "cond"], "none of the prompts can be used with"),
         (["--prompts", "conc"], "Did you mean"),
         (["--prompts", "glued.toml"], "the prompt glued gives the same input for"),
-        (["--prompts", J, "--report", "folder.html"], "is a folder"),
-        (["--prompts", J, "--report", "page.pdf"], "name an .html or .htm file"),
+        (["--prompts", SENT_COND, "--report", "folder.html"], "is a folder"),
+        (["--prompts", SENT_COND, "--report", "page.pdf"], "name an .html or .htm file"),
     ],
 )
 def test_invalid_input_is_rejected_before_encoding(
@@ -230,7 +246,7 @@ def test_invalid_input_is_rejected_before_encoding(
 ):
     rows = [("red hat", "blue hat", "on", 3), ("red", "blue", "hat on", 2), *small_rows]
     monkeypatch.setattr(LazyEncoder, "__call__", forbid)
-    shutil.copy(llmcond.bundled.bundled_folder("prompts") / f"{J}.toml", "copy.toml")
+    shutil.copy(llmcond.bundled.bundled_folder("prompts") / f"{SENT_COND}.toml", "copy.toml")
     write_template("glued.toml", "{sentence}  {condition}".replace("  ", " "))
     data = write_rows(rows)
     Path("folder.html").mkdir()
@@ -241,15 +257,15 @@ def test_invalid_input_is_rejected_before_encoding(
 
 
 def test_unusable_prompts_are_left_out(call):
-    captured = call("--prompts", J, "cond", "--seeds", 1, "--json")
+    captured = call("--prompts", SENT_COND, "cond", "--seeds", 1, "--json")
     assert "cond is left out: it has an instruction" in captured.err
     report = parse_json(captured)
     assert list(report["left_out"]) == ["cond"]
-    assert {row["prompt"] for row in report["results"]} == {J}
+    assert {row["prompt"] for row in report["results"]} == {SENT_COND}
 
 
 def test_few_pairs_cause_warning(call):
-    captured = call("--prompts", J, K, "--seeds", 1)
+    captured = call("--prompts", SENT_COND, COND_SENT, "--seeds", 1)
     assert re.search(r"warning: \d+ sentence pairs are few", captured.err)
     assert "only large differences can be distinguished from chance" in " ".join(
         captured.out.split()
@@ -400,7 +416,17 @@ def test_controls_are_at_chance_on_real_texts(capsys):
     Path("rows/dev.csv").write_text("".join(lines[:161]))
     # The training split may be tiny, because nothing is fitted.
     Path("rows/train.csv").write_text("".join([lines[0], *lines[-20:]]))
-    options = ("--prompts", J, SHUFFLED, LEFT_OUT, "--heads", "none", "--data", "rows", "--json")
+    options = (
+        "--prompts",
+        SENT_COND,
+        SHUFFLED,
+        LEFT_OUT,
+        "--heads",
+        "none",
+        "--data",
+        "rows",
+        "--json",
+    )
     assert run(["compare-prompts", "--model", "minilm", "--device", "cpu", *options]) == 0
     rows = parse_json(capsys.readouterr())["results"]
     controls = [row for row in rows if row["control"]]
@@ -416,7 +442,7 @@ def test_controls_are_at_chance_on_real_texts(capsys):
 
 
 def test_comparison_is_written_as_page(call, own):
-    prompts = ("--prompts", J, K, SHUFFLED, LEFT_OUT, "--seeds", 2)
+    prompts = ("--prompts", SENT_COND, COND_SENT, SHUFFLED, LEFT_OUT, "--seeds", 2)
     captured = call(*prompts, "--report", "pages/page.html", "--json")
     assert "report -> pages/page.html" in captured.err
     text = Path("pages/page.html").read_text(encoding="utf-8")
@@ -426,14 +452,14 @@ def test_comparison_is_written_as_page(call, own):
     results = parse_json(captured)["results"]
     # A prompt without subtraction is compared with the subtracted baseline of its head.
     (bare,) = (r for r in results if (r["prompt"], r["head"]) == (LEFT_OUT, "quick"))
-    assert (bare["subtract"], bare["against"]) == (False, f"quick@{J}")
+    assert (bare["subtract"], bare["against"]) == (False, f"quick@{SENT_COND}")
     for row in results:
         assert (row["against"] is None) == (row["difference"] is None)
     assert [path.name for path in Path("pages").iterdir()] == ["page.html"]
 
 
 def test_evaluation_is_written_as_page(capsys, own, write_rows):
-    options = ["--run", str(own), "--head", "quick.toml", "--name", "q", "--prompt", J]
+    options = ["--run", str(own), "--head", "quick.toml", "--name", "q", "--prompt", SENT_COND]
     assert run(["fit-head", *options]) == 0
     evaluate = ["evaluate", "--run", str(own), "--json", "--report"]
     assert run([*evaluate, "page.html"]) == 0

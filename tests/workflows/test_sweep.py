@@ -36,8 +36,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 #: The modules whose functions the tests count or replace.
 TRIALS, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
 
-J, S = "concat-sent-cond", "separate"
-BOTH = f"{J}+{S}"
+JOINT, SEPARATE = "concat-sent-cond", "separate"
+BOTH = f"{JOINT}+{SEPARATE}"
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def two_prompts(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path, one_th
     folder = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("sweeps") / "run"))
     model = json.loads((folder / "run.json").read_text())["encoder"]["model"]
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=True)
-    extract(model=model, **vars(options), run=folder, prompt=[S])
+    extract(model=model, **vars(options), run=folder, prompt=[SEPARATE])
     return folder
 
 
@@ -82,7 +82,7 @@ def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None, int]]:
     return calls
 
 
-def run_sweep(capsys, folder, *arguments, prompt=J, workers=1):
+def run_sweep(capsys, folder, *arguments, prompt=JOINT, workers=1):
     """Run a sweep with ``--json``, and return its rows and its messages."""
     options = ["--run", str(folder), "--workers", str(workers), "--json", "--prompt", prompt]
     assert run(["sweep", *options, *map(str, arguments)]) == 0
@@ -170,11 +170,11 @@ def test_fits_are_keyed_by_all_that_affects_results(capsys, folder, fits):
         (["--set", "dropout=0.15"], 0),
         (["--seeds", "3"], 2),
         (["--head", "linear", "--set", "epochs=2"], 4),
-        (["--prompt", S], 4),  # in addition to those of the other prompt
-        (["--prompt", S, BOTH], 4),  # of the second prompt only
+        (["--prompt", SEPARATE], 4),  # in addition to those of the other prompt
+        (["--prompt", SEPARATE, BOTH], 4),  # of the second prompt only
     ):
         before = len(fits)
-        run_sweep(capsys, folder, *DIMS, *changes, prompt=J)
+        run_sweep(capsys, folder, *DIMS, *changes, prompt=JOINT)
         assert len(fits) - before == n_new, changes
     assert len(load_fits(folder)) == len(fits)
 
@@ -203,9 +203,9 @@ def test_required_prompt_of_head_is_default(capsys, folder, fits):
     ("head", "prompt", "settings", "vary"),
     [
         ("small.toml", BOTH, (), "dim=2,4"),
-        ("hypernet", S, ("epochs=2", "dim=4"), "rank=2,0"),
-        ("hypernet-joint", J, ("epochs=2", "dim=6", "rank=2"), "activation=none,tanh"),
-        ("pca", J, (), "dim=3,5"),
+        ("hypernet", SEPARATE, ("epochs=2", "dim=4"), "rank=2,0"),
+        ("hypernet-joint", JOINT, ("epochs=2", "dim=6", "rank=2"), "activation=none,tanh"),
+        ("pca", JOINT, (), "dim=3,5"),
     ],
 )
 def test_results_match_single_fits(capsys, folder, head, prompt, settings, vary):
@@ -277,7 +277,8 @@ def test_scores_match_those_of_comparison(capsys, folder):
     """Scores are means over seeds, with intervals over sentence pairs and seeds."""
     arguments = ("--seeds", "3", "--workers", "1", "--json")
     assert (
-        run(["sweep", "--run", str(folder), "--head", "small.toml", "--prompt", J, *arguments]) == 0
+        run(["sweep", "--run", str(folder), "--head", "small.toml", "--prompt", JOINT, *arguments])
+        == 0
     )
     (swept_row,) = json.loads(capsys.readouterr().out)["results"]
     manifest = json.loads((folder / "run.json").read_text())["encoder"]
@@ -285,7 +286,7 @@ def test_scores_match_those_of_comparison(capsys, folder):
     compared = compare_prompts(
         model=manifest["model"],
         run=folder,
-        prompts=[J],
+        prompts=[JOINT],
         heads=["small.toml"],
         seeds=3,
         workers=1,
@@ -300,7 +301,16 @@ def test_scores_match_those_of_comparison(capsys, folder):
 
 
 def test_table_explains_its_intervals(capsys, folder):
-    arguments = ["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, "--no-subtract"]
+    arguments = [
+        "sweep",
+        "--run",
+        str(folder),
+        "--workers",
+        "1",
+        "--prompt",
+        JOINT,
+        "--no-subtract",
+    ]
     assert run([*arguments, *DIMS_TEXT]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "own, test: 12 rated rows of 6 sentence pairs." in text
@@ -309,7 +319,9 @@ def test_table_explains_its_intervals(capsys, folder):
     )
     assert "Epochs were chosen on dev." in text
     # Two seeds have a standard deviation, but no interval.
-    (line,) = (part for part in text.split("small ")[1:] if part.startswith(f"{J} no dim=2 2 2 "))
+    (line,) = (
+        part for part in text.split("small ")[1:] if part.startswith(f"{JOINT} no dim=2 2 2 ")
+    )
     assert line.split()[7] == "–"
 
 
@@ -334,9 +346,9 @@ def test_table_explains_its_intervals(capsys, folder):
         (["--vary", "activation=relu,rely"], "must be one of"),
         (["--workers", "0"], "workers is 0"),
         (["--prompt", "cond"], "no features of the prompt 'cond'"),
-        (["--prompt", f"{J}+{J}"], "names a prompt twice"),
-        (["--prompt", J, S, "--no-subtract"], "the condition would be ignored"),
-        (["--head", "hypernet", "--prompt", J], "--prompt separate"),
+        (["--prompt", f"{JOINT}+{JOINT}"], "names a prompt twice"),
+        (["--prompt", JOINT, SEPARATE, "--no-subtract"], "the condition would be ignored"),
+        (["--head", "hypernet", "--prompt", JOINT], "--prompt separate"),
         (["--head", "mpl"], "Did you mean 'mlp'"),
         (["--head", "hadamard", "--vary", "dim=2,4"], "has no setting 'dim'"),
         (["--split", "tset"], "Did you mean 'test'"),
@@ -407,7 +419,7 @@ def test_failed_fit_is_reported_and_others_are_saved(capsys, monkeypatch, folder
         rows, messages = run_sweep(
             capsys, folder, "--head", "small.toml", "--vary", "dim=2,4", "--seeds", 3
         )
-    assert f"failed: small@{J} dim=4 seed=1: {error}" in messages
+    assert f"failed: small@{JOINT} dim=4 seed=1: {error}" in messages
     assert messages.count("failed") == 1
     assert {row["dim"]: row["seeds"] for row in rows} == {2: [0, 1, 2], 4: [0, 2]}
     assert len(load_fits(folder)) == 5
@@ -434,7 +446,9 @@ def test_sweep_fails_if_every_fit_fails(capsys, folder):
     assert run([*arguments, "--vary", "dim=33,34", "--seeds", "1"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert f"error: every fit failed. The first failure: small@{J} dim=33 seed=0" in captured.err
+    assert (
+        f"error: every fit failed. The first failure: small@{JOINT} dim=33 seed=0" in captured.err
+    )
     assert "Traceback" not in captured.err
     assert not load_fits(folder)
     assert not (folder / "sweep.json").exists()
@@ -444,7 +458,7 @@ def test_sweep_fails_if_every_fit_fails(capsys, folder):
             head=["small.toml"],
             vary={"dim": ["33", "34"]},
             seeds=1,
-            prompt=[J],
+            prompt=[JOINT],
             workers=1,
         )
 
@@ -452,8 +466,10 @@ def test_sweep_fails_if_every_fit_fails(capsys, folder):
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), MemoryError("too much")])
 def test_fit_out_of_memory_counts_as_failed(capsys, monkeypatch, folder, error):
     fail_fits(monkeypatch, lambda number, *_: number == 1, error)
-    assert run(["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, *DIMS_TEXT]) == 0
-    line = f"small@{J} dim=2 seed=1: {type(error).__name__}: {error}"
+    assert (
+        run(["sweep", "--run", str(folder), "--workers", "1", "--prompt", JOINT, *DIMS_TEXT]) == 0
+    )
+    line = f"small@{JOINT} dim=2 seed=1: {type(error).__name__}: {error}"
     assert f"failed: {line}" in capsys.readouterr().err
     report = json.loads((folder / "sweep.json").read_text())
     assert report["failures"] == [line]
@@ -474,7 +490,7 @@ def test_interrupted_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, folder
     expected, _ = run_sweep(capsys, shutil.copytree(two_prompts, tmp_path / "whole"), *DIMS)
     with monkeypatch.context() as patched:
         fail_fits(patched, lambda number, *_: number == 2, error)
-        arguments = ["sweep", "--run", str(folder), "--workers", "1", "--prompt", J, *DIMS_TEXT]
+        arguments = ["sweep", "--run", str(folder), "--workers", "1", "--prompt", JOINT, *DIMS_TEXT]
         if isinstance(error, ValueError):
             with pytest.raises(ValueError, match="a bug"):
                 run(arguments)
@@ -492,7 +508,7 @@ def test_interrupted_sweep_loses_no_fit(capsys, monkeypatch, two_prompts, folder
 
 def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
     vary = ("--head", "small.toml", "--vary", "dim=2,4", "--seeds", "8", "--set", "epochs=20")
-    arguments = ("sweep", "--run", str(folder), "--prompt", J, "--workers", "1", *vary)
+    arguments = ("sweep", "--run", str(folder), "--prompt", JOINT, "--workers", "1", *vary)
     process = Command(folder.parent / "printed", arguments).process
     try:
         wait_until(lambda: len(list((folder / "sweep").glob("*.json"))) >= 2)
@@ -515,7 +531,7 @@ def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
 def test_ended_sweep_stops_its_processes(folder, signal_number):
     """Processes in the middle of a long fit stop, too."""
     epochs = ("--vary", "epochs=1,1000000", "--set", "patience=1000000", "dim=4", "--seeds", "2")
-    arguments = ("sweep", "--run", str(folder), "--prompt", J, "--head", "small.toml", *epochs)
+    arguments = ("sweep", "--run", str(folder), "--prompt", JOINT, "--head", "small.toml", *epochs)
     process = subprocess.Popen(
         [sys.executable, "-m", "llmcond", *arguments, "--workers", "2"],
         stderr=subprocess.PIPE,
@@ -683,8 +699,8 @@ def test_plots_show_results_of_sweep(capsys, folder, recorded_plots):
     rows, _ = run_sweep(capsys, folder, *DIMS, *plots)
     by_dim, by_step = recorded_plots
     scores = {row["dim"]: 100 * row["spearman"] for row in rows}
-    assert by_dim.lines[f"small@{J}"][:2] == [[2, 4], [scores[2], scores[4]]]
-    assert by_step.lines[f"small@{J} dim=4"][0] == [4, 8]
+    assert by_dim.lines[f"small@{JOINT}"][:2] == [[2, 4], [scores[2], scores[4]]]
+    assert by_step.lines[f"small@{JOINT} dim=4"][0] == [4, 8]
     assert {row["steps_per_epoch"] for row in rows} == {4}
 
 
@@ -702,7 +718,7 @@ def test_repeated_value_counts_once(capsys, folder, fits):
 
 def test_key_varied_twice_is_rejected_or_has_all_values(capsys, folder):
     vary = ("--vary", "dim=2", "--vary", "dim=4", "--seeds", "2")
-    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--head", "small.toml", *vary]
+    arguments = ["sweep", "--run", str(folder), "--prompt", JOINT, "--head", "small.toml", *vary]
     if run([*arguments, "--workers", "1", "--json"]) == 0:
         rows = json.loads(capsys.readouterr().out)["results"]
         assert {row["dim"] for row in rows} == {2, 4}
@@ -713,7 +729,7 @@ def test_recipes_with_equal_names_are_not_merged(capsys, folder):
     Path("other/small.toml").write_text(
         Path("small.toml").read_text().replace("hidden = 8", "hidden = 16")
     )
-    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--workers", "1", "--seeds", "2"]
+    arguments = ["sweep", "--run", str(folder), "--prompt", JOINT, "--workers", "1", "--seeds", "2"]
     code = run([*arguments, "--head", "small.toml", "other/small.toml", "--json"])
     captured = capsys.readouterr()
     if code == 0:
@@ -730,7 +746,7 @@ def test_renamed_recipe_has_new_name(capsys, folder):
     run_sweep(capsys, folder, "--head", "small.toml", "--seeds", 2)
     Path("small.toml").rename("renamed.toml")
     rows, _ = run_sweep(capsys, folder, "--head", "renamed.toml", "--seeds", 2)
-    assert [(row["head"], row["name"]) for row in rows] == [("renamed", f"renamed@{J}")]
+    assert [(row["head"], row["name"]) for row in rows] == [("renamed", f"renamed@{JOINT}")]
 
 
 class BrokenExecutor:
@@ -754,7 +770,7 @@ def test_killed_process_reports_one_line(capsys, monkeypatch, folder, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    arguments = ["sweep", "--run", str(folder), "--prompt", J, "--workers", "2"]
+    arguments = ["sweep", "--run", str(folder), "--prompt", JOINT, "--workers", "2"]
     assert run([*arguments, *DIMS_TEXT]) == 1
     err = capsys.readouterr().err
     assert err.count("llmcond: error: ") == 1
