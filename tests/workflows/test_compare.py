@@ -181,8 +181,8 @@ def test_finished_fits_are_reused_when_prompt_is_added(call, monkeypatch):
 def test_several_processes_give_equal_results(call, tiny_run, tmp_path):
     options = ("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json")
     expected = parse_json(call(*options))
-    run_copy = shutil.copytree(tiny_run, tmp_path / "other")
-    assert parse_json(call(*options, "--workers", 2, folder=run_copy)) == expected
+    other_run = shutil.copytree(tiny_run, tmp_path / "other")
+    assert parse_json(call(*options, "--workers", 2, folder=other_run)) == expected
 
 
 def test_all_usable_prompts_are_compared_by_default(call):
