@@ -1,4 +1,4 @@
-"""Whether conditions work: indicators of vectors made by hand, and what they predict."""
+"""Condition checks: indicators of synthetic vectors, and the accuracy that they predict."""
 
 import json
 
@@ -19,79 +19,82 @@ from llmcond.evaluation.condition_checks import (
     sample_texts,
 )
 
-#: Predicts 50 % to 100 % from the cosine with the nearest texts.
+#: Predicts an accuracy of 50 % to 100 % from the cosine with the nearest texts.
 CALIBRATION = Calibration(0.5, {"nearest": 0.5}, 0.1, {})
 
 
-def test_texts_are_sampled_once_each_and_by_the_seed():
+def test_sampled_texts_are_distinct_and_depend_on_seed():
     texts = [f"text {i}" for i in range(MOST_TEXTS)]
     assert sample_texts([*texts, *texts]) == list(range(MOST_TEXTS))
     assert sample_texts(["a", "a", "b", "a"]) == [0, 2]
-    drawn = sample_texts([*texts, "one more", *texts], seed=1)
-    assert len(drawn) == len(set(drawn)) == MOST_TEXTS
-    assert drawn == sorted(drawn) == sample_texts([*texts, "one more", *texts], seed=1)
-    assert drawn != sample_texts([*texts, "one more"], seed=2)
+    sample = sample_texts([*texts, "one more", *texts], seed=1)
+    assert len(sample) == len(set(sample)) == MOST_TEXTS
+    assert sample == sorted(sample) == sample_texts([*texts, "one more", *texts], seed=1)
+    assert sample != sample_texts([*texts, "one more"], seed=2)
 
 
-def grouped(n, groups, noise, dim=16, seed=0):
-    """(n, dim) vectors around as many centres."""
+def sample_groups(n, groups, noise, dim=16, seed=0):
+    """Return (n, dim) vectors around the centres of some groups."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(groups, dim))[np.arange(n) % groups] + noise * rng.normal(size=(n, dim))
 
 
-def test_groups_are_above_a_single_cloud():
-    works, fails = (
-        ConditionCheck.of("the mood", grouped(60, 4, noise), CALIBRATION) for noise in (0.2, 20)
+def test_clustered_vectors_score_higher_than_single_cloud():
+    clustered, scattered = (
+        ConditionCheck.of("the mood", sample_groups(60, 4, noise), CALIBRATION)
+        for noise in (0.2, 20)
     )
     for name in INDICATORS:
-        assert works.indicators[name] > fails.indicators[name] + 0.1
-    assert works.expected.value > fails.expected.value + 0.1
-    poor = ConditionCheck.of("the mood", grouped(60, 4, 20), Calibration(0.1, {}, 0.1, {}))
-    assert (works.verdict, poor.verdict) == ("works", "not expected to work")
-    assert "give example values (--values)" in poor.sentence()
-    assert works.to_json()["expected_accuracy_ci"][0] < works.to_json()["expected_accuracy"]
+        assert clustered.indicators[name] > scattered.indicators[name] + 0.1
+    assert clustered.expected.value > scattered.expected.value + 0.1
+    unreliable = ConditionCheck.of(
+        "the mood", sample_groups(60, 4, 20), Calibration(0.1, {}, 0.1, {})
+    )
+    assert (clustered.verdict, unreliable.verdict) == ("works", "not expected to work")
+    assert "give example values (--values)" in unreliable.sentence()
+    assert clustered.to_json()["expected_accuracy_ci"][0] < clustered.to_json()["expected_accuracy"]
 
 
-def test_indicators_hardly_depend_on_the_number_of_texts():
-    few, many = (indicators(grouped(n, 4, 1.0)) for n in (50, 200))
+def test_indicators_hardly_depend_on_number_of_texts():
+    few, many = (indicators(sample_groups(n, 4, 1.0)) for n in (50, 200))
     assert few == pytest.approx(many, rel=0.1)
 
 
 def test_bimodality_is_sarles_coefficient():
-    vectors = grouped(30, 3, 1.0)
+    vectors = sample_groups(30, 3, 1.0)
     centred = vectors - vectors.mean(axis=0)
     unit = centred / np.linalg.norm(centred, axis=1, keepdims=True)
     cosines = (unit @ unit.T)[np.triu_indices(30, 1)]
-    wanted = (stats.skew(cosines) ** 2 + 1) / stats.kurtosis(cosines, fisher=False)
-    assert indicators(vectors)["bimodality"] == pytest.approx(wanted)
+    expected = (stats.skew(cosines) ** 2 + 1) / stats.kurtosis(cosines, fisher=False)
+    assert indicators(vectors)["bimodality"] == pytest.approx(expected)
 
 
-def test_vectors_that_do_not_vary_have_no_groups():
+def test_indicators_of_constant_vectors_are_zero():
     assert indicators(np.ones((5, 3))) == dict.fromkeys(INDICATORS, 0.0)
 
 
-def test_scale_and_shift_of_vectors_do_not_matter():
-    vectors = grouped(30, 3, 0.5)
+def test_indicators_do_not_depend_on_scale_or_shift():
+    vectors = sample_groups(30, 3, 0.5)
     assert indicators(vectors) == pytest.approx(indicators(2 * vectors + 1))
 
 
-def test_expected_accuracy_stays_between_none_and_all():
+def test_expected_accuracy_is_clipped_to_0_and_1():
     expected = CALIBRATION.expect({"nearest": 1.4})
     assert (expected.low, expected.value, expected.high) == (1, 1, 1)
     assert CALIBRATION.expect({"nearest": -3}).high == 0
 
 
-def test_few_texts_tell_nothing():
-    check = ConditionCheck.of("the mood", grouped(19, 3, 0.1), CALIBRATION)
+def test_too_few_texts_give_no_verdict():
+    check = ConditionCheck.of("the mood", sample_groups(19, 3, 0.1), CALIBRATION)
     assert check.verdict == "too few texts to tell"
     assert check.to_json()["expected_accuracy"] is None
     assert "at least 20" in check.sentence()
 
 
-def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
-    written = CALIBRATION.to_json()
+def test_calibration_is_read_and_validated(tmp_path, monkeypatch):
+    record = CALIBRATION.to_json()
     path = tmp_path / "conditions.json"
-    path.write_text(json.dumps(written))
+    path.write_text(json.dumps(record))
     assert find_calibration(tmp_path) == CALIBRATION
     monkeypatch.setattr(condition_checks, "bundled_folder", lambda _: tmp_path)
     (tmp_path / DEFAULT_MODEL).mkdir()
@@ -103,7 +106,7 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
         ({"intercept": "0.5"}, "'intercept' is '0.5'"),
         ({"format": 2}, "newer version"),
     ]:
-        path.write_text(json.dumps(written | damage))
+        path.write_text(json.dumps(record | damage))
         with pytest.raises(LlmcondError, match=message):
             find_calibration(tmp_path)
     path.write_text("{")
@@ -111,6 +114,6 @@ def test_calibration_of_a_run_is_read_and_checked(tmp_path, monkeypatch):
         find_calibration(tmp_path)
 
 
-def test_without_any_calibration_there_is_none(tmp_path, monkeypatch):
+def test_missing_calibration_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(condition_checks, "bundled_folder", lambda _: tmp_path)
     assert find_calibration(tmp_path / "run") is None

@@ -1,4 +1,4 @@
-"""Comparisons: equal to the slow way, honest about pairs, seeds, ties and what is undefined."""
+"""Paired comparisons: compared with a slow reference; pairs, seeds, ties, undefined metrics."""
 
 import json
 import subprocess
@@ -19,25 +19,25 @@ from llmcond.evaluation.paired import MIN_PAIRS, bootstrap_metrics, holm, paired
 from llmcond.metrics import DEFAULT_METRICS, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[2]
-MEASURES = ("spearman", "pearson", "accuracy")
+METRIC_NAMES = ("spearman", "pearson", "accuracy")
 
 
 def compare(candidates, baseline, *data, **options):
-    found = bootstrap_metrics([baseline, *candidates], *data, **options)
-    return list(paired_differences(found, {0: range(1, 1 + len(candidates))}).values())
+    result = bootstrap_metrics([baseline, *candidates], *data, **options)
+    return list(paired_differences(result, {0: range(1, 1 + len(candidates))}).values())
 
 
-def rows(n_pairs, errors, seed=0, common=1.0, conditions=2):
-    """Ratings 1 to 5, and predictions with errors of these sizes beside one that all share."""
+def simulate_rows(n_pairs, errors, seed=0, common=1.0, conditions=2):
+    """Return predictions with individual and common errors, ratings 1 to 5, and pair numbers."""
     rng = np.random.default_rng(seed)
     n = conditions * n_pairs
     rating = rng.integers(1, 6, size=n).astype(float)
     shared = common * rng.standard_normal(n)
-    ways = [(rating + shared + error * rng.standard_normal(n))[None] for error in errors]
-    return ways, rating, np.repeat(np.arange(n_pairs), conditions)
+    systems = [(rating + shared + error * rng.standard_normal(n))[None] for error in errors]
+    return systems, rating, np.repeat(np.arange(n_pairs), conditions)
 
 
-def slow_accuracy(predicted, rating, pair):
+def compute_accuracy_slowly(predicted, rating, pair):
     right = [
         (np.sign((predicted[i] - predicted[j]) * (rating[i] - rating[j])) + 1) / 2
         for i, j in combinations(range(len(pair)), 2)
@@ -46,28 +46,28 @@ def slow_accuracy(predicted, rating, pair):
     return np.mean(right) if right else nan
 
 
-def slow(similarity, rating, pair, count):
-    """Measure one way with the rows of each sentence pair written out as often as counted."""
+def compute_metrics_slowly(similarity, rating, pair, count):
+    """Compute a system's metrics with each sentence pair repeated as often as ``count`` says."""
     _, dense = np.unique(pair, return_inverse=True)
-    times = count.astype(int)[dense]
-    expanded = np.repeat(np.arange(len(pair)), times)
-    # A copy of a sentence pair is a sentence pair of its own.
-    copy = np.concatenate([np.arange(k) for k in times])
-    own = dense[expanded] * (1 + int(count.max())) + copy
+    counts = count.astype(int)[dense]
+    expanded = np.repeat(np.arange(len(pair)), counts)
+    # Each copy of a sentence pair counts as a separate sentence pair.
+    copy_index = np.concatenate([np.arange(k) for k in counts])
+    pair_copies = dense[expanded] * (1 + int(count.max())) + copy_index
     return np.mean(
         [
             (
-                spearmanr(one[expanded], rating[expanded]).statistic,
-                pearsonr(one[expanded], rating[expanded]).statistic,
-                slow_accuracy(one[expanded], rating[expanded], own),
+                spearmanr(predictions[expanded], rating[expanded]).statistic,
+                pearsonr(predictions[expanded], rating[expanded]).statistic,
+                compute_accuracy_slowly(predictions[expanded], rating[expanded], pair_copies),
             )
-            for one in similarity
+            for predictions in similarity
         ],
         axis=0,
     )
 
 
-# Few distinct values, so that most examples have ties; sentence pairs of any size and order.
+# Values are few, so that most examples have ties. Sentence pairs have any size and order.
 VALUE = st.integers(-3, 3).map(float)
 EXAMPLE = st.integers(2, 14).flatmap(
     lambda n: st.tuples(
@@ -81,45 +81,57 @@ EXAMPLE = st.integers(2, 14).flatmap(
 @given(EXAMPLE)
 @settings(max_examples=60, deadline=None)
 @pytest.mark.filterwarnings("ignore::scipy.stats.ConstantInputWarning")
-def test_measures_of_draws_equal_the_slow_way(example):
+def test_metrics_of_bootstrap_samples_equal_slow_reference(example):
     similarity, rating, pair = map(np.array, example)
-    found = bootstrap_metrics([similarity], rating, pair, resamples=5, seed=3)
+    result = bootstrap_metrics([similarity], rating, pair, resamples=5, seed=3)
     n_pairs = len(np.unique(pair))
-    expected = slow(similarity, rating, pair, np.ones(n_pairs))
-    np.testing.assert_allclose(found.values[:, 0], expected, atol=1e-12)
+    expected = compute_metrics_slowly(similarity, rating, pair, np.ones(n_pairs))
+    np.testing.assert_allclose(result.values[:, 0], expected, atol=1e-12)
     (counts,) = paired._sample_pairs(n_pairs, len(pair), 5, seed=3)
-    expected = np.array([slow(similarity, rating, pair, count) for count in counts])
-    np.testing.assert_allclose(found.sampled[:, 0], expected.T, atol=1e-12)
+    expected = np.array(
+        [compute_metrics_slowly(similarity, rating, pair, count) for count in counts]
+    )
+    np.testing.assert_allclose(result.sampled[:, 0], expected.T, atol=1e-12)
 
 
 @pytest.mark.parametrize("decimals", [0, 9])
-def test_a_difference_equals_the_slow_way(decimals):
-    ways, rating, pair = rows(25, [0.5, 2.0], conditions=3)
-    ways = [np.round(way, decimals) for way in ways]
-    (found,) = compare(ways[:1], ways[1], rating, pair, resamples=60, seed=5)
+def test_paired_difference_equals_slow_reference(decimals):
+    systems, rating, pair = simulate_rows(25, [0.5, 2.0], conditions=3)
+    systems = [np.round(system, decimals) for system in systems]
+    (differences,) = compare(systems[:1], systems[1], rating, pair, resamples=60, seed=5)
     (counts,) = paired._sample_pairs(25, 75, 60, seed=5)
-    once, drawn = (
-        np.array([np.subtract(*(slow(w, rating, pair, c) for w in ways)) for c in times])
+    full, resampled = (
+        np.array(
+            [
+                np.subtract(*(compute_metrics_slowly(w, rating, pair, c) for w in systems))
+                for c in times
+            ]
+        )
         for times in (np.ones((1, 25)), counts)
     )
-    compared = sum(len(set(rating[pair == one])) > 1 for one in range(25))
+    compared = sum(len(set(rating[pair == i])) > 1 for i in range(25))
     assert compared == 23  # two sentence pairs have three equal ratings
-    for measure, value, sampled, k in zip(
-        MEASURES, once[0], drawn.T, (25, 25, compared), strict=True
+    for metric_name, value, sampled, k in zip(
+        METRIC_NAMES, full[0], resampled.T, (25, 25, compared), strict=True
     ):
-        difference = found[measure]
+        difference = differences[metric_name]
         error = sampled.std(ddof=1) * np.sqrt(k / (k - 1))
-        reach = student.ppf(0.975, k - 1) * error
+        half_width = student.ppf(0.975, k - 1) * error
         np.testing.assert_allclose(
             [difference.value, difference.low, difference.high, difference.p],
-            [value, value - reach, value + reach, 2 * student.sf(abs(value) / error, k - 1)],
+            [
+                value,
+                value - half_width,
+                value + half_width,
+                2 * student.sf(abs(value) / error, k - 1),
+            ],
         )
         power = student.ppf(0.8, k - 1) * error
-        assert difference.minimum == pytest.approx(reach + power)
+        assert difference.minimum == pytest.approx(half_width + power)
         assert difference.p_holm == difference.p
 
 
-def test_draws_take_as_many_sentence_pairs_as_there_are():
+def test_bootstrap_samples_have_as_many_pairs_as_data():
     counts = np.concatenate(list(paired._sample_pairs(40, 80, 3_000, seed=0)))
     assert counts.shape == (3_000, 40)
     assert (counts.sum(axis=1) == 40).all()
@@ -127,109 +139,113 @@ def test_draws_take_as_many_sentence_pairs_as_there_are():
     np.testing.assert_allclose(counts.var(axis=0), 1 - 1 / 40, atol=0.15)
 
 
-def test_the_size_of_blocks_changes_nothing(monkeypatch):
-    ways, rating, pair = rows(30, [0.5, 1.0])
-    whole = compare(ways[:1], ways[1], rating, pair, resamples=50)
+def test_result_does_not_depend_on_block_size(monkeypatch):
+    systems, rating, pair = simulate_rows(30, [0.5, 1.0])
+    whole = compare(systems[:1], systems[1], rating, pair, resamples=50)
     monkeypatch.setattr(paired, "BLOCK", 60 * 7)
-    assert compare(ways[:1], ways[1], rating, pair, resamples=50) == whole
+    assert compare(systems[:1], systems[1], rating, pair, resamples=50) == whole
 
 
-def test_values_are_those_of_the_metrics():
-    (one, other), rating, pair = rows(60, [0.5, 2.0])
-    (found,) = compare([one], other, rating, pair, resamples=20)
+def test_difference_equals_difference_of_metric_values():
+    (candidate, baseline), rating, pair = simulate_rows(60, [0.5, 2.0])
+    (differences,) = compare([candidate], baseline, rating, pair, resamples=20)
     for metric in DEFAULT_METRICS:
-        values = [metric(system[0], rating, pair) for system in (one, other)]
-        assert found[metric.name].value == np.subtract(*values)
+        values = [metric(system[0], rating, pair) for system in (candidate, baseline)]
+        assert differences[metric.name].value == np.subtract(*values)
 
 
-def test_any_metric_is_resampled_by_the_same_draws():
-    """The fast paths equal the metrics on the rows of each draw, and so do a user's own."""
-    ways, rating, pair = rows(20, [0.5, 2.0], conditions=3)
-    ways = [np.round(way) for way in ways]
-    own = [
+def test_custom_metrics_equal_fast_metrics_on_same_samples():
+    """User-defined metrics, which have no fast path, get the values of the built-in ones."""
+    systems, rating, pair = simulate_rows(20, [0.5, 2.0], conditions=3)
+    systems = [np.round(system) for system in systems]
+    custom_metrics = [
         Metric(metric.name, lambda *rows, metric=metric: metric.function(*rows))
         for metric in DEFAULT_METRICS
     ]
-    fast = bootstrap_metrics(ways, rating, pair, resamples=30)
-    general = bootstrap_metrics(ways, rating, pair, own, resamples=30)
+    fast = bootstrap_metrics(systems, rating, pair, resamples=30)
+    general = bootstrap_metrics(systems, rating, pair, custom_metrics, resamples=30)
     np.testing.assert_array_equal(general.values, fast.values)
     np.testing.assert_allclose(general.sampled, fast.sampled, rtol=0, atol=1e-12)
 
 
-def test_less_may_be_better():
-    (good, bad), rating, pair = rows(100, [0.1, 3.0])
+def test_lower_can_be_better():
+    (good, bad), rating, pair = simulate_rows(100, [0.1, 3.0])
     error = Metric("mae", lambda p, r, g: np.abs(p - r).mean(), higher_is_better=False)
-    (found,) = compare([good], bad, rating, pair, [error], resamples=50)
-    assert (found["mae"].value < 0, found["mae"].verdict) == (True, "better")
+    (differences,) = compare([good], bad, rating, pair, [error], resamples=50)
+    assert (differences["mae"].value < 0, differences["mae"].verdict) == (True, "better")
 
 
-def width(difference):
+def interval_width(difference):
     return difference.high - difference.low
 
 
-def test_rows_doubled_within_their_sentence_pairs_are_no_evidence():
-    ways, rating, pair = rows(40, [0.5, 1.0])
-    (once,) = compare(ways[:1], ways[1], rating, pair)
-    tiled = [np.tile(way, 4) for way in ways]
+def test_duplicated_rows_of_pairs_add_no_evidence():
+    systems, rating, pair = simulate_rows(40, [0.5, 1.0])
+    (original,) = compare(systems[:1], systems[1], rating, pair)
+    tiled = [np.tile(system, 4) for system in systems]
     (doubled,) = compare(tiled[:1], tiled[1], np.tile(rating, 4), np.tile(pair, 4))
-    # Drawing rows takes the copies for evidence: half the width for four times the rows.
+    # Resampling rows counts the copies as evidence: four times the rows halve the width.
     (by_row,) = compare(tiled[:1], tiled[1], np.tile(rating, 4), np.arange(4 * len(pair)))
-    assert width(doubled["spearman"]) == pytest.approx(width(once["spearman"]), rel=0.01)
-    assert doubled["spearman"].p == pytest.approx(once["spearman"].p, rel=0.05)
-    assert width(by_row["spearman"]) < 0.65 * width(once["spearman"])
+    assert interval_width(doubled["spearman"]) == pytest.approx(
+        interval_width(original["spearman"]), rel=0.01
+    )
+    assert doubled["spearman"].p == pytest.approx(original["spearman"].p, rel=0.05)
+    assert interval_width(by_row["spearman"]) < 0.65 * interval_width(original["spearman"])
 
 
-def test_an_error_that_the_conditions_of_a_sentence_pair_share_widens_the_interval():
+def test_error_shared_by_rows_of_pair_widens_interval():
     rng = np.random.default_rng(0)
     pair = np.repeat(np.arange(60), 4)
     rating = rng.integers(1, 6, size=60)[pair].astype(float) + rng.integers(0, 2, size=240)
-    ways = [(rating + 2 * rng.standard_normal(60)[pair])[None] for n in "ab"]
-    (by_pair,) = compare(ways[:1], ways[1], rating, pair)
-    (by_row,) = compare(ways[:1], ways[1], rating, np.arange(240))
-    assert width(by_pair["spearman"]) > 1.5 * width(by_row["spearman"])
+    systems = [(rating + 2 * rng.standard_normal(60)[pair])[None] for n in "ab"]
+    (by_pair,) = compare(systems[:1], systems[1], rating, pair)
+    (by_row,) = compare(systems[:1], systems[1], rating, np.arange(240))
+    assert interval_width(by_pair["spearman"]) > 1.5 * interval_width(by_row["spearman"])
 
 
-def test_what_candidate_and_baseline_share_cancels():
-    alike, rating, pair = rows(100, [0.3, 0.3], common=2.0)
-    apart, *_ = rows(100, [2.0, 2.0], common=0.3)
-    (close,), (far,) = (compare(ways[:1], ways[1], rating, pair) for ways in (alike, apart))
-    # Each is about as good as the others; only what they have in common is not the same.
-    assert width(close["spearman"]) < 0.4 * width(far["spearman"])
-    drawn = bootstrap_metrics(alike, rating, pair).sampled[0]
-    assert np.corrcoef(drawn)[0, 1] > 0.9
+def test_error_shared_by_candidate_and_baseline_cancels():
+    similar, rating, pair = simulate_rows(100, [0.3, 0.3], common=2.0)
+    different, *_ = simulate_rows(100, [2.0, 2.0], common=0.3)
+    (close,), (far,) = (
+        compare(systems[:1], systems[1], rating, pair) for systems in (similar, different)
+    )
+    # All systems are about equally good; they differ only in how much error they share.
+    assert interval_width(close["spearman"]) < 0.4 * interval_width(far["spearman"])
+    sampled = bootstrap_metrics(similar, rating, pair).sampled[0]
+    assert np.corrcoef(sampled)[0, 1] > 0.9
 
 
-def test_the_same_predictions_do_not_differ():
-    (other,), rating, pair = rows(50, [1.0])
-    monotone = other**3
-    three = np.repeat(other, 3, axis=0)
-    for found in compare([other, monotone, three], other, rating, pair):
-        for difference in (found["spearman"], found["accuracy"]):
+def test_equal_predictions_do_not_differ():
+    (baseline,), rating, pair = simulate_rows(50, [1.0])
+    monotone = baseline**3
+    three_seeds = np.repeat(baseline, 3, axis=0)
+    for differences in compare([baseline, monotone, three_seeds], baseline, rating, pair):
+        for difference in (differences["spearman"], differences["accuracy"]):
             assert abs(difference.value) < 1e-12
             assert difference.p == pytest.approx(1)
             assert difference.verdict == "no evidence"
-            # Fifty sentence pairs do not show that there is no difference anywhere.
+            # Fifty sentence pairs cannot prove that there is no difference at all.
             assert difference.minimum > 0.01
 
 
 @pytest.mark.parametrize(("n_pairs", "verdict"), [(3, "no evidence"), (100, "better")])
-def test_always_right_is_better_than_blind_once_there_are_sentence_pairs_enough(n_pairs, verdict):
+def test_perfect_accuracy_beats_chance_only_with_enough_pairs(n_pairs, verdict):
     pair = np.repeat(np.arange(n_pairs), 2)
     rating = np.tile([1.0, 5.0], n_pairs)
     blind = pair[None].astype(float)
-    (found,) = compare([rating[None]], blind, rating, pair)
-    assert found["accuracy"].value == pytest.approx(0.5)
-    assert found["accuracy"].verdict == verdict
+    (differences,) = compare([rating[None]], blind, rating, pair)
+    assert differences["accuracy"].value == pytest.approx(0.5)
+    assert differences["accuracy"].verdict == verdict
 
 
-def test_equal_predictions_count_one_half():
-    _, rating, pair = rows(30, [])
+def test_tied_predictions_count_one_half():
+    _, rating, pair = simulate_rows(30, [])
     blind = pair[None].astype(np.float32)
     assert bootstrap_metrics([blind], rating, pair, [METRICS["accuracy"]], 0).values[0, 0] == 0.5
 
 
-def test_holm_by_hand():
-    # In rising order 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1, and never below the one before.
+def test_holm_correction():
+    # In ascending order: 0.005 x 4, 0.01 x 3, 0.03 x 2, 0.04 x 1, without any decrease.
     np.testing.assert_allclose(holm(np.array([0.01, 0.04, 0.03, 0.005])), [0.03, 0.06, 0.06, 0.02])
     np.testing.assert_allclose(holm(np.array([0.9, 0.6])), [1, 1])
     np.testing.assert_allclose(holm(np.array([0.02])), [0.02])
@@ -237,102 +253,110 @@ def test_holm_by_hand():
     assert holm(np.array([])).shape == (0,)
 
 
-def test_the_family_is_all_candidates_for_each_measure_by_itself():
-    (baseline, *candidates), rating, pair = rows(80, [1.0, 0.2, 0.6, 0.9, 1.2, 2.0])
-    found = compare(candidates, baseline, rating, pair)
-    for measure in MEASURES:
-        differences = [one[measure] for one in found]
+def test_holm_family_is_all_candidates_per_metric():
+    (baseline, *candidates), rating, pair = simulate_rows(80, [1.0, 0.2, 0.6, 0.9, 1.2, 2.0])
+    results = compare(candidates, baseline, rating, pair)
+    for metric_name in METRIC_NAMES:
+        differences = [result[metric_name] for result in results]
         expected = holm(np.array([difference.p for difference in differences]))
         assert [difference.p_holm for difference in differences] == expected.tolist()
-    by_itself = [compare([one], baseline, rating, pair)[0]["spearman"] for one in candidates]
-    assert [one["spearman"].p for one in found] == [one.p for one in by_itself]
-    assert all(one["spearman"].p_holm >= one["spearman"].p for one in found)
-    assert any(one["spearman"].p_holm > one["spearman"].p for one in found)
+    alone = [compare([result], baseline, rating, pair)[0]["spearman"] for result in candidates]
+    assert [result["spearman"].p for result in results] == [result.p for result in alone]
+    assert all(result["spearman"].p_holm >= result["spearman"].p for result in results)
+    assert any(result["spearman"].p_holm > result["spearman"].p for result in results)
 
 
-def test_the_order_of_candidates_is_irrelevant():
-    (baseline, *candidates), rating, pair = rows(40, [1.0, 0.2, 0.6, 0.9])
-    found = compare(candidates, baseline, rating, pair)
-    assert compare(candidates[::-1], baseline, rating, pair) == found[::-1]
+def test_order_of_candidates_does_not_matter():
+    (baseline, *candidates), rating, pair = simulate_rows(40, [1.0, 0.2, 0.6, 0.9])
+    results = compare(candidates, baseline, rating, pair)
+    assert compare(candidates[::-1], baseline, rating, pair) == results[::-1]
 
 
-def test_the_order_and_the_numbers_of_rows_are_irrelevant():
-    ways, rating, pair = rows(40, [0.5, 1.0])
-    (found,) = compare(ways[:1], ways[1], rating, pair)
+def test_row_order_and_pair_numbers_do_not_matter():
+    systems, rating, pair = simulate_rows(40, [0.5, 1.0])
+    (original,) = compare(systems[:1], systems[1], rating, pair)
     order = np.random.default_rng(0).permutation(len(pair))
-    ways = [way[:, order] for way in ways]
-    (shuffled,) = compare(ways[:1], ways[1], rating[order], (1_000 * pair - 7)[order])
-    for measure in MEASURES:
-        one, other = found[measure], shuffled[measure]
-        assert (other.value, other.low, other.p) == pytest.approx((one.value, one.low, one.p))
+    systems = [system[:, order] for system in systems]
+    (shuffled,) = compare(systems[:1], systems[1], rating[order], (1_000 * pair - 7)[order])
+    for metric_name in METRIC_NAMES:
+        expected, actual = original[metric_name], shuffled[metric_name]
+        assert (actual.value, actual.low, actual.p) == pytest.approx(
+            (expected.value, expected.low, expected.p)
+        )
 
 
-def test_verdicts():
-    (baseline, good, same, bad), rating, pair = rows(150, [1.0, 0.3, 1.0, 4.0])
+def test_verdicts_of_better_equal_and_worse_candidates():
+    (baseline, good, same, bad), rating, pair = simulate_rows(150, [1.0, 0.3, 1.0, 4.0])
     verdicts = [
-        one["spearman"].verdict for one in compare([good, same, bad], baseline, rating, pair)
+        differences["spearman"].verdict
+        for differences in compare([good, same, bad], baseline, rating, pair)
     ]
     assert verdicts == ["better", "no evidence", "worse"]
 
 
-def test_a_verdict_is_by_the_corrected_p():
-    (baseline, candidate, *others), rating, pair = rows(60, [1.5, 1.1, *[1.5] * 40], seed=2)
+def test_verdict_uses_corrected_p():
+    (baseline, candidate, *others), rating, pair = simulate_rows(
+        60, [1.5, 1.1, *[1.5] * 40], seed=2
+    )
     (alone,) = compare([candidate], baseline, rating, pair)
     among = compare([candidate, *others], baseline, rating, pair)[0]
     assert (alone["spearman"].p, alone["spearman"].verdict) == (among["spearman"].p, "better")
     assert (among["spearman"].p_holm > 0.05, among["spearman"].verdict) == (True, "no evidence")
 
 
-def test_baseline_and_candidate_changed_over_mirror_the_difference():
-    (one, other), rating, pair = rows(60, [0.5, 1.0])
-    (there,), (back,) = compare([one], other, rating, pair), compare([other], one, rating, pair)
-    for measure in MEASURES:
-        a, b = there[measure], back[measure]
+def test_swapping_candidate_and_baseline_negates_difference():
+    (first, second), rating, pair = simulate_rows(60, [0.5, 1.0])
+    (forward,), (backward,) = (
+        compare([first], second, rating, pair),
+        compare([second], first, rating, pair),
+    )
+    for metric_name in METRIC_NAMES:
+        a, b = forward[metric_name], backward[metric_name]
         assert (b.value, b.low, b.high, b.p) == pytest.approx((-a.value, -a.high, -a.low, a.p))
 
 
-def test_an_interval_excludes_zero_exactly_where_p_says_so():
-    (baseline, *candidates), rating, pair = rows(40, [1.0, *np.linspace(0.1, 3, 60)])
-    found = compare(candidates, baseline, rating, pair, resamples=200)
-    differences = [one[measure] for one in found for measure in MEASURES]
+def test_interval_excludes_zero_exactly_if_p_is_significant():
+    (baseline, *candidates), rating, pair = simulate_rows(40, [1.0, *np.linspace(0.1, 3, 60)])
+    results = compare(candidates, baseline, rating, pair, resamples=200)
+    differences = [one[metric_name] for one in results for metric_name in METRIC_NAMES]
     excluded = [one.low > 0 or one.high < 0 for one in differences]
     assert excluded == [one.p <= 0.05 for one in differences]
     assert 10 < sum(excluded) < len(excluded) - 10
 
 
-def test_seeds_are_averaged_and_their_spread_is_told_apart():
-    (baseline, *fits), rating, pair = rows(60, [1.0, 0.5, 0.8, 1.5])
+def test_seeds_are_averaged_and_their_deviation_is_reported():
+    (baseline, *fits), rating, pair = simulate_rows(60, [1.0, 0.5, 0.8, 1.5])
     seeds = np.concatenate(fits)
-    (found,) = compare([seeds], baseline, rating, pair)
-    apart = compare(fits, baseline, rating, pair)
-    for measure in MEASURES:
-        mean = np.mean([one[measure].value for one in apart])
-        assert found[measure].value == pytest.approx(mean)
-    own = [spearmanr(fit[0], rating).statistic for fit in fits]
+    (differences,) = compare([seeds], baseline, rating, pair)
+    separate = compare(fits, baseline, rating, pair)
+    for metric_name in METRIC_NAMES:
+        mean = np.mean([single[metric_name].value for single in separate])
+        assert differences[metric_name].value == pytest.approx(mean)
+    scores = [spearmanr(fit[0], rating).statistic for fit in fits]
     measured = bootstrap_metrics([seeds, *fits], rating, pair, resamples=0)
     deviations = [measured.deviations(i)["spearman"] for i in range(4)]
-    assert deviations == [pytest.approx(np.std(own, ddof=1)), None, None, None]
+    assert deviations == [pytest.approx(np.std(scores, ddof=1)), None, None, None]
 
 
-def test_a_baseline_may_have_seeds():
-    (candidate, *fits), rating, pair = rows(60, [1.0, 0.5, 0.8])
+def test_baseline_can_have_several_seeds():
+    (candidate, *fits), rating, pair = simulate_rows(60, [1.0, 0.5, 0.8])
     baseline = np.concatenate(fits)
-    (found,) = compare([candidate], baseline, rating, pair)
-    apart = [compare([candidate], fit, rating, pair)[0]["spearman"].value for fit in fits]
-    assert found["spearman"].value == pytest.approx(np.mean(apart))
+    (differences,) = compare([candidate], baseline, rating, pair)
+    values = [compare([candidate], fit, rating, pair)[0]["spearman"].value for fit in fits]
+    assert differences["spearman"].value == pytest.approx(np.mean(values))
 
 
-def test_comparisons_are_a_function_of_the_seed():
-    (one, other), rating, pair = rows(30, [0.5, 1.0])
+def test_comparison_is_reproducible_by_seed():
+    (candidate, baseline), rating, pair = simulate_rows(30, [0.5, 1.0])
     first, again, another = (
-        compare([one], other, rating, pair, resamples=100, seed=seed) for seed in (4, 4, 5)
+        compare([candidate], baseline, rating, pair, resamples=100, seed=seed) for seed in (4, 4, 5)
     )
     assert first == again
     assert first[0]["spearman"].value == another[0]["spearman"].value
     assert first[0]["spearman"].low != another[0]["spearman"].low
 
 
-def undefined(difference, value=True):
+def assert_undefined(difference, value=True):
     figures = (difference.low, difference.high, difference.p, difference.p_holm, difference.minimum)
     assert all(map(isnan, figures))
     assert isnan(difference.value) is value
@@ -341,210 +365,222 @@ def undefined(difference, value=True):
 
 @pytest.mark.filterwarnings("error")
 def test_constant_predictions_have_no_spearman_and_are_at_chance():
-    (baseline, good), rating, pair = rows(60, [0.5, 0.1])
+    (baseline, good), rating, pair = simulate_rows(60, [0.5, 0.1])
     constant = np.full((1, 120), 0.7, dtype=np.float32)
-    found = compare([constant, good], baseline, rating, pair, resamples=50)
-    undefined(found[0]["spearman"])
-    assert found[0]["accuracy"].verdict == "worse"
-    # It counts in the family all the same.
-    assert found[1]["spearman"].p_holm == pytest.approx(2 * found[1]["spearman"].p)
-    (found,) = compare([good], constant, rating, pair, resamples=50)
-    undefined(found["spearman"])
-    assert found["accuracy"].verdict == "better"
+    result = compare([constant, good], baseline, rating, pair, resamples=50)
+    assert_undefined(result[0]["spearman"])
+    assert result[0]["accuracy"].verdict == "worse"
+    # The undefined difference still counts in the Holm family.
+    assert result[1]["spearman"].p_holm == pytest.approx(2 * result[1]["spearman"].p)
+    (result,) = compare([good], constant, rating, pair, resamples=50)
+    assert_undefined(result["spearman"])
+    assert result["accuracy"].verdict == "better"
 
 
 def test_constant_predictions_of_many_rows_have_no_spearman():
-    # The cube of this many rows is no double.
+    # The cube of this number of rows is not exact in float64.
     n = 208_585
     constant = np.zeros((1, n))
-    found = bootstrap_metrics([constant], np.arange(n) % 5.0, np.arange(n), resamples=0)
-    assert isnan(found.values[0, 0])
+    result = bootstrap_metrics([constant], np.arange(n) % 5.0, np.arange(n), resamples=0)
+    assert isnan(result.values[0, 0])
 
 
 @pytest.mark.filterwarnings("error")
 def test_one_constant_seed_leaves_spearman_undefined():
-    (baseline, fit), rating, pair = rows(30, [1.0, 0.5])
+    (baseline, fit), rating, pair = simulate_rows(30, [1.0, 0.5])
     seeds = np.concatenate([fit, np.zeros((1, 60))])
-    (found,) = compare([seeds], baseline, rating, pair, resamples=50)
-    undefined(found["spearman"])
+    (differences,) = compare([seeds], baseline, rating, pair, resamples=50)
+    assert_undefined(differences["spearman"])
     assert isnan(bootstrap_metrics([seeds], rating, pair, resamples=0).deviations(0)["spearman"])
 
 
 @pytest.mark.filterwarnings("error")
 def test_equal_ratings_leave_everything_undefined():
-    ways, rating, pair = rows(20, [0.5, 1.0])
-    (found,) = compare(ways[:1], ways[1], np.ones_like(rating), pair, resamples=50)
-    undefined(found["spearman"])
-    undefined(found["accuracy"])
+    systems, rating, pair = simulate_rows(20, [0.5, 1.0])
+    (differences,) = compare(systems[:1], systems[1], np.ones_like(rating), pair, resamples=50)
+    assert_undefined(differences["spearman"])
+    assert_undefined(differences["accuracy"])
 
 
 @pytest.mark.filterwarnings("error")
 def test_single_conditions_leave_accuracy_undefined():
-    ways, rating, _ = rows(30, [0.5, 1.0])
-    (found,) = compare(ways[:1], ways[1], rating, np.arange(60), resamples=50)
-    undefined(found["accuracy"])
-    assert found["spearman"].low < found["spearman"].value < found["spearman"].high
+    systems, rating, _ = simulate_rows(30, [0.5, 1.0])
+    (differences,) = compare(systems[:1], systems[1], rating, np.arange(60), resamples=50)
+    assert_undefined(differences["accuracy"])
+    assert (
+        differences["spearman"].low < differences["spearman"].value < differences["spearman"].high
+    )
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("n_pairs", "resamples"), [(1, 50), (20, 0), (20, 1)])
-def test_one_sentence_pair_or_no_draws_leave_values_only(n_pairs, resamples):
-    ways, rating, pair = rows(n_pairs, [0.5, 1.0], conditions=4)
-    (found,) = compare(ways[:1], ways[1], rating, pair, resamples=resamples)
-    undefined(found["spearman"], value=False)
-    undefined(found["accuracy"], value=False)
+def test_one_pair_or_no_resampling_gives_values_only(n_pairs, resamples):
+    systems, rating, pair = simulate_rows(n_pairs, [0.5, 1.0], conditions=4)
+    (differences,) = compare(systems[:1], systems[1], rating, pair, resamples=resamples)
+    assert_undefined(differences["spearman"], value=False)
+    assert_undefined(differences["accuracy"], value=False)
 
 
 @pytest.mark.filterwarnings("error")
-def test_two_sentence_pairs_say_little():
-    ways, rating, pair = rows(2, [0.1, 3.0])
-    (found,) = compare(ways[:1], ways[1], rating, pair)
-    assert found["spearman"].verdict == "no evidence"
+def test_two_pairs_give_no_evidence():
+    systems, rating, pair = simulate_rows(2, [0.1, 3.0])
+    (differences,) = compare(systems[:1], systems[1], rating, pair)
+    assert differences["spearman"].verdict == "no evidence"
 
 
-def test_no_candidates_are_no_comparisons():
-    (baseline,), rating, pair = rows(20, [1.0])
+def test_no_candidates_give_no_comparisons():
+    (baseline,), rating, pair = simulate_rows(20, [1.0])
     assert compare([], baseline, rating, pair, resamples=10) == []
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say():
-    ways, rating, pair = rows(50_000, [1.0, 1.5], seed=1)
-    truth = np.subtract(*bootstrap_metrics(ways, rating, pair, resamples=0).values.T)
-    held = {measure: [] for measure in MEASURES}
+def test_intervals_have_nominal_coverage():
+    systems, rating, pair = simulate_rows(50_000, [1.0, 1.5], seed=1)
+    truth = np.subtract(*bootstrap_metrics(systems, rating, pair, resamples=0).values.T)
+    covered = {metric_name: [] for metric_name in METRIC_NAMES}
     for seed in range(300):
-        ways, rating, pair = rows(40, [1.0, 1.5], seed=100 + seed)
-        (found,) = compare(ways[:1], ways[1], rating, pair, resamples=150, seed=seed)
-        for measure, true in zip(MEASURES, truth, strict=True):
-            difference = found[measure]
-            held[measure].append(difference.low <= true <= difference.high)
-    for measure in MEASURES:
-        assert 0.9 <= np.mean(held[measure]) <= 0.99
+        systems, rating, pair = simulate_rows(40, [1.0, 1.5], seed=100 + seed)
+        (differences,) = compare(systems[:1], systems[1], rating, pair, resamples=150, seed=seed)
+        for metric_name, true in zip(METRIC_NAMES, truth, strict=True):
+            difference = differences[metric_name]
+            covered[metric_name].append(difference.low <= true <= difference.high)
+    for metric_name in METRIC_NAMES:
+        assert 0.9 <= np.mean(covered[metric_name]) <= 0.99
 
 
-def test_false_alarms_are_few():
-    alarms = []
+def test_false_positives_are_rare():
+    false_positives = []
     for seed in range(200):
-        (baseline, *candidates), rating, pair = rows(40, [1.0] * 6, seed=500 + seed)
-        found = compare(candidates, baseline, rating, pair, resamples=150, seed=seed)
-        alarms.append([any(one[m].verdict != "no evidence" for one in found) for m in MEASURES])
-    # Five in a hundred, with three standard errors of two hundred trials.
-    assert (np.mean(alarms, axis=0) <= 0.1).all()
+        (baseline, *candidates), rating, pair = simulate_rows(40, [1.0] * 6, seed=500 + seed)
+        results = compare(candidates, baseline, rating, pair, resamples=150, seed=seed)
+        false_positives.append(
+            [any(result[m].verdict != "no evidence" for result in results) for m in METRIC_NAMES]
+        )
+    # The level of 0.05 plus three standard errors of two hundred trials.
+    assert (np.mean(false_positives, axis=0) <= 0.1).all()
 
 
-def test_a_true_difference_of_the_minimum_is_seen_in_four_of_five_samples():
+def test_minimum_difference_is_detected_with_80_percent_power():
     errors = [0.8, 1.75]
-    ways, rating, pair = rows(50_000, errors, seed=1)
-    truth = np.subtract(*bootstrap_metrics(ways, rating, pair, resamples=0).values[0])
-    found = []
+    systems, rating, pair = simulate_rows(50_000, errors, seed=1)
+    truth = np.subtract(*bootstrap_metrics(systems, rating, pair, resamples=0).values[0])
+    results = []
     for seed in range(200):
-        ways, rating, pair = rows(60, errors, seed=1_000 + seed)
-        found += compare(ways[:1], ways[1], rating, pair, resamples=150, seed=seed)
-    # The errors were chosen for this.
-    assert np.mean([one["spearman"].minimum for one in found]) == pytest.approx(truth, rel=0.05)
-    assert 0.7 <= np.mean([one["spearman"].p <= 0.05 for one in found]) <= 0.9
+        systems, rating, pair = simulate_rows(60, errors, seed=1_000 + seed)
+        results += compare(systems[:1], systems[1], rating, pair, resamples=150, seed=seed)
+    # The sizes of the errors were chosen so that the true difference is the minimum.
+    assert np.mean([result["spearman"].minimum for result in results]) == pytest.approx(
+        truth, rel=0.05
+    )
+    assert 0.7 <= np.mean([result["spearman"].p <= 0.05 for result in results]) <= 0.9
 
 
-def test_the_simulation_runs():
+def test_simulation_script_runs():
     script = [sys.executable, ROOT / "scripts" / "simulate_comparison.py"]
     small = ["--trials", "3", "--pairs", "20", "--resamples", "20", "--percentiles", "--json"]
     small += ["--truth", "50_000"]
-    done = subprocess.run([*script, *small], capture_output=True, text=True, check=True)
-    result = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run([*script, *small], capture_output=True, text=True, check=True)
+    result = json.loads(process.stdout.splitlines()[-1])
     assert len(result["results"]) == 4
     assert result["true_difference"]["spearman"] == pytest.approx(0.043, abs=0.01)
 
 
-# -- seeds, single ways, and several baselines -------------------------------------------------
+# -- seeds, single systems, and several baselines ----------------------------------------------
 
 
-def fits(rng, truth, quality, n_seeds, spread):
-    """Predictions of several fits that are not equally good."""
+def simulate_fits(rng, truth, quality, n_seeds, spread):
+    """Return predictions of several fits that are not equally good."""
     errors = quality + spread * rng.standard_normal(n_seeds)
-    own = rng.standard_normal(len(truth))
-    return np.array([truth + error * own for error in errors])
+    noise = rng.standard_normal(len(truth))
+    return np.array([truth + error * noise for error in errors])
 
 
-def seeded(spread, n_seeds=3, n_pairs=200):
+def simulate_seeds(spread, n_seeds=3, n_pairs=200):
     rng = np.random.default_rng(7)
     pair = np.repeat(np.arange(n_pairs), 2)
     truth = rng.standard_normal(2 * n_pairs)
     rating = np.round(truth * 2) / 2
-    ways = [fits(rng, truth, 1.0, n_seeds, spread) for i in range(5)]
-    return ways, rating, pair
+    systems = [simulate_fits(rng, truth, 1.0, n_seeds, spread) for i in range(5)]
+    return systems, rating, pair
 
 
-def test_the_error_of_seeds_is_pooled_and_added():
-    ways, rating, pair = seeded(0.1)
-    found = compare(ways[1:], ways[0], rating, pair)
-    scores = np.array([[spearmanr(fit, rating).statistic for fit in way] for way in ways])
-    pooled = scores.var(axis=1, ddof=1).mean()  # 5 ways of 3 seeds: 10 degrees of freedom
-    drawn = bootstrap_metrics(ways, rating, pair).sampled[0]
-    for i, one in enumerate(found, start=1):
-        rows = (drawn[i] - drawn[0]).var(ddof=1) * 200 / 199
+def test_seed_error_is_pooled_and_added():
+    systems, rating, pair = simulate_seeds(0.1)
+    results = compare(systems[1:], systems[0], rating, pair)
+    scores = np.array([[spearmanr(fit, rating).statistic for fit in system] for system in systems])
+    pooled = scores.var(axis=1, ddof=1).mean()  # 5 systems of 3 seeds: 10 degrees of freedom
+    sampled = bootstrap_metrics(systems, rating, pair).sampled[0]
+    for i, result in enumerate(results, start=1):
+        rows = (sampled[i] - sampled[0]).var(ddof=1) * 200 / 199
         seeds = 2 * pooled / 3
-        assert one["spearman"].seed_error == pytest.approx(np.sqrt(seeds))
+        assert result["spearman"].seed_error == pytest.approx(np.sqrt(seeds))
         freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / 10)
         half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
-        assert one["spearman"].high - one["spearman"].value == pytest.approx(half)
-        assert one["spearman"].value - one["spearman"].low == pytest.approx(half)
-        assert one["accuracy"].seed_error > 0
+        assert result["spearman"].high - result["spearman"].value == pytest.approx(half)
+        assert result["spearman"].value - result["spearman"].low == pytest.approx(half)
+        assert result["accuracy"].seed_error > 0
 
 
-def test_fits_that_are_all_alike_add_nothing():
-    ways, rating, pair = seeded(0.1, n_seeds=1)
-    thrice = [np.repeat(way, 3, axis=0) for way in ways]
-    single = compare(ways[1:], ways[0], rating, pair)
-    repeated = compare(thrice[1:], thrice[0], rating, pair)
-    for one, other in zip(single, repeated, strict=True):
-        assert one["spearman"].seed_error == 0
-        assert other["spearman"].p == pytest.approx(one["spearman"].p)
-        assert other["spearman"].low == pytest.approx(one["spearman"].low)
+def test_identical_seeds_add_no_error():
+    systems, rating, pair = simulate_seeds(0.1, n_seeds=1)
+    tripled = [np.repeat(system, 3, axis=0) for system in systems]
+    single = compare(systems[1:], systems[0], rating, pair)
+    repeated = compare(tripled[1:], tripled[0], rating, pair)
+    for expected, actual in zip(single, repeated, strict=True):
+        assert expected["spearman"].seed_error == 0
+        assert actual["spearman"].p == pytest.approx(expected["spearman"].p)
+        assert actual["spearman"].low == pytest.approx(expected["spearman"].low)
 
 
-def test_ways_are_measured_by_themselves_with_intervals_over_rows_and_seeds():
-    ways, rating, pair = seeded(0.1)
-    drawn = bootstrap_metrics(ways, rating, pair)
-    for i, way in enumerate(ways):
-        one = drawn.estimates(i)
-        spearman, accuracy = one["spearman"], one["accuracy"]
-        own = [spearmanr(fit, rating).statistic for fit in way]
-        assert spearman.value == pytest.approx(np.mean(own))
-        rows = drawn.sampled[0, i].var(ddof=1) * 200 / 199
-        seeds = np.var(own, ddof=1) / len(own)
-        freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / (len(own) - 1))
+def test_estimates_have_intervals_over_rows_and_seeds():
+    systems, rating, pair = simulate_seeds(0.1)
+    result = bootstrap_metrics(systems, rating, pair)
+    for i, system in enumerate(systems):
+        estimates = result.estimates(i)
+        spearman, accuracy = estimates["spearman"], estimates["accuracy"]
+        scores = [spearmanr(fit, rating).statistic for fit in system]
+        assert spearman.value == pytest.approx(np.mean(scores))
+        rows = result.sampled[0, i].var(ddof=1) * 200 / 199
+        seeds = np.var(scores, ddof=1) / len(scores)
+        freedom = (rows + seeds) ** 2 / (rows**2 / 199 + seeds**2 / (len(scores) - 1))
         half = student.ppf(0.975, freedom) * np.sqrt(rows + seeds)
         assert spearman.high - spearman.value == pytest.approx(half)
         assert accuracy.low < accuracy.value < accuracy.high
-    two = bootstrap_metrics([way[:2] for way in ways], rating, pair)
-    assert np.isnan([two.estimates(0)["spearman"].low, two.estimates(0)["spearman"].high]).all()
-    one = bootstrap_metrics([np.ones((2, len(rating)))], rating, pair).estimates(0)
-    spearman = one["spearman"]
+    two_seeds = bootstrap_metrics([system[:2] for system in systems], rating, pair)
+    assert np.isnan(
+        [two_seeds.estimates(0)["spearman"].low, two_seeds.estimates(0)["spearman"].high]
+    ).all()
+    estimates = bootstrap_metrics([np.ones((2, len(rating)))], rating, pair).estimates(0)
+    spearman = estimates["spearman"]
     assert np.isnan([spearman.value, spearman.low, spearman.high]).all()
-    assert one["accuracy"].value == 0.5
+    assert estimates["accuracy"].value == 0.5
 
 
 @pytest.mark.parametrize("n_pairs", [3, 4, 5, 20])
-def test_few_sentence_pairs_have_no_interval_and_none_leaves_the_range(n_pairs):
+def test_few_pairs_have_no_interval_and_intervals_stay_in_range(n_pairs):
     pair = np.repeat(np.arange(n_pairs), 2)
     rating = np.tile([0.0, 1.0], n_pairs)
-    for one in bootstrap_metrics([rating[None]], rating, pair).estimates(0).values():
-        assert one.value == pytest.approx(1)
+    for estimate in bootstrap_metrics([rating[None]], rating, pair).estimates(0).values():
+        assert estimate.value == pytest.approx(1)
         if n_pairs < MIN_PAIRS:
-            assert np.isnan([one.low, one.high]).all()
+            assert np.isnan([estimate.low, estimate.high]).all()
         else:
-            assert one.low < one.high == 1
+            assert estimate.low < estimate.high == 1
 
 
-def test_comparisons_with_several_baselines_are_one_family():
-    ways, rating, pair = seeded(0.0, n_seeds=1)
-    drawn = bootstrap_metrics(ways, rating, pair)
-    family = paired_differences(drawn, {0: [1, 2], 4: [3]})
-    alone = {**paired_differences(drawn, {0: [1, 2]}), **paired_differences(drawn, {4: [3]})}
+def test_several_baselines_share_one_holm_family():
+    systems, rating, pair = simulate_seeds(0.0, n_seeds=1)
+    result = bootstrap_metrics(systems, rating, pair)
+    family = paired_differences(result, {0: [1, 2], 4: [3]})
+    alone = {**paired_differences(result, {0: [1, 2]}), **paired_differences(result, {4: [3]})}
     assert list(family) == list(alone) == [1, 2, 3]
-    for measure in ("spearman", "accuracy"):
-        after = [one[measure] for one in family.values()]
-        assert [one.p for one in after] == [one[measure].p for one in alone.values()]
-        assert [one.p_holm for one in after] == holm(np.array([one.p for one in after])).tolist()
-        for one in after:
-            assert (one.verdict == "no evidence") == (one.p_holm > 0.05)
-    assert paired_differences(drawn, {}) == {}
+    for metric_name in ("spearman", "accuracy"):
+        differences = [difference[metric_name] for difference in family.values()]
+        assert [difference.p for difference in differences] == [
+            difference[metric_name].p for difference in alone.values()
+        ]
+        assert [difference.p_holm for difference in differences] == holm(
+            np.array([difference.p for difference in differences])
+        ).tolist()
+        for difference in differences:
+            assert (difference.verdict == "no evidence") == (difference.p_holm > 0.05)
+    assert paired_differences(result, {}) == {}

@@ -1,4 +1,4 @@
-"""Results as values: their JSON, their order, and what is undefined."""
+"""Results: their JSON, their order, and undefined metrics."""
 
 import json
 import sys
@@ -25,49 +25,56 @@ ABOUT = {"name": "mlp@a+b", "head": "mlp", "prompts": ("a", "b"), "subtract": Tr
 METRICS = {"spearman": Estimate(0.5, 0.4, 0.6), "accuracy": Estimate(nan)}
 
 
-def rows(n_pairs, rating=None):
+def make_rows(n_pairs, rating=None):
     n = 2 * n_pairs
     texts = [f"sentence {i // 2}" for i in range(n)]
     values = np.arange(n) % 5 / 4 if rating is None else np.full(n, rating)
     return Rows(texts, texts, ["a", "b"] * n_pairs, values, np.arange(n) + 1, "rows.csv")
 
 
-def scored(similarity, of=None, metrics=DEFAULT_METRICS, **options):
-    of = rows(10) if of is None else of
-    return score_results([Result(**ABOUT)], [np.asarray(similarity)], of, metrics, **options)[0]
+def score_similarity(similarity, rows=None, metrics=DEFAULT_METRICS, **options):
+    rows = make_rows(10) if rows is None else rows
+    return score_results([Result(**ABOUT)], [np.asarray(similarity)], rows, metrics, **options)[0]
 
 
-def test_each_kind_of_result_has_the_json_of_its_command():
+def test_result_json_has_fields_of_its_command():
     about = {"name", "head", "prompt", "subtract", "split", "task", "dim"}
     counts = {"n", "n_dropped", "n_pairs", "n_compared", "n_tied"}
     figures = {"spearman", "spearman_ci", "accuracy", "accuracy_ci"}
     deviations = {"spearman_sd", "accuracy_sd"}
     fit = {"selected_on": "dev", "curve": [], "best_epoch": 3, "steps_per_epoch": 2}
     fitted = {**ABOUT, "metrics": METRICS, "seeds": (4,), "fits": (fit,), "dim": 8}
-    one = Result(**fitted).to_json()
-    assert set(one) == about | counts | figures | {"seed", "selected_on"}
-    assert (one["prompt"], one["task"], one["seed"], one["selected_on"]) == (
+    result_json = Result(**fitted).to_json()
+    assert set(result_json) == about | counts | figures | {"seed", "selected_on"}
+    assert (
+        result_json["prompt"],
+        result_json["task"],
+        result_json["seed"],
+        result_json["selected_on"],
+    ) == (
         "a+b",
         "csts",
         4,
         "dev",
     )
-    assert (one["spearman_ci"], one["accuracy"], one["accuracy_ci"]) == (
+    assert (result_json["spearman_ci"], result_json["accuracy"], result_json["accuracy_ci"]) == (
         *([0.4, 0.6], None),
         [None, None],
     )
     difference = PairedDifference(0.1, nan, nan, 0.0, nan, nan, nan, "no evidence")
-    two = ComparedResult(**fitted, difference={"spearman": difference}, against="x").to_json()
+    compared_json = ComparedResult(
+        **fitted, difference={"spearman": difference}, against="x"
+    ).to_json()
     compared = {"seeds", "control", "difference", "against"}
-    assert set(two) == about | counts | figures | deviations | compared
-    assert two["difference"]["spearman"]["low"] is None
-    three = SweptResult(**fitted, settings={"dim": 8}).to_json()
+    assert set(compared_json) == about | counts | figures | deviations | compared
+    assert compared_json["difference"]["spearman"]["low"] is None
+    swept_json = SweptResult(**fitted, settings={"dim": 8}).to_json()
     swept = {"settings", "seeds", "best_epochs", "curves", "steps_per_epoch"}
-    assert set(three) == about | counts | figures | deviations | swept
-    json.dumps([one, two, three], allow_nan=False)
+    assert set(swept_json) == about | counts | figures | deviations | swept
+    json.dumps([result_json, compared_json, swept_json], allow_nan=False)
 
 
-def test_a_name_is_only_a_label():
+def test_prompts_and_subtraction_are_not_read_from_name():
     titles = {
         "mlp@a+b": "mlp",
         "mlp@a+b+c": "mlp",
@@ -76,49 +83,49 @@ def test_a_name_is_only_a_label():
     }
     for name, title in titles.items():
         assert Result(**{**ABOUT, "name": name}).title == title
-    # A prompt of the name c is no sign that nothing is subtracted.
-    odd = Result(**{**ABOUT, "name": "mlp@a+c", "prompts": ("a", "c")})
-    assert (odd.title, odd.prompt, odd.subtract) == ("mlp", "a+c", True)
+    # A prompt named c does not mean that nothing is subtracted.
+    result = Result(**{**ABOUT, "name": "mlp@a+c", "prompts": ("a", "c")})
+    assert (result.title, result.prompt, result.subtract) == ("mlp", "a+c", True)
 
 
-def test_the_best_comes_first_and_what_is_undefined_last():
+def test_best_result_is_first_and_undefined_is_last():
     values = (0.1, nan, 0.5)
-    found = best_first(Result(**ABOUT, metrics={"spearman": Estimate(v)}) for v in values)
-    assert [one.main.value for one in found][:2] == [0.5, 0.1]
-    assert len(found) == 3
+    results = best_first(Result(**ABOUT, metrics={"spearman": Estimate(v)}) for v in values)
+    assert [result.main.value for result in results][:2] == [0.5, 0.1]
+    assert len(results) == 3
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_undefined_is_null_and_never_a_figure():
-    constant = scored(np.full((1, 20), 0.1)).to_json()
+def test_undefined_metrics_are_null():
+    constant = score_similarity(np.full((1, 20), 0.1)).to_json()
     for name in ("spearman", "pearson"):
         assert (constant[name], constant[f"{name}_ci"]) == (None, [None, None])
     assert constant["accuracy"] == 0.5
-    unrated = scored(np.zeros((1, 20)), rows(10, nan)).to_json()
+    unrated = score_similarity(np.zeros((1, 20)), make_rows(10, nan)).to_json()
     assert (unrated["n"], unrated["n_dropped"], unrated["accuracy"]) == (0, 20, None)
-    alike = scored(np.arange(20.0)[None], rows(10, 0.5)).to_json()
-    assert [alike[name] for name in ("spearman", "pearson", "accuracy")] == [None] * 3
-    assert (alike["n_compared"], alike["n_tied"]) == (0, 10)
+    equally_rated = score_similarity(np.arange(20.0)[None], make_rows(10, 0.5)).to_json()
+    assert [equally_rated[name] for name in ("spearman", "pearson", "accuracy")] == [None] * 3
+    assert (equally_rated["n_compared"], equally_rated["n_tied"]) == (0, 10)
 
 
-def test_predictions_that_are_no_numbers_are_refused():
+def test_non_finite_predictions_are_rejected():
     with pytest.raises(UserError, match=r"mlp@a\+b predicts NaN or infinity for 1 rated rows"):
-        scored(np.append(np.zeros(19), nan)[None])
+        score_similarity(np.append(np.zeros(19), nan)[None])
 
 
-def test_a_metric_has_no_name_of_another_column():
+def test_metric_cannot_have_name_of_another_column():
     with pytest.raises(UserError, match="a metric cannot be called dim"):
-        scored(np.zeros((1, 20)), metrics=[Metric("dim", lambda *_: 0.0)])
+        score_similarity(np.zeros((1, 20)), metrics=[Metric("dim", lambda *_: 0.0)])
 
 
-def test_counts_are_of_rated_rows():
-    some = rows(3)
-    some.rating[:3] = nan
+def test_counts_ignore_unrated_rows():
+    rows = make_rows(3)
+    rows.rating[:3] = nan
     counts = RowCounts(n=3, n_dropped=3, n_pairs=2, n_compared=1, n_tied=0)
-    assert RowCounts.of(some) == counts
+    assert RowCounts.of(rows) == counts
 
 
-def test_results_are_a_table_in_notebooks(monkeypatch):
+def test_results_are_shown_as_table_in_notebooks(monkeypatch):
     results = Results((Result(**{**ABOUT, "name": "<b>"}, metrics=METRICS),))
     assert len(results) == 1
     assert results[0] in results
@@ -130,7 +137,7 @@ def test_results_are_a_table_in_notebooks(monkeypatch):
         results.to_pandas()
 
 
-def test_results_are_a_data_frame():
+def test_results_convert_to_data_frame():
     pytest.importorskip("pandas")
     frame = Results((Result(**ABOUT, metrics=METRICS),)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
