@@ -1,4 +1,4 @@
-"""Runs whose features are elsewhere: in another folder, or in a bucket."""
+"""Runs that store their features in another folder, or in a bucket."""
 
 import json
 import os
@@ -33,20 +33,20 @@ def rows(tmp_path_factory, small_rows):
 @pytest.fixture(scope="module")
 def extract(tiny_checkpoint, rows):
     """The arguments of an extraction with a tiny encoder on the CPU."""
-    given = ["extract", "--model", tiny_checkpoint(), "--data", rows, "--device", "cpu"]
-    return [*given, "--dtype", "float32", "--pooling", "mean", "--prompt", "concat-sent-cond"]
+    arguments = ["extract", "--model", tiny_checkpoint(), "--data", rows, "--device", "cpu"]
+    return [*arguments, "--dtype", "float32", "--pooling", "mean", "--prompt", "concat-sent-cond"]
 
 
-def everything_below(folder):
+def read_all_files(folder):
     return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
 
 
-def aws():
+def aws_variables():
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
-def vectors(folder):
-    """Return every key of a run's store with its vector; none is there twice."""
+def read_vectors(folder):
+    """Return the vectors of a run's store by key, after checking that no key occurs twice."""
     location = open_run(Path(folder)).store()._location
     table = lance.dataset(location.uri, storage_options=location.options).to_table()
     keys = table["key"].to_pylist()
@@ -54,10 +54,10 @@ def vectors(folder):
     return dict(zip(keys, np.array(table["vector"].to_pylist()), strict=True))
 
 
-def test_every_verb_reads_features_from_a_bucket(capsys, extract, bucket):
+def test_every_command_reads_features_from_bucket(capsys, extract, bucket):
     ok(capsys, *extract, "--run", "plain")
-    told = ok(capsys, *extract, "--run", "elsewhere", "--store", bucket)
-    assert told["prompts"]["concat-sent-cond"]["n_computed"] > 100
+    summary = ok(capsys, *extract, "--run", "elsewhere", "--store", bucket)
+    assert summary["prompts"]["concat-sent-cond"]["n_computed"] > 100
     assert json.loads(Path("elsewhere/run.json").read_text())["store"] == bucket
     assert not Path("elsewhere/features").exists()
     assert (
@@ -67,16 +67,16 @@ def test_every_verb_reads_features_from_a_bucket(capsys, extract, bucket):
     for name in ("plain", "elsewhere"):
         ok(capsys, "fit-head", "--head", "linear", "--run", name, *small)
         scores.append(ok(capsys, "evaluate", "--run", name, "--split", "dev"))
-    own = [{k: v for k, v in score.items() if k not in ("run", "created")} for score in scores]
-    assert own[0] == own[1]
-    plain, elsewhere = vectors("plain"), vectors("elsewhere")
+    results = [{k: v for k, v in score.items() if k not in ("run", "created")} for score in scores]
+    assert results[0] == results[1]
+    plain, elsewhere = read_vectors("plain"), read_vectors("elsewhere")
     assert plain.keys() == elsewhere.keys()
     assert all(np.array_equal(plain[key], elsewhere[key]) for key in plain)
     secrets = (ACCESS_KEY.encode(), SECRET_KEY.encode())
-    assert not any(secret in everything_below(".") for secret in secrets)
+    assert not any(secret in read_all_files(".") for secret in secrets)
 
 
-def test_features_of_other_texts_go_into_the_bucket_too(capsys, extract, bucket, rows):
+def test_features_of_other_texts_are_stored_in_bucket(capsys, extract, bucket, rows):
     ok(capsys, *extract, "--run", "r", "--store", bucket)
     before = len(open_run(Path("r")).store())
     Path("texts.csv").write_text("sentence,condition\na dog in the rain,the weather\n")
@@ -86,54 +86,57 @@ def test_features_of_other_texts_go_into_the_bucket_too(capsys, extract, bucket,
     assert load_embedder("r", "none", device="cpu").encode("a dog", "the place").shape == (32,)
 
 
-def test_an_extraction_into_a_bucket_that_was_killed_goes_on(capsys, extract, bucket, s3_server):
-    """Killed at its first commits, and at a later one, which a slow server gives time for."""
+def test_killed_extraction_into_bucket_is_resumed(capsys, extract, bucket, s3_server):
+    """The process is killed at its first commits, and again at a later one behind a slow proxy."""
     for count in (1, 60):
         proxy = Proxy(s3_server.port)
-        environment = {**aws(), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        environment = {**aws_variables(), "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
         chunked = Command(
-            Path("killed"), [*extract, "--run", "r", "--store", bucket], environment, small_chunks
+            Path("killed"),
+            [*extract, "--run", "r", "--store", bucket],
+            environment,
+            use_small_chunks,
         )
         wait_until(lambda count=count, proxy=proxy: proxy.passed["PUT"] >= count)
         os.kill(chunked.process.pid, signal.SIGKILL)
         assert chunked.finish()[0] == -signal.SIGKILL
         proxy.close()
-    there = len(vectors("r"))
-    told = ok(capsys, *extract, "--run", "r")["prompts"]["concat-sent-cond"]
-    assert 0 < told["n_computed"] == told["n_inputs"] - there
+    n_stored = len(read_vectors("r"))
+    summary = ok(capsys, *extract, "--run", "r")["prompts"]["concat-sent-cond"]
+    assert 0 < summary["n_computed"] == summary["n_inputs"] - n_stored
     ok(capsys, *extract, "--run", "plain")
-    plain, killed = vectors("plain"), vectors("r")
+    plain, killed = read_vectors("plain"), read_vectors("r")
     assert plain.keys() == killed.keys()
     for key, vector in plain.items():
         np.testing.assert_allclose(killed[key], vector, atol=2e-3)
 
 
-def small_chunks():
+def use_small_chunks():
     from llmcond.features import extract
 
     extract.Chunking.__init__.__defaults__ = (8, extract.WINDOW, False)
 
 
-def test_a_folder_may_be_shared_by_runs(capsys, extract):
+def test_runs_can_share_a_folder_of_features(capsys, extract):
     ok(capsys, *extract, "--run", "a", "--store", "shared")
     assert json.loads(Path("a/run.json").read_text())["store"] == str(Path("shared").resolve())
-    told = ok(capsys, *extract, "--run", "b", "--store", "shared")
-    assert told["prompts"]["concat-sent-cond"]["n_computed"] == 0
+    summary = ok(capsys, *extract, "--run", "b", "--store", "shared")
+    assert summary["prompts"]["concat-sent-cond"]["n_computed"] == 0
     shutil.move("a", "moved")
     assert ok(capsys, *extract, "--run", "moved")["prompts"]["concat-sent-cond"]["n_computed"] == 0
 
 
-def test_a_plan_counts_what_a_store_has(capsys, extract, bucket):
+def test_plan_counts_features_in_shared_store(capsys, extract, bucket):
     ok(capsys, *extract, "--run", "a", "--store", bucket)
     planned = ok(capsys, *extract, "--run", "b", "--store", bucket, "--plan")
     assert planned["n_inputs"]["concat-sent-cond"] > planned["n_missing"]["concat-sent-cond"] == 0
     assert not Path("b").exists()
 
 
-def test_a_run_keeps_its_store(capsys, extract, bucket):
+def test_store_of_existing_run_cannot_change(capsys, extract, bucket):
     ok(capsys, *extract, "--run", "r")
-    said = refused(capsys, *extract, "--run", "r", "--store", bucket)
-    assert f"stores features in {Path('r/features').resolve()}, not in {bucket}." in said
+    message = refused(capsys, *extract, "--run", "r", "--store", bucket)
+    assert f"stores features in {Path('r/features').resolve()}, not in {bucket}." in message
     ok(capsys, *extract, "--run", "r", "--store", "r/features")
 
 
@@ -145,16 +148,14 @@ def test_a_run_keeps_its_store(capsys, extract, bucket):
         (f"s3://{ACCESS_KEY}:{SECRET_KEY}@features/x", "recorded nowhere"),
     ],
 )
-def test_what_is_wrong_with_a_store_is_told_before_a_run_is_made(
-    capsys, extract, bucket, store, expected
-):
-    said = refused(capsys, *extract, "--run", "r", "--store", store)
-    assert expected in said
-    assert SECRET_KEY not in said
+def test_invalid_store_is_reported_before_run_is_created(capsys, extract, bucket, store, expected):
+    message = refused(capsys, *extract, "--run", "r", "--store", store)
+    assert expected in message
+    assert SECRET_KEY not in message
     assert not Path("r").exists()
 
 
-def test_a_store_that_is_not_there_any_more_is_told(capsys, extract, bucket, monkeypatch):
+def test_unreachable_store_is_reported(capsys, extract, bucket, monkeypatch):
     ok(capsys, *extract, "--run", "r", "--store", bucket)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert run(["fit-head", "--head", "linear", "--run", "r"]) == 1
@@ -163,7 +164,7 @@ def test_a_store_that_is_not_there_any_more_is_told(capsys, extract, bucket, mon
     assert "Traceback" not in err
 
 
-def test_no_path_of_a_store_leaves_with_an_export(capsys, extract, bucket):
+def test_export_does_not_contain_store_uri(capsys, extract, bucket):
     ok(capsys, *extract, "--run", "r", "--store", bucket)
     ok(
         capsys,
@@ -175,4 +176,4 @@ def test_no_path_of_a_store_leaves_with_an_export(capsys, extract, bucket):
         "--out",
         "out",
     )
-    assert bucket.encode() not in everything_below("out")
+    assert bucket.encode() not in read_all_files("out")

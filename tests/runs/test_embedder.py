@@ -1,4 +1,4 @@
-"""Which head is taken, and what embedders give: unit length, single texts, in other processes."""
+"""Embedders: the default head, unit length, types of texts, pickling and warnings."""
 
 import json
 import pickle
@@ -28,56 +28,60 @@ def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     """A run with a head that dev prefers, and a worse one that was fitted last."""
     folder = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("fitted") / "run"))
     few = {"epochs": "3", "patience": "3"}
-    found = {}
+    scores = {}
     for name, seed in (("a", 0), ("b", 1), ("c", 2)):
         result = fit_head(run=folder, head="linear", dim=4, seed=seed, set=few, name=name)
-        found[name] = result.metrics["spearman"].value
-    best = max(found, key=found.__getitem__)
+        scores[name] = result.metrics["spearman"].value
+    best = max(scores, key=scores.__getitem__)
     shutil.copytree(folder / "heads" / best, folder / "heads" / "best")
     shutil.rmtree(folder / "heads" / best)
-    worst = min((name for name in found if name != best), key=found.__getitem__)
+    worst = min((name for name in scores if name != best), key=scores.__getitem__)
     fit_head(run=folder, head="linear", dim=4, seed=ord(worst) - ord("a"), set=few, name=worst)
     return folder
 
 
-# -- the head that is taken --------------------------------------------------------------------
+# -- the default head ---------------------------------------------------------------------------
 
 
-def test_the_head_that_is_best_on_dev_is_taken(fitted: Path, capsys: pytest.CaptureFixture[str]):
+def test_default_head_is_best_on_dev(fitted: Path, capsys: pytest.CaptureFixture[str]):
     assert open_run(fitted).head_names()[-1] != "best"
     assert llmcond.load_embedder(fitted).name == "best"
     assert run(["similarity", "a", "b", "--condition", "c", "--run", str(fitted)]) == 0
     assert "head best (best of 3 heads on dev, Spearman" in capsys.readouterr().err
 
 
-def test_fitting_another_head_does_not_change_it(fitted: Path, tmp_path: Path):
-    own = Path(shutil.copytree(fitted, tmp_path / "own"))
+def test_fitting_worse_head_does_not_change_default(fitted: Path, tmp_path: Path):
+    run_copy = Path(shutil.copytree(fitted, tmp_path / "own"))
     fit_head(
-        run=own, head="linear", dim=2, set={"epochs": "1", "learning_rate": "1e-9"}, name="later"
+        run=run_copy,
+        head="linear",
+        dim=2,
+        set={"epochs": "1", "learning_rate": "1e-9"},
+        name="later",
     )
-    assert llmcond.load_embedder(own).name == "best"
+    assert llmcond.load_embedder(run_copy).name == "best"
 
 
-def test_the_user_sets_it(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    own = Path(shutil.copytree(fitted, tmp_path / "own"))
-    other = next(name for name in open_run(own).head_names() if name != "best")
-    assert run(["heads", "--run", str(own), "--default", other, "--json"]) == 0
+def test_user_sets_default_head(fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_copy = Path(shutil.copytree(fitted, tmp_path / "own"))
+    other = next(name for name in open_run(run_copy).head_names() if name != "best")
+    assert run(["heads", "--run", str(run_copy), "--default", other, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["heads"]}
     assert rows[other]["taken"] == "the run's default"
     assert rows["best"]["taken"] == ""
     assert rows["best"]["dev_spearman"] > rows[other]["dev_spearman"]
-    assert llmcond.load_embedder(own).name == other
-    assert run(["heads", "--run", str(own), "--default", "bst"]) == 2
+    assert llmcond.load_embedder(run_copy).name == other
+    assert run(["heads", "--run", str(run_copy), "--default", "bst"]) == 2
     assert "no head 'bst'. Did you mean 'best'" in capsys.readouterr().err
     assert run(["heads", "--default", "best"]) == 2
 
 
-def test_heads_without_a_score_come_behind_those_that_have_one(own: Path):
+def test_scored_heads_precede_heads_without_score(own: Path):
     fit_head(run=own, head="pca", dim=4)
     record = own / "heads" / "pca@concat-sent-cond" / "head.json"
     values = json.loads(record.read_text())
     assert values.pop("dev_spearman") is not None
-    record.write_text(json.dumps(values))  # as earlier versions wrote it
+    record.write_text(json.dumps(values))  # earlier versions did not write the score
     assert open_run(own).default_head() == ("pca@concat-sent-cond", "fitted last")
     fit_head(run=own, head="linear", dim=4, set={"epochs": "1"}, name="scored")
     name, why = open_run(own).default_head() or ("", "")
@@ -86,7 +90,7 @@ def test_heads_without_a_score_come_behind_those_that_have_one(own: Path):
 
 
 @pytest.mark.parametrize("command", ["sweep", "compare-prompts"])
-def test_the_winner_is_kept(own: Path, command: str, capsys: pytest.CaptureFixture[str]):
+def test_best_trial_is_saved_as_head(own: Path, command: str, capsys: pytest.CaptureFixture[str]):
     few = ["--set", "epochs=2", "--seeds", "2", "--workers", "1", "--keep", "--run", str(own)]
     if command == "sweep":
         arguments = ["sweep", "--head", "linear", "--vary", "dim=2,4"]
@@ -96,8 +100,8 @@ def test_the_winner_is_kept(own: Path, command: str, capsys: pytest.CaptureFixtu
         arguments = ["compare-prompts", "--model", model, "--heads", "linear"]
         arguments += ["--pooling", "mean", "--dtype", "float32", "--prompts", *prompts]
     assert run([*arguments, *few]) == 0
-    told = capsys.readouterr().err
-    assert "saving the best on dev: linear@concat-sent-cond" in told
+    messages = capsys.readouterr().err
+    assert "saving the best on dev: linear@concat-sent-cond" in messages
     embedder = llmcond.load_embedder(own)
     assert embedder.name == "linear@concat-sent-cond"
     folder = own / ("sweep" if command == "sweep" else "comparisons")
@@ -106,7 +110,7 @@ def test_the_winner_is_kept(own: Path, command: str, capsys: pytest.CaptureFixtu
     assert open_run(own).head_record(embedder.name)["dev_spearman"] == pytest.approx(best)
 
 
-# -- what an embedder gives --------------------------------------------------------------------
+# -- embeddings and similarities ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head", ["best", "none"])
@@ -125,12 +129,12 @@ def test_embeddings_have_unit_length(fitted: Path, head: str, tmp_path: Path, wr
         np.testing.assert_allclose(np.load(out), expected, atol=2e-3)
 
 
-def test_a_text_is_one_text(fitted: Path):
+def test_single_texts_give_single_results(fitted: Path):
     embedder = llmcond.load_embedder(fitted)
     several = embedder.similarity(SENTENCES[:1], SENTENCES[1:2], ["the place"])
-    one = embedder.similarity(*SENTENCES[:2], "the place")
-    assert isinstance(one, float)
-    assert one == pytest.approx(float(several[0]), abs=1e-6)
+    single = embedder.similarity(*SENTENCES[:2], "the place")
+    assert isinstance(single, float)
+    assert single == pytest.approx(float(several[0]), abs=1e-6)
     vector = embedder.encode(SENTENCES[0], "the place")
     assert vector.shape == (embedder.dim,)
     np.testing.assert_allclose(vector, embedder.encode(SENTENCES[:1], "the place")[0], atol=1e-6)
@@ -144,32 +148,30 @@ def test_a_text_is_one_text(fitted: Path):
         ("a", "b", ["c"]),
     ],
 )
-def test_texts_and_lists_are_not_mixed(fitted: Path, arguments: tuple[object, ...]):
+def test_mixing_texts_and_lists_is_rejected(fitted: Path, arguments: tuple[object, ...]):
     with pytest.raises(UserError, match="Give two texts, or two lists"):
         llmcond.load_embedder(fitted).similarity(*arguments)  # type: ignore[call-overload]
 
 
-def test_an_embedder_can_be_given_to_another_process(fitted: Path):
+def test_embedder_can_be_pickled(fitted: Path):
     embedder = llmcond.load_embedder(fitted)
-    again = pickle.loads(pickle.dumps(embedder))
-    before, after = (one.encode(SENTENCES, "the place") for one in (embedder, again))
+    unpickled = pickle.loads(pickle.dumps(embedder))
+    before, after = (item.encode(SENTENCES, "the place") for item in (embedder, unpickled))
     np.testing.assert_array_equal(after, before)
     assert repr(embedder).startswith("Embedder(")
     assert repr(embedder).endswith("prompt concat-sent-cond, head best, 4 dimensions)")
 
 
-def test_plain_strings_are_encoded(fitted: Path):
+def test_encoder_accepts_strings(fitted: Path):
     encoder = llmcond.load_embedder(fitted).encoder
     inputs = [llmcond.EncoderInput("", text) for text in SENTENCES]
     np.testing.assert_array_equal(encoder.encode(SENTENCES), encoder.encode(inputs))
 
 
-# -- what a head was fitted on -----------------------------------------------------------------
+# -- the training data of a head ---------------------------------------------------------------
 
 
-def test_conditions_unlike_those_of_training_are_told(
-    own: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_unfamiliar_conditions_are_reported(own: Path, capsys: pytest.CaptureFixture[str]):
     fit_head(run=own, head="pca", dim=4)
     opened = open_run(own)
     embedder = llmcond.load_embedder(own)
@@ -181,15 +183,15 @@ def test_conditions_unlike_those_of_training_are_told(
     assert set(far.values()) <= set(seen)
     zero_shot = llmcond.load_embedder(own, "none")
     assert find_unfamiliar_conditions(opened, zero_shot, ["retrieve : . , kitchen"]) == {}
-    asked = ["--condition", "the place", "--condition", "retrieve : . , kitchen"]
-    assert run(["similarity", "two men", "children", *asked, "--run", str(own)]) == 0
-    told = capsys.readouterr().err
-    assert "'retrieve : . , kitchen' is unlike those that pca@concat-sent-cond" in told
-    assert "'the place' is unlike" not in told
-    assert "fitted on" in told
+    conditions = ["--condition", "the place", "--condition", "retrieve : . , kitchen"]
+    assert run(["similarity", "two men", "children", *conditions, "--run", str(own)]) == 0
+    messages = capsys.readouterr().err
+    assert "'retrieve : . , kitchen' is unlike those that pca@concat-sent-cond" in messages
+    assert "'the place' is unlike" not in messages
+    assert "fitted on" in messages
 
 
-def test_figures_of_seen_and_unseen_conditions_stand_apart(
+def test_seen_and_unseen_conditions_are_scored_separately(
     own: Path, write_rows: Callable, small_rows: list, capsys: pytest.CaptureFixture[str]
 ):
     fit_head(run=own, head="pca", dim=4)
@@ -206,24 +208,24 @@ def test_figures_of_seen_and_unseen_conditions_stand_apart(
     assert "seen" not in json.loads(capsys.readouterr().out)["results"][0]
 
 
-def test_progress_is_shown_where_asked_for(
+def test_progress_is_shown_on_request(
     fitted: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
     caplog.set_level("INFO", "llmcond")
     embedder = llmcond.load_embedder(fitted, max_tokens_per_batch=64)
-    quiet = embedder.encode(SENTENCES, "the place")
+    without_progress = embedder.encode(SENTENCES, "the place")
     assert "inputs" not in caplog.text
-    shown = embedder.encode(SENTENCES, "the place", show_progress=True)
-    np.testing.assert_array_equal(shown, quiet)
-    # A condition of its own is the fourth.
+    with_progress = embedder.encode(SENTENCES, "the place", show_progress=True)
+    np.testing.assert_array_equal(with_progress, without_progress)
+    # The condition alone is the fourth input.
     assert "encoding: 4/4 inputs" in caplog.text
 
 
-def test_a_run_that_is_not_there_names_those_beside_it(fitted: Path):
-    with pytest.raises(UserError) as caught:
+def test_missing_run_error_names_neighbouring_runs(fitted: Path):
+    with pytest.raises(UserError) as error:
         open_run(fitted.parent / "other")
-    assert str(fitted) in str(caught.value)
+    assert str(fitted) in str(error.value)
     with pytest.raises(UserError, match=r"Extract features first: llmcond extract"):
         open_run(fitted / "other")
 
@@ -231,7 +233,7 @@ def test_a_run_that_is_not_there_names_those_beside_it(fitted: Path):
 # -- the base of an adapter --------------------------------------------------------------------
 
 
-def test_the_base_of_the_bundled_model_is_minilm_itself(minilm: Encoder):
+def test_base_encoder_of_bundled_model_is_minilm(minilm: Encoder):
     bundled = llmcond.load_embedder(DEFAULT_MODEL, device="cpu").encoder
     base = base_encoder(bundled)
     assert base is not None
@@ -241,7 +243,7 @@ def test_the_base_of_the_bundled_model_is_minilm_itself(minilm: Encoder):
     assert base_encoder(minilm) is minilm
 
 
-# -- what texts come in ------------------------------------------------------------------------
+# -- containers of texts -----------------------------------------------------------------------
 
 
 def as_series(texts):
@@ -253,7 +255,7 @@ def as_chunks(texts):
 
 
 @pytest.mark.parametrize("kind", [tuple, iter, np.array, pa.array, as_chunks, as_series])
-def test_texts_come_in_anything_that_holds_them(tiny_run: Path, kind: Callable):
+def test_texts_can_be_any_sequence(tiny_run: Path, kind: Callable):
     embedder = llmcond.load_embedder(tiny_run, head="none")
     conditions = ["place", "mood", "time"]
     expected = embedder.encode(SENTENCES, conditions)
@@ -266,7 +268,7 @@ def test_texts_come_in_anything_that_holds_them(tiny_run: Path, kind: Callable):
     np.testing.assert_array_equal(embedder.encoder.encode(kind(SENTENCES)), vectors)
 
 
-def test_a_table_is_no_column(tiny_run: Path):
+def test_table_instead_of_column_is_rejected(tiny_run: Path):
     embedder = llmcond.load_embedder(tiny_run, head="none")
     columns = {"sentence": SENTENCES}
     for table in (columns, pa.table(columns), pytest.importorskip("pandas").DataFrame(columns)):

@@ -1,4 +1,4 @@
-"""A run with one of its heads as one value, and zero-shot as one of these heads."""
+"""Embedding models: a run with a fitted head or with the zero-shot head."""
 
 import pickle
 import shutil
@@ -26,18 +26,18 @@ def fitted(tmp_path_factory: pytest.TempPathFactory, tiny_run: Path) -> Path:
     return folder
 
 
-def test_identity_and_reference_tell_zero_shot_from_a_fitted_head(fitted: Path):
-    mine, plain = (EmbeddingModel.find(fitted, head) for head in ("mine", "none"))
-    assert mine.head.is_fitted
-    assert not plain.head.is_fitted
-    assert (mine.head.reference, plain.head.reference) == ("mine", "none")
-    assert list(plain.identity) == ["encoder", "prompt", "subtraction", "head"]
-    assert plain.identity["head"] is None
-    assert mine.identity["head"] == mine.run.head_record("mine")["weights_sha256"]
-    assert {**mine.identity, "head": None} == plain.identity
+def test_identity_and_reference_differ_for_zero_shot_and_fitted_head(fitted: Path):
+    fitted_model, zero_shot_model = (EmbeddingModel.find(fitted, head) for head in ("mine", "none"))
+    assert fitted_model.head.is_fitted
+    assert not zero_shot_model.head.is_fitted
+    assert (fitted_model.head.reference, zero_shot_model.head.reference) == ("mine", "none")
+    assert list(zero_shot_model.identity) == ["encoder", "prompt", "subtraction", "head"]
+    assert zero_shot_model.identity["head"] is None
+    assert fitted_model.identity["head"] == fitted_model.run.head_record("mine")["weights_sha256"]
+    assert {**fitted_model.identity, "head": None} == zero_shot_model.identity
 
 
-def test_one_line_says_what_was_found_unless_quiet(fitted: Path, caplog: pytest.LogCaptureFixture):
+def test_model_is_logged_in_one_line_unless_quiet(fitted: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO", "llmcond")
     EmbeddingModel.find(fitted, "none", quiet=True)
     assert not caplog.records
@@ -45,12 +45,12 @@ def test_one_line_says_what_was_found_unless_quiet(fitted: Path, caplog: pytest.
     assert [record.getMessage() for record in caplog.records if "zero-shot" in record.message]
 
 
-def test_a_head_is_not_found_by_another_prompt(fitted: Path):
+def test_head_of_another_prompt_is_rejected(fitted: Path):
     with pytest.raises(UserError, match="was fitted on the prompt"):
         EmbeddingModel.find(fitted, "mine", "separate")
 
 
-def test_zero_shot_predicts_the_cosines_of_features(fitted: Path):
+def test_zero_shot_head_predicts_cosines_of_features(fitted: Path):
     run = open_run(fitted)
     (prompt, *_), features = run.prompts().values(), RatedExamples(run)
     for zeroshot in zero_shot_heads(run, prompt):
@@ -63,7 +63,7 @@ def test_zero_shot_predicts_the_cosines_of_features(fitted: Path):
         assert not pickle.loads(pickle.dumps(zeroshot)).is_fitted
 
 
-def test_an_embedder_without_a_head_gives_the_features(fitted: Path):
+def test_embedder_without_head_returns_features(fitted: Path):
     embedder = llmcond.load_embedder(fitted, "none")
     assert embedder.head is ZERO_SHOT
     assert (embedder.name, embedder.dim, embedder.fitted_on) == ("none", embedder.encoder.dim, "")

@@ -10,7 +10,7 @@ from llmcond.errors import UserError
 from llmcond.runs.kind import KINDS, find_kind
 from llmcond.runs.open import open_any_run
 
-#: A kind of task, a task of it, a head and a metric, as another package would add them.
+#: A package that adds a kind of task, a task of this kind, a head and a metric.
 PACKAGE = """
 from llmcond.heads.dense import Linear
 from llmcond.kinds.rated import Rated
@@ -62,24 +62,24 @@ patience = 1
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_and_its_runs_have_one_name(name):
+def test_kind_and_its_run_have_same_name(name):
     kind = find_kind(name)
     assert kind.name == kind.run.kind == name
 
 
-def test_a_misspelt_kind_is_reported_with_the_nearest():
+def test_misspelled_kind_suggests_nearest():
     with pytest.raises(UserError, match=r"no kind of task 'rankin'.*'ranking'"):
         find_kind("rankin")
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Install a package with entry points in a folder of the test's own, and work there."""
+    """Install a package with entry points in the test's folder, and work there."""
     (tmp_path / "pairs_kind.py").write_text(PACKAGE)
-    about = tmp_path / "pairs_kind-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: pairs-kind\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    metadata = tmp_path / "pairs_kind-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pairs-kind\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "pairs_kind", raising=False)
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
@@ -87,30 +87,34 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("package")
-def test_a_package_adds_a_kind_a_task_a_head_and_a_metric(tmp_path, capsys, tiny_checkpoint):
-    who = ("men", "women", "dogs")
-    rows = [f"two {a} play,two {b} play,the place,{1 + (a == b) * 4}" for a in who for b in who]
+def test_package_adds_kind_task_head_and_metric(tmp_path, capsys, tiny_checkpoint):
+    subjects = ("men", "women", "dogs")
+    rows = [
+        f"two {a} play,two {b} play,the place,{1 + (a == b) * 4}"
+        for a in subjects
+        for b in subjects
+    ]
     for split in ("train", "dev", "test"):
         (tmp_path / f"{split}.csv").write_text(
             "\n".join(["sentence1,sentence2,condition,label", *rows, ""])
         )
     (tmp_path / "scaled.toml").write_text(RECIPE)
     model = ["--model", str(tiny_checkpoint()), "--pooling", "mean", "--device", "cpu"]
-    given = ["--run", "run", "--prompt", "pair-cond", "--task", "answers"]
-    assert cli.run(["extract", *model, *given, "--data", str(tmp_path)]) == 0
+    options = ["--run", "run", "--prompt", "pair-cond", "--task", "answers"]
+    assert cli.run(["extract", *model, *options, "--data", str(tmp_path)]) == 0
     assert type(open_any_run(tmp_path / "run")).__name__ == "PairsRun"
     assert cli.run(["fit-head", "--head", "scaled.toml", "--run", "run"]) == 0
     capsys.readouterr()
     assert cli.run(["evaluate", "--run", "run", "--metric", "overlap", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]
-    assert [scored["head"] for scored in results].count("scaled") == 1
-    for scored in results:
-        assert (scored["n"], scored["task"]) == (9, "answers")
-        assert "pearson" in scored
-        assert 0 <= scored["overlap"] <= 1
+    assert [row["head"] for row in results].count("scaled") == 1
+    for row in results:
+        assert (row["n"], row["task"]) == (9, "answers")
+        assert "pearson" in row
+        assert 0 <= row["overlap"] <= 1
 
 
 @pytest.mark.usefixtures("package")
-def test_a_package_whose_names_are_gone_is_reported():
+def test_missing_name_of_package_is_reported():
     with pytest.raises(UserError, match=r"metric 'gone' of an installed package, pairs_kind:Gone"):
         metrics.choose_metrics((), ["gone"])

@@ -1,4 +1,4 @@
-"""Rows that share a sentence with train are counted, and the others scored apart."""
+"""Rows that share a sentence with train are counted, and the others are also scored separately."""
 
 import csv
 
@@ -14,44 +14,44 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 HEADER = ("sentence1", "sentence2", "condition", "label")
 
 
-def write(path, rows):
+def write_csv(path, rows):
     with path.open("w", newline="") as stream:
         csv.writer(stream).writerows([HEADER, *rows])
 
 
-def test_rows_with_sentences_of_train_are_told_apart(
+def test_rows_with_unseen_sentences_are_scored_separately(
     tmp_path, monkeypatch, capsys, tiny_checkpoint, small_rows
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     train, dev = small_rows[:40], list(small_rows[40:])
-    # A sentence of train beside another one: no pair of train, but no new sentence either.
+    # These pairs are not in train, but their first sentence is.
     dev[::5] = [(train[0][0].upper(), *row[1:]) for row in dev[::5]]
-    write(tmp_path / "data" / "train.csv", train)
-    write(tmp_path / "data" / "dev.csv", dev)
+    write_csv(tmp_path / "data" / "train.csv", train)
+    write_csv(tmp_path / "data" / "dev.csv", dev)
     words = ("--data", "data", "--prompt", "concat-sent-cond", "--pooling", "mean", "--run", "r")
     assert run(["extract", "--model", str(tiny_checkpoint()), *words]) == 0
-    told = capsys.readouterr().err
-    assert "sentence pairs of dev are also in train" not in told
-    assert "dev: 8 of 40 rated rows share a sentence with train" in told
+    messages = capsys.readouterr().err
+    assert "sentence pairs of dev are also in train" not in messages
+    assert "dev: 8 of 40 rated rows share a sentence with train" in messages
     evaluate = ("evaluate", "--run", "r", "--head", "none")
     result, _ = ok(capsys, *evaluate, "--predictions", "p.csv")["results"]
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
-    new = [row for row in rows if row["sentence1"] != train[0][0].upper()]
-    assert (result["n_unseen_sentences"], len(new)) == (32, 32)
+    unseen = [row for row in rows if row["sentence1"] != train[0][0].upper()]
+    assert (result["n_unseen_sentences"], len(unseen)) == (32, 32)
     expected = spearmanr(
-        [float(row[result["name"]]) for row in new], [float(row["rating"]) for row in new]
+        [float(row[result["name"]]) for row in unseen], [float(row["rating"]) for row in unseen]
     )
-    part = result["unseen_sentences"]
-    assert part["spearman"] == pytest.approx(expected.statistic, abs=1e-3)
-    assert part["n_pairs"] < result["n_pairs"]
-    low, high = part["spearman_ci"]
-    assert low < part["spearman"] < high
+    scores = result["unseen_sentences"]
+    assert scores["spearman"] == pytest.approx(expected.statistic, abs=1e-3)
+    assert scores["n_pairs"] < result["n_pairs"]
+    low, high = scores["spearman_ci"]
+    assert low < scores["spearman"] < high
     assert run([*evaluate, "--format", "markdown"]) == 0
     assert "8 rows share a sentence with training, 32 do not" in capsys.readouterr().out
-    # Rows of train have none that training lacks, and others of new texts all.
+    # All sentences of train are known, and so are those of another file with the same pairs.
     assert "unseen_sentences" not in ok(capsys, *evaluate, "--split", "train")["results"][0]
-    write(
+    write_csv(
         tmp_path / "known.csv",
         [(a, b, "the weather", 3 + i % 2) for i, (a, b, *_) in enumerate(train)],
     )
@@ -59,15 +59,15 @@ def test_rows_with_sentences_of_train_are_told_apart(
     assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
 
 
-def test_a_comparison_of_prompts_scores_them_apart_too(
+def test_compare_prompts_scores_unseen_sentences_separately(
     tmp_path, monkeypatch, capsys, tiny_checkpoint, small_rows
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    write(tmp_path / "data" / "train.csv", small_rows[:40])
+    write_csv(tmp_path / "data" / "train.csv", small_rows[:40])
     dev = list(small_rows[40:])
     dev[::5] = [(small_rows[0][0].upper(), *row[1:]) for row in dev[::5]]
-    write(tmp_path / "data" / "dev.csv", dev)
+    write_csv(tmp_path / "data" / "dev.csv", dev)
     compare = ["compare-prompts", "--model", str(tiny_checkpoint()), "--data", "data"]
     compare += ["--prompts", "concat-sent-cond", "concat-cond-sent", "--pooling", "mean"]
     compare += ["--heads", "linear", "--seeds", "1", "--set", "epochs=1", "dim=4", "--run", "r"]
@@ -91,6 +91,6 @@ def test_a_comparison_of_prompts_scores_them_apart_too(
         assert "Spearman, unseen sentences" in shown
         assert all(f"{figure} [" in shown for figure in figures)
     # A run without such rows has no such column.
-    write(tmp_path / "data" / "dev.csv", small_rows[40:])
+    write_csv(tmp_path / "data" / "dev.csv", small_rows[40:])
     result = ok(capsys, *compare[:-1], "other")["results"][0]
     assert "unseen_sentences" not in result

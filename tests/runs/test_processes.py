@@ -1,4 +1,4 @@
-"""Several processes at one extraction: workers of ours, and those that a launcher starts."""
+"""Extraction by several processes: workers, and processes that a launcher starts."""
 
 import json
 import multiprocessing
@@ -22,7 +22,7 @@ from llmcond.prompts.inputs import SplitInputs, render_rows
 from llmcond.runs import open_run
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
-#: What is extracted into a run that has the features of another prompt already.
+#: The prompt to extract into a run that has the features of another prompt already.
 PROMPT = "concat-cond-sent"
 
 
@@ -33,7 +33,7 @@ def model(tiny_bert):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of 4,002 distinct inputs under a prompt: four parts of a single thread."""
+    """Rows with 4,002 distinct inputs under a prompt, which are four work units for one thread."""
     path = tmp_path_factory.mktemp("data") / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     for i in range(2_000):
@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, model, data):
+def partial_run(tmp_path_factory, model, data):
     """A run with the features of one prompt. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     data = str(data)
@@ -62,39 +62,39 @@ def begun(tmp_path_factory, model, data):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, model, begun):
-    """The run, and what one process alone makes of the other prompt."""
-    folder = Path(shutil.copytree(begun, tmp_path_factory.mktemp("alone") / "run"))
-    done = extract(model=model, **OPTIONS, run=folder, prompt=[PROMPT]).prompts[PROMPT]
-    # The two conditions alone are inputs of both prompts.
-    assert (done.n_inputs, done.n_computed) == (4_002, 4_000)
+def single_process_run(tmp_path_factory, model, partial_run):
+    """The run, with features of the other prompt that one process extracted."""
+    folder = Path(shutil.copytree(partial_run, tmp_path_factory.mktemp("alone") / "run"))
+    summary = extract(model=model, **OPTIONS, run=folder, prompt=[PROMPT]).prompts[PROMPT]
+    # The two conditions alone are inputs of both prompts, so they have features already.
+    assert (summary.n_inputs, summary.n_computed) == (4_002, 4_000)
     return folder
 
 
 @pytest.fixture
-def own(begun, tmp_path):
+def run_copy(partial_run, tmp_path):
     """A copy of the run that a test may change."""
-    return Path(shutil.copytree(begun, tmp_path / "run"))
+    return Path(shutil.copytree(partial_run, tmp_path / "run"))
 
 
-def inputs_of(folder, prompt=PROMPT):
+def list_inputs(folder, prompt=PROMPT):
     opened = open_run(folder)
     rows = [opened.rows(name) for name in opened.splits]
     return list(dict.fromkeys(SplitInputs(rows, load_prompt(prompt))))
 
 
-def vectors_of(folder, prompt=PROMPT):
+def read_vectors(folder, prompt=PROMPT):
     """Return the vectors of a prompt, after checking that the run has every input once."""
     store = open_run(folder).store()
     table = lance.dataset(str(store.folder / "vectors.lance")).to_table()
     keys = table["key"].to_pylist()
     assert len(set(keys)) == len(keys)
-    return store.lookup(inputs_of(folder, prompt)).read()
+    return store.lookup(list_inputs(folder, prompt)).read()
 
 
 @contextmanager
-def nobody_commits_until(folder, ready):
-    """Keep every process from storing its first part, until something is the case."""
+def block_commits_until(folder, ready):
+    """Keep every process from storing its first work unit until a condition holds."""
     store = open_run(folder).store().folder
     held, failed = threading.Event(), []
 
@@ -114,7 +114,7 @@ def nobody_commits_until(folder, ready):
     assert failed == []
 
 
-def command(model, folder, *more):
+def extract_arguments(model, folder, *more):
     return [
         *("extract", "--model", model, "--run", folder, "--device", "cpu", "--dtype", "float32"),
         *("--pooling", "mean", "--normalize", "--json", *more),
@@ -130,14 +130,19 @@ def launch(rank, folder, arguments):
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(begun):
-    opened, prompt = open_run(begun), load_prompt(PROMPT)
+def test_split_inputs_are_inputs_of_rows_and_can_be_iterated_again(partial_run):
+    opened, prompt = open_run(partial_run), load_prompt(PROMPT)
     splits = [opened.rows(name) for name in opened.splits]
     inputs = SplitInputs(splits, prompt)
     by_row = []
     for rows in splits:
-        of = render_rows(rows, prompt)
-        columns = (of.first, of.first_unconditional, of.second, of.second_unconditional)
+        rendered = render_rows(rows, prompt)
+        columns = (
+            rendered.first,
+            rendered.first_unconditional,
+            rendered.second,
+            rendered.second_unconditional,
+        )
         by_row += [item for row in zip(*columns, strict=True) for item in row]
     assert list(inputs) == list(inputs) == by_row
     assert len(inputs) == len(by_row) == 4 * 2_000
@@ -148,24 +153,28 @@ def test_inputs_of_splits_are_those_of_their_rows_and_can_be_gone_through_again(
 # -- workers ---------------------------------------------------------------------------------------
 
 
-def test_two_workers_store_what_one_stores(caplog, two_threads, model, own, alone):
+def test_two_workers_store_same_vectors_as_one(
+    caplog, two_threads, model, run_copy, single_process_run
+):
     caplog.set_level("INFO", "llmcond")
-    # Each is at a part of its own before either has stored one.
-    with nobody_commits_until(own, lambda claims: len(claims) >= 2):
-        done = extract(model=model, **OPTIONS, run=own, prompt=[PROMPT], workers=2)
-    n_computed = done.prompts[PROMPT].n_computed
+    # Each process claims a work unit before either has stored one.
+    with block_commits_until(run_copy, lambda claims: len(claims) >= 2):
+        summary = extract(model=model, **OPTIONS, run=run_copy, prompt=[PROMPT], workers=2)
+    n_computed = summary.prompts[PROMPT].n_computed
     assert 0 < n_computed < 4_000
     assert f"{PROMPT}: 4,000 of 4,002 inputs encoded" in caplog.text
     assert f"by 2 processes ({n_computed:,} by this one)" in caplog.text
-    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        read_vectors(run_copy), read_vectors(single_process_run), rtol=0, atol=1e-6
+    )
     assert torch.get_num_threads() == 2
     assert multiprocessing.active_children() == []
 
 
-def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
-    caplog, two_threads, model, own, alone
+def test_other_worker_takes_over_unit_of_killed_worker(
+    caplog, two_threads, model, run_copy, single_process_run
 ):
-    def killed(claims):
+    def kill_worker(claims):
         if len(claims) < 2:
             return False
         (worker,) = multiprocessing.active_children()
@@ -173,11 +182,13 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
         worker.join()
         return True
 
-    with nobody_commits_until(own, killed):
-        done = extract(model=model, **OPTIONS, run=own, prompt=[PROMPT], workers=2)
-    assert done.prompts[PROMPT].n_computed == 4_000
+    with block_commits_until(run_copy, kill_worker):
+        summary = extract(model=model, **OPTIONS, run=run_copy, prompt=[PROMPT], workers=2)
+    assert summary.prompts[PROMPT].n_computed == 4_000
     assert "1 of 2 workers failed" in caplog.text
-    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        read_vectors(run_copy), read_vectors(single_process_run), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,10 +200,10 @@ def test_a_worker_that_is_killed_leaves_its_part_to_the_other(
         ("two", "--workers"),
     ],
 )
-def test_wrong_numbers_of_workers_are_one_clear_line(
+def test_invalid_number_of_workers_is_reported_in_one_line(
     capsys, two_threads, model, data, tmp_path, workers, expected
 ):
-    arguments = command(model, tmp_path / "run", "--data", data, "--workers", workers)
+    arguments = extract_arguments(model, tmp_path / "run", "--data", data, "--workers", workers)
     assert run([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -205,20 +216,28 @@ def test_wrong_numbers_of_workers_are_one_clear_line(
 # -- launched processes ----------------------------------------------------------------------------
 
 
-def test_a_launched_process_of_another_rank_joins_and_says_nothing(model, own, alone, tmp_path):
-    process = launch(1, tmp_path, command(model, own, "--prompt", PROMPT))
+def test_launched_process_of_other_rank_prints_nothing(
+    model, run_copy, single_process_run, tmp_path
+):
+    process = launch(1, tmp_path, extract_arguments(model, run_copy, "--prompt", PROMPT))
     assert process.finish() == (0, "", "")
-    assert PROMPT in open_run(own).prompts()
-    np.testing.assert_allclose(vectors_of(own), vectors_of(alone), rtol=0, atol=1e-6)
+    assert PROMPT in open_run(run_copy).prompts()
+    np.testing.assert_allclose(
+        read_vectors(run_copy), read_vectors(single_process_run), rtol=0, atol=1e-6
+    )
 
 
-def test_processes_that_are_launched_together_make_one_whole_run(model, data, tmp_path, alone):
+def test_processes_launched_together_create_one_complete_run(
+    model, data, tmp_path, single_process_run
+):
     folder, options = tmp_path / "run", ("--prompt", PROMPT, "--store-dtype", "float32")
-    arguments = command(model, folder, "--data", data, *options)
+    arguments = extract_arguments(model, folder, "--data", data, *options)
     started = [launch(rank, tmp_path, arguments) for rank in (0, 1)]
-    (status, first, notes), (other, second, other_notes) = (one.finish() for one in started)
+    (status, first, notes), (other, second, other_notes) = (process.finish() for process in started)
     assert (status, other) == (0, 0), notes + other_notes
     assert json.loads(first)["prompts"][PROMPT]["n_inputs"] == 4_002
     assert second == ""
-    np.testing.assert_allclose(vectors_of(folder), vectors_of(alone), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        read_vectors(folder), read_vectors(single_process_run), rtol=0, atol=1e-6
+    )
     assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(folder)]) == 0

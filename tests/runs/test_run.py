@@ -1,4 +1,4 @@
-"""A run with damaged records: one line that says which file, never a traceback."""
+"""Runs with damaged records: a one-line error names the file, without a traceback."""
 
 import json
 
@@ -12,17 +12,17 @@ from llmcond.errors import LlmcondError
 from llmcond.runs import open_run
 
 
-def change(path, keys, value):
+def change_record(path, keys, value):
     record = json.loads(path.read_text())
-    place = record
+    parent = record
     for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
+        parent = parent[key]
+    parent[keys[-1]] = value
     path.write_text(json.dumps(record))
 
 
-def told(capsys, *arguments):
-    """Return the one line of a command that fails."""
+def failure_message(capsys, *arguments):
+    """Return the one-line error message of a command that fails."""
     assert run([str(argument) for argument in arguments]) in (1, 2)
     captured = capsys.readouterr()
     assert captured.err.startswith("llmcond: error: ")
@@ -61,9 +61,9 @@ def told(capsys, *arguments):
         (("prompts", "concat-sent-cond", "prompt", "name"), "\x1b[31mx"),
     ],
 )
-def test_a_damaged_manifest(capsys, own, keys, value):
-    change(own / "run.json", keys, value)
-    line = told(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own)
+def test_damaged_manifest_is_reported(capsys, own, keys, value):
+    change_record(own / "run.json", keys, value)
+    line = failure_message(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own)
     assert str(own) in line
 
 
@@ -81,29 +81,29 @@ def test_a_damaged_manifest(capsys, own, keys, value):
     ],
 )
 @pytest.mark.parametrize("named", [(), ("--head", "pca")])
-def test_a_damaged_head(capsys, own, keys, value, named):
+def test_damaged_head_is_reported(capsys, own, keys, value, named):
     ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own)
-    change(own / "heads/p/head.json", keys, value)
-    assert str(own) in told(capsys, "evaluate", "--run", own, *named)
+    change_record(own / "heads/p/head.json", keys, value)
+    assert str(own) in failure_message(capsys, "evaluate", "--run", own, *named)
 
 
 @pytest.mark.parametrize("table", [{"a": [1]}, {"split": [None]}, None])
-def test_damaged_rows(capsys, own, table):
+def test_damaged_rows_are_reported(capsys, own, table):
     path = own / "rows.parquet"
     if table is None:
         pq.write_table(pq.read_table(path).slice(3), path)
     else:
         pq.write_table(pa.table(table), path)
-    assert str(path) in told(capsys, "evaluate", "--run", own)
+    assert str(path) in failure_message(capsys, "evaluate", "--run", own)
 
 
-def test_a_damaged_store_says_what_to_delete(capsys, own):
+def test_damaged_store_error_says_what_to_delete(capsys, own):
     (store,) = own.glob("features/*")
     for file in store.glob("vectors.lance/data/*"):
         content = bytearray(file.read_bytes())
         content[-200:] = bytes(200)
         file.write_bytes(content)
-    line = told(capsys, "evaluate", "--run", own)
+    line = failure_message(capsys, "evaluate", "--run", own)
     assert f"{store / 'vectors.lance'} cannot be read" in line
     assert f"delete {store} and run" in line
     (store / "store.json").write_text('{"format": true}')
@@ -111,23 +111,23 @@ def test_a_damaged_store_says_what_to_delete(capsys, own):
         open_run(own).store()
 
 
-def test_a_damaged_manifest_of_the_store_over_which_lance_panics(capsys, own):
+def test_lance_panic_over_damaged_store_manifest_is_reported(capsys, own):
     (store,) = own.glob("features/*")
     for file in store.glob("vectors.lance/_versions/*.manifest"):
         content = file.read_bytes()
         file.write_bytes(content[:40] + content[80:])
-    assert "cannot be read" in told(capsys, "evaluate", "--run", own)
+    assert "cannot be read" in failure_message(capsys, "evaluate", "--run", own)
 
 
-def test_a_damaged_fit_of_a_sweep_is_made_again(capsys, own):
+def test_damaged_fit_of_sweep_is_repeated(capsys, own):
     arguments = ("sweep", "--run", own, "--head", "linear", "--set", "epochs=1", "--seeds", "2")
     arguments = (*arguments, "--workers", "1")
     results = ok(capsys, *arguments)["results"]
     first, second = sorted((own / "sweep").iterdir())
     for content in ("{", "[]", None):
         if content is None:
-            change(first, ("fit",), {"curve": 3})
-            change(second, ("spearman",), "0.5")
+            change_record(first, ("fit",), {"curve": 3})
+            change_record(second, ("spearman",), "0.5")
         else:
             first.write_text(content)
             second.write_text(json.dumps({**json.loads(second.read_text()), "dim": None}))
