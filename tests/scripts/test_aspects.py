@@ -54,23 +54,25 @@ def fruits(aspects, tmp_path):
     return read
 
 
-def test_a_text_says_the_values_of_its_attributes(aspects, fruits):
+def test_text_contains_values_of_its_attributes(aspects, fruits):
     domain = fruits()
     texts = aspects.generate(domain, 60, seed=1)
     assert len({text.text for text in texts}) == len(texts) > 40
     for text in texts:
         for name, value in text.attrs.items():
-            ways = domain.values[name][value]
-            lists = ways.values() if isinstance(ways, dict) else [ways]
+            entry = domain.values[name][value]
+            lists = entry.values() if isinstance(entry, dict) else [entry]
             for wordings in lists:
-                assert any(way.split("{")[0].lower() in text.text.lower() for way in wordings)
+                assert any(
+                    wording.split("{")[0].lower() in text.text.lower() for wording in wordings
+                )
         if text.template == 0:
             assert set(text.attrs) == {"size", "fruit", "taste"}
             other = {"large": ("tiny", "little"), "small": ("enormous", "huge")}
             assert not any(word in text.text for word in other[text.attrs["size"]])
 
 
-def test_a_repeated_attribute_is_worded_anew(aspects, fruits):
+def test_repeated_attribute_gets_another_wording(aspects, fruits):
     texts = aspects.generate(fruits(), 60, seed=2)
     assert all(
         ("tiny" in t.text.lower()) == ("little" in t.text.lower())
@@ -79,7 +81,7 @@ def test_a_repeated_attribute_is_worded_anew(aspects, fruits):
     )
 
 
-def test_a_seed_gives_the_same_texts(aspects, fruits):
+def test_texts_are_reproducible_by_seed(aspects, fruits):
     domain = fruits()
     assert aspects.generate(domain, 30, 5) == aspects.generate(domain, 30, 5)
     assert aspects.generate(domain, 30, 5) != aspects.generate(domain, 30, 6)
@@ -124,12 +126,12 @@ def test_spaces_punctuation_and_articles_are_repaired(aspects, text, expected):
         ),
     ],
 )
-def test_a_mistake_is_reported_with_its_place(aspects, fruits, old, new, message):
+def test_domain_error_names_file_and_key(aspects, fruits, old, new, message):
     with pytest.raises(aspects.DomainError, match=message):
         fruits(DOMAIN.replace(old, new, 1))
 
 
-def test_the_report_names_what_is_too_easy(aspects, fruits):
+def test_report_names_values_that_are_too_easy(aspects, fruits):
     domain = fruits()
     lines = "\n".join(aspects.report(domain, aspects.generate(domain, 200, 0), 300))
     assert "template 2 carries only 1: {taste?} {size}" in lines
@@ -138,7 +140,7 @@ def test_the_report_names_what_is_too_easy(aspects, fruits):
     assert "only 200 of 300 texts are different" in lines
 
 
-def test_manners_rewrite_the_text_only(aspects, fruits):
+def test_manners_rewrite_text_but_not_attributes(aspects, fruits):
     plain, rewritten = (
         fruits(),
         fruits("manners = 1.0\ninclude = []" + DOMAIN + CONDITION.format("manner")),
@@ -158,14 +160,14 @@ def test_manners_rewrite_the_text_only(aspects, fruits):
         ("terse", "Don't know price, "),
     ],
 )
-def test_each_manner(aspects, manner, expected):
+def test_manner_rewrites_text(aspects, manner, expected):
     text = "I don't know the price and that is that."
     results = {aspects.manners.MANNERS[manner](text, Random(seed)) for seed in range(20)}
     assert any(expected in result for result in results)
     assert text not in results
 
 
-def test_manners_keep_ellipses_and_do_not_double_commas(aspects):
+def test_manners_preserve_ellipses_and_do_not_double_commas(aspects):
     text = "We waited... The soup was cold, and nobody came..."
     for manner in aspects.manners.MANNERS.values():
         for seed in range(20):
@@ -175,7 +177,7 @@ def test_manners_keep_ellipses_and_do_not_double_commas(aspects):
             assert "..," not in result
 
 
-def test_the_domain_files_are_sound(aspects, tmp_path, capsys):
+def test_domain_files_are_valid(aspects, tmp_path, capsys):
     names = aspects.domain_names()
     assert aspects.main(["--out", str(tmp_path), "--texts", "60"]) == 0
     for name in names:
@@ -188,7 +190,7 @@ def test_the_domain_files_are_sound(aspects, tmp_path, capsys):
             assert len({condition["text"], *condition["para"]}) >= 4
 
 
-def test_a_user_mistake_exits_with_2(aspects, capsys):
+def test_invalid_arguments_exit_with_2(aspects, capsys):
     for arguments in ([], ["--check", "--only", "nosuch"]):
         with pytest.raises(SystemExit) as error:
             aspects.main(arguments)

@@ -1,4 +1,4 @@
-"""Ways through an encoder: which there are, their batches, and their inputs."""
+"""The extraction benchmark: the implementations that it times, their batches and inputs."""
 
 from argparse import Namespace
 from importlib import import_module
@@ -29,35 +29,37 @@ def script(monkeypatch):
         ("cls", [[1, 0, 0], [1, 0, 0]]),
     ],
 )
-def test_a_batch_is_padded_and_pooled_by_weights(script, pooling, weights):
-    ids, mask, found = script.make_batch([[5, 6], [7, 8, 9]], pooling)
+def test_batch_is_padded_and_has_pooling_weights(script, pooling, weights):
+    ids, mask, pooling_weights = script.make_batch([[5, 6], [7, 8, 9]], pooling)
     assert ids.tolist() == [[5, 6, 0], [7, 8, 9]]
     assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
-    np.testing.assert_allclose(found, weights, rtol=1e-6)
+    np.testing.assert_allclose(pooling_weights, weights, rtol=1e-6)
 
 
-def test_short_inputs_are_joined_to_long_ones(script):
+def test_short_inputs_are_joined_to_target_lengths(script):
     short = [EncoderInput("", text) for text in "abcde"]
     joined = script.join_inputs(short, [6, 6, 6, 11, 3], 10)
     assert [item.text for item in joined] == ["a b", "c", "d"]
 
 
-def test_ways_that_cannot_be_measured_are_named(script, tiny_checkpoint, capsys):
+def test_ways_left_out_are_reported_with_reason(script, tiny_checkpoint, capsys):
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(), identify=False)
     options = Namespace(ways=[*script.WAYS], dtype="float16", skip_peers=False)
     ways = script.choose_ways(options, resolved, {})
     assert ways["llmcond, PyTorch, packed"] == ("packed", "float16")
-    told = capsys.readouterr().err
-    assert "llmcond, PyTorch, shared prefixes is left out: the model shares no prefixes." in told
+    messages = capsys.readouterr().err
+    assert (
+        "llmcond, PyTorch, shared prefixes is left out: the model shares no prefixes." in messages
+    )
     for name in ("OpenVINO", "ONNX Runtime, float32", "ONNX Runtime, int8"):
-        assert f"{name} is left out: " in told
+        assert f"{name} is left out: " in messages
         assert name not in ways
     options.skip_peers = True
     ways = script.choose_ways(options, resolved, {})
     assert all(name.startswith("llmcond") for name in ways)
 
 
-def test_a_model_that_is_unknown_is_refused(script):
+def test_unknown_model_is_rejected(script):
     with pytest.raises(
         SystemExit, match=r"nothing is neither a known model .* mpnet-base, xlm-r-base\."
     ):
@@ -76,8 +78,8 @@ def test_a_model_that_is_unknown_is_refused(script):
     any(find_spec(name) is None for name in ("onnx", "onnxruntime", "openvino")),
     reason="needs onnx, onnxruntime and openvino",
 )
-def test_other_libraries_give_the_same_vectors(script, shape, ways, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "run_in_process", lambda function, *given: function(*given))
+def test_other_libraries_compute_same_vectors(script, shape, ways, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "run_in_process", lambda function, *args: function(*args))
     sizes = "vocab_size=9000 hidden_size=32 intermediate_size=64 num_hidden_layers=2"
     sizes += " num_attention_heads=2 num_key_value_heads=2"
     options = Namespace(model=shape, set=sizes.split(), folder=tmp_path / "models")
@@ -102,7 +104,7 @@ def test_other_libraries_give_the_same_vectors(script, shape, ways, tmp_path, mo
             np.testing.assert_allclose(vectors[kind], vectors["loop"], atol=1e-5)
 
 
-def test_inputs_have_about_as_many_tokens_as_asked(script, tiny_checkpoint):
+def test_inputs_have_about_requested_number_of_tokens(script, tiny_checkpoint):
     task = dict.fromkeys(("like", "max_tokens_per_batch"))
     task |= {"kind": "packed", "checkpoint": str(tiny_checkpoint()), "dtype": "float32"}
     task |= {"quantize": "none", "device": "cpu", "max_length": 40}

@@ -1,4 +1,4 @@
-"""Programs of their own that are timed, and the log of their imports."""
+"""The benchmark of a first result: programs that are timed, and the log of their imports."""
 
 from importlib import import_module
 
@@ -21,30 +21,30 @@ def script(monkeypatch):
     return import_module("bench_first")
 
 
-def test_a_log_of_imports_is_added_up_by_package(script):
+def test_import_times_are_summed_by_package(script):
     assert script.add_up_imports(LOG) == [
         {"package": "numpy", "milliseconds": 1.12, "modules": 2},
         {"package": "json", "milliseconds": 0.4, "modules": 1},
     ]
 
 
-def test_a_program_is_measured_and_its_failure_is_printed(script, tmp_path, capsys):
-    counted = script.run_program(script.make_arguments("assert FOLDER", "a", "b"), str(tmp_path))
-    assert 0 < counted["processor"] < 60
-    assert counted["memory"] > 1
+def test_program_is_measured_and_its_failure_is_printed(script, tmp_path, capsys):
+    usage = script.run_program(script.make_arguments("assert FOLDER", "a", "b"), str(tmp_path))
+    assert 0 < usage["processor"] < 60
+    assert usage["memory"] > 1
     with pytest.raises(SystemExit, match="a program failed"):
         script.run_program(script.make_arguments("1 / 0", "a", "b"), str(tmp_path))
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_a_way_whose_library_is_missing_is_left_out(script, monkeypatch, capsys):
+def test_way_with_missing_library_is_left_out(script, monkeypatch, capsys):
     monkeypatch.setattr(script, "WAYS", {"first": "", "second": ""})
     monkeypatch.setattr(script, "MODULES", {"second": ("no_such_module",)})
     assert script.choose_ways() == {"first": ""}
     assert capsys.readouterr().err == "second is left out: no_such_module is not installed.\n"
 
 
-def test_every_program_compiles_and_every_requirement_is_of_a_way(script):
+def test_programs_compile_and_requirements_belong_to_ways(script):
     for program in script.WAYS.values():
         if program is not None:
             compile(script.make_arguments(program, "a", "b")[1], "program", "exec")

@@ -1,4 +1,4 @@
-"""Every script runs as its first lines have it, here with tiny sizes."""
+"""Every script runs as its docstring shows, here with tiny sizes."""
 
 import csv
 import json
@@ -16,8 +16,8 @@ from llmcond.encoders import EncoderOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Script -> sizes, and a word of what it prints.
-SCRIPTS = {
+#: The arguments of each script, with tiny sizes, and an excerpt of its output.
+ARGUMENTS_AND_OUTPUT = {
     "bench_aspects": (
         "--model {tiny} --data {aspects} --values 0 2 --labels 4 --draws 2 --json",
         "| mean of 2 |",
@@ -74,32 +74,32 @@ SCRIPTS = {
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
-#: What the peer of a script needs beside itself.
-NEEDS = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
-#: What has tests of its own, or is imported by scripts.
-OTHERS = {
+#: The additional library that a script's peer needs.
+PEER_LIBRARIES = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
+#: Scripts with separate tests, and modules that scripts import.
+OTHER_SCRIPTS = {
     *("fuzz", "house", "prose", "bench_inputs", "bench_process", "reproduce"),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
-#: What needs data that is not shipped.
-PAPERS = {"reproduce_case", "reproduce_hypercl"}
+#: Scripts that need data that is not in the repository.
+PAPER_SCRIPTS = {"reproduce_case", "reproduce_hypercl"}
 
 
-def test_every_script_is_here():
+def test_every_script_is_listed():
     scripts = {path.stem for path in (ROOT / "scripts").glob("*.py")}
-    assert scripts == {*SCRIPTS, *OTHERS, *PAPERS}
+    assert scripts == {*ARGUMENTS_AND_OUTPUT, *OTHER_SCRIPTS, *PAPER_SCRIPTS}
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_checkpoint):
-    return str(tiny_checkpoint(hidden=64))  # the least that every head of the scripts takes
+    return str(tiny_checkpoint(hidden=64))  # the smallest size that all heads of the scripts allow
 
 
 @pytest.fixture
 def classes(tmp_path, small_rows):
-    """A folder of texts with classes of three kinds."""
+    """A folder of texts with three kinds of class labels."""
     folder = tmp_path / "classes"
     folder.mkdir()
     texts = [row[0] for row in small_rows[:48:2]]
@@ -115,11 +115,11 @@ def aspects(tmp_path):
     """A folder of texts with attributes, one set with crossed conditions and one without."""
     folder = tmp_path / "aspects"
     folder.mkdir()
-    people, places = ("men", "women", "children"), ("beach", "park", "street")
+    people, locations = ("men", "women", "children"), ("beach", "park", "street")
     texts = [
         {"text": f"the {who} at the {where}, {n} of them", "attrs": {"who": who, "where": where}}
         for who in people
-        for where in places
+        for where in locations
         for n in range(3)
     ]
     conditions = {"who": {"text": "the people"}, "where": {"text": "the place"}}
@@ -131,7 +131,7 @@ def aspects(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def separate(tiny, small_rows, tmp_path_factory):
+def run_with_separate(tiny, small_rows, tmp_path_factory):
     """A run with a head on separate features."""
     folder = tmp_path_factory.mktemp("separate")
     with (folder / "rows.csv").open("w", newline="") as stream:
@@ -145,8 +145,8 @@ def separate(tiny, small_rows, tmp_path_factory):
 
 
 @pytest.fixture
-def in_this_process(monkeypatch, tiny):
-    """Let threads take the place of processes, which would import everything anew."""
+def threads_for_processes(monkeypatch, tiny):
+    """Replace processes, which would import everything again, by threads."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     threads = SimpleNamespace(get_context=lambda _: SimpleNamespace(Process=Thread, Pipe=Pipe))
@@ -158,55 +158,68 @@ def in_this_process(monkeypatch, tiny):
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
     monkeypatch.setattr(
-        import_module("bench_int8"), "load_encoder", lambda _, **how: load_encoder(tiny, **how)
+        import_module("bench_int8"),
+        "load_encoder",
+        lambda _, **options: load_encoder(tiny, **options),
     )
     for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_scale"):
         monkeypatch.setattr(
-            import_module(name), "run_in_process", lambda function, *given: function(*given)
+            import_module(name), "run_in_process", lambda function, *args: function(*args)
         )
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("threads_for_processes")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.script(name)) for name in SCRIPTS]
+    "name", [pytest.param(name, marks=pytest.mark.script(name)) for name in ARGUMENTS_AND_OUTPUT]
 )
-def test_a_script_runs(
-    name, tiny, tmp_path, write_rows, small_rows, aspects, classes, separate, monkeypatch, capsys
+def test_script_runs(
+    name,
+    tiny,
+    tmp_path,
+    write_rows,
+    small_rows,
+    aspects,
+    classes,
+    run_with_separate,
+    monkeypatch,
+    capsys,
 ):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    if name in PEER_LIBRARIES:
+        pytest.importorskip(PEER_LIBRARIES[name])
     if name == "bench_int8" and not import_module(name).native_bfloat16():
         pytest.skip("this CPU multiplies no bfloat16")
-    sizes, said = SCRIPTS[name]
+    sizes, expected = ARGUMENTS_AND_OUTPUT[name]
     rows = write_rows(small_rows[:24])
-    given = sizes.format(
-        tmp=tmp_path, tiny=tiny, rows=rows, aspects=aspects, classes=classes, run=separate
+    arguments = sizes.format(
+        tmp=tmp_path, tiny=tiny, rows=rows, aspects=aspects, classes=classes, run=run_with_separate
     )
-    monkeypatch.setattr("sys.argv", [name, *given.split()])
+    monkeypatch.setattr("sys.argv", [name, *arguments.split()])
     assert import_module(name).main() in (None, 0)
-    assert said in capsys.readouterr().out
+    assert expected in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("name", sorted(PAPERS))
+@pytest.mark.usefixtures("threads_for_processes")
+@pytest.mark.parametrize("name", sorted(PAPER_SCRIPTS))
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "expected"),
     [
         ("", "required: --encoders"),
         ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a .csv"),
     ],
 )
-def test_a_script_that_lacks_something_says_what(name, given, said, tmp_path, monkeypatch, capsys):
+def test_missing_arguments_or_data_are_reported(
+    name, arguments, expected, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     try:
-        code = import_module(name).main(given.split())
-    except SystemExit as ended:
-        code = ended.code
+        code = import_module(name).main(arguments.split())
+    except SystemExit as error:
+        code = error.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
-def test_a_folder_to_write_to_must_be_named(monkeypatch, capsys):
+def test_make_wide_minilm_requires_folder(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setattr("sys.argv", ["make_wide_minilm"])
     with pytest.raises(SystemExit):
@@ -214,7 +227,7 @@ def test_a_folder_to_write_to_must_be_named(monkeypatch, capsys):
     assert "required: FOLDER" in capsys.readouterr().err
 
 
-def test_a_measurement_has_a_process_of_its_own(monkeypatch):
+def test_measurement_runs_in_new_process(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     run_in_process = import_module("bench_process").run_in_process
     assert run_in_process(os.getpid) != os.getpid()

@@ -1,4 +1,4 @@
-"""Damaged inputs of every kind, by fixed seeds; the whole number is `python scripts/fuzz.py`."""
+"""Damaged inputs of every kind with fixed seeds; ``python scripts/fuzz.py`` tries more of them."""
 
 import json
 import random
@@ -23,43 +23,45 @@ def services(fuzz):
     return import_module("fuzz_services")
 
 
-def test_some_inputs_of_each_kind(fuzz, capsys):
+def test_inputs_of_each_kind_cause_no_failures(fuzz, capsys):
     code = fuzz.main(["--count", "30"])
     out = capsys.readouterr().out
     assert code == 0, out
     assert out.count("| 3 | 0 |") == len(fuzz.KINDS) == 10
 
 
-def test_a_seed_gives_the_same_input(services):
+def test_inputs_are_reproducible_by_seed(services):
     text = '{"a": {"b": [1, 2, {"c": null}]}, "d": "x"}'
 
-    def drawn(seed):
-        chance = random.Random(seed)
-        return services.change_json(chance, text), *services.draw_filter(chance)
+    def sample_input(seed):
+        rng = random.Random(seed)
+        return services.change_json(rng, text), *services.draw_filter(rng)
 
-    assert [drawn(seed) for seed in range(60)] == [drawn(seed) for seed in range(60)]
-    assert len({drawn(seed)[0] for seed in range(60)}) > 30
+    assert [sample_input(seed) for seed in range(60)] == [sample_input(seed) for seed in range(60)]
+    assert len({sample_input(seed)[0] for seed in range(60)}) > 30
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         ("raise KeyError('x')", "KeyError: 'x'"),
         ("return 3", "exit code 3"),
         ("sys.stderr.write('Traceback (most')", "Traceback (most"),
-        ("return 1", ""),  # without a word
+        ("return 1", ""),  # without an error message
     ],
 )
-def test_what_is_a_failure(fuzz, monkeypatch, tmp_path, body, said):
+def test_exceptions_tracebacks_and_silent_errors_are_failures(
+    fuzz, monkeypatch, tmp_path, body, expected
+):
     names = {"sys": __import__("sys")}
     exec(f"def run(command):\n    {body}\n    return 0", names)
     monkeypatch.setattr("llmcond.cli.run", names["run"])
     monkeypatch.setitem(fuzz.KINDS, "none", lambda *_: fuzz.Command(["evaluate"]))
-    assert said in fuzz.try_input("none", 0, fuzz.Base(tmp_path))
+    assert expected in fuzz.try_input("none", 0, fuzz.Base(tmp_path))
     assert fuzz.try_input("none", 0, fuzz.Base(tmp_path))
 
 
-def test_an_input_that_hangs_and_one_that_kills_its_process(fuzz, monkeypatch, tmp_path):
+def test_hanging_inputs_and_ended_processes_are_reported(fuzz, monkeypatch, tmp_path):
     monkeypatch.setattr(fuzz, "LIMIT_SECONDS", -1)
     worker = fuzz.Worker(tmp_path)
     try:
@@ -74,17 +76,17 @@ def test_an_input_that_hangs_and_one_that_kills_its_process(fuzz, monkeypatch, t
         worker.kill()
 
 
-# -- what contradicts an input -----------------------------------------------------------------
+# -- checks of answers and outputs -------------------------------------------------------------
 
 
-def test_filters_mean_what_they_mean_to_sqlite(services):
+def test_filters_match_as_in_sqlite(services):
     years = {row["id"] for row in services.TEXT_ROWS if (row["year"] or 0) > 2020}
     assert services.matching_ids("year > 2020") == years
     assert services.matching_ids("NOT year > 2020 OR kind IS NULL") - years
 
 
 @pytest.mark.parametrize(
-    ("hits", "searched", "words"),
+    ("hits", "searched", "expected"),
     [
         ([("t1", 0.9), ("t2", 0.8)], 2, ""),
         ([("t1", None), ("t2", None)], 2, "not finite numbers"),
@@ -94,15 +96,15 @@ def test_filters_mean_what_they_mean_to_sqlite(services):
         ([("t1", 0.9), ("t3", 0.8)], 2, "['t2', 't3']"),
     ],
 )
-def test_what_hits_are_wrong(services, hits, searched, words):
+def test_wrong_hits_are_detected(services, hits, searched, expected):
     answer = {"results": [{"id": i, "score": s} for i, s in hits], "searched": searched}
-    wrong = services.check_hits(answer, 2, {"t1", "t2"})
-    assert words in wrong
-    assert bool(wrong) == bool(words)
+    problem = services.check_hits(answer, 2, {"t1", "t2"})
+    assert expected in problem
+    assert bool(problem) == bool(expected)
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "words"),
+    ("status", "body", "expected"),
     [
         (200, {"similarities": [0.5]}, ""),
         (422, {"error": dict.fromkeys(("message", "type", "param", "code"))}, ""),
@@ -114,16 +116,16 @@ def test_what_hits_are_wrong(services, hits, searched, words):
         (200, {"similarities": [0.5], "model": "FOLDER/model"}, "a path of the disk"),
     ],
 )
-def test_what_answers_are_wrong(services, fuzz, tmp_path, status, body, words):
+def test_wrong_answers_are_detected(services, fuzz, tmp_path, status, body, expected):
     check = lambda content: services.check_similarities(content, 1)  # noqa: E731
     request = services.Request(fuzz.Base(tmp_path), b"", True, check)
     content = json.dumps(body).replace("FOLDER", str(tmp_path)).encode()
-    wrong = request.check_answer(status, content)
-    assert words in wrong
-    assert bool(wrong) == bool(words)
+    problem = request.check_answer(status, content)
+    assert expected in problem
+    assert bool(problem) == bool(expected)
 
 
-def test_a_server_that_ends_is_a_failure(services, fuzz, tmp_path):
+def test_ended_server_is_a_failure(services, fuzz, tmp_path):
     (tmp_path / "log").write_text("serving on http://127.0.0.1:1")
     process = subprocess.Popen(["sleep", "60"])
     base = fuzz.Base(tmp_path, (process.pid, tmp_path / "log"))
@@ -133,31 +135,31 @@ def test_a_server_that_ends_is_a_failure(services, fuzz, tmp_path):
     assert "the server ended" in services.Request(base, b"GET / HTTP/1.1", True).failure()
 
 
-def test_what_outputs_are_wrong(services, tmp_path):
-    told = {"rows": services.OUTPUT_ROWS}
-    wrong = lambda: services.check_output(tmp_path, told, None)  # noqa: E731
+def test_wrong_outputs_are_detected(services, tmp_path):
+    summary = {"rows": services.OUTPUT_ROWS}
+    find_problem = lambda: services.check_output(tmp_path, summary, None)  # noqa: E731
     pq.write_table(pa.table({"id": range(100)}), tmp_path / "part-000000.parquet")
-    assert wrong() == "the output has 100 rows, not 130"
+    assert find_problem() == "the output has 100 rows, not 130"
     pq.write_table(pa.table({"id": range(30)}), tmp_path / "part-000001.parquet")
-    assert wrong() == ""
+    assert find_problem() == ""
     (tmp_path / "part-000001.parquet").write_bytes(b"junk")
-    assert "cannot be read" in wrong()
+    assert "cannot be read" in find_problem()
     assert services.check_output(tmp_path, {"rows": 270}, None).startswith("270 rows were reported")
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"),
+    ("labels", "expected"),
     [("5 -1", ""), ("5 6", "are [5.0, 6.0]"), ("5", "are (1, 0)"), ("-1 -1", "are (2, 2)")],
 )
-def test_what_ratings_are_wrong(services, tmp_path, labels, words):
+def test_wrong_ratings_are_detected(services, tmp_path, labels, expected):
     (tmp_path / "rated.csv").write_text("\n".join(["label", *labels.split(), ""]))
-    told = {"rows": 2, "ill_defined": 0 if "6" in labels else 1, "unanswered": 2}
-    wrong = services.check_ratings(tmp_path / "rated.csv", told)
-    assert words in wrong
-    assert bool(wrong) == bool(words)
+    summary = {"rows": 2, "ill_defined": 0 if "6" in labels else 1, "unanswered": 2}
+    problem = services.check_ratings(tmp_path / "rated.csv", summary)
+    assert expected in problem
+    assert bool(problem) == bool(expected)
 
 
-def test_the_chat_server_notices_redirects_that_are_followed(services):
+def test_chat_server_records_followed_redirects(services):
     chat = services.HostileChat()
     url = f"http://127.0.0.1:{chat.server_address[1]}/7"
     urllib.request.urlopen(f"{url}/v1/models").close()

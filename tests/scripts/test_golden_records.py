@@ -1,4 +1,4 @@
-"""The comparison of two records of the commands' JSON."""
+"""Comparison of two recordings of the commands' JSON."""
 
 import importlib.util
 import json
@@ -17,25 +17,25 @@ def golden():
     return module
 
 
-def write(folder, **records):
+def write_records(folder, **records):
     folder.mkdir()
     for name, value in records.items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     return folder
 
 
-def test_records_that_differ_in_times_only_are_the_same(golden, tmp_path):
-    old = write(tmp_path / "old", evaluate={"mrr": 0.5, "nan": float("nan"), "seconds": 1})
-    new = write(tmp_path / "new", evaluate={"mrr": 0.5, "nan": float("nan"), "seconds": 2})
+def test_records_that_differ_only_in_times_are_equal(golden, tmp_path):
+    old = write_records(tmp_path / "old", evaluate={"mrr": 0.5, "nan": float("nan"), "seconds": 1})
+    new = write_records(tmp_path / "new", evaluate={"mrr": 0.5, "nan": float("nan"), "seconds": 2})
     assert golden.compare(old, new) == 0
 
 
 def test_each_difference_is_listed(golden, tmp_path, capsys):
-    old = write(tmp_path / "old", evaluate={"results": [{"mrr": 0.5, "n": 3}]}, sweep={})
-    new = write(tmp_path / "new", evaluate={"results": [{"mrr": 0.25, "k": 3}]})
+    old = write_records(tmp_path / "old", evaluate={"results": [{"mrr": 0.5, "n": 3}]}, sweep={})
+    new = write_records(tmp_path / "new", evaluate={"results": [{"mrr": 0.25, "k": 3}]})
     assert golden.compare(old, new) == 4
-    said = capsys.readouterr().out
-    assert "evaluate.results[0].mrr: 0.5 -> 0.25" in said
-    assert "evaluate.results[0].n: only in the old record" in said
-    assert "evaluate.results[0].k: only in the new record" in said
-    assert "sweep: missing" in said
+    output = capsys.readouterr().out
+    assert "evaluate.results[0].mrr: 0.5 -> 0.25" in output
+    assert "evaluate.results[0].n: only in the old record" in output
+    assert "evaluate.results[0].k: only in the new record" in output
+    assert "sweep: missing" in output

@@ -1,4 +1,4 @@
-"""Figures about a package: sizes, cycles by kind of import, and who mentions what."""
+"""Statistics of a package: sizes, import cycles, and modules that mention certain words."""
 
 import json
 import subprocess
@@ -48,24 +48,24 @@ def package(tmp_path):
     return tmp_path / "tiny"
 
 
-def test_sizes_cycles_and_mentions(house, package):
-    found = house.measure(package)
-    assert (found.files, found.lines) == (12, sum(text.count("\n") for text in FILES.values()))
-    assert found.largest_file.place == "tiny/room/c.py"
-    assert (found.largest_function.place, found.largest_function.lines) == ("tiny.a.long", 4)
-    assert (found.function_median, found.function_p90) == (2, 4)
-    assert found.cycles_load == [["tiny.room.e", "tiny.room.f"]]
-    assert found.cycles_lazy == [["tiny.a", "tiny.b"], ["tiny.room.e", "tiny.room.f"]]
-    assert ["tiny.room.c", "tiny.room.d"] in found.cycles_typing
-    assert found.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
-    assert found.many_parameters == ["tiny.workflows.paint.many"]
-    assert found.kinds_told_apart == ["tiny.room.told: isinstance(run, (int, DialogueRun))"]
-    assert found.costs["kind of task"] == ["tiny/room/told.py"]
-    assert found.declared_twice == ["tiny.workflows.paint.paint: coats"]
-    assert found.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]
+def test_sizes_cycles_and_mentions_are_counted(house, package):
+    result = house.measure(package)
+    assert (result.files, result.lines) == (12, sum(text.count("\n") for text in FILES.values()))
+    assert result.largest_file.place == "tiny/room/c.py"
+    assert (result.largest_function.place, result.largest_function.lines) == ("tiny.a.long", 4)
+    assert (result.function_median, result.function_p90) == (2, 4)
+    assert result.cycles_load == [["tiny.room.e", "tiny.room.f"]]
+    assert result.cycles_lazy == [["tiny.a", "tiny.b"], ["tiny.room.e", "tiny.room.f"]]
+    assert ["tiny.room.c", "tiny.room.d"] in result.cycles_typing
+    assert result.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
+    assert result.many_parameters == ["tiny.workflows.paint.many"]
+    assert result.kinds_told_apart == ["tiny.room.told: isinstance(run, (int, DialogueRun))"]
+    assert result.costs["kind of task"] == ["tiny/room/told.py"]
+    assert result.declared_twice == ["tiny.workflows.paint.paint: coats"]
+    assert result.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]
 
 
-def test_before_and_after_stand_beside_each_other(house, package, capsys):
+def test_comparison_shows_before_and_after_in_columns(house, package, capsys):
     git = ["git", "-C", str(package.parent), "-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         subprocess.run([*git, *command], check=True)
@@ -79,14 +79,14 @@ def test_before_and_after_stand_beside_each_other(house, package, capsys):
     assert json.loads(capsys.readouterr().out)["now"]["files"] == 11
 
 
-def test_a_folder_without_modules_and_an_unknown_revision_are_refused(house, package, tmp_path):
+def test_empty_folder_and_unknown_revision_are_rejected(house, package, tmp_path):
     with pytest.raises(SystemExit, match="contains no Python modules"):
         house.main(["--root", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit, match="git archive failed: fatal: not a git repository"):
         house.main(["--root", str(package), "--against", "no-such-revision"])
 
 
-def test_this_package_has_no_import_cycles(house, capsys):
+def test_package_has_no_import_cycles(house, capsys):
     assert house.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     cycles = [line.split()[-1] for line in lines if line.startswith("import cycles")]

@@ -1,4 +1,4 @@
-"""The bundled sample: up to date, without leaks, and solved by nothing but reading all three."""
+"""The bundled sample: up to date, without leaks, and not solvable without the condition."""
 
 import subprocess
 import sys
@@ -22,38 +22,38 @@ def sample() -> Dataset:
     return read_dataset(None)
 
 
-def sentences(rows: Rows) -> set[str]:
+def distinct_sentences(rows: Rows) -> set[str]:
     return {*rows.sentence1, *rows.sentence2}
 
 
-def test_the_files_are_what_the_script_writes():
-    done = subprocess.run(
+def test_files_are_up_to_date():
+    process = subprocess.run(
         [sys.executable, ROOT / "scripts" / "make_sample.py", "--check"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
-def test_the_check_fails_for_files_that_were_changed(tmp_path: Path):
+def test_check_fails_for_changed_files(tmp_path: Path):
     script = [sys.executable, ROOT / "scripts" / "make_sample.py", "--out", tmp_path]
     subprocess.run(script, capture_output=True, check=True)
     test = tmp_path / "test.csv"
     test.write_text(test.read_text(encoding="utf-8").replace("the", "a", 1), encoding="utf-8")
-    done = subprocess.run([*script, "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "test.csv: missing, or differs from what this script writes" in done.stdout
+    process = subprocess.run([*script, "--check"], capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert "test.csv: missing, or differs from what this script writes" in process.stdout
 
 
-def test_it_is_large_enough_and_rated_on_the_whole_range(sample: Dataset):
+def test_sample_is_large_and_has_all_ratings(sample: Dataset):
     assert list(sample.splits) == ["train", "dev", "test"]
     assert sum(map(len, sample.splits.values())) >= 1200
     for rows in sample.splits.values():
         assert sorted(set(rows.rating)) == [0, 0.25, 0.5, 0.75, 1]
 
 
-def test_every_pair_is_rated_twice_in_adjacent_rows_under_two_conditions(sample: Dataset):
+def test_pairs_are_adjacent_rows_under_two_conditions(sample: Dataset):
     for rows in sample.splits.values():
         assert rows.sentence1[::2] == rows.sentence1[1::2]
         assert rows.sentence2[::2] == rows.sentence2[1::2]
@@ -62,20 +62,20 @@ def test_every_pair_is_rated_twice_in_adjacent_rows_under_two_conditions(sample:
         assert all(first != second for first, second in twos)
 
 
-def test_every_split_asks_about_many_aspects(sample: Dataset):
+def test_splits_have_same_conditions(sample: Dataset):
     conditions = [set(rows.condition) for rows in sample.splits.values()]
     assert len(conditions[0]) >= 6
     assert conditions[0] == conditions[1] == conditions[2]
 
 
-def test_no_sentence_of_dev_or_test_is_in_train(sample: Dataset):
+def test_splits_share_no_sentences(sample: Dataset):
     train, dev, test = sample.splits.values()
-    assert sentences(train).isdisjoint(sentences(dev) | sentences(test))
-    assert sentences(dev).isdisjoint(sentences(test))
+    assert distinct_sentences(train).isdisjoint(distinct_sentences(dev) | distinct_sentences(test))
+    assert distinct_sentences(dev).isdisjoint(distinct_sentences(test))
     assert leaked_pairs(test, train) == 0
 
 
-def test_the_condition_alone_predicts_no_rating(sample: Dataset):
+def test_condition_alone_does_not_predict_rating(sample: Dataset):
     train, test = sample.splits["train"], sample.splits["test"]
     ratings = defaultdict(list)
     for condition, rating in zip(train.condition, train.rating, strict=True):
@@ -85,7 +85,7 @@ def test_the_condition_alone_predicts_no_rating(sample: Dataset):
     assert abs(explained) < 0.02
 
 
-def test_a_cosine_that_ignores_the_condition_predicts_no_rating(sample: Dataset, minilm: Encoder):
+def test_cosine_without_condition_does_not_predict_rating(sample: Dataset, minilm: Encoder):
     test = sample.splits["test"]
     first, second = (
         minilm.encode([EncoderInput("", text) for text in texts[::2]])  # each pair is rated twice

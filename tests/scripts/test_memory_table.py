@@ -1,4 +1,4 @@
-"""The table of GPU memory in the documentation."""
+"""The GPU memory table of the documentation."""
 
 from importlib import import_module
 
@@ -14,7 +14,7 @@ def script(monkeypatch):
     return import_module("memory_table")
 
 
-def test_the_page_has_the_table_that_the_script_makes(script):
+def test_page_contains_current_table(script):
     table = script.table()
     assert table in script.PAGE.read_text(encoding="utf-8")
     assert len(table.splitlines()) == len(script.MODELS) + 2
@@ -25,7 +25,7 @@ def test_the_page_has_the_table_that_the_script_makes(script):
     ("loading", "weights", "batch", "card"),
     [(4, 4, 2, 12), (4, 10, 2, 16), (15.5, 10, 2, 24), (30, 30, 2, 80), (79, 70, 12, None)],
 )
-def test_a_card_holds_weights_and_a_batch_or_the_peak_of_loading(
+def test_smallest_card_fits_weights_with_batch_and_peak_of_loading(
     script, loading, weights, batch, card
 ):
     sizes = (int(size * GIB) for size in (loading, weights, batch))

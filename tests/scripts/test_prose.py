@@ -73,15 +73,15 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_counts(prose, checkout):
+def test_findings_are_counted_and_located(prose, checkout):
     findings = prose.measure(checkout)
     texts = {name: sorted(text for _, text in items) for name, items in findings.items()}
     assert texts == {name: sorted(expected) for name, expected in COUNTS.items()}
     assert findings["help"] == [("llmcond/a.py:11", "of the fits")]
-    assert [place for place, _ in findings["paragraphs"]] == ["README.md:3", "README.md:6"]
+    assert [location for location, _ in findings["paragraphs"]] == ["README.md:3", "README.md:6"]
 
 
-def test_the_check_fails_for_each_count_above_its_limit(prose, checkout, capsys, monkeypatch):
+def test_check_fails_for_each_count_above_limit(prose, checkout, capsys, monkeypatch):
     arguments = ["--root", str(checkout), "--check"]
     limits = {name: len(texts) for name, texts in COUNTS.items()}
     monkeypatch.setattr(prose, "LIMITS", limits)
@@ -100,7 +100,7 @@ def test_findings_are_listed(prose, checkout, capsys):
     assert capsys.readouterr().out.splitlines()[0] == "llmcond/a.py:5: _kept"
 
 
-def test_before_and_after(prose, checkout, capsys, monkeypatch):
+def test_comparison_shows_before_and_after(prose, checkout, capsys, monkeypatch):
     git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@x"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True)

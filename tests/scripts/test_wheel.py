@@ -1,4 +1,4 @@
-"""The wheel carries all it needs: prompts, heads and the sample, away from the repository."""
+"""The wheel contains prompts, heads, the model and the sample, and works without the repository."""
 
 import json
 import os
@@ -22,9 +22,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run_there(installed: Path, *arguments: str) -> str:
+def run_installed(installed: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments],
         cwd=installed.parent,
         env=environment,
@@ -32,26 +32,26 @@ def run_there(installed: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
     )
-    return done.stdout
+    return process.stdout
 
 
-def test_it_is_the_installed_package_that_answers(installed):
-    where = run_there(installed, "-c", "import llmcond; print(llmcond.__file__)")
-    assert Path(where.strip()).is_relative_to(installed)
+def test_installed_package_is_imported(installed):
+    path = run_installed(installed, "-c", "import llmcond; print(llmcond.__file__)")
+    assert Path(path.strip()).is_relative_to(installed)
 
 
 @pytest.mark.parametrize("kind", ["prompts", "heads"])
-def test_bundled_files_are_those_of_the_repository(installed, kind):
-    found = json.loads(run_there(installed, "-m", "llmcond", kind, "--json"))
-    listed = [row for rows in found.values() for row in rows]
-    paths = list((ROOT / kind).rglob("*.toml"))  # those of a task are in a folder of its own
+def test_bundled_files_equal_those_of_repository(installed, kind):
+    output = json.loads(run_installed(installed, "-m", "llmcond", kind, "--json"))
+    listed = [row for rows in output.values() for row in rows]
+    paths = list((ROOT / kind).rglob("*.toml"))  # those of a task are in a subfolder
     assert sorted(row["name"] for row in listed) == sorted(path.stem for path in paths)
     for path in paths:
         shipped = installed / "llmcond" / "_bundled" / path.relative_to(ROOT)
         assert shipped.read_bytes() == path.read_bytes()
 
 
-def test_the_bundled_model_is_there(installed):
+def test_bundled_model_is_included(installed):
     paths = [path for path in (ROOT / "models").rglob("*") if path.is_file()]
     assert paths
     for path in paths:
@@ -59,11 +59,11 @@ def test_the_bundled_model_is_there(installed):
         assert shipped.read_bytes() == path.read_bytes()
 
 
-def test_the_sample_is_there(installed):
+def test_sample_data_are_included(installed):
     code = (
         "from llmcond.data.datasets import read_dataset\n"
         "print(sum(len(rows) for rows in read_dataset(None).splits.values()))"
     )
-    assert int(run_there(installed, "-c", code)) >= 1_200
+    assert int(run_installed(installed, "-c", code)) >= 1_200
     code = "from llmcond.kinds.ranking.graph import read_graph; print(read_graph().n_entities)"
-    assert int(run_there(installed, "-c", code)) == 270
+    assert int(run_installed(installed, "-c", code)) == 270
