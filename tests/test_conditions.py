@@ -1,4 +1,4 @@
-"""Conditions with example values: what they read as, and how they are copied and paired."""
+"""Conditions with example values: their text, copies, flags, and pairing with values."""
 
 import copy
 import json
@@ -20,30 +20,34 @@ from llmcond.conditions import (
 from llmcond.errors import UserError
 
 CUISINE = Condition("the cuisine", values=["Italian", "Thai", "Indian"])
-READS = "the cuisine, such as Italian, Thai, Indian"
+CUISINE_TEXT = "the cuisine, such as Italian, Thai, Indian"
 
 
-def test_it_is_the_text_that_the_encoder_reads():
-    assert CUISINE == READS
-    assert {READS: 1}[CUISINE] == 1
-    assert f"{CUISINE}" == str(CUISINE) == READS
-    assert (type(str(CUISINE)), json.dumps([CUISINE])) == (str, json.dumps([READS]))
-    assert pa.array([CUISINE], pa.string()).to_pylist() == [READS]
-    assert np.array([CUISINE])[0] == READS
+def test_condition_is_the_string_that_encoder_reads():
+    assert CUISINE == CUISINE_TEXT
+    assert {CUISINE_TEXT: 1}[CUISINE] == 1
+    assert f"{CUISINE}" == str(CUISINE) == CUISINE_TEXT
+    assert (type(str(CUISINE)), json.dumps([CUISINE])) == (str, json.dumps([CUISINE_TEXT]))
+    assert pa.array([CUISINE], pa.string()).to_pylist() == [CUISINE_TEXT]
+    assert np.array([CUISINE])[0] == CUISINE_TEXT
     assert (CUISINE.text, CUISINE.values) == ("the cuisine", ("Italian", "Thai", "Indian"))
     assert Condition("the cuisine") == "the cuisine"
     assert llmcond.Condition is Condition
 
 
-def test_copies_keep_text_and_values():
+def test_copies_have_text_and_values():
     pickles = [pickle.dumps(CUISINE, protocol) for protocol in range(2, 6)]
     copies = [copy.copy(CUISINE), copy.deepcopy(CUISINE), *map(pickle.loads, pickles)]
-    for found in copies:
-        assert (found, found.text, found.values) == (READS, CUISINE.text, CUISINE.values)
-        assert type(found) is Condition
+    for condition in copies:
+        assert (condition, condition.text, condition.values) == (
+            CUISINE_TEXT,
+            CUISINE.text,
+            CUISINE.values,
+        )
+        assert type(condition) is Condition
 
 
-def test_it_cannot_be_changed():
+def test_condition_is_immutable():
     with pytest.raises(AttributeError, match="cannot be changed"):
         CUISINE.values = ("Greek",)
     with pytest.raises(AttributeError, match="cannot be changed"):
@@ -51,7 +55,7 @@ def test_it_cannot_be_changed():
 
 
 @pytest.mark.parametrize(
-    ("given", "values"),
+    ("text", "values"),
     [
         ("Italian, Thai ,Indian", ("Italian", "Thai", "Indian")),
         (' Rome, "Paris, Texas" , Rome,, ', ("Rome", "Paris, Texas")),
@@ -64,23 +68,23 @@ def test_it_cannot_be_changed():
         (" , ", ()),
     ],
 )
-def test_values_are_a_list_or_a_text_as_in_csv(given, values):
-    made = Condition("the place", given)
-    assert made.values == values
-    assert Condition("the place", made.values) == made
-    assert "such as" not in made or values
+def test_values_can_be_list_or_csv_text(text, values):
+    condition = Condition("the place", text)
+    assert condition.values == values
+    assert Condition("the place", condition.values) == condition
+    assert "such as" not in condition or values
 
 
-def test_the_flags_of_a_condition_give_it_again():
-    made = Condition("the place", ["Paris, Texas", "Rome", 'the "Ritz"'])
-    _, condition, flag, values = shlex.split(condition_flags(made))
-    assert (flag, Condition(condition, values)) == ("--values", made)
+def test_condition_flags_reproduce_condition():
+    condition = Condition("the place", ["Paris, Texas", "Rome", 'the "Ritz"'])
+    _, text, flag, values = shlex.split(condition_flags(condition))
+    assert (flag, Condition(text, values)) == ("--values", condition)
     assert condition_flags("the place") == "--condition 'the place'"
     assert condition_flags(Condition("the place")) == "--condition 'the place' --values ''"
 
 
 @pytest.mark.parametrize(
-    ("text", "values", "said"),
+    ("text", "values", "message"),
     [
         (
             "the place",
@@ -95,12 +99,12 @@ def test_the_flags_of_a_condition_give_it_again():
         (7, "Rome", "the condition is the int 7; expected a string"),
     ],
 )
-def test_what_is_wrong_is_said(text, values, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_condition_error_says_what_is_wrong(text, values, message):
+    with pytest.raises(UserError, match=message):
         Condition(text, values)
 
 
-def test_values_go_with_conditions_in_their_order():
+def test_values_are_combined_with_conditions_in_order():
     assert combine_values(["a", "b"], []) == ["a", "b"]
     first, second = combine_values(["a", "b"], ["", "x, y"])
     assert (first, second) == ("a", "b, such as x, y")
@@ -112,7 +116,7 @@ def test_values_go_with_conditions_in_their_order():
         combine_values([], ["x"])
 
 
-def test_tables_and_json_have_text_and_values_apart():
+def test_tables_and_json_separate_text_and_values():
     assert condition_text(CUISINE) == "the cuisine"
     assert condition_text("the place") == "the place"
     assert condition_json(CUISINE) == {

@@ -1,4 +1,4 @@
-"""Results show themselves: one line in a terminal, tables in notebooks."""
+"""Display of results: one line in a terminal, tables in notebooks."""
 
 import inspect
 import pickle
@@ -16,27 +16,27 @@ from llmcond.display import Displayed
 from llmcond.search.hits import Hits
 from llmcond.workflows.embed import EmbedResult
 
-#: The functions that commands are.
-VERBS = [name for name in llmcond.__all__ if find_spec(f"llmcond.commands.{name}")]
+#: The functions that run commands.
+FUNCTION_NAMES = [name for name in llmcond.__all__ if find_spec(f"llmcond.commands.{name}")]
 
 
-def hits(n: int) -> Hits:
+def make_hits(n: int) -> Hits:
     rows = [{"rank": i, "score": 0.123456789, "text": f"<b> {i}"} for i in range(1, n + 1)]
     return Hits("beach", {"the place": 1.0}, rows, searched=n)
 
 
-def test_a_result_is_one_line_in_a_terminal():
-    assert repr(hits(1)) == (
+def test_repr_of_result_is_one_line():
+    assert repr(make_hits(1)) == (
         "Hits(query='beach', conditions={'the place': 1.0}, searched=1, exact=True, "
         "results=<1 row>)"
     )
     assert repr(EmbedResult(Path("a.npy"), 3, 4, "none", "x" * 1000)).endswith("…)")
     assert len(repr(EmbedResult(Path("a" * 300), 3, 4, "m" * 300, "x" * 300))) < 300
-    assert "\n" not in repr(hits(1000))
+    assert "\n" not in repr(make_hits(1000))
 
 
-def test_a_result_is_a_table_in_a_notebook():
-    html = hits(30)._repr_html_()
+def test_result_is_table_in_notebook():
+    html = make_hits(30)._repr_html_()
     assert "&lt;b&gt; 20</td>" in html
     assert "<b> 20" not in html
     assert "&lt;b&gt; 21" not in html
@@ -45,31 +45,33 @@ def test_a_result_is_a_table_in_a_notebook():
     assert "searched 30" in html
 
 
-def test_what_has_names_is_a_table_as_well_and_what_is_unknown_is_left_out():
+def test_dictionary_is_table_and_none_is_left_out():
     @dataclass(frozen=True, slots=True)
-    class _Made(Displayed):
+    class _Result(Displayed):
         values: Any
 
         def to_json(self) -> dict[str, Any]:
             return dict(self.values)
 
-    made = _Made({"prompts": {"a": {"n": 1}, "b": {"n": 2, "m": [1, "x"]}}, "cost": None, "no": []})
-    assert repr(made) == "_Made(no=[], prompts=<2 rows>)"
-    html = made._repr_html_()
+    result = _Result(
+        {"prompts": {"a": {"n": 1}, "b": {"n": 2, "m": [1, "x"]}}, "cost": None, "no": []}
+    )
+    assert repr(result) == "_Result(no=[], prompts=<2 rows>)"
+    html = result._repr_html_()
     assert re.findall("<th>(.*?) *</th>", html) == ["name", "n", "m"]
     assert "1, x" in html
     assert "cost" not in html
 
 
-def returned(function: Any) -> list[type]:
-    """Return the classes in the annotation of what a function returns; all of them are public."""
+def find_result_classes(function: Any) -> list[type]:
+    """Return the classes in a function's return annotation, which are all public."""
     names = re.findall(r"\w+", str(inspect.signature(function).return_annotation))
     return [getattr(llmcond, name) for name in names if name not in ("None", "list")]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_what_every_verb_returns_shows_itself(verb):
-    classes = returned(getattr(llmcond, verb))
+@pytest.mark.parametrize("name", FUNCTION_NAMES)
+def test_results_of_functions_are_displayed(name):
+    classes = find_result_classes(getattr(llmcond, name))
     assert classes
     for cls in classes:
         assert issubclass(cls, Displayed), cls
@@ -77,7 +79,7 @@ def test_what_every_verb_returns_shows_itself(verb):
 
 
 @pytest.mark.parametrize("cls", [AnalysisResult, PushResult])
-def test_a_result_that_is_a_dictionary_shows_itself_as_others_do(cls):
+def test_dictionary_results_are_displayed_like_others(cls):
     result = cls(split="dev", files=[{"name": "a<b", "size": 1}])
     assert dict(result) == result.to_json()
     assert repr(result) == f"{cls.__name__}(split='dev', files=<1 row>)"

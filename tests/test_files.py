@@ -1,4 +1,4 @@
-"""Files are complete or absent, and digests see what changed."""
+"""Files are written completely or not at all, and digests detect changes."""
 
 import os
 import stat
@@ -33,7 +33,7 @@ except DiskFullError as error:
 """
 
 
-def test_the_new_content_takes_the_old_ones_place(tmp_path: Path):
+def test_new_content_replaces_old_atomically(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     with replace_atomically(path) as temporary:
@@ -43,13 +43,13 @@ def test_the_new_content_takes_the_old_ones_place(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_missing_folders_are_made(tmp_path: Path):
+def test_missing_folders_are_created(tmp_path: Path):
     write_text(tmp_path / "a" / "b" / "c.txt", "é\n")
     assert (tmp_path / "a" / "b" / "c.txt").read_bytes() == b"\xc3\xa9\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_keeps_the_old_content_and_leaves_nothing_behind(
+def test_error_keeps_old_content_and_leaves_no_temporary_file(
     tmp_path: Path, error: type[BaseException]
 ):
     path = tmp_path / "a.txt"
@@ -67,7 +67,7 @@ def test_an_error_keeps_the_old_content_and_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_mode_is_that_of_a_file_made_by_open(tmp_path: Path, umask: int):
+def test_file_mode_equals_that_of_open(tmp_path: Path, umask: int):
     before = os.umask(umask)
     try:
         write_text(tmp_path / "ours", "x")
@@ -78,7 +78,7 @@ def test_the_mode_is_that_of_a_file_made_by_open(tmp_path: Path, umask: int):
     assert modes[0] == modes[1] == 0o666 & ~umask
 
 
-def test_writing_leaves_the_umask_as_it_was(tmp_path: Path):
+def test_writing_does_not_change_umask(tmp_path: Path):
     before = os.umask(0o027)
     try:
         write_text(tmp_path / "a", "x")
@@ -87,30 +87,30 @@ def test_writing_leaves_the_umask_as_it_was(tmp_path: Path):
         os.umask(before)
 
 
-def test_a_full_disk_is_said_and_keeps_what_was_stored(tmp_path: Path):
+def test_full_disk_is_reported_and_old_content_stays(tmp_path: Path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WRITE_TOO_MUCH, str(path)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert "the disk is full" in done.stdout
-    assert str(path) in done.stdout
+    assert "the disk is full" in process.stdout
+    assert str(path) in process.stdout
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_below_a_file_cannot_be_written(tmp_path: Path):
+def test_path_below_a_file_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "sub" / "a.txt"
-    with pytest.raises(UserError, match="cannot write") as caught:
+    with pytest.raises(UserError, match="cannot write") as error:
         write_text(path, "x")
-    assert str(path) in str(caught.value)
+    assert str(path) in str(error.value)
 
 
-def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path):
+def test_folder_is_not_replaced_by_file(tmp_path: Path):
     path = tmp_path / "folder"
     path.mkdir()
     with pytest.raises(UserError, match="cannot write"):
@@ -119,21 +119,21 @@ def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_comes_back_as_it_was_written(tmp_path: Path):
+def test_json_round_trip(tmp_path: Path):
     value = {"é": [1, 2.5, None, {"a": True}]}
     write_json(tmp_path / "a.json", value)
     assert read_json(tmp_path / "a.json") == value
     assert "é" in (tmp_path / "a.json").read_text(encoding="utf-8")
 
 
-def test_json_without_standard_numbers_is_not_written(tmp_path: Path):
+def test_json_with_nan_is_not_written(tmp_path: Path):
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(tmp_path / "a.json", {"a": float("nan")})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "message"),
     [
         (b"", "not a readable JSON file"),
         (b"{", "not a readable JSON file"),
@@ -142,24 +142,24 @@ def test_json_without_standard_numbers_is_not_written(tmp_path: Path):
         (None, "does not exist"),
     ],
 )
-def test_a_file_that_is_no_json_object_is_a_user_error(
-    tmp_path: Path, content: bytes | None, words: str
+def test_file_without_json_object_is_a_user_error(
+    tmp_path: Path, content: bytes | None, message: str
 ):
     path = tmp_path / "a.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=message) as error:
         read_json(path)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(error.value)
 
 
-def test_the_digest_of_texts_sees_their_boundaries_and_their_order():
+def test_digest_of_texts_depends_on_boundaries_and_order():
     digests = {digest_text(*parts) for parts in [("ab", "c"), ("a", "bc"), ("c", "ab"), ("abc",)]}
     assert len(digests) == 4
     assert digest_text("ab", "c") == digest_text("ab", "c")
 
 
-def test_the_digest_of_files_sees_names_and_contents_and_no_order(tmp_path: Path):
+def test_digest_of_files_depends_on_names_and_contents_not_order(tmp_path: Path):
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_text("1")
     b.write_text("2")
@@ -171,7 +171,7 @@ def test_the_digest_of_files_sees_names_and_contents_and_no_order(tmp_path: Path
     assert len({first, changed, renamed}) == 3
 
 
-def test_the_digest_of_a_file_is_the_sha256_of_its_bytes(tmp_path: Path):
+def test_digest_of_file_is_sha256_of_its_bytes(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"abc")
     expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert digest_file(tmp_path / "a") == expected
@@ -186,5 +186,5 @@ def test_the_digest_of_a_file_is_the_sha256_of_its_bytes(tmp_path: Path):
         ("zzz", [], "Known: none."),
     ],
 )
-def test_the_nearest_names_are_offered_or_all(name: str, known: list[str], expected: str):
+def test_nearest_names_are_suggested_or_all_are_listed(name: str, known: list[str], expected: str):
     assert nearest(name, known) == expected

@@ -1,4 +1,4 @@
-"""Lance datasets on a disk: what is not there yet, and what a full disk cuts."""
+"""Lance datasets on a disk: missing datasets, and files that a full disk truncates."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from llmcond.lance_io import DatasetTarget, open_newest
 
 ROWS = pa.table({"x": list(range(1000))})
 
-LIMITED = """
+WRITE_WITH_SIZE_LIMIT = """
 import resource, signal, sys
 import pyarrow as pa
 from llmcond.errors import is_disk_full
@@ -26,20 +26,20 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("missing", [1, 60])
-def test_a_file_whose_end_does_not_fit_is_noticed(tmp_path, begun, missing):
+def test_truncated_file_is_reported_as_full_disk(tmp_path, exists, missing):
     """A limit on the size of files stands in for a full disk."""
-    if begun:
+    if exists:
         lance.write_dataset(ROWS, tmp_path / "cut.lance")
     fragment = DatasetTarget(str(tmp_path / "whole.lance"), None).write(ROWS)
     limit = fragment.files[0].file_size_bytes - missing
-    code = [sys.executable, "-c", LIMITED, str(tmp_path / "cut.lance"), str(limit)]
-    done = subprocess.run(code, capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n", done.stderr
+    code = [sys.executable, "-c", WRITE_WITH_SIZE_LIMIT, str(tmp_path / "cut.lance"), str(limit)]
+    process = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert process.stdout == "True\n", process.stderr
 
 
-def test_a_folder_that_a_kill_left_without_a_version_holds_no_dataset(tmp_path):
+def test_folder_without_version_contains_no_dataset(tmp_path):
     uri = str(tmp_path / "x.lance")
     assert open_newest(uri) is None
     fragment = DatasetTarget(uri, None).write(ROWS)

@@ -1,4 +1,4 @@
-"""What embeds texts by the bundled model is there without torch and other large libraries."""
+"""Modules that embed texts with the bundled model import no torch and no other large library."""
 
 import subprocess
 import sys
@@ -9,10 +9,10 @@ import llmcond
 import llmcond.heads
 
 LARGE = ("torch", "transformers", "peft", "lance", "pyarrow", "pandas", "scipy", "sklearn")
-#: What searches and clusters may import these, which are smaller.
+#: Modules for search and clustering may import these smaller libraries.
 STORAGE = ("lance", "pyarrow", "pandas", "sklearn")
 
-LIGHT = """
+LIGHT_MODULES = """
     llmcond.runs llmcond.runs.cross llmcond.runs.embedder llmcond.runs.embedding_model
     llmcond.runs.extraction llmcond.runs.familiarity llmcond.runs.open
     llmcond.commands.embed llmcond.commands.similarity llmcond.workflows.embed
@@ -27,12 +27,12 @@ LIGHT = """
     llmcond.serving.app llmcond.serving.batching llmcond.serving.model llmcond.serving.model_server
     llmcond.serving.server
 """.split()
-SEARCHES = """
+SEARCH_MODULES = """
     llmcond.search llmcond.search.index llmcond.search.projection llmcond.search.prepared
     llmcond.workflows.cluster
 """.split()
 
-OPENED = """
+OPEN_MODEL = """
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.runs.embedding_model import EmbeddingModel
 model = EmbeddingModel.find(bundled_folder("models") / DEFAULT_MODEL)
@@ -41,24 +41,28 @@ assert not EmbeddingModel.find(model.run.folder, "none", "concat-cond-sent").hea
 """
 
 
-def loaded(code, libraries):
-    """Return which libraries a fresh process has loaded after running some code."""
+def list_loaded(code, libraries):
+    """Run code in a new process, and return which of some libraries it has loaded."""
     code += f"\nimport sys\nprint(*[name for name in {libraries!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].split()
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1].split()
 
 
 def test_embedding_texts_imports_no_large_library():
-    assert loaded(f"import {', '.join(LIGHT)}", LARGE) == []
+    assert list_loaded(f"import {', '.join(LIGHT_MODULES)}", LARGE) == []
 
 
 def test_search_and_clusters_import_no_torch():
-    assert loaded(f"import {', '.join(SEARCHES)}", tuple(set(LARGE) - set(STORAGE))) == []
+    assert (
+        list_loaded(f"import {', '.join(SEARCH_MODULES)}", tuple(set(LARGE) - set(STORAGE))) == []
+    )
 
 
-def test_the_bundled_model_is_opened_without_a_large_library():
-    assert loaded(OPENED, LARGE) == []
+def test_bundled_model_opens_without_large_libraries():
+    assert list_loaded(OPEN_MODEL, LARGE) == []
 
 
 #: Commands with the libraries that each may import, besides those of the commands before it.
@@ -76,18 +80,18 @@ def test_commands_compute_without_torch(tmp_path):
     pytest.importorskip("openvino")
     texts = [f"{who} {where}" for who in ("a man", "a dog") for where in ("at home", "on a hill")]
     (tmp_path / "texts.csv").write_text("\n".join(["text", *texts, *(f"{t} now" for t in texts)]))
-    run = ["import os, shlex, sys", "from llmcond.cli import run", f"os.chdir({str(tmp_path)!r})"]
+    lines = ["import os, shlex, sys", "from llmcond.cli import run", f"os.chdir({str(tmp_path)!r})"]
     forbidden = set(LARGE)
-    for line, more in COMMANDS.items():
-        forbidden -= {*more}
-        run += [
+    for line, allowed in COMMANDS.items():
+        forbidden -= {*allowed}
+        lines += [
             f"assert run(shlex.split({line!r})) == 0",
             f"assert not (used := {forbidden!r} & {{*sys.modules}}), ({line!r}, used)",
         ]
-    assert {"torch", "transformers", "peft"}.isdisjoint(loaded("\n".join(run), LARGE))
+    assert {"torch", "transformers", "peft"}.isdisjoint(list_loaded("\n".join(lines), LARGE))
 
 
-def test_an_actor_encodes_without_torch(tmp_path):
+def test_actor_encodes_without_torch(tmp_path):
     pytest.importorskip("openvino")
     code = f"""
 import os
@@ -105,9 +109,9 @@ folder = Path({str(tmp_path)!r})
 writer = FragmentWriter(ActorEncoderSpec("minilm", options, fingerprint, folder, "float16"))
 assert cpu_threads() == 1
 written = writer.work([EncodingPart([EncoderInput("", "a man"), EncoderInput("", "a dog")], {{}})])
-assert len(written.fragment.keys) == 32  # of two inputs, 16 bytes each
+assert len(written.fragment.keys) == 32  # two inputs with keys of 16 bytes
 """
-    assert {"torch", "transformers", "peft"}.isdisjoint(loaded(code, LARGE))
+    assert {"torch", "transformers", "peft"}.isdisjoint(list_loaded(code, LARGE))
 
 
 def test_heads_of_rated_pairs_import_no_other_kind():
@@ -115,9 +119,9 @@ def test_heads_of_rated_pairs_import_no_other_kind():
 
     names = "recipes fit base module settings storage numpy_heads estimator"
     code = "".join(f"import llmcond.heads.{name}\n" for name in names.split())
-    others = {home.partition(":")[0] for home in FAMILIES.values() if "kinds" in home}
+    others = {module.partition(":")[0] for module in FAMILIES.values() if "kinds" in module}
     assert others
-    assert loaded(code, sorted(others)) == []
+    assert list_loaded(code, sorted(others)) == []
 
 
 def test_deprecated_names_warn_and_still_work():

@@ -1,4 +1,4 @@
-"""Where the package's messages are shown."""
+"""Visibility of the package's log messages."""
 
 import subprocess
 import sys
@@ -9,32 +9,32 @@ NOTE = "from llmcond.log import log; log.info('a note'); log.warning('a problem'
 SILENCE = "import logging; logging.getLogger('llmcond').setLevel('WARNING')"
 
 
-def said(code: str, *flags: str) -> str:
-    """Run lines in a process of its own, as a session if ``-i`` is given; return its errors."""
-    done = subprocess.run(
+def read_errors(code: str, *flags: str) -> str:
+    """Run code in a new process, interactively with ``-i``, and return its standard error."""
+    process = subprocess.run(
         [sys.executable, *flags, "-"],
         input=f"{code}\n",
         capture_output=True,
         text=True,
         check=True,
     )
-    return done.stderr
+    return process.stderr
 
 
-def test_notes_appear_in_a_session_and_not_in_a_program():
-    assert "a note" in said(NOTE, "-i", "-q")
-    assert "a note" not in said(NOTE)
-    assert "a note" in said(f"import logging; logging.basicConfig(level='INFO')\n{NOTE}")
+def test_notes_are_shown_in_sessions_but_not_in_programs():
+    assert "a note" in read_errors(NOTE, "-i", "-q")
+    assert "a note" not in read_errors(NOTE)
+    assert "a note" in read_errors(f"import logging; logging.basicConfig(level='INFO')\n{NOTE}")
 
 
 @pytest.mark.parametrize("order", [(SILENCE, NOTE), ("import llmcond.log", SILENCE, NOTE)])
-def test_one_line_silences_notes_and_leaves_warnings(order):
-    errors = said("\n".join(order), "-i", "-q")
+def test_log_level_silences_notes_but_not_warnings(order):
+    errors = read_errors("\n".join(order), "-i", "-q")
     assert "a note" not in errors
     assert "warning: a problem" in errors
 
 
-def test_bars_are_silenced_with_the_notes(monkeypatch):
+def test_log_level_silences_progress_bars(monkeypatch):
     from llmcond import log
 
     monkeypatch.setattr(type(log.console()), "is_terminal", True)

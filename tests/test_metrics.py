@@ -1,4 +1,4 @@
-"""Metrics: equal to scipy's and to tables made by hand; undefined is NaN and nothing else."""
+"""Metrics: equal to scipy and to tables of known values, and NaN exactly if undefined."""
 
 from math import isnan, nan
 
@@ -36,29 +36,29 @@ def test_correlations_equal_those_of_scipy(values):
         assert ours(first, second) == pytest.approx(expected, abs=1e-9, nan_ok=True)
 
 
-# One line a sentence pair: its (similarity, rating) under each condition, and its accuracy.
-ACCURACY = [
+# Each line is a sentence pair: (similarity, rating) under each condition, and its accuracy.
+ACCURACY_CASES = [
     ([(0.9, 5), (0.1, 1)], 1),
     ([(0.1, 5), (0.9, 1)], 0),
     ([(0.1, 1), (0.9, 5)], 1),
-    ([(0.5, 2), (0.5, 4)], 0.5),  # an equal prediction is at chance
+    ([(0.5, 2), (0.5, 4)], 0.5),  # equal predictions count one half
     ([(0.2, 3), (0.8, 3)], nan),  # equal ratings are left out
     ([(0.9, 5), (0.5, 3), (0.1, 1)], 1),
     ([(0.9, 5), (0.1, 3), (0.5, 3)], 1),
     ([(0.9, 1), (0.5, 3), (0.7, 5)], 1 / 3),
-    ([(0.4, 2)], nan),  # a single condition has nothing to be compared with
+    ([(0.4, 2)], nan),  # a single condition cannot be compared
 ]
 
 
-@pytest.mark.parametrize(("conditions", "expected"), ACCURACY)
-def test_accuracy_of_one_pair(conditions, expected):
+@pytest.mark.parametrize(("conditions", "expected"), ACCURACY_CASES)
+def test_accuracy_of_single_pair(conditions, expected):
     similarity, rating = np.array(conditions, dtype=np.float64).T
-    found = accuracy(similarity, rating, np.full(len(rating), 7))
-    assert found == pytest.approx(expected, nan_ok=True)
+    actual = accuracy(similarity, rating, np.full(len(rating), 7))
+    assert actual == pytest.approx(expected, nan_ok=True)
 
 
-def test_accuracy_over_pairs_counts_comparisons_whatever_the_order_of_rows():
-    table = [(s, r, i) for i, (conditions, _) in enumerate(ACCURACY) for s, r in conditions]
+def test_accuracy_counts_comparisons_in_any_row_order():
+    table = [(s, r, i) for i, (conditions, _) in enumerate(ACCURACY_CASES) for s, r in conditions]
     np.random.default_rng(0).shuffle(table)
     similarity, rating, pair = np.array(table).T
     assert accuracy(similarity, rating, 1_000 * pair.astype(np.int64)) == pytest.approx(8.5 / 12)
@@ -69,13 +69,13 @@ def test_accuracy_over_pairs_counts_comparisons_whatever_the_order_of_rows():
 def test_constants_and_single_rows_have_no_correlation(n):
     # The mean of 0.1 repeated is not 0.1 to the last digit.
     constant, rating = np.full(n, 0.1), np.arange(n, dtype=np.float64)
-    for own in (spearman, pearson):
-        assert isnan(own(constant, rating))
-        assert isnan(own(rating, constant))
+    for correlation in (spearman, pearson):
+        assert isnan(correlation(constant, rating))
+        assert isnan(correlation(rating, constant))
     assert isnan(accuracy(constant, rating, np.arange(n)))
 
 
-def test_figures_are_shown_by_their_metric():
+def test_metric_formats_values():
     show = DEFAULT_METRICS[0].format
     assert [show(v) for v in (0.5851, -0.0239, 0.0, -0.0001, None, nan)] == [
         *("58.5", "-2.4", "0.0", "0.0", "–", "–")
@@ -88,9 +88,9 @@ def test_figures_are_shown_by_their_metric():
 NAMES = [metric.name for metric in DEFAULT_METRICS]
 
 
-# -- a user's own ------------------------------------------------------------------------------
+# -- user-defined metrics ----------------------------------------------------------------------
 
-OWN = """
+METRICS_MODULE = """
 from scipy.stats import kendalltau
 from llmcond.metrics import Metric
 
@@ -109,24 +109,24 @@ number = 3
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "my_metrics.py").write_text(OWN)
+def metrics_file(tmp_path, monkeypatch):
+    (tmp_path / "my_metrics.py").write_text(METRICS_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
 
 
-@pytest.mark.usefixtures("own")
-def test_metrics_of_a_users_own_are_beside_the_default_ones():
-    found = choose_metrics(NAMES, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
-    assert [metric.name for metric in found] == [
+@pytest.mark.usefixtures("metrics_file")
+def test_user_metrics_are_added_to_default_metrics():
+    result = choose_metrics(NAMES, ["my_metrics.py:kendall", "my_metrics.py:mae", "spearman"])
+    assert [metric.name for metric in result] == [
         *("spearman", "pearson", "accuracy", "kendall", "mae")
     ]
     rows = np.array([0.1, 0.2, 0.3]), np.array([1.0, 3.0, 2.0]), np.arange(3)
-    assert found[3](*rows) == pytest.approx(1 / 3)
+    assert result[3](*rows) == pytest.approx(1 / 3)
     assert metrics.get_metric("mae").factor == 1
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("metrics_file")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -136,12 +136,12 @@ def test_metrics_of_a_users_own_are_beside_the_default_ones():
         ("my_metrics.py:number", "is not a metric; expected a function"),
     ],
 )
-def test_other_metrics_are_refused(name, message):
+def test_unknown_and_invalid_metrics_are_rejected(name, message):
     with pytest.raises(UserError, match=message):
         choose_metrics(NAMES, [name])
 
 
-@pytest.mark.usefixtures("own")
-def test_code_that_fails_is_one_line():
+@pytest.mark.usefixtures("metrics_file")
+def test_failing_metric_is_reported_in_one_line():
     with pytest.raises(UserError, match="the metric fails failed: division by zero"):
         choose_metrics(NAMES, ["my_metrics.py:fails"])[-1](np.ones(2), np.ones(2), np.arange(2))

@@ -1,4 +1,4 @@
-"""Heads and objectives of a user's own, from files that a recipe names."""
+"""User-defined heads and objectives, from files that a recipe names."""
 
 import subprocess
 import sys
@@ -92,7 +92,7 @@ patience = 3
 
 
 @pytest.fixture(autouse=True)
-def forget(monkeypatch):
+def clear_plugins(monkeypatch):
     monkeypatch.setattr(plugins, "_REGISTERED", {})
     monkeypatch.setattr(plugins, "_LOADED", [])
 
@@ -104,47 +104,49 @@ def folder(tmp_path):
     return tmp_path
 
 
-def recipe(folder, **values):
+def write_recipe(folder, **values):
     lines = [f"{key} = {value!r}" for key, value in values.items()]
     (folder / "mine.toml").write_text("\n".join(lines) + TRAINING)
     return load_recipe(str(folder / "mine.toml"))
 
 
-def paired(n=60, dim=6):
+def make_pairs(n=60, dim=6):
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, n, dim)).astype(np.float32)
     condition = rng.normal(size=(5, 4)).astype(np.float32)[rng.integers(5, size=n)]
     return PairArrays(first, second, rng.uniform(size=n), condition, np.arange(n) // 2)
 
 
-def fit(chosen, seed=0, device="cpu"):
-    return fit_recipe(chosen, paired(), paired(), seed, lambda *_: None, device)
+def fit(recipe, seed=0, device="cpu"):
+    return fit_recipe(recipe, make_pairs(), make_pairs(), seed, lambda *_: None, device)
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_head_from_a_file_is_fitted_saved_and_loaded(folder, members):
+def test_head_from_file_is_fitted_saved_and_loaded(folder, members):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    head = fit(recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members))
+    head = fit(write_recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members))
     assert torch.equal(before, torch.get_rng_state())
     assert (head.kind, head.features, head.settings.sharpness) == (
         "my_heads.py:GatedHead",
         "separate",
         2.0,
     )
-    pairs = paired()
+    pairs = make_pairs()
     embedded = head.transform(pairs.first, pairs.condition)
     assert embedded.shape == (60, 6 * members)
     save_head(head, folder / "head", {})
     loaded, description = load_head(folder / "head")
     assert description["kind"] == "my_heads.py:GatedHead"
     np.testing.assert_array_equal(loaded.transform(pairs.first, pairs.condition), embedded)
-    again = fit(recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members))
-    np.testing.assert_array_equal(again.transform(pairs.first, pairs.condition), embedded)
+    refitted = fit(
+        write_recipe(folder, kind="my_heads.py:GatedHead", sharpness=2.0, members=members)
+    )
+    np.testing.assert_array_equal(refitted.transform(pairs.first, pairs.condition), embedded)
 
 
-def test_a_saved_head_runs_no_code_that_was_not_named(folder):
-    save_head(fit(recipe(folder, kind="my_heads.py:GatedHead")), folder / "head", {})
+def test_loading_head_does_not_run_unregistered_code(folder):
+    save_head(fit(write_recipe(folder, kind="my_heads.py:GatedHead")), folder / "head", {})
     script = f"""
         import pathlib
         from llmcond import plugins
@@ -161,31 +163,31 @@ def test_a_saved_head_runs_no_code_that_was_not_named(folder):
         plugins.load("my_heads.py:GatedHead", folder)
         print(load_head(folder / "head")[0].kind)
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
-    assert (done.stdout, done.stderr) == ("my_heads.py:GatedHead\n", "")
+    assert (process.stdout, process.stderr) == ("my_heads.py:GatedHead\n", "")
 
 
-def test_a_registered_class_is_named_like_a_module(folder):
-    own = recipe(folder, kind="my_heads.py:GatedHead").family
-    plugins.register("research.heads:Gated", own)
-    assert recipe(folder, kind="research.heads:Gated").kind == "research.heads:Gated"
+def test_registered_class_can_be_used_by_name(folder):
+    family = write_recipe(folder, kind="my_heads.py:GatedHead").family
+    plugins.register("research.heads:Gated", family)
+    assert write_recipe(folder, kind="research.heads:Gated").kind == "research.heads:Gated"
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_head_brings_its_own_similarity(folder, members):
-    head = fit(recipe(folder, kind="my_heads.py:DotHead", members=members))
-    pairs = paired()
-    found = head.similarity(pairs.first, pairs.second, pairs.condition)
-    one, other = (head.transform(side, pairs.condition) for side in (pairs.first, pairs.second))
-    expected = (one * other).sum(axis=1) / 100 / members
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+def test_head_can_define_similarity(folder, members):
+    head = fit(write_recipe(folder, kind="my_heads.py:DotHead", members=members))
+    pairs = make_pairs()
+    actual = head.similarity(pairs.first, pairs.second, pairs.condition)
+    first, second = (head.transform(side, pairs.condition) for side in (pairs.first, pairs.second))
+    expected = (first * second).sum(axis=1) / 100 / members
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_an_estimator_takes_a_recipe_with_a_head_of_ones_own(folder):
-    recipe(folder, kind="my_heads.py:GatedHead")
-    pairs = paired()
+def test_estimator_accepts_recipe_with_custom_head(folder):
+    write_recipe(folder, kind="my_heads.py:GatedHead")
+    pairs = make_pairs()
     columns = np.concatenate([pairs.first, pairs.second, pairs.condition], axis=1)
     head = Head(str(folder / "mine.toml"), n_condition=4).fit(columns, pairs.rating)
     assert head.predict(columns).shape == (60,)
@@ -201,38 +203,38 @@ def test_an_estimator_takes_a_recipe_with_a_head_of_ones_own(folder):
         ("gated", "there is no kind of head 'gated'"),
     ],
 )
-def test_what_is_no_head_is_refused(folder, kind, message):
+def test_invalid_heads_are_rejected(folder, kind, message):
     with pytest.raises(UserError, match=message):
-        recipe(folder, kind=kind)
+        write_recipe(folder, kind=kind)
 
 
-def test_conditions_that_are_missing_are_asked_for(folder):
-    chosen, pairs = recipe(folder, kind="my_heads.py:GatedHead"), paired()
+def test_missing_conditions_are_rejected(folder):
+    gated_recipe, pairs = write_recipe(folder, kind="my_heads.py:GatedHead"), make_pairs()
     pairs = PairArrays(pairs.first, pairs.second, pairs.rating)
     with pytest.raises(UserError, match="GatedHead head needs the features of each condition"):
-        fit_recipe(chosen, pairs, None, 0, lambda *_: None)
+        fit_recipe(gated_recipe, pairs, None, 0, lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["margin_loss", "Scaled"])
-def test_an_objective_from_a_file_is_minimised(folder, name):
+def test_objective_from_file_is_minimised(folder, name):
     values = {"kind": "linear", "dim": 4, "mse": 0.0, "objective_weight": 2.0}
-    chosen = recipe(folder, **values, objective=f"my_objectives.py:{name}")
-    assert chosen.settings.contrasts == (name == "Scaled")
-    chosen = chosen.with_settings({"epochs": 8, "dropout": 0.0}, "test")
-    head = fit(chosen)
+    linear_recipe = write_recipe(folder, **values, objective=f"my_objectives.py:{name}")
+    assert linear_recipe.settings.contrasts == (name == "Scaled")
+    linear_recipe = linear_recipe.with_settings({"epochs": 8, "dropout": 0.0}, "test")
+    head = fit(linear_recipe)
     losses = [epoch["loss"] for epoch in head.fit.record["curve"]]
     assert losses[-1] < losses[0]
-    half = fit(chosen.with_settings({"objective_weight": 1.0}, "test"))
+    half = fit(linear_recipe.with_settings({"objective_weight": 1.0}, "test"))
     assert half.fit.record["curve"][0]["loss"] == pytest.approx(losses[0] / 2, rel=0.05)
     save_head(head, folder / "head", {})
     plugins._REGISTERED.clear()
-    # Once fitted it is not needed.
+    # A fitted head does not need its objective.
     loaded, description = load_head(folder / "head")
     assert description["settings"]["objective"] == f"my_objectives.py:{name}"
     np.testing.assert_array_equal(loaded.tensors["weight"], head.tensors["weight"])
 
 
-def test_an_objective_is_named_by_set(folder, monkeypatch):
+def test_objective_can_be_set_on_command_line(folder, monkeypatch):
     monkeypatch.chdir(folder)
     linear = load_recipe("linear")
     changes = linear.parse_changes({"objective": "my_objectives.py:margin_loss"}, "--set")
@@ -241,7 +243,7 @@ def test_an_objective_is_named_by_set(folder, monkeypatch):
         linear.parse_changes({"objective": "margin"}, "--set")
 
 
-def test_a_device_that_is_not_there_is_refused(folder):
+def test_unavailable_device_is_rejected(folder):
     with pytest.raises(UserError, match="device is 'cuda:99', but PyTorch sees"):
         fit(load_recipe("linear"), device="cuda:99")
     with pytest.raises(UserError, match=r"device is 'tpu'\. Legal: auto, cpu, cuda, cuda:N"):

@@ -1,4 +1,4 @@
-"""Off a terminal, long work says how far it is every half minute."""
+"""Without a terminal, long work reports its progress every half minute."""
 
 import logging
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ SPEARMAN = METRICS["spearman"]
 
 
 class Clock:
-    """A clock that goes on as told."""
+    """A clock that tests advance."""
 
     now = 1_000.0
 
@@ -27,8 +27,8 @@ def clock():
     return Clock()
 
 
-class Kept(logging.Handler):
-    """Keeps messages, and calls something at each."""
+class MessageHandler(logging.Handler):
+    """Stores messages, and calls a function after each."""
 
     def __init__(self):
         super().__init__()
@@ -40,8 +40,8 @@ class Kept(logging.Handler):
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    handler, logger = Kept(), logging.getLogger("llmcond")
+def handler(monkeypatch):
+    handler, logger = MessageHandler(), logging.getLogger("llmcond")
     monkeypatch.setattr(logger, "level", logging.INFO)
     monkeypatch.setattr(logger, "handlers", [handler])
     logger.manager._clear_cache()
@@ -49,11 +49,11 @@ def kept(monkeypatch):
 
 
 @pytest.fixture
-def lines(kept):
-    return kept.lines
+def lines(handler):
+    return handler.lines
 
 
-def test_an_extraction(clock, lines):
+def test_extraction_is_reported_with_rate_and_remaining_time(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(1_000, 50_000)
         for _ in range(9):
@@ -64,8 +64,8 @@ def test_an_extraction(clock, lines):
     assert lines[2] == "encoding: 700/1,000 inputs, 120 tokens/s, about 30 s left"
 
 
-def test_an_extraction_is_timed_by_its_batches_alone(clock, lines):
-    """Neither the time that loading takes counts, nor how late a batch's result comes."""
+def test_remaining_time_counts_batches_only(clock, lines):
+    """Neither the time of loading counts, nor the delay of a batch's result."""
     with ExtractionBar(clock) as bar:
         bar.start(1_000, 50_000)
         clock.now += 500
@@ -82,12 +82,12 @@ def test_an_extraction_is_timed_by_its_batches_alone(clock, lines):
         assert bar._seconds_left() == 10
 
 
-def test_an_extraction_by_several_processes_counts_what_all_of_them_stored(clock, lines):
+def test_extraction_by_several_processes_counts_inputs_of_all(clock, lines):
     stored = 0
     with ExtractionBar(clock, processes=2, stored=lambda: stored) as bar:
         bar.start(1_000, 50_000)
         clock.now += 40
-        stored = 400  # 200 of them by the other process
+        stored = 400  # the other process stored 200 of them
         bar.advance(200, 10_000, 1_200, 40)
         assert bar._seconds_left() == 60
         clock.now += 60
@@ -100,7 +100,7 @@ def test_an_extraction_by_several_processes_counts_what_all_of_them_stored(clock
     ]
 
 
-def test_an_extraction_that_is_soon_done_says_nothing(clock, lines):
+def test_short_extraction_is_not_reported(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(1_000, 50_000)
         for _ in range(10):
@@ -109,7 +109,7 @@ def test_an_extraction_that_is_soon_done_says_nothing(clock, lines):
     assert lines == []
 
 
-def test_an_extraction_of_nobody_knows_how_much(clock, lines):
+def test_extraction_of_unknown_size_is_reported(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(None, None)
         clock.now += 31
@@ -117,8 +117,8 @@ def test_an_extraction_of_nobody_knows_how_much(clock, lines):
     assert lines == ["encoding: 100/? inputs, 100 tokens/s"]
 
 
-def test_an_epoch_that_takes_long_is_shown_while_it_runs(clock, lines):
-    """The time left is known from the second step; a step that is quick is not shown."""
+def test_long_epoch_is_reported_while_it_runs(clock, lines):
+    """The remaining time is known from the second step on; quick steps are not reported."""
     with FitBar("MRR on 1,000 queries", METRICS["mrr"].format, clock) as bar:
         for step in range(1, 120):
             clock.now += 1
@@ -136,7 +136,7 @@ def test_an_epoch_that_takes_long_is_shown_while_it_runs(clock, lines):
     )
 
 
-def test_a_fit_and_a_training(clock, lines):
+def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
     with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 5):
             clock.now += 20
@@ -156,7 +156,7 @@ def test_a_fit_and_a_training(clock, lines):
     ]
 
 
-def test_what_is_quick_says_nothing(clock, lines):
+def test_short_fit_is_not_reported(clock, lines):
     with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 29):
             clock.now += 1
@@ -164,24 +164,24 @@ def test_what_is_quick_says_nothing(clock, lines):
     assert lines == []
 
 
-def test_fits_of_several_processes(kept):
+def test_fits_of_several_processes_are_reported(handler):
     futures = [Future() for _ in range(3)]
     futures[1].set_result("b")
-    # The others are done once it was said that they are not.
-    kept.then = lambda: [future.set_result("a") for future in futures[::2]]
-    done = [future.result() for future in _iterate_completed(futures, seconds=0)]
-    assert sorted(done) == ["a", "a", "b"]
-    assert kept.lines == ["fitting: 1 of 3 fits are done"]
+    # The other fits finish after the message that they are not done.
+    handler.then = lambda: [future.set_result("a") for future in futures[::2]]
+    results = [future.result() for future in _iterate_completed(futures, seconds=0)]
+    assert sorted(results) == ["a", "a", "b"]
+    assert handler.lines == ["fitting: 1 of 3 fits are done"]
 
 
-def test_reading_a_large_file(clock, lines):
+def test_reading_large_file_is_reported(clock, lines):
     with ReadBar("large.csv", clock) as bar:
         for _ in bar.count(range(100_000)):
             clock.now += 0.001
     assert lines == ["reading large.csv: 40,000 rows", "reading large.csv: 80,000 rows"]
 
 
-def test_an_extraction_that_is_counted_while_it_runs(clock, lines):
+def test_size_of_extraction_can_become_known_later(clock, lines):
     with ExtractionBar(clock) as bar:
         bar.start(None, None)
         clock.now += 31

@@ -1,4 +1,4 @@
-"""A record is what a dataclass says it is, or an error of one line."""
+"""A record matches its dataclass, or causes a one-line error."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,17 @@ class _Outer:
     counts: Mapping[str, int]
 
 
-GOOD = {"inner": {"names": ["a"], "share": 1, "more": 2}, "counts": {"x": 1}, "later": {}}
+VALID_RECORD = {"inner": {"names": ["a"], "share": 1, "more": 2}, "counts": {"x": 1}, "later": {}}
 
 
-def test_what_is_there_is_returned_with_what_later_versions_add(tmp_path):
+def test_valid_record_is_returned_with_unknown_keys(tmp_path):
     path = tmp_path / "record.json"
-    path.write_text(json.dumps(GOOD))
-    assert read_record(path, _Outer) == GOOD
+    path.write_text(json.dumps(VALID_RECORD))
+    assert read_record(path, _Outer) == VALID_RECORD
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changes", "expected"),
     [
         ({"inner": None}, "'inner' is None: it should be an object"),
         ({"inner": {"names": ["a"]}}, "the key 'inner.share' is missing"),
@@ -45,21 +45,21 @@ def test_what_is_there_is_returned_with_what_later_versions_add(tmp_path):
         ({"counts": {"x": "1" * 999}}, "1111…"),
     ],
 )
-def test_what_is_not_is_one_line_that_says_where(tmp_path, changed, said):
+def test_invalid_record_error_names_the_key(tmp_path, changes, expected):
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({**GOOD, **changed}))
-    with pytest.raises(LlmcondError) as caught:
+    path.write_text(json.dumps({**VALID_RECORD, **changes}))
+    with pytest.raises(LlmcondError) as error:
         read_record(path, _Outer, "Do it again.")
-    assert not isinstance(caught.value, UserError)
-    message = str(caught.value)
+    assert not isinstance(error.value, UserError)
+    message = str(error.value)
     assert message.startswith(f"{path} was damaged: ")
     assert message.endswith(". Do it again.")
-    assert said in message
+    assert expected in message
     assert len(message) < len(str(path)) + 200
 
 
-def test_figures_must_be_finite(tmp_path):
+def test_numbers_must_be_finite(tmp_path):
     path = tmp_path / "record.json"
-    path.write_text(json.dumps({**GOOD, "inner": {"names": [], "share": float("nan")}}))
+    path.write_text(json.dumps({**VALID_RECORD, "inner": {"names": [], "share": float("nan")}}))
     with pytest.raises(LlmcondError, match=r"'inner\.share' is nan"):
         read_record(path, _Outer)
