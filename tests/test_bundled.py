@@ -114,7 +114,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
 
 @pytest.mark.parametrize("data", ["rows.csv", "sample"])
 def test_default_run_of_user_data_is_used(capsys, write_rows, small_rows, data):
-    """The data can even be a folder named "sample", as records name the bundled sample."""
+    """The data may be a folder with the name that records use for the bundled sample."""
     write_rows(small_rows, data if data.endswith(".csv") else f"{data}/train.csv")
     extract(data, "runs/default")
     capsys.readouterr()

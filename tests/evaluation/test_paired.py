@@ -348,12 +348,12 @@ def test_baseline_can_have_several_seeds():
 
 def test_comparison_is_reproducible_by_seed():
     (candidate, baseline), rating, pair = simulate_rows(30, [0.5, 1.0])
-    first, again, another = (
+    first, repeated, with_other_seed = (
         compare([candidate], baseline, rating, pair, resamples=100, seed=seed) for seed in (4, 4, 5)
     )
-    assert first == again
-    assert first[0]["spearman"].value == another[0]["spearman"].value
-    assert first[0]["spearman"].low != another[0]["spearman"].low
+    assert first == repeated
+    assert first[0]["spearman"].value == with_other_seed[0]["spearman"].value
+    assert first[0]["spearman"].low != with_other_seed[0]["spearman"].low
 
 
 def assert_undefined(difference, value=True):

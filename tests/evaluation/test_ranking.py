@@ -205,7 +205,7 @@ def test_ranks_equal_pykeen(case, monkeypatch):
 
     ranks = rank(*scores_as_vectors(scores), both_directions(test, 3), known)
     assert {ties: ranks.resolve_ties(ties).tolist() for ties in TIES} == recorded
-    # Only rounded scores have ties; without ties, the three kinds of ranks are have_equal_ranks.
+    # Only rounded scores have ties; without ties, the three kinds of ranks are equal.
     assert (recorded["optimistic"] == recorded["pessimistic"]) == (case == "float32")
 
 

@@ -38,14 +38,14 @@ def score_similarity(similarity, rows=None, metrics=DEFAULT_METRICS, **options):
 
 
 def test_result_json_has_fields_of_its_command():
-    about = {"name", "head", "prompt", "subtract", "split", "task", "dim"}
+    model_keys = {"name", "head", "prompt", "subtract", "split", "task", "dim"}
     counts = {"n", "n_dropped", "n_pairs", "n_compared", "n_tied"}
     figures = {"spearman", "spearman_ci", "accuracy", "accuracy_ci"}
     deviations = {"spearman_sd", "accuracy_sd"}
     fit = {"selected_on": "dev", "curve": [], "best_epoch": 3, "steps_per_epoch": 2}
     fitted = {**ABOUT, "metrics": METRICS, "seeds": (4,), "fits": (fit,), "dim": 8}
     result_json = Result(**fitted).to_json()
-    assert set(result_json) == about | counts | figures | {"seed", "selected_on"}
+    assert set(result_json) == model_keys | counts | figures | {"seed", "selected_on"}
     assert (
         result_json["prompt"],
         result_json["task"],
@@ -66,11 +66,11 @@ def test_result_json_has_fields_of_its_command():
         **fitted, difference={"spearman": difference}, against="x"
     ).to_json()
     compared = {"seeds", "control", "difference", "against"}
-    assert set(compared_json) == about | counts | figures | deviations | compared
+    assert set(compared_json) == model_keys | counts | figures | deviations | compared
     assert compared_json["difference"]["spearman"]["low"] is None
     swept_json = SweptResult(**fitted, settings={"dim": 8}).to_json()
     swept = {"settings", "seeds", "best_epochs", "curves", "steps_per_epoch"}
-    assert set(swept_json) == about | counts | figures | deviations | swept
+    assert set(swept_json) == model_keys | counts | figures | deviations | swept
     json.dumps([result_json, compared_json, swept_json], allow_nan=False)
 
 

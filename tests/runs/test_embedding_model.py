@@ -53,14 +53,14 @@ def test_head_of_another_prompt_is_rejected(fitted: Path):
 def test_zero_shot_head_predicts_cosines_of_features(fitted: Path):
     run = open_run(fitted)
     (prompt, *_), features = run.prompts().values(), RatedExamples(run)
-    for zeroshot in zero_shot_heads(run, prompt):
-        pairs = features.pairs(zeroshot.view, "dev")
+    for model in zero_shot_heads(run, prompt):
+        pairs = features.pairs(model.view, "dev")
         sides = (as_matrix(pairs.first)[:], as_matrix(pairs.second)[:])
-        np.testing.assert_array_equal(predict(zeroshot, pairs), cosine(*sides))
-        result = result_without_metrics(Result, zeroshot, "dev")
+        np.testing.assert_array_equal(predict(model, pairs), cosine(*sides))
+        result = result_without_metrics(Result, model, "dev")
         assert (result.head, result.dim, result.seeds, result.fits) == ("none", None, (), ())
-        assert zeroshot.trained_on == ()
-        assert not pickle.loads(pickle.dumps(zeroshot)).is_fitted
+        assert model.trained_on == ()
+        assert not pickle.loads(pickle.dumps(model)).is_fitted
 
 
 def test_embedder_without_head_returns_features(fitted: Path):

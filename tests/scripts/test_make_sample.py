@@ -58,8 +58,8 @@ def test_pairs_are_adjacent_rows_under_two_conditions(sample: Dataset):
         assert rows.sentence1[::2] == rows.sentence1[1::2]
         assert rows.sentence2[::2] == rows.sentence2[1::2]
         assert len(rows.pair_keys()) == len(rows) / 2
-        twos = zip(rows.condition[::2], rows.condition[1::2], strict=True)
-        assert all(first != second for first, second in twos)
+        condition_pairs = zip(rows.condition[::2], rows.condition[1::2], strict=True)
+        assert all(first != second for first, second in condition_pairs)
 
 
 def test_splits_have_same_conditions(sample: Dataset):
