@@ -1,4 +1,4 @@
-"""What tests share: the real small encoder, checkpoints made on the spot, and small data."""
+"""Shared fixtures: a real small encoder, checkpoints with random weights, and small datasets."""
 
 import csv
 import gc
@@ -23,8 +23,8 @@ from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino.library import import_openvino, is_installed
 from llmcond.log import log_to_terminal
 
-#: Networks of more bytes are compiled each time, as comparing their weights takes as long.
-_SMALL = 2**20
+#: Networks with more bytes are compiled each time, because hashing their weights takes as long.
+_MAX_CACHED_BYTES = 2**20
 WORDS = (
     "a the two three men women children dogs ride play read sit walk in on at park beach kitchen "
     "street red blue green hat coat morning night happy sad rain sun colour number of people "
@@ -35,10 +35,10 @@ WORDS = (
 def pytest_configure() -> None:
     """Set signals, threads, messages and the width of tables for all tests.
 
-    What a shell starts in the background ignores interrupts, and so do its children.
+    A process that a shell starts in the background ignores interrupts, and so do its children.
     """
     os.environ.pop("COLUMNS", None)
-    # From the first command on, a process prints messages: so it is in all tests, in any order.
+    # The first command of a process turns messages on. Tests must not depend on their order.
     log_to_terminal()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,43 +46,43 @@ def pytest_configure() -> None:
         import torch
 
         torch.set_num_threads(1)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
-    # Ray's programs would give way to all other tests, and the tests of Ray be the last to end.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
+    # With Ray's default niceness, its workers would yield to all other tests and finish last.
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that leaves no test out."""
+    """Add the option that runs every test."""
     parser.addoption(
         "--all",
         action="store_true",
-        help="every variant of tests marked matrix, not a fifth, and the tests of every script",
+        help="run every variant of tests marked matrix, not a fifth, and the tests of all scripts",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that protect little at this commit, unless they are asked for.
+    """Deselect tests that protect little at this commit, unless the command line requests them.
 
-    Those are four fifths of the variants of large matrices, and tests of scripts which have not
-    changed (``helpers/changes.py``). Which fifth is decided by the names of test and variant, so
-    that all tests together still take every architecture and every setting.
+    These are four fifths of the variants of large matrices, and tests of scripts that have not
+    changed (``helpers/changes.py``). The names of the test and the variant decide which fifth
+    runs, so that all tests together still cover every architecture and every setting.
     """
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    scripts_asked_for = any("scripts" in Path(argument).parts for argument in config.args)
-    kept: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
+    scripts_requested = any("scripts" in Path(argument).parts for argument in config.args)
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
     seen: set[str] = set()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        fifth = crc32(item.nodeid.encode()) % 5 == 0 or name not in seen
+        in_fifth = crc32(item.nodeid.encode()) % 5 == 0 or name not in seen
         seen.add(name)
-        keep = fifth or not item.get_closest_marker("matrix")
-        keep = keep and (scripts_asked_for or _script_may_have_changed(item))
-        (kept if keep else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        runs = in_fifth or not item.get_closest_marker("matrix")
+        runs = runs and (scripts_requested or _script_may_have_changed(item))
+        (selected if runs else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
 
 
 def _script_may_have_changed(item: pytest.Item) -> bool:
@@ -97,57 +97,58 @@ def _script_may_have_changed(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Start the server that forks all processes of tests: the product would have it import less."""
+    """Start the server that forks the processes of tests, and freeze what is imported."""
     if "helpers.processes" in sys.modules:
+        # llmcond itself would start the server with fewer imports.
         forkserver.ensure_running()
-    # Nearly every worker needs these libraries. Imported now, they are frozen with the others.
+    # Nearly every worker needs these libraries, so they are imported before the freeze.
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("hypothesis", "lance", "peft", "sklearn", "transformers.trainer"):
             import_module(name)
         if is_installed():
             import_openvino()
-    # What is imported stays: to look through it for garbage again and again took a tenth of all.
+    # Modules stay in memory. Searching them for garbage again and again took a tenth of the time.
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def flags_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where an error names a flag that its command does not take."""
+def check_flags_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test if an error names a flag that the command does not have."""
     from helpers.flags import unknown_flags
 
     from llmcond import cli
 
-    run_command, complain = cli._run, cli._print_error
+    run_command, print_error = cli._run, cli._print_error
 
-    def checked(arguments: Sequence[str], signals: Sequence[int]) -> int:
-        def tell(text: str, code: int) -> int:
+    def run_checked(arguments: Sequence[str], signals: Sequence[int]) -> int:
+        def print_checked(text: str, code: int) -> int:
             unknown = unknown_flags(arguments, text)
             assert not unknown, f"{arguments[0]} has no {unknown[0]}: {text}"
-            return complain(text, code)
+            return print_error(text, code)
 
         with monkeypatch.context() as context:
-            context.setattr(cli, "_print_error", tell)
+            context.setattr(cli, "_print_error", print_checked)
             return run_command(arguments, signals)
 
-    monkeypatch.setattr(cli, "_run", checked)
+    monkeypatch.setattr(cli, "_run", run_checked)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def networks_compiled_once(
+def compile_networks_once(
     request: pytest.FixtureRequest, _compiled: dict[bytes, Any]
 ) -> Iterator[None]:
-    """Let OpenVINO compile each small network once in a process.
+    """Compile each small network with OpenVINO only once per process.
 
     Every command loads its encoder again, and compiling the tiny networks of the tests each time
-    took a twentieth of the processor time of all tests. The tests of OpenVINO itself are left out.
+    took a twentieth of the processor time of all tests. Tests of OpenVINO itself are excluded.
     """
     from llmcond.encoders.openvino import engine
 
     compile_network = engine.compile_network
 
     def compile_once(tensors: Mapping[str, Any], *settings: Mapping[str, Any]) -> Any:
-        if sum(tensor.nbytes for tensor in tensors.values()) > _SMALL:
+        if sum(tensor.nbytes for tensor in tensors.values()) > _MAX_CACHED_BYTES:
             return compile_network(tensors, *settings)
         digest = hashlib.sha256(json.dumps(settings).encode())
         for name, tensor in sorted(tensors.items()):
@@ -181,21 +182,21 @@ def _threads(n_threads: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute with one thread in all tests of a module."""
+    """Run PyTorch with one thread in all tests of a module."""
     with _threads(1):
         yield
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Let PyTorch compute with two threads in one test, however many cores there are."""
+    """Run PyTorch with two threads in one test, whatever the number of cores."""
     with _threads(2):
         yield
 
 
 @pytest.fixture
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in an empty folder, so that runs/default belongs to the test."""
+    """Run the test in an empty folder, so that runs/default belongs to it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -212,18 +213,18 @@ def browser() -> Iterator[Any]:
     library = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     pytest.importorskip("axe_playwright_python", reason="axe is not installed")
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    executable = next(filter(None, map(shutil.which, names)), None)
+    if executable is None:
         pytest.skip("no Chromium or Chrome is installed")
     with library.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=found)
+        yield playwright.chromium.launch(executable_path=executable)
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A maker of real checkpoints with random weights: a small BERT or a small Mistral.
+    """A factory of real checkpoints with random weights: a small BERT or a small Mistral.
 
-    Each is a new folder, which a test may change.
+    Each call returns a new folder, which a test may change.
     """
 
     @cache
@@ -282,34 +283,34 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def tiny_bert(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """A small random BERT of two layers. Copy it before changing it."""
+    """A small random BERT with two layers. Copy it before changing it."""
     return tiny_checkpoint()
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[Any]:
-    """A server that speaks S3's protocol, for all tests that do not kill it."""
+    """A server with the S3 protocol, for all tests that do not kill it."""
     pytest.importorskip("moto.server", reason="moto's server is not installed")
-    from helpers.buckets import Server
+    from helpers.buckets import S3Server
 
-    server = Server()
+    server = S3Server()
     yield server
     server.kill()
 
 
 @pytest.fixture
 def bucket(s3_server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A URI in a bucket, of a test's own, with the environment that it needs."""
-    from helpers.buckets import environment
+    """The URI of a folder in a bucket for one test, whose environment variables are set."""
+    from helpers.buckets import s3_environment
 
-    for name, value in environment(s3_server.port).items():
+    for name, value in s3_environment(s3_server.port).items():
         monkeypatch.setenv(name, value)
     return f"s3://features/{tmp_path.name}"
 
 
 @pytest.fixture
 def write_rows(tmp_path: Path) -> Callable[..., Path]:
-    """A writer of CSV files with the standard columns."""
+    """A function that writes CSV files with the standard columns."""
 
     def write(
         rows: list[tuple[object, ...]], name: str = "rows.csv", header: str | None = None
@@ -327,22 +328,22 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def csts() -> Path:
-    """The re-annotated C-STS data, which is measured on and never committed."""
+    """The folder of the re-annotated C-STS data, which is used for measuring and not committed."""
     folder = os.environ.get("LLMCOND_DATA")
     if not folder:
-        pytest.skip("LLMCOND_DATA is not set: the folder that holds csts/")
+        pytest.skip("LLMCOND_DATA, the folder that contains csts/, is not set")
     return Path(folder) / "csts"
 
 
 @pytest.fixture(scope="session")
 def small_rows() -> list[tuple[str, str, str, int]]:
-    """Forty sentence pairs under two conditions each, with ratings that mirror each other."""
+    """Forty sentence pairs under two conditions each, with opposite ratings."""
     people = ["two men", "three women", "children", "two dogs"]
-    places = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
+    locations = ["in the park", "at the beach", "in the kitchen", "on the street", "in the rain"]
     rows: list[tuple[str, str, str, int]] = []
     for i in range(40):
-        first = f"{people[i % 4]} play {places[i % 5]} number {i}"
-        second = f"{people[(i + i // 4) % 4]} sit {places[(i + i // 5) % 5]} number {i}"
+        first = f"{people[i % 4]} play {locations[i % 5]} number {i}"
+        second = f"{people[(i + i // 4) % 4]} sit {locations[(i + i // 5) % 5]} number {i}"
         rating = 1 + i % 5
         rows.append((first, second, "the number of people", rating))
         rows.append((first, second, "the place", 6 - rating))
@@ -355,7 +356,7 @@ def tiny_run(
     tiny_bert: Path,
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
-    """A run with extracted features of a tiny random encoder. Copy it before changing it."""
+    """A run with features from a tiny random encoder. Copy it before changing it."""
     from llmcond import extract
 
     folder = tmp_path_factory.mktemp("runs")
@@ -375,14 +376,14 @@ def tiny_run(
 
 
 @pytest.fixture
-def own(tiny_run: Path, tmp_path: Path) -> Path:
+def run_copy(tiny_run: Path, tmp_path: Path) -> Path:
     """A copy of the tiny run, which a test may change."""
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
+    return Path(shutil.copytree(tiny_run, tmp_path / "run_copy"))
 
 
 @pytest.fixture(scope="session")
 def dialogue_run(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> Path:
-    """A run of dialogues with two heads, by a tiny random encoder. Copy it before changing it."""
+    """A dialogue run with a tiny random encoder and two heads. Copy it before changing it."""
     from helpers.dialogues import write_dialogues
 
     from llmcond import extract, fit_head
@@ -397,14 +398,8 @@ def dialogue_run(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Path) -> P
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_bert: Path) -> Path:
-    """The small random BERT, by the name that most tests of training use."""
-    return tiny_bert
-
-
-@pytest.fixture(scope="session")
 def model(tiny_bert: Path) -> str:
-    """The folder of the small random BERT, as `--model` takes it."""
+    """The folder of the small random BERT, as a value of ``--model``."""
     return str(tiny_bert)
 
 
@@ -424,7 +419,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedder(tiny_run: Path) -> Any:
-    """An embedder of the tiny run, for tests that do not change it."""
+    """An embedder from the tiny run, for tests that do not change it."""
     from llmcond.runs.embedder import load_embedder
 
     return load_embedder(tiny_run, device="cpu")
@@ -447,15 +442,15 @@ def heads_run(
     tiny_checkpoint: Callable[..., Path],
     small_rows: list[tuple[str, str, str, int]],
 ) -> Path:
-    """A run with heads of every kind that an index knows; see :func:`helpers.heads.fit_all`."""
-    from helpers.heads import fit_all
+    """A run with every kind of head that an index supports (``helpers.heads.fit_all``)."""
+    from helpers.heads import fit_all_heads
 
-    return fit_all(tmp_path_factory.mktemp("search"), tiny_checkpoint(), small_rows)
+    return fit_all_heads(tmp_path_factory.mktemp("search"), tiny_checkpoint(), small_rows)
 
 
 @pytest.fixture(scope="session")
 def actors_import_helpers() -> Iterator[None]:
-    """Let processes that Ray starts import the helpers of tests."""
+    """Make the helpers of tests importable in processes that Ray starts."""
     before = os.environ.get("PYTHONPATH")
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, before]))
@@ -465,7 +460,7 @@ def actors_import_helpers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray(actors_import_helpers: None) -> Iterator[Any]:
-    """One Ray for all tests of a process."""
+    """The Ray cluster that all tests of a process share."""
     from llmcond.scale.pool import RayCluster, connect_ray
 
     with connect_ray(RayCluster(actors=3)) as ray:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
 
 import llmcond
@@ -41,7 +41,7 @@ def test_bundled_files_are_small_and_consistent(name, size):
 def test_bundled_model_compares_and_embeds_without_run(capsys, tmp_path):
     before = modification_times()
     texts = ["Two women read a book at the beach.", "Two women cook at night."]
-    compared = ok(
+    compared = run_json(
         capsys, "similarity", *texts, "--condition", "the number of people", "--condition",
         "the activity", "--condition", "the place",
     )  # fmt: skip
@@ -53,7 +53,7 @@ def test_bundled_model_compares_and_embeds_without_run(capsys, tmp_path):
     assert similarities == pytest.approx([float(figure) for figure in readme_values], abs=0.02)
     Path("texts.csv").write_text("sentence\n" + "\n".join(texts), encoding="utf-8")
     out = tmp_path / "vectors.npy"
-    ok(capsys, "embed", "texts.csv", "--condition-text", "the activity", "--out", out)
+    run_json(capsys, "embed", "texts.csv", "--condition-text", "the activity", "--out", out)
     similarity = llmcond.load_embedder(DEFAULT_MODEL).similarity(*texts, "the activity")
     assert similarity == pytest.approx(similarities[1], abs=1e-5)
     assert modification_times() == before
@@ -92,7 +92,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     monkeypatch.setattr("llmcond.data.datasets.sample_folder", lambda: sample.parent)
     by_bundled, _ = compare_texts(capsys)
     extract(None, "runs/default")
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4")
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4")
     similarity, lines = compare_texts(capsys)
     assert similarity == by_bundled
     assert lines == [
@@ -102,7 +102,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     ]
     assert llmcond.load_embedder().encoder.name == DEFAULT_MODEL
     # Commands on the run's data still use the run, and so does --run.
-    assert {row["head"] for row in ok(capsys, "evaluate")["results"]} == {"none", "pca"}
+    assert {row["head"] for row in run_json(capsys, "evaluate")["results"]} == {"none", "pca"}
     similarity, lines = compare_texts(capsys, "--run", "runs/default")
     assert similarity != by_bundled
     assert re.fullmatch(
@@ -133,11 +133,11 @@ def test_named_run_or_model_is_resolved(tmp_path, capsys):
     with pytest.raises(llmcond.LlmcondError):
         resolve_run(None)  # a damaged run is not skipped
     arguments = "similarity", "a man", "a dog", "--condition", "size"
-    assert "Give only one of them" in refused(
+    assert "Give only one of them" in run_rejected(
         capsys, *arguments, "--run", "x", "--model", DEFAULT_MODEL
     )
-    assert "llmcond extract --model minilm" in refused(capsys, *arguments, "--model", "minilm")
-    assert "there is no run at x" in refused(capsys, *arguments, "--run", "x")
+    assert "llmcond extract --model minilm" in run_rejected(capsys, *arguments, "--model", "minilm")
+    assert "there is no run at x" in run_rejected(capsys, *arguments, "--run", "x")
 
 
 def test_bundled_model_can_be_trained_and_packaged_again(
@@ -145,7 +145,7 @@ def test_bundled_model_can_be_trained_and_packaged_again(
 ):
     data, run_folder, note = write_rows(small_rows[:48]), tmp_path / "again", tmp_path / "note.md"
     note.write_text("## Data and licences\n\nMine.\n")
-    trained = ok(
+    trained = run_json(
         capsys, "train-lora", "--model", "minilm", "--dtype", "bfloat16", "--data", data, "--head",
         "none", "--prompt", "concat-cond-sent", "--rank", "1", "--epochs", "1", "--then", "dev",
         "--run", run_folder,
@@ -172,6 +172,6 @@ def test_bundled_model_can_be_trained_and_packaged_again(
 
 def test_unknown_head_error_does_not_suggest_fit_head(capsys):
     arguments = ("--model", DEFAULT_MODEL, "--head", "mlp", "--condition", "the place")
-    line = refused(capsys, "similarity", "a man", "a dog", *arguments)
+    line = run_rejected(capsys, "similarity", "a man", "a dog", *arguments)
     assert f"llmcond extract --model {DEFAULT_MODEL}" in line
     assert "fit-head" not in line

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import checkpoints
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.paths import ROOT
 from helpers.processes import Command
 from helpers.waiting import wait_until
@@ -31,12 +31,6 @@ from llmcond.prompts.inputs import SplitInputs
 from llmcond.runs import open_run
 
 pytestmark = pytest.mark.usefixtures("in_tmp")
-
-
-@pytest.fixture
-def run_copy(tiny_run: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny run that a test may change."""
-    return Path(shutil.copytree(tiny_run, tmp_path / "own"))
 
 
 @pytest.fixture
@@ -60,21 +54,21 @@ def small_sample(tmp_path, monkeypatch):
 
 
 def test_sample_from_extract_to_similarity(capsys, small_sample):
-    first = ok(capsys, "extract", "--model", "minilm")
+    first = run_json(capsys, "extract", "--model", "minilm")
     assert first["prompts"]["routed"]["n_computed"] > 500
-    second = ok(capsys, "extract", "--model", "minilm")
+    second = run_json(capsys, "extract", "--model", "minilm")
     assert second["prompts"]["routed"]["n_computed"] == 0
 
-    fitted = ok(capsys, "fit-head", "--head", "mlp", "--dim", "128", "--set", "epochs=25")
+    fitted = run_json(capsys, "fit-head", "--head", "mlp", "--dim", "128", "--set", "epochs=25")
     assert (fitted["dim"], fitted["selected_on"], fitted["subtract"]) == (128, "dev", True)
-    rows = ok(capsys, "evaluate")["results"]
+    rows = run_json(capsys, "evaluate")["results"]
     by_head = {(row["head"], row["subtract"]): row for row in rows}
     assert set(by_head) == {("none", False), ("none", True), ("mlp", True)}
     mlp, zero_shot = by_head["mlp", True], by_head["none", True]
     assert mlp["split"] == "test"
     assert mlp["n"] == 100
     # A sixth of the sample generalises little, but its rows are learnt.
-    rows = ok(capsys, "evaluate", "--split", "train")["results"]
+    rows = run_json(capsys, "evaluate", "--split", "train")["results"]
     on_train = {row["head"]: row["spearman"] for row in rows if row["subtract"]}
     assert on_train["mlp"] > on_train["none"] + 0.5
     assert mlp["spearman"] > zero_shot["spearman"] + 0.1
@@ -85,12 +79,12 @@ def test_sample_from_extract_to_similarity(capsys, small_sample):
     options = [word for text in conditions for word in ("--condition", text)]
     options += ["--run", "runs/default"]
     pair = ("Two women read a book at the beach.", "Two women cook at night.")
-    result = ok(capsys, "similarity", *pair, *options)
+    result = run_json(capsys, "similarity", *pair, *options)
     assert (result["head"], result["fitted_on"]) == ("mlp@routed", "the bundled sample")
     people, _, place = (row["similarity"] for row in result["similarities"])
     assert people > place
     # The README states the figures without a head; in bfloat16 the digits differ.
-    result = ok(capsys, "similarity", *pair, *options, "--head", "none")
+    result = run_json(capsys, "similarity", *pair, *options, "--head", "none")
     figures = re.search(r"the three are (\S+), (\S+) and (\S+)\.", (ROOT / "README.md").read_text())
     assert figures is not None
     similarities = [row["similarity"] for row in result["similarities"]]
@@ -102,7 +96,7 @@ def test_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, sma
     recipe_path = Path("quick.toml")
     recipe = (llmcond.bundled.bundled_folder("heads") / "linear.toml").read_text()
     recipe_path.write_text(recipe.replace("epochs = 200", "epochs = 3"))
-    results = ok(
+    results = run_json(
         capsys,
         "compare-prompts",
         "--model",
@@ -142,11 +136,13 @@ def test_single_file_is_split_by_pair_and_compared(capsys, tiny, write_rows, sma
 
 
 def test_embed_keeps_order_and_matches_api(capsys, run_copy, write_rows):
-    ok(capsys, "fit-head", "--head", "linear", "--run", run_copy, "--set", "epochs=3")
+    run_json(capsys, "fit-head", "--head", "linear", "--run", run_copy, "--set", "epochs=3")
     texts = [(f"two men play in the park {i}", "the place") for i in range(30)]
     data = write_rows(texts, header="sentence,condition")
-    ok(capsys, "embed", data, "--out", "v.parquet", "--run", run_copy)
-    ok(capsys, "embed", data, "--out", "v.npy", "--run", run_copy, "--condition-text", "the mood")
+    run_json(capsys, "embed", data, "--out", "v.parquet", "--run", run_copy)
+    run_json(
+        capsys, "embed", data, "--out", "v.npy", "--run", run_copy, "--condition-text", "the mood"
+    )
     table = pq.read_table("v.parquet")
     assert table["sentence"].to_pylist() == [sentence for sentence, _ in texts]
 
@@ -163,18 +159,18 @@ def test_keep_adds_columns_to_embeddings(capsys, run_copy, write_rows):
     rows = [("two men", "the place", 7, "x"), ("children", "the place", 3, "")]
     data = write_rows(rows, header="sentence,condition,id,note")
     embed = ("embed", data, "--run", run_copy, "--keep", "id", "note")
-    ok(capsys, *embed, "--out", "v.parquet")
+    run_json(capsys, *embed, "--out", "v.parquet")
     table = pq.read_table("v.parquet")
     assert table.column_names == ["id", "note", "sentence", "condition", "embedding"]
     assert table["id"].to_pylist() == ["7", "3"]
-    assert "holds vectors only" in refused(capsys, *embed, "--out", "v.npy")
-    assert "no column 'ID'" in refused(capsys, *embed[:-2], "ID", "--out", "w.parquet")
-    assert "'sentence' is written anyway" in refused(
+    assert "holds vectors only" in run_rejected(capsys, *embed, "--out", "v.npy")
+    assert "no column 'ID'" in run_rejected(capsys, *embed[:-2], "ID", "--out", "w.parquet")
+    assert "'sentence' is written anyway" in run_rejected(
         capsys, *embed[:-2], "sentence", "--out", "w.parquet"
     )
     objects = [{"sentence": "a", "condition": "b", "id": value} for value in (1, "z")]
     Path("t.jsonl").write_text("\n".join(map(json.dumps, objects)))
-    ok(capsys, "embed", "t.jsonl", "--run", run_copy, "--keep", "id", "--out", "u.parquet")
+    run_json(capsys, "embed", "t.jsonl", "--run", run_copy, "--keep", "id", "--out", "u.parquet")
     assert pq.read_table("u.parquet")["id"].to_pylist() == ["1", "z"]
 
 
@@ -188,9 +184,9 @@ def test_repeated_embed_encodes_nothing(capsys, run_copy, write_rows):
 
 
 def test_other_data_is_scored_and_predictions_written(capsys, run_copy, write_rows, small_rows):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "8", "--run", run_copy)
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "8", "--run", run_copy)
     data = write_rows([*small_rows[:20], ("two dogs", "a hat", "the mood", -1)], "other.csv")
-    rows = ok(
+    rows = run_json(
         capsys,
         "evaluate",
         "--run",
@@ -215,7 +211,7 @@ def test_other_data_is_scored_and_predictions_written(capsys, run_copy, write_ro
 
 def test_heads_of_two_seeds_are_both_evaluated(capsys, run_copy):
     for seed in (0, 1):
-        ok(
+        run_json(
             capsys,
             "fit-head",
             "--head",
@@ -229,13 +225,13 @@ def test_heads_of_two_seeds_are_both_evaluated(capsys, run_copy):
             "--set",
             "epochs=2",
         )
-    rows = ok(capsys, "evaluate", "--run", run_copy)["results"]
+    rows = run_json(capsys, "evaluate", "--run", run_copy)["results"]
     assert [row["seed"] for row in rows if row["head"] == "linear"] == [0, 1]
 
 
 def test_same_seed_gives_identical_head(capsys, run_copy):
     for name in ("a", "b"):
-        ok(
+        run_json(
             capsys,
             "fit-head",
             "--head",
@@ -253,7 +249,7 @@ def test_same_seed_gives_identical_head(capsys, run_copy):
 
 @pytest.mark.parametrize("command", ["models", "prompts", "heads"])
 def test_listings_print_every_name(capsys, command):
-    rows = ok(capsys, command)[command]
+    rows = run_json(capsys, command)[command]
     assert len(rows) >= 2
     assert run([command]) == 0
     out = capsys.readouterr().out
@@ -261,13 +257,15 @@ def test_listings_print_every_name(capsys, command):
 
 
 def test_bundled_models_are_listed_separately(capsys):
-    assert ok(capsys, "models")["bundled"] == ["minilm-conditions", "minilm-csts"]
+    assert run_json(capsys, "models")["bundled"] == ["minilm-conditions", "minilm-csts"]
     assert run(["models"]) == 0
     assert "minilm-csts" in capsys.readouterr().err
 
 
 def test_head_records_its_provenance(capsys, run_copy):
-    ok(capsys, "fit-head", "--head", "mlp", "--run", run_copy, "--set", "epochs=2", "--seed", "7")
+    run_json(
+        capsys, "fit-head", "--head", "mlp", "--run", run_copy, "--set", "epochs=2", "--seed", "7"
+    )
     record = json.loads((run_copy / "heads/mlp@concat-sent-cond/head.json").read_text())
     assert record["seed"] == 7
     assert record["recipe"]["settings"]["epochs"] == 2
@@ -283,22 +281,22 @@ def test_names_never_collide(capsys, run_copy, tiny):
     bundled = (llmcond.bundled.bundled_folder("prompts") / "concat-sent-cond.toml").read_text()
     Path("x+c.toml").write_text(bundled)
     extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
-    assert "cannot be called 'x+c'" in refused(capsys, *extract, "--prompt", "x+c.toml")
-    line = refused(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", run_copy)
+    assert "cannot be called 'x+c'" in run_rejected(capsys, *extract, "--prompt", "x+c.toml")
+    line = run_rejected(capsys, "fit-head", "--head", "pca", "--name", "none@x", "--run", run_copy)
     assert "means zero-shot" in line
 
 
 def test_none_head_can_be_fitted_and_is_listed_once(capsys, run_copy):
-    ok(capsys, "fit-head", "--head", "none", "--run", run_copy)
-    rows = ok(capsys, "evaluate", "--run", run_copy)["results"]
+    run_json(capsys, "fit-head", "--head", "none", "--run", run_copy)
+    rows = run_json(capsys, "evaluate", "--run", run_copy)["results"]
     assert [(row["head"], row["subtract"]) for row in rows] == [("none", False), ("none", True)]
 
 
 def test_undefined_dev_score_keeps_last_epoch(capsys, tiny, write_rows, small_rows):
     write_rows(small_rows, "d/train.csv")
     write_rows([(*row[:3], 3) for row in small_rows[:6]], "d/dev.csv")
-    ok(capsys, "extract", "--model", tiny, "--data", "d")
-    fitted = ok(capsys, "fit-head", "--head", "mlp", "--set", "epochs=4")
+    run_json(capsys, "extract", "--model", tiny, "--data", "d")
+    fitted = run_json(capsys, "fit-head", "--head", "mlp", "--set", "epochs=4")
     assert (fitted["best_epoch"], fitted["selected_on"], fitted["dev_spearman"]) == (4, None, None)
 
 
@@ -306,16 +304,16 @@ def test_unrated_test_split_is_predicted(capsys, tiny, write_rows, small_rows):
     for split in ("train", "dev"):
         write_rows(small_rows, f"d/{split}.csv")
     write_rows([(*row[:3], -1) for row in small_rows[:6]], "d/test.csv")
-    ok(capsys, "extract", "--model", tiny, "--data", "d")
-    assert ok(capsys, "evaluate")["results"][0]["split"] == "dev"
-    assert "there is nothing to score" in refused(capsys, "evaluate", "--split", "test")
-    rows = ok(capsys, "evaluate", "--split", "test", "--predictions", "p.csv")["results"]
+    run_json(capsys, "extract", "--model", tiny, "--data", "d")
+    assert run_json(capsys, "evaluate")["results"][0]["split"] == "dev"
+    assert "there is nothing to score" in run_rejected(capsys, "evaluate", "--split", "test")
+    rows = run_json(capsys, "evaluate", "--split", "test", "--predictions", "p.csv")["results"]
     assert [(row["n"], row["spearman"]) for row in rows] == [(0, None), (0, None)]
     assert len(Path("p.csv").read_text().splitlines()) == 7
 
 
 def test_evaluate_leaves_out_head_with_changed_prompt(capsys, run_copy, tiny):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     prompt = Path("concat-sent-cond.toml")
     bundled = (llmcond.bundled.bundled_folder("prompts") / prompt.name).read_text()
     prompt.write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
@@ -331,7 +329,7 @@ def test_evaluate_leaves_out_head_with_changed_prompt(capsys, run_copy, tiny):
 def test_repeated_extraction_leaves_run_unchanged(capsys, run_copy, tiny):
     before = (run_copy / "run.json").read_bytes()
     extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
-    ok(capsys, *extract, "--prompt", "concat-sent-cond")
+    run_json(capsys, *extract, "--prompt", "concat-sent-cond")
     assert (run_copy / "run.json").read_bytes() == before
 
 
@@ -340,26 +338,26 @@ def test_moved_checkpoint_is_used_after_extraction(capsys, run_copy, tiny):
     manifest = run_copy / "run.json"
     manifest.write_text(manifest.read_text().replace(tiny, "/gone/checkpoint"))
     similarity = ("similarity", "a", "b", "--condition", "c", "--run", run_copy)
-    assert "/gone/checkpoint" in refused(capsys, *similarity)
-    ok(capsys, "extract", "--model", moved, "--run", run_copy, "--dtype", "float32")
-    assert ok(capsys, *similarity)["head"] == "none"
+    assert "/gone/checkpoint" in run_rejected(capsys, *similarity)
+    run_json(capsys, "extract", "--model", moved, "--run", run_copy, "--dtype", "float32")
+    assert run_json(capsys, *similarity)["head"] == "none"
 
 
 @pytest.mark.parametrize("name", ["exp:1", "r[/x]", "with space"])
 def test_run_folder_may_have_any_name(capsys, tiny, write_rows, small_rows, name):
     data = write_rows(small_rows)
-    ok(capsys, "extract", "--model", tiny, "--data", data, "--run", name)
+    run_json(capsys, "extract", "--model", tiny, "--data", data, "--run", name)
     assert run(["evaluate", "--run", name]) == 0
 
 
 def test_prefix_sharing_does_not_change_vectors(capsys, write_rows, small_rows):
-    model = checkpoints.make("mistral", Path("model")).folder
+    model = checkpoints.build_checkpoint("mistral", Path("model")).folder
     data = write_rows(small_rows)
     causal = ("--like", "intfloat/e5-mistral-7b-instruct", "--dtype", "float32", "--device", "cpu")
     vectors = []
     for option in ("--share-prefixes", "--no-share-prefixes"):
         extract = ("extract", "--model", model, "--data", data, "--run", option[2:], *causal)
-        ok(capsys, *extract, "--store-dtype", "float32", option)
+        run_json(capsys, *extract, "--store-dtype", "float32", option)
         saved_run = open_run(Path(option[2:]))
         rows = [saved_run.rows(split) for split in saved_run.splits]
         inputs = SplitInputs(rows, saved_run.prompt(None))
@@ -472,7 +470,7 @@ def test_closed_pipe_is_no_error():
     ],
 )
 def test_invalid_arguments_report_one_line(capsys, arguments, expected):
-    assert expected in refused(capsys, *arguments)
+    assert expected in run_rejected(capsys, *arguments)
     assert not Path("runs").exists()
 
 
@@ -495,7 +493,7 @@ def test_invalid_arguments_report_one_line(capsys, arguments, expected):
 )
 def test_invalid_rows_are_rejected_before_writing(capsys, tiny, content, expected):
     Path("rows.csv").write_bytes(content)
-    assert expected in refused(capsys, "extract", "--model", tiny, "--data", "rows.csv")
+    assert expected in run_rejected(capsys, "extract", "--model", tiny, "--data", "rows.csv")
     assert not Path("runs").exists()
 
 
@@ -503,12 +501,12 @@ def test_folder_without_run_is_rejected(capsys, tiny):
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("precious")
     for command in (["extract", "--model", tiny], ["fit-head", "--head", "mlp"], ["evaluate"]):
-        assert "is not a run" in refused(capsys, *command, "--run", "mine")
+        assert "is not a run" in run_rejected(capsys, *command, "--run", "mine")
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.txt"]
 
 
 def test_run_of_other_encoder_is_rejected(capsys, run_copy, tiny_checkpoint):
-    line = refused(
+    line = run_rejected(
         capsys,
         "extract",
         "--model",
@@ -523,13 +521,15 @@ def test_run_of_other_encoder_is_rejected(capsys, run_copy, tiny_checkpoint):
 
 
 def test_run_with_other_dtype_is_rejected(capsys, run_copy, tiny):
-    line = refused(capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "bfloat16")
+    line = run_rejected(
+        capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "bfloat16"
+    )
     assert "dtype: 'bfloat16', not 'float32'" in line
 
 
 def test_run_of_other_data_is_rejected(capsys, run_copy, tiny, write_rows, small_rows):
     data = write_rows(small_rows[:30])
-    line = refused(
+    line = run_rejected(
         capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "float32", "--data", data
     )
     assert "holds the data" in line
@@ -538,10 +538,10 @@ def test_run_of_other_data_is_rejected(capsys, run_copy, tiny, write_rows, small
 def test_newer_run_or_store_is_rejected(capsys, run_copy):
     store = next(run_copy.glob("features/*/store.json"))
     store.write_text(json.dumps({**json.loads(store.read_text()), "format": 99}))
-    assert "newer version" in refused(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
+    assert "newer version" in run_rejected(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
     manifest = run_copy / "run.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
-    assert "newer version" in refused(capsys, "evaluate", "--run", run_copy)
+    assert "newer version" in run_rejected(capsys, "evaluate", "--run", run_copy)
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,7 @@ def test_newer_run_or_store_is_rejected(capsys, run_copy):
     ],
 )
 def test_invalid_fit_options_are_rejected(capsys, run_copy, arguments, expected):
-    assert expected in refused(capsys, "fit-head", *arguments, "--run", run_copy)
+    assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", run_copy)
     assert not (run_copy / "heads").exists()
 
 
@@ -586,15 +586,15 @@ def test_options_that_do_not_fit_run_are_rejected(
 ):
     write_rows([("two men", "park")], "texts.csv", "sentence,place")
     pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
-    assert expected in refused(capsys, *arguments, "--run", run_copy)
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
+    assert expected in run_rejected(capsys, *arguments, "--run", run_copy)
     assert not Path("no").exists()
 
 
 def test_other_data_options_are_rejected_for_existing_run(capsys, run_copy, tiny):
     extract = ("extract", "--model", tiny, "--run", run_copy, "--dtype", "float32")
-    assert "with other options" in refused(capsys, *extract, "--split-seed", "9")
-    assert "with other options" in refused(capsys, *extract, "--rating-range", "0", "10")
+    assert "with other options" in run_rejected(capsys, *extract, "--split-seed", "9")
+    assert "with other options" in run_rejected(capsys, *extract, "--rating-range", "0", "10")
 
 
 def test_unloadable_encoder_leaves_no_run(capsys, tiny, write_rows, small_rows):
@@ -606,13 +606,13 @@ def test_unloadable_encoder_leaves_no_run(capsys, tiny, write_rows, small_rows):
     assert "cannot be loaded" in capsys.readouterr().err
     (broken / "model.safetensors").write_bytes(weights)
     (broken / "tokenizer.json").unlink()
-    assert "no tokenizer" in refused(capsys, "extract", "--model", "broken", "--data", data)
+    assert "no tokenizer" in run_rejected(capsys, "extract", "--model", "broken", "--data", data)
     assert not Path("runs/default").exists()
 
 
 @pytest.mark.parametrize("file", ["run.json", "heads/p/head.json"])
 def test_damaged_record_reports_one_line(capsys, run_copy, file):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
     (run_copy / file).write_text('{"format": 1}')
     assert run(["evaluate", "--run", str(run_copy)]) == 1
     err = capsys.readouterr().err
@@ -624,42 +624,44 @@ def test_unrated_empty_applies_to_further_data(capsys, tiny, write_rows, small_r
     rows = [(*row[:3], "" if i % 5 == 4 else row[3]) for i, row in enumerate(small_rows)]
     data = str(write_rows(rows))
     llmcond.extract(model=tiny, data=data, unrated="empty")
-    scored = ok(capsys, "evaluate", "--data", data)["results"][0]
+    scored = run_json(capsys, "evaluate", "--data", data)["results"][0]
     assert scored["n_dropped"] == len(small_rows) // 5
-    assert "--unrated empty" in refused(capsys, "evaluate", "--data", data, "--unrated", "-1")
+    assert "--unrated empty" in run_rejected(capsys, "evaluate", "--data", data, "--unrated", "-1")
 
 
 def test_single_distinct_rating_is_rejected(capsys, tiny, write_rows, small_rows):
     data = write_rows([(*row[:3], 3) for row in small_rows])
-    ok(capsys, "extract", "--model", tiny, "--data", data)
-    assert "1 distinct ratings" in refused(capsys, "fit-head", "--head", "linear")
+    run_json(capsys, "extract", "--model", tiny, "--data", data)
+    assert "1 distinct ratings" in run_rejected(capsys, "fit-head", "--head", "linear")
 
 
 def test_contrastive_pairs_do_not_depend_on_row_order(capsys, tiny, write_rows, small_rows):
     shuffled = [row for start in range(3) for row in small_rows[start::3]]
     fit = ("fit-head", "--head", "linear", "--set", "info_nce=1", "epochs=1")
-    ok(capsys, "extract", "--model", tiny, "--data", write_rows(shuffled))
-    fitted = ok(capsys, *fit)
+    run_json(capsys, "extract", "--model", tiny, "--data", write_rows(shuffled))
+    fitted = run_json(capsys, *fit)
     pairs = {tuple(row[:2]) for row in small_rows}
     assert fitted["n_contrastive_pairs"] == fitted["n_train"] // 2 > 0.6 * len(pairs)
     single = write_rows(list({row[:2]: row for row in small_rows}.values()), "single.csv")
-    ok(capsys, "extract", "--model", tiny, "--data", single, "--run", "single")
-    assert "no sentence pair has two rated rows" in refused(capsys, *fit, "--run", "single")
+    run_json(capsys, "extract", "--model", tiny, "--data", single, "--run", "single")
+    assert "no sentence pair has two rated rows" in run_rejected(capsys, *fit, "--run", "single")
 
 
 def test_unfitted_head_is_rejected(capsys, run_copy):
-    assert "fit-head --head mlp" in refused(capsys, "evaluate", "--head", "mlp", "--run", run_copy)
+    assert "fit-head --head mlp" in run_rejected(
+        capsys, "evaluate", "--head", "mlp", "--run", run_copy
+    )
 
 
 def test_head_of_other_prompt_or_encoder_is_rejected(capsys, run_copy, tiny, tiny_checkpoint):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
     record = run_copy / "heads/pca@concat-sent-cond/head.json"
     original = json.loads(record.read_text())
     identity = {**original["encoder"]["identity"], "pooling": "cls"}
     record.write_text(
         json.dumps({**original, "encoder": {**original["encoder"], "identity": identity}})
     )
-    line = refused(capsys, "evaluate", "--head", "pca", "--run", run_copy)
+    line = run_rejected(capsys, "evaluate", "--head", "pca", "--run", run_copy)
     assert "pooling: 'cls', not 'mean'" in line
 
     record.write_text(json.dumps(original))
@@ -668,7 +670,7 @@ def test_head_of_other_prompt_or_encoder_is_rejected(capsys, run_copy, tiny, tin
     prompt.write_text(
         bundled.read_text().replace("{sentence} {condition}", "{sentence}: {condition}")
     )
-    ok(
+    run_json(
         capsys,
         "extract",
         "--model",
@@ -680,23 +682,23 @@ def test_head_of_other_prompt_or_encoder_is_rejected(capsys, run_copy, tiny, tin
         "--prompt",
         prompt,
     )
-    line = refused(capsys, "evaluate", "--head", "pca", "--run", run_copy)
+    line = run_rejected(capsys, "evaluate", "--head", "pca", "--run", run_copy)
     assert original["prompts"][0]["digest"] in line
 
 
 def test_missing_features_are_reported(capsys, run_copy):
     shutil.rmtree(next(run_copy.glob("features/*/vectors.lance")))
-    assert "it resumes" in refused(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
+    assert "it resumes" in run_rejected(capsys, "fit-head", "--head", "mlp", "--run", run_copy)
 
 
 def test_ambiguous_head_name_is_rejected(capsys, run_copy):
     for extra in ([], ["--no-subtract"]):
-        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy, *extra)
-    line = refused(
+        run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy, *extra)
+    line = run_rejected(
         capsys, "similarity", "a", "b", "--condition", "c", "--head", "pca", "--run", run_copy
     )
     assert "pca@concat-sent-cond, pca@concat-sent-cond+c" in line
-    assert ok(
+    assert run_json(
         capsys,
         "similarity",
         "a",
@@ -720,7 +722,7 @@ def test_full_disk_loses_nothing(run_copy, tiny, tmp_path):
     """A limit on file size stands in for a full disk: the write fails at the same point."""
     before = sorted(path for path in run_copy.rglob("*") if "claims" not in path.parts)
     arguments = f"extract --model {tiny} --run {run_copy} --dtype float32 --prompt concat-cond-sent"
-    command = Command(tmp_path / "printed", arguments.split(), first=limit_file_size)
+    command = Command(tmp_path / "printed", arguments.split(), setup=limit_file_size)
     status, _, message = command.finish()
     assert status == 2
     assert "the disk is full" in message
@@ -760,7 +762,9 @@ def test_nan_is_reported_with_its_row(capsys, tiny_checkpoint, write_rows, small
     rows[3] = ("men sit in the rain", *rows[3][1:])
     for split in ("train", "dev"):
         write_rows(rows if split == "train" else rows[:2], f"d/{split}.csv")
-    line = refused(capsys, "extract", "--model", checkpoint, "--data", "d", "--dtype", "float32")
+    line = run_rejected(
+        capsys, "extract", "--model", checkpoint, "--data", "d", "--dtype", "float32"
+    )
     assert line.startswith("row 4 of train.csv")
     assert "NaN or infinity" in line
 
@@ -769,7 +773,7 @@ def test_long_condition_is_reported_with_its_row(capsys, tiny, write_rows, small
     rows = [*small_rows[:4], (*small_rows[4][:2], "the place " * 50, 3)]
     for split in ("train", "dev"):
         write_rows(rows, f"d/{split}.csv")
-    line = refused(capsys, "extract", "--model", tiny, "--data", "d", "--device", "cpu")
+    line = run_rejected(capsys, "extract", "--model", tiny, "--data", "d", "--device", "cpu")
     assert line.startswith("row 5 of train.csv")
     assert "too long without its sentence" in line
 

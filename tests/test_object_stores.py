@@ -9,10 +9,10 @@ from pathlib import Path
 import lance
 import pyarrow.parquet as pq
 import pytest
-from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, environment
-from helpers.commands import ok
+from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, s3_environment
+from helpers.commands import run_json
 from helpers.processes import Command
-from helpers.units import embed, killed_at, texts
+from helpers.units import embed_command, kill_at, text_table
 
 from llmcond.cli import run
 from llmcond.object_stores import lance_options, open_filesystem
@@ -28,7 +28,7 @@ def source(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(outputs, "_COMMIT_FRAGMENTS", 2)
     filesystem, path = open_filesystem(bucket)
     for file, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
-        pq.write_table(texts(start, stop), f"{path}/src/{file}.parquet", filesystem=filesystem)
+        pq.write_table(text_table(start, stop), f"{path}/src/{file}.parquet", filesystem=filesystem)
     return f"{bucket}/src"
 
 
@@ -55,20 +55,20 @@ def read_table(uri):
 def test_killed_command_is_resumed_in_bucket(
     capsys, fitted, bucket, source, s3_server, tmp_path, out, point
 ):
-    arguments = embed(f"{bucket}/{out}", fitted, source=source)
-    variables = environment(s3_server.port)
+    arguments = embed_command(f"{bucket}/{out}", fitted, source=source)
+    variables = s3_environment(s3_server.port)
     killed = Command(tmp_path / "killed", arguments, variables, partial(kill_in_bucket, point))
     assert killed.finish()[0] == -signal.SIGKILL
-    summary = ok(capsys, *arguments)
+    summary = run_json(capsys, *arguments)
     assert (summary["out"], summary["rows"]) == (f"{bucket}/{out}", 250)
-    ok(capsys, *embed("here", fitted, source=source))
+    run_json(capsys, *embed_command("here", fitted, source=source))
     assert read_table(f"{bucket}/{out}").equals(pq.read_table("here"))
-    second_arguments = embed("again.lance", fitted, source=f"{bucket}/{out}")
+    second_arguments = embed_command("again.lance", fitted, source=f"{bucket}/{out}")
     second_arguments = [
         {"text": "sentence", "topic": "condition"}.get(argument, argument)
         for argument in second_arguments
     ]
-    ok(capsys, *second_arguments, "--keep", "id")
+    run_json(capsys, *second_arguments, "--keep", "id")
     assert read_table("again.lance")["id"].to_pylist() == list(range(250))
     filesystem, path = open_filesystem(f"{bucket}/{out}")
     record = filesystem.open_input_file(f"{path}/_llmcond.json").read().decode()
@@ -77,7 +77,7 @@ def test_killed_command_is_resumed_in_bucket(
 
 def kill_in_bucket(point):
     if point != "half sent":
-        killed_at(point, 3)
+        kill_at(point, 3)
         return
     original, names = outputs.Output._write_object, []
 
@@ -103,7 +103,7 @@ def test_busy_server_is_retried(capsys, fitted, bucket, proxy, monkeypatch, out)
 
     monkeypatch.setattr(outputs.Output, "_check_room", limit_rate)
     monkeypatch.setattr(outputs.ParquetOutput, "add_unit", lambda self, *_: limit_rate(self, 0))
-    ok(capsys, *embed(f"{bucket}/{out}", fitted, source=f"{bucket}/src"))
+    run_json(capsys, *embed_command(f"{bucket}/{out}", fitted, source=f"{bucket}/src"))
     assert proxy.refused == 5
     assert len(read_table(f"{bucket}/{out}")) == 250
 
@@ -112,7 +112,7 @@ def test_retried_commit_does_not_duplicate_rows(capsys, fitted, bucket, proxy):
     """The server writes the version but its answer is lost; Lance retries and finds the version."""
     proxy.answer, proxy.only, proxy.loses_answers = (503, "SlowDown"), ("PUT", "_versions/"), True
     proxy.most = 1
-    ok(capsys, *embed(f"{bucket}/out.lance", fitted, source=f"{bucket}/src"))
+    run_json(capsys, *embed_command(f"{bucket}/out.lance", fitted, source=f"{bucket}/src"))
     assert proxy.refused
     assert read_table(f"{bucket}/out.lance")["id"].to_pylist() == list(range(250))
 
@@ -129,7 +129,7 @@ def test_retried_commit_does_not_duplicate_rows(capsys, fitted, bucket, proxy):
 def test_missing_bucket_is_reported_in_one_line(
     capsys, fitted, bucket, source, source_uri, out, message
 ):
-    arguments = embed(out, fitted, source=source_uri if "://" in source_uri else source)
+    arguments = embed_command(out, fitted, source=source_uri if "://" in source_uri else source)
     assert run([str(argument) for argument in arguments]) in (1, 2)
     check_error(capsys.readouterr().err, message)
     assert not Path("out").exists()
@@ -146,9 +146,9 @@ def test_denied_access_and_lost_connection_are_reported_in_one_line(
     capsys, fitted, bucket, source, proxy, out
 ):
     arguments = [
-        str(argument) for argument in embed(f"{bucket}/{out}", fitted, source="src.parquet")
+        str(argument) for argument in embed_command(f"{bucket}/{out}", fitted, source="src.parquet")
     ]
-    pq.write_table(texts(0, 50), "src.parquet")
+    pq.write_table(text_table(0, 50), "src.parquet")
     proxy.answer, proxy.only = (403, "AccessDenied"), ("P", out)
     assert run(arguments) == 1
     check_error(capsys.readouterr().err, f"{out} cannot be written or read: .*credentials")

@@ -8,7 +8,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 from llmcond.benchmark import checks, speeds
 from llmcond.benchmark.peers import PlainLoop, sentence_transformers
@@ -39,7 +39,7 @@ def mistral(environment):
 def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     page = tmp_path / "bench.md"
     options = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
-    result = ok(capsys, "bench", "--quick", *options, "--profile", "--out", page)
+    result = run_json(capsys, "bench", "--quick", *options, "--profile", "--out", page)
     passed = {check["name"]: check["passed"] for check in result["checks"]}
     needs_cuda = {name for name in passed if "CUDA" in name or "memory" in name}
     assert {name for name, verdict in passed.items() if verdict is None} == needs_cuda
@@ -80,7 +80,7 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
 def test_invalid_options_are_rejected_before_any_check(capsys, arguments, pattern):
     import re
 
-    assert re.search(pattern, refused(capsys, "bench", "--quick", *arguments))
+    assert re.search(pattern, run_rejected(capsys, "bench", "--quick", *arguments))
 
 
 def test_failed_checks_are_named_after_output(capsys):

@@ -5,7 +5,7 @@ import json
 import shutil
 
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -44,7 +44,7 @@ def calibrated_run(tiny_run, tmp_path):
 @pytest.fixture
 def run_check(captions, capsys):
     def run_check(*arguments):
-        return ok(capsys, "check-condition", captions, "--device", "cpu", *arguments)
+        return run_json(capsys, "check-condition", captions, "--device", "cpu", *arguments)
 
     return run_check
 
@@ -96,7 +96,7 @@ def test_too_few_distinct_texts_give_no_verdict(tiny_run):
     ],
 )
 def test_invalid_input_is_reported_in_one_line(captions, tiny_run, capsys, flags, message):
-    assert message in refused(capsys, "check-condition", captions, "--run", tiny_run, *flags)
+    assert message in run_rejected(capsys, "check-condition", captions, "--run", tiny_run, *flags)
 
 
 def test_cluster_prints_condition_check(captions, calibrated_run, capsys):
@@ -110,7 +110,7 @@ def test_cluster_prints_condition_check(captions, calibrated_run, capsys):
 
 def test_search_prints_condition_check(captions, calibrated_run, tmp_path, capsys):
     out = tmp_path / "index"
-    ok(capsys, "index", captions, "--out", out, "--run", calibrated_run, "--device", "cpu")
+    run_json(capsys, "index", captions, "--out", out, "--run", calibrated_run, "--device", "cpu")
     arguments = ["search", str(out), "A dog", "--condition", "the place", "--device", "cpu"]
     assert run(arguments) == 0
     stderr = capsys.readouterr().err

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 
 from llmcond.cli import run
@@ -27,11 +27,11 @@ CONDITION = ("--condition-text", "the place")
 # -- files -------------------------------------------------------------------------------------
 
 
-def test_predictions_do_not_overwrite_inputs(capsys, own, write_rows, small_rows):
+def test_predictions_do_not_overwrite_inputs(capsys, run_copy, write_rows, small_rows):
     data = write_rows(small_rows, "my.csv")
     write_rows(small_rows, "d/my-test.csv")
     Path("link.csv").symlink_to(data)
-    evaluate = ("evaluate", "--run", own, "--data")
+    evaluate = ("evaluate", "--run", run_copy, "--data")
     for source, out in (
         (data, "my.csv"),
         ("my.csv", "d/../my.csv"),
@@ -39,38 +39,47 @@ def test_predictions_do_not_overwrite_inputs(capsys, own, write_rows, small_rows
         (f"file://{data}", data),
         ("d", "d/my-test.csv"),
     ):
-        assert "is an input of the same command" in refused(
+        assert "is an input of the same command" in run_rejected(
             capsys, *evaluate, source, "--predictions", out
         )
-    for out in ("own/run.json", "own/rows.parquet", "p.txt"):
-        assert "name a .csv file" in refused(capsys, "evaluate", "--run", own, "--predictions", out)
+    for out in ("run_copy/run.json", "run_copy/rows.parquet", "p.txt"):
+        assert "name a .csv file" in run_rejected(
+            capsys, "evaluate", "--run", run_copy, "--predictions", out
+        )
     # The data that the run was extracted from.
-    recorded = Path(json.loads((own / "run.json").read_text())["data"]["source"])
+    recorded = Path(json.loads((run_copy / "run.json").read_text())["data"]["source"])
     before = recorded.read_bytes()
-    refused(capsys, "evaluate", "--run", own, "--predictions", recorded)
+    run_rejected(capsys, "evaluate", "--run", run_copy, "--predictions", recorded)
     assert recorded.read_bytes() == before
-    ok(capsys, *evaluate, data, "--predictions", "own/p.csv")
-    ok(capsys, *evaluate, data, "--predictions", "own/p.csv")
+    run_json(capsys, *evaluate, data, "--predictions", "run_copy/p.csv")
+    run_json(capsys, *evaluate, data, "--predictions", "run_copy/p.csv")
 
 
-def test_embeddings_do_not_overwrite_inputs(capsys, own):
+def test_embeddings_do_not_overwrite_inputs(capsys, run_copy):
     pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
     Path("d").mkdir()
     for source, out in (("t.parquet", "d/../t.parquet"), (f"file://{Path.cwd()}/t.parquet",) * 2):
-        flags = ("--out", out.removeprefix("file://"), "--run", own)
-        line = refused(capsys, "embed", source, *CONDITION, *flags)
+        flags = ("--out", out.removeprefix("file://"), "--run", run_copy)
+        line = run_rejected(capsys, "embed", source, *CONDITION, *flags)
         assert "is an input of the same command" in line
-    line = refused(
-        capsys, "embed", "t.parquet", *CONDITION, "--out", own / "rows.parquet", "--run", own
+    line = run_rejected(
+        capsys,
+        "embed",
+        "t.parquet",
+        *CONDITION,
+        "--out",
+        run_copy / "rows.parquet",
+        "--run",
+        run_copy,
     )
     assert "is an input of the same command" in line
 
 
-def test_carriage_return_in_text_is_quoted(capsys, own, write_rows):
+def test_carriage_return_in_text_is_quoted(capsys, run_copy, write_rows):
     texts = ["two men\rplay", "a\r\nb", 'a "dog", "cat"', "\r", "plain"]
     rows = [(f"{text} x", "a dog", "the place", 1 + i) for i, text in enumerate(texts)]
     data = write_rows(rows)
-    ok(capsys, "evaluate", "--run", own, "--data", data, "--predictions", "p.csv")
+    run_json(capsys, "evaluate", "--run", run_copy, "--data", data, "--predictions", "p.csv")
     content = Path("p.csv").read_bytes().decode()
     records = list(csv.DictReader(io.StringIO(content, newline="")))
     assert [row["sentence1"] for row in records] == [f"{text} x" for text in texts]
@@ -86,11 +95,11 @@ def test_folders_respect_umask(capsys, tiny_run, write_rows, small_rows, umask):
     previous_umask = os.umask(umask)
     try:
         # A relative name with a colon, which Arrow would take for a file system.
-        ok(capsys, "extract", "--model", model, "--data", data, "--run", "a:b/r")
-        ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", "a:b/r")
+        run_json(capsys, "extract", "--model", model, "--data", data, "--run", "a:b/r")
+        run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", "a:b/r")
         pq.write_table(pa.table({"sentence": ["two men"]}), "t.parquet")
         out = ("--out", "a:b/v.parquet")
-        ok(capsys, "embed", "t.parquet", *CONDITION, *out, "--run", "a:b/r")
+        run_json(capsys, "embed", "t.parquet", *CONDITION, *out, "--run", "a:b/r")
     finally:
         os.umask(previous_umask)
     for name in ("a:b/r", "a:b/r/heads", "a:b/r/heads/p"):
@@ -101,13 +110,15 @@ def test_folders_respect_umask(capsys, tiny_run, write_rows, small_rows, umask):
 
 
 @pytest.fixture
-def read_only(own):
+def read_only(run_copy):
     """A run whose folders cannot be written."""
-    assert run(["fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", str(own)]) == 0
-    folders = [path for path in (own, *own.rglob("*")) if path.is_dir()]
+    assert (
+        run(["fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", str(run_copy)]) == 0
+    )
+    folders = [path for path in (run_copy, *run_copy.rglob("*")) if path.is_dir()]
     for path in folders:
         path.chmod(0o555)
-    yield own
+    yield run_copy
     for path in folders:
         path.chmod(0o755)
 
@@ -133,7 +144,7 @@ def test_read_only_run_can_be_used(read_only, tmp_path, write_rows, small_rows):
     ):
         command = [*arguments.split(), "--run", read_only]
         status, out, err = Command(
-            tmp_path / str(number), command, first=drop_root_privileges
+            tmp_path / str(number), command, setup=drop_root_privileges
         ).finish()
         assert status == 0, err
         assert message in err
@@ -156,7 +167,7 @@ def test_read_only_folder_is_reported_before_work_starts(
     ):
         command = [*arguments.split(), "--run", folder]
         status, _, err = Command(
-            tmp_path / str(number), command, first=drop_root_privileges
+            tmp_path / str(number), command, setup=drop_root_privileges
         ).finish()
         assert status == 2, err
         assert f"cannot write {folder}" in err
@@ -167,17 +178,17 @@ def test_read_only_folder_is_reported_before_work_starts(
 
 
 def test_control_characters_are_not_printed(capsys, tiny_run, tmp_path):
-    own = shutil.copytree(tiny_run, tmp_path / "a\u202eb[/x]")
-    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(own)]) == 0
+    run_copy = shutil.copytree(tiny_run, tmp_path / "a\u202eb[/x]")
+    assert run(["fit-head", "--head", "pca", "--dim", "4", "--run", str(run_copy)]) == 0
     for command in ("evaluate", "analyse", "sweep --head pca --set dim=4 --workers 1"):
         for format_flags in ([], ["--format", "markdown"], ["--format", "latex"], ["--json"]):
-            assert run([*command.split(), "--run", str(own), *format_flags]) == 0
+            assert run([*command.split(), "--run", str(run_copy), *format_flags]) == 0
             captured = capsys.readouterr()
             for text in (captured.out, captured.err):
                 assert [c for c in text if not c.isprintable() and c != "\n"] == []
 
 
-def test_json_escapes_control_characters(capsys, own):
+def test_json_escapes_control_characters(capsys, run_copy):
     condition = "the\x9bplace\u202e\U000e0001\x1b"
     arguments = (
         "similarity",
@@ -186,7 +197,7 @@ def test_json_escapes_control_characters(capsys, own):
         "--condition",
         condition,
         "--run",
-        str(own),
+        str(run_copy),
         "--json",
     )
     assert run(arguments) == 0
@@ -198,30 +209,30 @@ def test_json_escapes_control_characters(capsys, own):
 # -- interrupted runs --------------------------------------------------------------------------
 
 
-def test_run_without_features_is_reported(capsys, own):
-    record = json.loads((own / "run.json").read_text())
-    (own / "run.json").write_text(json.dumps({**record, "prompts": {}}))
-    assert "has no extracted features yet" in refused(capsys, "analyse", "--run", own)
+def test_run_without_features_is_reported(capsys, run_copy):
+    record = json.loads((run_copy / "run.json").read_text())
+    (run_copy / "run.json").write_text(json.dumps({**record, "prompts": {}}))
+    assert "has no extracted features yet" in run_rejected(capsys, "analyse", "--run", run_copy)
 
 
-def test_leftover_files_are_removed_after_an_hour(capsys, own):
-    recent, old = own / ".run.json.0123abcd", own / ".run.json.4567abcd"
-    user_file = own / ".run.json.backups"
+def test_leftover_files_are_removed_after_an_hour(capsys, run_copy):
+    recent, old = run_copy / ".run.json.0123abcd", run_copy / ".run.json.4567abcd"
+    user_file = run_copy / ".run.json.backups"
     for path in (recent, old, user_file):
         path.touch()
     for path in (old, user_file):
         os.utime(path, (0, 0))
-    folder = own.parent / ".new.89abcdef"
+    folder = run_copy.parent / ".new.89abcdef"
     folder.mkdir()
     (folder / "rows.parquet").touch()
     os.utime(folder, (0, 0))
-    encoder = json.loads((own / "run.json").read_text())["encoder"]["model"]
+    encoder = json.loads((run_copy / "run.json").read_text())["encoder"]["model"]
     extract = ("extract", "--model", encoder, "--prompt", "concat-cond-sent", "--dtype", "float32")
-    ok(capsys, *extract, "--run", own)
+    run_json(capsys, *extract, "--run", run_copy)
     assert recent.exists()
     assert user_file.exists()
     assert not old.exists()
-    ok(capsys, *extract, "--run", own.parent / "new")
+    run_json(capsys, *extract, "--run", run_copy.parent / "new")
     assert not folder.exists()
 
 
@@ -238,8 +249,11 @@ def test_text_column_is_named_text_or_sentence(capsys, tiny_run, tmp_path, name)
         flag = () if column == name else ("--text", column)
         out = tmp_path / column
         embed = ("embed", source, *flag, *run_flags, "--condition", "the place")
-        assert ok(capsys, *embed, "--out", f"{out}.parquet")["rows"] == 3
-        assert ok(capsys, "index", source, *flag, *run_flags, "--out", f"{out}.index")["texts"] == 3
+        assert run_json(capsys, *embed, "--out", f"{out}.parquet")["rows"] == 3
+        assert (
+            run_json(capsys, "index", source, *flag, *run_flags, "--out", f"{out}.index")["texts"]
+            == 3
+        )
         cluster = (
             "cluster",
             source,
@@ -250,7 +264,7 @@ def test_text_column_is_named_text_or_sentence(capsys, tiny_run, tmp_path, name)
             "--clusters",
             2,
         )
-        assert ok(capsys, *cluster, "--out", f"{out}.csv")["texts"] == 3
+        assert run_json(capsys, *cluster, "--out", f"{out}.csv")["texts"] == 3
         table = pq.read_table(f"{out}.parquet")
         assert table["sentence"].to_pylist() == [text for text, _ in rows]
         assert set(table["condition"].to_pylist()) == {"the place"}
@@ -266,7 +280,7 @@ def test_invalid_text_file_is_reported_with_supported_formats(
     (tmp_path / "texts.cvs").write_text("text\ntwo men ride\nthree dogs sit\n")
     condition_flags = () if command == "index" else ("--condition", "the place")
     out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
-    message = refused(capsys, command, tmp_path / name, *condition_flags, *out)
+    message = run_rejected(capsys, command, tmp_path / name, *condition_flags, *out)
     assert f"{name} {problem} Expected a .csv, " in message
     assert message.endswith(", or a .txt file with one text per line.")
     assert not (tmp_path / "out.parquet").exists()
@@ -277,7 +291,7 @@ def test_blank_text_file_is_reported(capsys, tiny_run, tmp_path, command):
     (tmp_path / "blank.txt").write_text("\n \n")
     condition_flags = () if command == "index" else ("--condition", "the place")
     out = ("--out", tmp_path / "out.parquet", "--run", tiny_run)
-    message = refused(capsys, command, tmp_path / "blank.txt", *condition_flags, *out)
+    message = run_rejected(capsys, command, tmp_path / "blank.txt", *condition_flags, *out)
     assert message.endswith("blank.txt is empty: all of its lines are blank.")
     assert not (tmp_path / "out.parquet").exists()
 
@@ -303,11 +317,11 @@ def test_csv_embeddings_equal_npy_embeddings(capsys, tiny_run, tmp_path):
     source = tmp_path / "texts.txt"
     source.write_text("two men ride\n\n=three dogs sit\n")
     embed = ("embed", source, "--run", tiny_run)
-    assert "one condition for every row: --condition TEXT" in refused(
+    assert "one condition for every row: --condition TEXT" in run_rejected(
         capsys, *embed, "--out", tmp_path / "v.csv"
     )
     for suffix in ("csv", "npy"):
-        ok(capsys, *embed, "--condition", "the place", "--out", tmp_path / f"v.{suffix}")
+        run_json(capsys, *embed, "--condition", "the place", "--out", tmp_path / f"v.{suffix}")
     with (tmp_path / "v.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     assert [row["sentence"] for row in rows] == ["two men ride", "=three dogs sit"]

@@ -7,7 +7,7 @@ import signal
 import threading
 
 import pytest
-from helpers.commands import refused
+from helpers.commands import run_rejected
 from helpers.processes import Command
 from helpers.serving import Client
 from helpers.waiting import PATIENCE
@@ -35,7 +35,7 @@ from llmcond.serving.settings import read_keys
 )
 def test_invalid_options_are_reported_in_one_line(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, "serve", *(word.strip("'") for word in flags.split()))
+    assert message in run_rejected(capsys, "serve", *(word.strip("'") for word in flags.split()))
 
 
 def test_key_file_is_parsed(tmp_path, caplog):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.commands import ok
+from helpers.commands import run_json
 from helpers.graphs import write_graph
-from helpers.serving import served
+from helpers.serving import serve
 from helpers.standin import StandIn
 
 from llmcond.cli import run
@@ -23,9 +23,9 @@ SMALL = ("--set", "epochs=2", "batch_size=16", "dropout=0")
 
 def run_on_both_devices(capsys: Any, *command: object) -> list[Any]:
     """Return the results of a command on the CPU and on a GPU."""
-    results = [ok(capsys, *command, "--device", "cpu")]
+    results = [run_json(capsys, *command, "--device", "cpu")]
     with StandIn() as gpu:
-        results.append(ok(capsys, *command, "--device", "cuda"))
+        results.append(run_json(capsys, *command, "--device", "cuda"))
         assert gpu.n_launches > 0
     return results
 
@@ -50,7 +50,7 @@ def are_close(first: Any, second: Any, tolerance: float = 1e-3) -> bool:
 def fitted_run(tiny_run: Path, tmp_path: Path, capsys: Any) -> Path:
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
-    ok(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
+    run_json(capsys, "fit-head", "--run", folder, "--head", "linear", "--device", "cpu", *SMALL)
     return folder
 
 
@@ -70,16 +70,16 @@ def test_extract_fit_and_evaluate_match_cpu(
         with StandIn() as gpu:
             encoder = ("--model", model, "--data", data, "--pooling", "mean", *precision)
             prompts = ("--prompt", "concat-sent-cond", "separate")
-            ok(capsys, "extract", *run, *encoder, *prompts, "--device", device)
+            run_json(capsys, "extract", *run, *encoder, *prompts, "--device", device)
             assert bool(gpu.n_launches) == (device == "cuda")
             fit = ("fit-head", *run, "--device", device, *SMALL)
-            ok(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
-            ok(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
+            run_json(capsys, *fit, "--head", "mlp", "--dim", "16", "--prompt", "concat-sent-cond")
+            run_json(capsys, *fit, "rank=4", "--head", "hypernet", "--prompt", "separate")
             if device == "cuda":
                 assert not [line for line in gpu.unpinned if "heads/batches" in line], gpu.report()
                 waits = [line for line in gpu.waits if "heads/conditioned" in line]
                 assert [line.partition(",")[0] for line in waits] == ["to(cpu)"], gpu.report()
-        scores.append(ok(capsys, "evaluate", *run)["results"])
+        scores.append(run_json(capsys, "evaluate", *run)["results"])
     assert len(scores[0]) == len(scores[1]) >= 3
     if precision:
         for cpu_score, gpu_score in zip(*scores, strict=True):
@@ -103,9 +103,9 @@ def test_index_and_search_match_cpu(fitted_run: Path, tmp_path: Path, capsys: An
         folder = tmp_path / device
         with StandIn():
             options = ("--run", fitted_run, "--device", device)
-            ok(capsys, "index", texts, "--out", folder, *options)
+            run_json(capsys, "index", texts, "--out", folder, *options)
             query = ("search", folder, "dogs at the beach", "--condition", "the place")
-            results.append(ok(capsys, *query, "-k", "3", "--device", device)["results"])
+            results.append(run_json(capsys, *query, "-k", "3", "--device", device)["results"])
     assert are_close(*results)
 
 
@@ -116,7 +116,7 @@ def test_server_embeddings_match_cpu(fitted_run: Path) -> None:
     for device in ("cpu", "cuda"):
         with StandIn() as gpu:
             model = ServedModel(load_embedder(fitted_run, device=device))
-            with served(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
+            with serve(model, max_client_batch_size=50, payload_limit=20_000) as (client, _):
                 gpu.reset()
                 data = client.post("/v1/embeddings", body).json["data"]
                 embeddings.append([item["embedding"] for item in data])
@@ -133,10 +133,10 @@ def test_graph_completion_matches_cpu(
         run = ("--run", tmp_path / device, "--device", device)
         with StandIn():
             data = ("--task", "kgc", "--model", model, "--data", graph, "--pooling", "mean")
-            ok(capsys, "extract", *data, *run, "--dtype", "float32")
-            ok(capsys, "fit-head", *run, "--head", "hypernet-full", *SMALL)
+            run_json(capsys, "extract", *data, *run, "--dtype", "float32")
+            run_json(capsys, "fit-head", *run, "--head", "hypernet-full", *SMALL)
             query = ("--head-entity", "p00", "--relation", "_is_at", "-k", "3")
-            results.append(ok(capsys, "complete", *query, *run))
+            results.append(run_json(capsys, "complete", *query, *run))
     assert are_close(*results, tolerance=2e-2)
 
 
@@ -167,7 +167,7 @@ def test_lora_training_runs_on_gpu(
     command = (*command, "--epochs", "2", "--batch-size", "16", "--learning-rate", "1e-3")
     with StandIn() as gpu:
         options = ("--quantize", quantize, "--device", "cuda")
-        ok(capsys, *command, *options, "--run", tmp_path / "cuda")
+        run_json(capsys, *command, *options, "--run", tmp_path / "cuda")
         assert gpu.n_launches > 0
     record = json.loads((tmp_path / "cuda/training.json").read_text())
     assert record["made_of"]["encoder"]["quantize"] == quantize
@@ -185,7 +185,7 @@ def test_bench_measures_every_precision_and_runs_requested_checks(
     command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--device", "cuda")
     command = (*command, "--quantize", *(name.replace("bfloat16", "none") for name in precisions))
     with StandIn() as gpu:
-        result = ok(capsys, *command, "--out", page)
+        result = run_json(capsys, *command, "--out", page)
         assert gpu.n_launches > 0
     assert not result["skipped"]
     assert {row["precision"] for row in result["speeds"]} == set(precisions)

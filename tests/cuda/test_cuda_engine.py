@@ -80,7 +80,7 @@ def test_launches_at_most_double_without_varlen_attention(gpu: StandIn, tmp_path
 @pytest.mark.parametrize("name", ["simcse-bert", "e5-mistral"])
 def test_router_inside_encoder_matches_cpu(tmp_path: Path, name: str, mode: str) -> None:
     case = CASES[name]
-    checkpoints.make(case.kind, tmp_path / "model", **case.made)
+    checkpoints.build_checkpoint(case.kind, tmp_path / "model", **case.checkpoint_options)
     checkpoints.change_json(tmp_path / "model/config.json", **case.config)
     options = {**case.options, "router": "csr", "router_mode": mode, "router_layers": 1}
     options["pooling"] = "mean"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.standin import StandIn
-from helpers.training import resumed, trainer_of
+from helpers.training import build_trainer, resume_training
 
 from llmcond.encoders import EncoderOptions
 
@@ -31,7 +31,9 @@ def test_resumed_training_is_bit_identical(
         pytest.importorskip("bitsandbytes")
     options = EncoderOptions(dtype=dtype, quantize=quantize, device="cuda", pooling="mean")
     model, data = tiny_checkpoint("mistral"), write_rows(small_rows)
-    make_trainer = partial(trainer_of, model, data, options=options, epochs=1, adapter_dropout=0.1)
+    make_trainer = partial(
+        build_trainer, model, data, options=options, epochs=1, adapter_dropout=0.1
+    )
     uninterrupted = make_trainer(tmp_path / "whole")
     uninterrupted.run(lambda *_: None)
     expected = {
@@ -39,7 +41,7 @@ def test_resumed_training_is_bit_identical(
         for name, value in uninterrupted.model.trained_parameters().items()
     }
 
-    continued = resumed(partial(make_trainer, tmp_path / "again"), 4)
+    continued = resume_training(partial(make_trainer, tmp_path / "again"), 4)
     assert continued.progress.step == 3
     continued.run(lambda *_: None)
 
@@ -58,7 +60,7 @@ def test_losses_match_cpu(
         step_losses: list[float] = []
         with StandIn() as gpu:
             settings = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
-            trainer = trainer_of(model, data, tmp_path / device, options=options, **settings)
+            trainer = build_trainer(model, data, tmp_path / device, options=options, **settings)
             trainer.run(
                 lambda progress, steps, loss, step_losses=step_losses: step_losses.append(loss)
             )

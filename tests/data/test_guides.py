@@ -5,8 +5,8 @@ import base64
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import ok, refused
-from helpers.serving import served
+from helpers.commands import run_json, run_rejected
+from helpers.serving import serve
 
 import llmcond
 from llmcond.data.guides import read_guide
@@ -153,23 +153,25 @@ def test_embed_matches_the_guided_embedder(
         pq.write_table(pyarrow.csv.read_csv(source), "texts.parquet")
         source = "texts.parquet"
     command = ["embed", source, "--out", out, "--run", tiny_run, "--device", "cpu"]
-    summary = ok(capsys, *command, "--guide", "both.csv")
+    summary = run_json(capsys, *command, "--guide", "both.csv")
     assert summary["guides"][MOOD] == {"labels": {"park": 2, "beach": 2}, "source": "both.csv"}
     table = pq.read_table(out)
     guided = embedder.guided(TEXTS[:8], LABELS[:8], LOCATION).guided(TEXTS[:4], LABELS[:4], MOOD)
     expected = guided.encode(*map(list, zip(*texts, strict=True)))
     assert np.stack(table["embedding"].to_numpy()) == pytest.approx(expected, abs=5e-3)
     if out == "folder":
-        assert "another guides" in refused(capsys, *command)
-        assert ok(capsys, *command, "--guide", "both.csv")["rows"] == len(texts)
+        assert "another guides" in run_rejected(capsys, *command)
+        assert run_json(capsys, *command, "--guide", "both.csv")["rows"] == len(texts)
     else:
-        assert "there are 2 conditions" in refused(capsys, *command, "--guide", rows)
-        assert "missing.csv does not exist" in refused(capsys, *command, "--guide", "missing.csv")
+        assert "there are 2 conditions" in run_rejected(capsys, *command, "--guide", rows)
+        assert "missing.csv does not exist" in run_rejected(
+            capsys, *command, "--guide", "missing.csv"
+        )
 
 
 def test_server_applies_its_guide(tiny_run, rows, embedder):
     loaded = load_model(ServedSource(run=tiny_run, device="cpu", condition=LOCATION, guide=rows))
-    with served(loaded) as (client, _):
+    with serve(loaded) as (client, _):
         request = {"input": TEXTS[8], "encoding_format": "base64"}
         answer = client.post("/v1/embeddings", request).json
         (model,) = client.get("/v1/models").json["data"]

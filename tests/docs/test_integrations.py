@@ -4,7 +4,7 @@ import re
 import shlex
 
 import numpy as np
-from helpers.commands import ok
+from helpers.commands import run_json
 from helpers.paths import ROOT
 
 import llmcond
@@ -21,7 +21,7 @@ def find_block(name):
 def test_exported_bundled_model_gives_the_same_vectors(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = re.search(r"^llmcond (export --out places .*)$", PAGE, re.MULTILINE)[1]
-    report = ok(capsys, *shlex.split(command))
+    report = run_json(capsys, *shlex.split(command))
     # The export adds the adapter to the weights.
     assert report["difference"] < 1e-5
     namespace = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.graphs import small_graph
+from helpers.graphs import random_graph
 from helpers.paths import ROOT
 
 from llmcond.errors import UserError
@@ -52,7 +52,7 @@ def have_equal_ranks(first: Ranks, second: Ranks) -> bool:
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return small_graph()
+    return random_graph()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from helpers import checkpoints
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond import extract, fit_head
@@ -166,11 +166,15 @@ def test_card_has_export_command_without_local_folders(exported, fitted):
 
 def test_decoder_with_instruction_is_exported(tmp_path, write_rows, small_rows):
     # The condition follows the sentence, and the instruction precedes it.
-    tiny = checkpoints.make("qwen", tmp_path / "tiny")
+    tiny_bert = checkpoints.build_checkpoint("qwen", tmp_path / "tiny")
     options = EncoderOptions(dtype="float32", device="cpu", like="Qwen/Qwen3-Embedding-0.6B")
     data = str(write_rows(small_rows))
     extract(
-        model=str(tiny.folder), **vars(options), run=tmp_path / "run", data=data, prompt=["cond"]
+        model=str(tiny_bert.folder),
+        **vars(options),
+        run=tmp_path / "run",
+        data=data,
+        prompt=["cond"],
     )
     result = export(tmp_path / "run", tmp_path / "out", "none", "the place")
     assert result.difference < 1e-5
@@ -239,7 +243,9 @@ def test_invalid_encode_calls_are_rejected(fitted, arguments, message):
 def test_heads_without_plain_form_are_rejected(fitted, tmp_path, capsys, head, conditions, reason):
     out = tmp_path / "out"
     options = [word for condition in CONDITIONS[:conditions] for word in ("--condition", condition)]
-    message = refused(capsys, "export", "--run", fitted, "--head", head, "--out", out, *options)
+    message = run_rejected(
+        capsys, "export", "--run", fitted, "--head", head, "--out", out, *options
+    )
     assert reason in message
     assert "any condition, but needs llmcond" in message
     assert not out.exists()
@@ -248,9 +254,9 @@ def test_heads_without_plain_form_are_rejected(fitted, tmp_path, capsys, head, c
 def test_command_rejects_invalid_input(fitted, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     command = ["export", "--run", fitted, "--head", "linear", "--condition"]
-    assert "already exists" in refused(capsys, *command, "c", "--out", tmp_path)
-    assert "already exists" in refused(capsys, *command, "c", "--out", tmp_path / "file")
-    assert "--condition is empty" in refused(capsys, *command, " ", "--out", tmp_path / "new")
+    assert "already exists" in run_rejected(capsys, *command, "c", "--out", tmp_path)
+    assert "already exists" in run_rejected(capsys, *command, "c", "--out", tmp_path / "file")
+    assert "--condition is empty" in run_rejected(capsys, *command, " ", "--out", tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -273,7 +279,7 @@ def test_export_with_wrong_vectors_is_deleted(fitted, tmp_path, monkeypatch):
 
 
 def test_command_prints_summary_of_export(fitted, tmp_path, capsys):
-    summary = ok(capsys, "export", "--run", fitted, "--head", "relu", "--out", tmp_path / "a",
+    summary = run_json(capsys, "export", "--run", fitted, "--head", "relu", "--out", tmp_path / "a",
                "--condition", "the place")  # fmt: skip
     assert summary["chosen_by"] == "fixed"
     assert summary["difference"] < 1e-5

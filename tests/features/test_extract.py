@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.processes import FORKING
+from helpers.processes import FORK_CONTEXT
 from helpers.waiting import PATIENCE
 from safetensors.torch import load_file, save_file
 
@@ -176,8 +176,8 @@ def extract_stream_in_worker(checkpoint, root, inputs, connection, log):
 
 def start_worker(*arguments, target=extract_in_worker):
     """Start a worker process, and wait until its encoder is loaded."""
-    parent_end, child_end = FORKING.Pipe()
-    process = FORKING.Process(target=target, args=(*arguments[:3], child_end, *arguments[3:]))
+    parent_end, child_end = FORK_CONTEXT.Pipe()
+    process = FORK_CONTEXT.Process(target=target, args=(*arguments[:3], child_end, *arguments[3:]))
     process.start()
     child_end.close()
     assert parent_end.recv() == "ready"
@@ -628,7 +628,7 @@ def test_order_by_prefix_groups_equal_prefixes():
 
 
 def test_sharing_prefixes_changes_no_vector(tmp_path):
-    model = str(checkpoints.make("mistral", tmp_path / "model").folder)
+    model = str(checkpoints.build_checkpoint("mistral", tmp_path / "model").folder)
     inputs = make_inputs_with_shared_prefixes()
     stores, n_computed = [], []
     for shared in (True, False):

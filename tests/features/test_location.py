@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import lance
 import numpy as np
 import pytest
-from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, Server, environment
+from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy, S3Server, s3_environment
 from helpers.identities import IDENTITY
-from helpers.processes import FORKING
+from helpers.processes import FORK_CONTEXT
 from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
 from llmcond import lance_io, object_stores
@@ -347,9 +347,9 @@ def test_storage_without_conditional_writes_is_reported(bucket, store, proxy):
 
 
 def test_rows_lost_by_a_killed_server_are_written_again(tmp_path, monkeypatch):
-    server = Server()
+    server = S3Server()
     try:
-        for name, value in environment(server.port).items():
+        for name, value in s3_environment(server.port).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(object_stores, "_PATIENCE", {"client_max_retries": "0"})
         uri = f"s3://features/{tmp_path.name}"
@@ -377,9 +377,9 @@ def keep_adding(uri, variables, connection):
 
 def test_killed_process_leaves_complete_rows(bucket, store, s3_server):
     for n_expected in (10, 60, 150):
-        parent_end, child_end = FORKING.Pipe()
-        arguments = (bucket, environment(s3_server.port), child_end)
-        process = FORKING.Process(target=keep_adding, args=arguments, daemon=True)
+        parent_end, child_end = FORK_CONTEXT.Pipe()
+        arguments = (bucket, s3_environment(s3_server.port), child_end)
+        process = FORK_CONTEXT.Process(target=keep_adding, args=arguments, daemon=True)
         process.start()
         assert parent_end.recv() == "ready"
         while process.is_alive() and len(store) < n_expected:

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.identities import IDENTITY
 from helpers.stored import INPUTS, VECTORS, append
 from scipy.stats import spearmanr
@@ -388,14 +388,14 @@ def test_heads_are_fitted_on_the_features_they_take(sample_run):
 def test_head_is_named_after_its_recipe_and_prompts(capsys, run_copy):
     fit = ("fit-head", "--run", run_copy, "--dim", "4")
     mlp = (*fit, "--head", "mlp", "--prompt", BOTH, "--set", "epochs=1")
-    assert ok(capsys, *mlp)["name"] == f"mlp@{BOTH}"
-    unsubtracted = ok(capsys, *mlp, "--no-subtract")
+    assert run_json(capsys, *mlp)["name"] == f"mlp@{BOTH}"
+    unsubtracted = run_json(capsys, *mlp, "--no-subtract")
     assert unsubtracted["name"] == f"mlp@{BOTH}+c"
     assert unsubtracted["dim_in"] == 64
     # Separate features have no suffix for subtraction, and --prompt may be left out.
     for options in ([], ["--no-subtract"]):
         hypernet = (*fit, "--head", "hypernet", "--set", "rank=2", "epochs=1", *options)
-        summary = ok(capsys, *hypernet)
+        summary = run_json(capsys, *hypernet)
         assert (summary["name"], summary["prompt"]) == ("hypernet@separate", S)
 
 
@@ -461,7 +461,7 @@ def test_embedding_is_the_head_applied_to_features(
 ):
     data = write_rows(TEXTS, header="sentence,condition")
     embed = ("embed", data, "--run", run_copy, "--head", name, "--no-normalize")
-    summary = ok(capsys, *embed, "--out", "v.npy")
+    summary = run_json(capsys, *embed, "--out", "v.npy")
     dim = sample_run.fitted[name]["dim"]
     assert (summary["rows"], summary["dim"], summary["head"]) == (len(TEXTS), dim, name)
     assert summary["prompt"] == HEADS[name][1]
@@ -481,7 +481,7 @@ def test_embedding_is_the_head_applied_to_features(
     assert embedder.encode(SENTENCES[:1], CONDITIONS[:1]).shape == (1, dim)
 
     monkeypatch.setattr(import_module("llmcond.workflows.embed"), "_BLOCK", 3)
-    ok(capsys, *embed, "--out", "w.parquet")
+    run_json(capsys, *embed, "--out", "w.parquet")
     stored = np.stack(pq.read_table("w.parquet")["embedding"].to_numpy())
     np.testing.assert_allclose(stored, expected, rtol=0, atol=1e-5)
 
@@ -499,7 +499,9 @@ def test_similarity_is_the_cosine_of_embeddings(capsys, sample_run, reference, n
     conditions = ("the place", "the mood", "the number of people")
     texts = ("two men play in the park", "three dogs sit at the beach")
     options = [option for condition in conditions for option in ("--condition", condition)]
-    result = ok(capsys, "similarity", *texts, *options, "--run", sample_run.folder, "--head", name)
+    result = run_json(
+        capsys, "similarity", *texts, *options, "--run", sample_run.folder, "--head", name
+    )
     assert (result["head"], result["prompt"]) == (name, HEADS[name][1])
     first, second = (
         reference.embeddings(name, [(text, condition) for condition in conditions])
@@ -514,7 +516,7 @@ def test_separate_features_without_head_are_embedded_as_difference(
 ):
     data = write_rows(TEXTS, header="sentence,condition")
     options = ("--run", run_copy, "--head", "none", "--prompt", S, "--no-normalize")
-    assert ok(capsys, "embed", data, "--out", "v.npy", *options)["dim"] == 32
+    assert run_json(capsys, "embed", data, "--out", "v.npy", *options)["dim"] == 32
     np.testing.assert_allclose(
         np.load("v.npy"), reference.features("S-s", TEXTS), rtol=0, atol=1e-5
     )
@@ -529,7 +531,7 @@ def test_every_head_scores_other_rows(capsys, run_copy, reference, write_rows):
         )
     ]
     evaluate = ("evaluate", "--run", run_copy, "--data", write_rows(rows, "other.csv"))
-    results = ok(capsys, *evaluate, "--predictions", "p.csv")["results"]
+    results = run_json(capsys, *evaluate, "--predictions", "p.csv")["results"]
     assert [row["name"] for row in results] == [*ZERO_SHOT, *HEADS]
     assert {row["n"] for row in results} == {len(rows)}
     with Path("p.csv").open(encoding="utf-8") as stream:
@@ -563,7 +565,9 @@ def test_evaluating_in_blocks_and_from_disk_changes_no_score(capsys, monkeypatch
     monkeypatch.setattr(import_module("llmcond.runs.predictors"), "_BLOCK", 7)
     monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 1_000)
     names = ("separate-features", "two-prompts", "two-towers", "layers")
-    ok(capsys, "evaluate", "--run", sample_run.folder, "--head", *names, "--predictions", "p.csv")
+    run_json(
+        capsys, "evaluate", "--run", sample_run.folder, "--head", *names, "--predictions", "p.csv"
+    )
     with Path("p.csv").open(encoding="utf-8") as stream:
         lines = list(csv.DictReader(stream))
     for name in (*names, *ZERO_SHOT):
@@ -577,7 +581,7 @@ def test_evaluating_in_blocks_and_from_disk_changes_no_score(capsys, monkeypatch
 def test_head_can_be_fitted_from_disk(capsys, monkeypatch, sample_run, run_copy, name):
     monkeypatch.setattr("llmcond.features.store._MAX_TABLE_BYTES", 0)
     before = sorted(path for path in (run_copy / "features").rglob("*") if path.is_file())
-    fitted = ok(capsys, *build_fit_arguments(name), "--run", run_copy, "--name", "streamed")
+    fitted = run_json(capsys, *build_fit_arguments(name), "--run", run_copy, "--name", "streamed")
     assert fitted["dim_in"] == sample_run.fitted[name]["dim_in"]
     assert sorted(path for path in (run_copy / "features").rglob("*") if path.is_file()) == before
     first = json.loads((run_copy / "heads" / name / "head.json").read_text())["fit"]["curve"][0]
@@ -620,12 +624,12 @@ def test_head_can_be_fitted_from_disk(capsys, monkeypatch, sample_run, run_copy,
 )
 def test_invalid_arguments_of_fit_head_are_rejected(capsys, sample_run, arguments, expected):
     before = sorted(sample_run.folder.rglob("*"))
-    assert expected in refused(capsys, "fit-head", *arguments, "--run", sample_run.folder)
+    assert expected in run_rejected(capsys, "fit-head", *arguments, "--run", sample_run.folder)
     assert sorted(sample_run.folder.rglob("*")) == before
 
 
 def test_error_advises_to_extract_the_separate_prompt(capsys, tiny_run):
-    line = refused(capsys, "fit-head", "--head", "hypernet", "--run", tiny_run)
+    line = run_rejected(capsys, "fit-head", "--head", "hypernet", "--run", tiny_run)
     assert "has joint features only" in line
     assert "llmcond extract --prompt separate" in line
     assert line.endswith("--prompt separate")
@@ -633,9 +637,9 @@ def test_error_advises_to_extract_the_separate_prompt(capsys, tiny_run):
 
 def test_towers_take_separate_features_in_any_prompt_order(capsys, run_copy, reference):
     fit = ("fit-head", "--head", "towers", "--run", run_copy, "--dim", "4", "--name", "turned")
-    assert f"--prompt {S}+{J}" in refused(capsys, *fit, "--prompt", J)
+    assert f"--prompt {S}+{J}" in run_rejected(capsys, *fit, "--prompt", J)
     settings = ("--set", "hidden=8", "rank=2", "activation=none", "epochs=1")
-    assert ok(capsys, *fit, "--prompt", f"{S}+{J}", *settings)["prompt"] == BOTH
+    assert run_json(capsys, *fit, "--prompt", f"{S}+{J}", *settings)["prompt"] == BOTH
     weights = open_run(run_copy).load_head("turned").head.tensors
     # The first half of an embedding depends on joint features alone.
     first = reference.features("J-j", TEXTS) @ weights["weight1"].T @ weights["weight2"].T
@@ -648,7 +652,7 @@ def test_towers_take_separate_features_in_any_prompt_order(capsys, run_copy, ref
 def test_prompt_order_does_not_change_a_head(capsys, sample_run, run_copy):
     fit = [*build_fit_arguments("both-features"), "--run", run_copy]
     fit[fit.index(BOTH)] = f"{S}+{J}"
-    assert ok(capsys, *fit)["name"] == f"hypernet@{BOTH}"
+    assert run_json(capsys, *fit)["name"] == f"hypernet@{BOTH}"
     heads = [
         open_run(run_copy).load_head(name).head for name in ("both-features", f"hypernet@{BOTH}")
     ]
@@ -673,12 +677,12 @@ def test_heads_with_conditions_are_compared(capsys, run_copy, head, prompt):
     recipe_path = write_small_recipe(head)
     options = ("--run", run_copy, *ENCODER, "--prompts", prompt, "--heads", recipe_path, "--plain")
     options = (*options, "--seeds", 1, "--workers", 1)
-    rows = ok(capsys, "compare-prompts", "--model", read_model(run_copy), *options)["results"]
+    rows = run_json(capsys, "compare-prompts", "--model", read_model(run_copy), *options)["results"]
     results = {row["name"]: row for row in rows if row["head"] == "mine"}
     fit = ("fit-head", "--run", run_copy, "--head", recipe_path, "--prompt", prompt)
     for flags in ([], ["--no-subtract"])[: len(results)]:
-        name = ok(capsys, *fit, *flags)["name"]
-        single = ok(capsys, "evaluate", "--run", run_copy, "--head", name)["results"][-1]
+        name = run_json(capsys, *fit, *flags)["name"]
+        single = run_json(capsys, "evaluate", "--run", run_copy, "--head", name)["results"][-1]
         for score in ("spearman", "pearson", "n", "dim", "prompt", "subtract"):
             assert results[name][score] == pytest.approx(single[score])
     assert set(results) == ({f"mine@{J}", f"mine@{J}+c"} if prompt == J else {f"mine@{S}"})
@@ -687,49 +691,51 @@ def test_heads_with_conditions_are_compared(capsys, run_copy, head, prompt):
 def test_unsuitable_heads_are_rejected_before_encoding(capsys, run_copy, write_rows, small_rows):
     encoder = ("--model", read_model(run_copy), "--data", write_rows(small_rows), "--run", "fresh")
     heads = ("--prompts", J, "--heads", write_small_recipe("hypernet"))
-    line = refused(capsys, "compare-prompts", *encoder, *ENCODER, *heads)
+    line = run_rejected(capsys, "compare-prompts", *encoder, *ENCODER, *heads)
     assert "--prompt separate" in line
     assert not Path("fresh").exists()
 
 
 def test_prompts_that_differ_from_the_heads_are_rejected(capsys, sample_run):
     similarity = ("similarity", "a", "b", "--condition", "the place", "--run", sample_run.folder)
-    line = refused(capsys, *similarity, "--head", "layers", "--prompt", S)
+    line = run_rejected(capsys, *similarity, "--head", "layers", "--prompt", S)
     assert f"was fitted on the prompt {BOTH}, not {S}" in line
-    result = ok(capsys, *similarity, "--head", "layers", "--prompt", BOTH)
+    result = run_json(capsys, *similarity, "--head", "layers", "--prompt", BOTH)
     assert result["head"] == "layers"
 
 
 def test_several_prompts_without_head_get_valid_advice(capsys, sample_run):
     similarity = ("similarity", "a", "b", "--condition", "the place", "--run", sample_run.folder)
-    line = refused(capsys, *similarity, "--head", "none", "--prompt", BOTH)
+    line = run_rejected(capsys, *similarity, "--head", "none", "--prompt", BOTH)
     assert f"--prompt {BOTH} --run" not in line
 
 
 @pytest.mark.parametrize("prompts", [f"{S}+", f"+{S}", f"{J}++{S}"])
 def test_plus_without_prompt_is_rejected(capsys, sample_run, prompts):
     fit = ("fit-head", "--head", "mlp", "--run", sample_run.folder, "--prompt", prompts)
-    assert "the prompt ''" not in refused(capsys, *fit)
+    assert "the prompt ''" not in run_rejected(capsys, *fit)
 
 
 def test_prompt_named_c_does_not_collide_with_suffix_c(capsys, run_copy):
     bundled = (llmcond.bundled.bundled_folder("prompts") / f"{J}.toml").read_text()
     Path("c.toml").write_text(bundled.replace("{sentence} {condition}", "{sentence}: {condition}"))
     extract = ("extract", "--model", read_model(run_copy), "--run", run_copy, *ENCODER)
-    ok(capsys, *extract, "--prompt", "c.toml")
+    run_json(capsys, *extract, "--prompt", "c.toml")
     fit = ("fit-head", "--run", run_copy, "--head", "pca", "--dim", "4", "--prompt")
-    assert "Name the prompt c first" in refused(capsys, *fit, f"{J}+c")
-    assert ok(capsys, *fit, f"c+{J}")["name"] == f"pca@c+{J}"
-    assert ok(capsys, *fit, J, "--no-subtract")["name"] == f"pca@{J}+c"
+    assert "Name the prompt c first" in run_rejected(capsys, *fit, f"{J}+c")
+    assert run_json(capsys, *fit, f"c+{J}")["name"] == f"pca@c+{J}"
+    assert run_json(capsys, *fit, J, "--no-subtract")["name"] == f"pca@{J}+c"
 
 
 # -- heads on disk -----------------------------------------------------------------------------
 
 
 def test_old_records_of_heads_with_one_prompt_are_loaded(capsys, run_copy):
-    ok(capsys, "fit-head", "--run", run_copy, "--head", "mlp", "--prompt", J, "--set", "epochs=1")
+    run_json(
+        capsys, "fit-head", "--run", run_copy, "--head", "mlp", "--prompt", J, "--set", "epochs=1"
+    )
     names = ("difference", f"mlp@{J}")
-    before = ok(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"]
+    before = run_json(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"]
     for name in names:
         path = run_copy / "heads" / name / "head.json"
         record = json.loads(path.read_text())
@@ -740,9 +746,9 @@ def test_old_records_of_heads_with_one_prompt_are_loaded(capsys, run_copy):
         settings = record["settings"]
         record["settings"] = {key: settings[key] for key in keys if key in settings}
         path.write_text(json.dumps(record))
-    assert ok(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"] == before
+    assert run_json(capsys, "evaluate", "--run", run_copy, "--head", *names)["results"] == before
     similarity = ("similarity", "two men", "a dog", "--condition", "the place", "--run", run_copy)
-    assert ok(capsys, *similarity, "--head", "difference")["prompt"] == S
+    assert run_json(capsys, *similarity, "--head", "difference")["prompt"] == S
 
 
 def test_head_without_prompts_is_damaged(capsys, run_copy):
@@ -764,7 +770,7 @@ def test_head_with_missing_second_prompt_is_skipped(capsys, run_copy):
     assert f"left out: the head layers of {run_copy} was fitted on the prompt {S}" in captured.err
     rows = json.loads(captured.out)["results"]
     assert [row["name"] for row in rows] == [f"none@{J}+c", f"none@{J}", "one-prompt"]
-    line = refused(capsys, "evaluate", "--run", run_copy, "--head", "layers")
+    line = run_rejected(capsys, "evaluate", "--run", run_copy, "--head", "layers")
     assert "is missing" in line
     assert separate["prompt"]["digest"] in line
 

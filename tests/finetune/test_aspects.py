@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -146,7 +146,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     command, aspects, tmp_path, monkeypatch, capsys
 ):
     uninterrupted, stopped = tmp_path / "whole", tmp_path / "stopped"
-    summary = ok(capsys, *command, "--checkpoint-steps", "1", "--run", uninterrupted)
+    summary = run_json(capsys, *command, "--checkpoint-steps", "1", "--run", uninterrupted)
     assert summary["aspects"] == ["scenes"]
     config = json.loads((uninterrupted / "training.json").read_text())["made_of"]["aspects"]
     assert config["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
@@ -166,18 +166,18 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     with pytest.raises(Stopped):
         run([*command, "--checkpoint-steps", "1", "--run", str(stopped)])
     monkeypatch.undo()
-    ok(capsys, *command, "--checkpoint-steps", "1", "--run", stopped)
+    run_json(capsys, *command, "--checkpoint-steps", "1", "--run", stopped)
     weights = "model.safetensors"
     assert digest_file(uninterrupted / weights) == digest_file(stopped / weights)
     without = tmp_path / "without"
-    ok(capsys, *command[: command.index("--aspects")], "--run", without)
+    run_json(capsys, *command[: command.index("--aspects")], "--run", without)
     assert digest_file(uninterrupted / weights) != digest_file(without / weights)
 
 
 def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
     options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-texts 96"
     options += " --early-stopping-patience 12"
-    ok(capsys, *command, *options.split(), "--run", tmp_path / "run")
+    run_json(capsys, *command, *options.split(), "--run", tmp_path / "run")
     curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
     losses = [entry["loss"] for entry in curve]
     # The loss of the ratings alone is below 0.4 from the first epoch on.
@@ -188,7 +188,7 @@ def test_invalid_aspects_are_rejected(command, aspects, tmp_path, capsys):
     base = command[: command.index("--aspects")]
 
     def get_error(*options: object) -> str:
-        return refused(capsys, *base, "--run", tmp_path / "run", *options)
+        return run_rejected(capsys, *base, "--run", tmp_path / "run", *options)
 
     assert get_error("--aspects-texts", 30) == (
         "--aspects-texts needs --aspects FOLDER. Add it, or leave out --aspects-texts."

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.commands import ok, refused
-from helpers.serving import served
-from helpers.training import on_cpu, resumed
+from helpers.commands import run_json, run_rejected
+from helpers.serving import serve
+from helpers.training import cpu_accelerator, resume_training
 
 import llmcond
 from llmcond import plugins
@@ -37,24 +37,33 @@ FIRST, SECOND = "two men play in the park", "two dogs sit at the beach"
 
 
 @pytest.fixture(scope="module")
-def cross_run(tiny, small_rows, tmp_path_factory) -> Path:
+def cross_run(tiny_bert, small_rows, tmp_path_factory) -> Path:
     """A trained cross-encoder."""
     folder = tmp_path_factory.mktemp("cross")
     with (folder / "rows.csv").open("w", newline="") as stream:
         csv.writer(stream).writerows([("sentence1", "sentence2", "condition", "label")])
         csv.writer(stream).writerows(small_rows)
-    command = f"train-cross --model {tiny} --data {folder / 'rows.csv'} --run {folder / 'run'}"
+    command = f"train-cross --model {tiny_bert} --data {folder / 'rows.csv'} --run {folder / 'run'}"
     assert run([*command.split(), *PLAIN.split()]) == 0
     return folder / "run"
 
 
 @pytest.fixture
-def train(tiny, data, tmp_path, monkeypatch, capsys):
+def train(tiny_bert, data, tmp_path, monkeypatch, capsys):
     """Return a function that runs ``train-cross`` on small rows and returns its output."""
     monkeypatch.chdir(tmp_path)
 
-    def call(folder, *arguments, command=ok):
-        options = ["--model", tiny, "--data", data, "--run", folder, *PLAIN.split(), *arguments]
+    def call(folder, *arguments, command=run_json):
+        options = [
+            "--model",
+            tiny_bert,
+            "--data",
+            data,
+            "--run",
+            folder,
+            *PLAIN.split(),
+            *arguments,
+        ]
         return command(capsys, "train-cross", *options)
 
     return call
@@ -63,10 +72,10 @@ def train(tiny, data, tmp_path, monkeypatch, capsys):
 # -- training ----------------------------------------------------------------------------------
 
 
-def build_trainer(tiny, data, folder, orders="both", **settings):
+def build_trainer(tiny_bert, data, folder, orders="both", **settings):
     tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean", normalize=False)
-    trainable = load_trainable(resolve(str(tiny), options), tuning, seed=5)
+    trainable = load_trainable(resolve(str(tiny_bert), options), tuning, seed=5)
     splits = read_dataset(str(data)).splits
     rows, dev = (
         CrossInputs.from_rows(splits[s], orders, trainable.tokenizer) for s in ("train", "dev")
@@ -74,19 +83,19 @@ def build_trainer(tiny, data, folder, orders="both", **settings):
     start = float(rows.rating.mean())
     model = CrossModel(trainable.engine, RegressionSettings(), 5, start, METRICS["spearman"])
     state = TrainingState(folder, {"settings": tuning.to_json()})
-    return Trainer(model, rows, dev, tuning, on_cpu(), state)
+    return Trainer(model, rows, dev, tuning, cpu_accelerator(), state)
 
 
-def test_resumed_training_is_bit_equal_to_uninterrupted_training(tiny, data, tmp_path):
+def test_resumed_training_is_bit_equal_to_uninterrupted_training(tiny_bert, data, tmp_path):
     settings = {"epochs": 2, "adapter_dropout": 0.1, "gradient_accumulation_steps": 2}
-    uninterrupted = build_trainer(tiny, data, tmp_path / "whole", **settings)
+    uninterrupted = build_trainer(tiny_bert, data, tmp_path / "whole", **settings)
     uninterrupted.run(lambda *_: None)
     expected = {
         name: value.clone() for name, value in uninterrupted.model.trained_parameters().items()
     }
     for stop in (2, 5, 7):
-        resumed_trainer = resumed(
-            partial(build_trainer, tiny, data, tmp_path / str(stop), **settings), stop
+        resumed_trainer = resume_training(
+            partial(build_trainer, tiny_bert, data, tmp_path / str(stop), **settings), stop
         )
         assert resumed_trainer.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         resumed_trainer.run(lambda *_: None)
@@ -95,8 +104,8 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(tiny, data, tmp
             assert torch.equal(value, expected[name]), (stop, name)
 
 
-def test_loss_is_squared_error_of_randomly_ordered_pairs(tiny, data, tmp_path):
-    trainer = build_trainer(tiny, data, tmp_path)
+def test_loss_is_squared_error_of_randomly_ordered_pairs(tiny_bert, data, tmp_path):
+    trainer = build_trainer(tiny_bert, data, tmp_path)
     model, inputs = trainer.model.eval(), trainer._train
     rows = np.arange(12)
 
@@ -121,7 +130,7 @@ def test_same_seed_gives_same_weights(train, tmp_path):
     weights = [next((tmp_path / n).glob("heads/cross/*.safetensors")).read_bytes() for n in "abc"]
     assert weights[0] == weights[1] != weights[2]
     assert train("a", "--seed", 3) == first  # A finished training is not repeated.
-    assert "seed: 5, not 3" in train("a", "--seed", 5, command=refused)
+    assert "seed: 5, not 3" in train("a", "--seed", 5, command=run_rejected)
 
 
 def test_training_learns_interaction_of_sentence_and_condition(
@@ -160,12 +169,14 @@ def test_training_record_stores_configuration(cross_run):
 def test_recorded_scores_match_evaluate_and_similarity(cross_run, tmp_path, capsys):
     summary = json.loads((cross_run / "training.json").read_text())["summary"]
     for scores in summary["scores"]:
-        (row,) = ok(capsys, "evaluate", "--run", cross_run, "--split", scores["split"])["results"]
+        (row,) = run_json(capsys, "evaluate", "--run", cross_run, "--split", scores["split"])[
+            "results"
+        ]
         assert {**row, "seen": 0, "unseen": 0} == {**scores, "seen": 0, "unseen": 0}
     assert summary["scores"][0]["spearman"] == pytest.approx(summary["dev_spearman"], abs=1e-9)
 
     outputs = ["--predictions", tmp_path / "p.csv", "--report", tmp_path / "page.html"]
-    ok(capsys, "evaluate", "--run", cross_run, "--split", "dev", *outputs)
+    run_json(capsys, "evaluate", "--run", cross_run, "--split", "dev", *outputs)
     with (tmp_path / "p.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     columns = [[row[name] for row in rows] for name in ("sentence1", "sentence2", "condition")]
@@ -178,7 +189,7 @@ def test_server_offers_similarity_only(cross_run):
     texts = [FIRST, SECOND, "children walk"]
     model = load_model(ServedSource(run=cross_run, device="cpu"))
     request = {"sentence1": FIRST, "sentence2": texts, "condition": "the place"}
-    with served(model) as (client, _):
+    with serve(model) as (client, _):
         similarities = client.post("/v1/similarity", request).json["similarities"]
         assert client.get("/readyz").status == 200
         response = client.post("/v1/embeddings", {"input": texts, "condition": "the place"})
@@ -191,7 +202,7 @@ def test_server_offers_similarity_only(cross_run):
 
 def test_evaluate_scores_other_data(cross_run, write_rows, small_rows, capsys):
     rows = write_rows(small_rows[:20], "other.csv")
-    (row,) = ok(capsys, "evaluate", "--run", cross_run, "--data", rows)["results"]
+    (row,) = run_json(capsys, "evaluate", "--run", cross_run, "--data", rows)["results"]
     assert (row["n"], row["head"], row["prompt"], row["dim"]) == (20, "cross", "", None)
     assert run(["evaluate", "--run", str(cross_run), "--data", str(rows)]) == 0
     assert "cross" in capsys.readouterr().out
@@ -232,7 +243,7 @@ def test_truncation_keeps_condition(cross_run):
 
 def test_similarity_command_reports_head_and_orders(cross_run, capsys):
     arguments = ["similarity", FIRST, SECOND, "--condition", "the place", "--run", cross_run]
-    output = ok(capsys, *arguments)
+    output = run_json(capsys, *arguments)
     assert (output["head"], output["orders"]) == ("cross", "both")
     expected = llmcond.load_cross_encoder(cross_run).similarity(FIRST, SECOND, "the place")
     assert output["similarities"][0]["similarity"] == pytest.approx(expected, abs=1e-5)
@@ -273,9 +284,9 @@ def test_decoder_with_last_token_pooling_is_trained(train, tiny_checkpoint, tmp_
     assert batched[1] == pytest.approx(single, abs=1e-5)
 
 
-def test_train_cross_from_python(tiny, data, tmp_path):
+def test_train_cross_from_python(tiny_bert, data, tmp_path):
     trained = llmcond.train_cross(
-        model=str(tiny), data=data, run=tmp_path / "run", epochs=1, rank=2, dtype="float32"
+        model=str(tiny_bert), data=data, run=tmp_path / "run", epochs=1, rank=2, dtype="float32"
     )
     (result,) = llmcond.evaluate(run=trained.run)
     assert trained.metrics["spearman"].value == result.metrics["spearman"].value
@@ -297,11 +308,13 @@ NEEDS_EMBEDDINGS = {
 
 @pytest.mark.parametrize("command", NEEDS_EMBEDDINGS)
 def test_commands_that_need_embeddings_reject_cross_encoder(
-    cross_run, tiny, data, tmp_path, capsys, command
+    cross_run, tiny_bert, data, tmp_path, capsys, command
 ):
-    arguments = NEEDS_EMBEDDINGS[command].format(model=tiny, data=data, folder=tmp_path).split()
+    arguments = (
+        NEEDS_EMBEDDINGS[command].format(model=tiny_bert, data=data, folder=tmp_path).split()
+    )
     before = sorted(cross_run.rglob("*"))
-    message = refused(capsys, command, *arguments, "--run", cross_run)
+    message = run_rejected(capsys, command, *arguments, "--run", cross_run)
     assert "is a cross-encoder: it compares two texts and has no embeddings" in message
     assert "llmcond train-lora" in message
     assert sorted(cross_run.rglob("*")) == before
@@ -318,7 +331,7 @@ def test_cross_encoder_cannot_be_encoder_of_another_run(cross_run, data, tmp_pat
         "--run",
         tmp_path / "other",
     ]
-    assert "has no embeddings" in refused(capsys, *arguments)
+    assert "has no embeddings" in run_rejected(capsys, *arguments)
     assert not (tmp_path / "other").exists()
 
 
@@ -332,7 +345,7 @@ def test_python_loaders_of_embeddings_reject_cross_encoder(cross_run):
 def test_fit_head_rejects_regression_recipe(tmp_path, tiny_run, capsys):
     recipe = tmp_path / "own.toml"
     recipe.write_text('kind = "regression"\ndescription = "d"\nsource = "s"\n')
-    message = refused(capsys, "fit-head", "--head", recipe, "--run", tiny_run)
+    message = run_rejected(capsys, "fit-head", "--head", recipe, "--run", tiny_run)
     assert "llmcond train-cross" in message
 
 
@@ -356,26 +369,26 @@ def test_fit_head_rejects_regression_recipe(tmp_path, tiny_run, capsys):
     ],
 )
 def test_invalid_options_are_rejected_in_one_line(train, tmp_path, arguments, message):
-    assert message in train("bad", *arguments, command=refused)
+    assert message in train("bad", *arguments, command=run_rejected)
     assert not (tmp_path / "bad").exists()
 
 
 def test_data_without_ratings_is_rejected(train, write_rows, small_rows):
     write_rows([(*row[:3], -1) for row in small_rows])
-    assert "0 rated rows" in train("run", command=refused)
+    assert "0 rated rows" in train("run", command=run_rejected)
 
 
 def test_runs_of_another_kind_are_rejected(
-    train, tiny_run, cross_run, tmp_path, tiny, data, capsys
+    train, tiny_run, cross_run, tmp_path, tiny_bert, data, capsys
 ):
     shutil.copytree(tiny_run, tmp_path / "frozen")
-    assert "holds features of" in train("frozen", command=refused)
+    assert "holds features of" in train("frozen", command=run_rejected)
     with pytest.raises(UserError, match=r"holds no cross-encoder\. .*: llmcond train-cross"):
         llmcond.load_cross_encoder(tmp_path / "frozen")
     arguments = [
         "train-lora",
         "--model",
-        tiny,
+        tiny_bert,
         "--data",
         data,
         "--run",
@@ -383,20 +396,22 @@ def test_runs_of_another_kind_are_rejected(
         "--head",
         "none",
     ]
-    assert "holds a cross-encoder, which is a different kind of model" in refused(
+    assert "holds a cross-encoder, which is a different kind of model" in run_rejected(
         capsys, *arguments
     )
-    arguments = ["train-lora", "--model", tiny, "--data", data, "--run", tmp_path / "new"]
-    message = refused(capsys, *arguments, "--start", cross_run / "heads/cross")
+    arguments = ["train-lora", "--model", tiny_bert, "--data", data, "--run", tmp_path / "new"]
+    message = run_rejected(capsys, *arguments, "--start", cross_run / "heads/cross")
     assert "the head of a cross-encoder" in message
 
 
 @pytest.mark.parametrize("arguments", [["--head", "linear"], ["--prompt", "cond"]])
 def test_head_and_prompt_options_are_rejected(cross_run, capsys, arguments):
     command = ["similarity", FIRST, SECOND, "--condition", "the place", "--run", cross_run]
-    assert "neither heads nor prompts" in refused(capsys, *command, *arguments)
+    assert "neither heads nor prompts" in run_rejected(capsys, *command, *arguments)
     if arguments[0] == "--head":
-        assert "Leave out --head" in refused(capsys, "evaluate", "--run", cross_run, *arguments)
+        assert "Leave out --head" in run_rejected(
+            capsys, "evaluate", "--run", cross_run, *arguments
+        )
 
 
 ONE_SIDED = """
@@ -413,7 +428,7 @@ def test_one_sided_condition_requires_single_order(train, tmp_path, monkeypatch)
     monkeypatch.setattr(plugins, "_LOADED", [])
     (tmp_path / "own_task.py").write_text(ONE_SIDED)
     task = ("--task", "own_task.py:Answers")
-    assert "only its first text" in train("one", *task, command=refused)
+    assert "only its first text" in train("one", *task, command=run_rejected)
     assert train("one", *task, "--orders", "given")["orders"] == "given"
 
 
@@ -432,7 +447,7 @@ def test_similarity_rejects_invalid_texts(cross_run):
         llmcond.load_cross_encoder(cross_run, orders="any")
 
 
-def test_damaged_folder_is_reported(cross_run, tiny, tmp_path):
+def test_damaged_folder_is_reported(cross_run, tiny_bert, tmp_path):
     folder = Path(shutil.copytree(cross_run, tmp_path / "run"))
     head_path = next(folder.glob("heads/cross/*.safetensors"))
     head_bytes = head_path.read_bytes()
@@ -461,5 +476,5 @@ def test_last_stage_trains_on_dev(train, tmp_path, capsys):
     assert summary["trained_on"] == ["train", "dev"]
     assert summary["then"]["folds"]["folds"] == 2
     assert [scores["split"] for scores in summary["scores"]] == ["test"]
-    message = refused(capsys, "evaluate", "--run", "staged", "--split", "dev")
+    message = run_rejected(capsys, "evaluate", "--run", "staged", "--split", "dev")
     assert "was trained on dev" in message

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
-from helpers.training import resumed, stop_after, trainer_of
+from helpers.training import build_trainer, resume_training, stop_after
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -39,15 +39,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def train(tiny, data, tmp_path, monkeypatch, capsys):
+def train(tiny_bert, data, tmp_path, monkeypatch, capsys):
     """Return a function that runs ``train-lora`` on small rows and returns its output."""
     monkeypatch.chdir(tmp_path)
     defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
 
-    def call(folder, *arguments, command=ok):
+    def call(folder, *arguments, command=run_json):
         options = [*defaults.split(), *arguments]
         return command(
-            capsys, "train-lora", "--model", tiny, "--data", data, "--run", folder, *options
+            capsys, "train-lora", "--model", tiny_bert, "--data", data, "--run", folder, *options
         )
 
     return call
@@ -119,7 +119,7 @@ def test_training_settings_of_bundled_recipes_are_valid(name):
 
 @pytest.mark.parametrize(("ema_decay", "first_stop"), [(0.0, 1), (0.9, 2)])
 def test_resumed_training_is_bit_equal_to_uninterrupted_training(
-    tiny, data, tmp_path, ema_decay, first_stop
+    tiny_bert, data, tmp_path, ema_decay, first_stop
 ):
     settings = {
         "epochs": 2,
@@ -127,7 +127,7 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
         "adapter_dropout": 0.1,
         "gradient_accumulation_steps": 2,
     }
-    uninterrupted = trainer_of(tiny, data, tmp_path / "whole", **settings)
+    uninterrupted = build_trainer(tiny_bert, data, tmp_path / "whole", **settings)
     uninterrupted.run(lambda *_: None)
     expected = {
         name: value.clone() for name, value in uninterrupted.model.trained_parameters().items()
@@ -136,7 +136,9 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
 
     for stop in range(first_stop, uninterrupted.steps + 1, 2):
         folder = tmp_path / str(stop)
-        resumed_trainer = resumed(partial(trainer_of, tiny, data, folder, **settings), stop)
+        resumed_trainer = resume_training(
+            partial(build_trainer, tiny_bert, data, folder, **settings), stop
+        )
         assert resumed_trainer.progress.step == max(s for s in (0, 3, 4, 6) if s < stop)
         resumed_trainer.run(lambda *_: None)
         assert resumed_trainer.progress.curve == uninterrupted.progress.curve
@@ -145,12 +147,17 @@ def test_resumed_training_is_bit_equal_to_uninterrupted_training(
         assert digest_file(folder / BEST) == digest_file(tmp_path / "whole" / BEST)
 
 
-def test_dropout_and_order_follow_seed(tiny, data, tmp_path):
+def test_dropout_and_order_follow_seed(tiny_bert, data, tmp_path):
     losses = []
     for name, dropout in (("a", 0.0), ("b", 0.0), ("c", 0.5)):
         seen = []
-        trainer = trainer_of(
-            tiny, data, tmp_path / name, epochs=1, adapter_dropout=dropout, encoder_dropout=False
+        trainer = build_trainer(
+            tiny_bert,
+            data,
+            tmp_path / name,
+            epochs=1,
+            adapter_dropout=dropout,
+            encoder_dropout=False,
         )
         trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
         losses.append(seen)
@@ -160,11 +167,11 @@ def test_dropout_and_order_follow_seed(tiny, data, tmp_path):
     assert losses[0][1:] != losses[2][1:]
 
 
-def test_gradient_accumulation_does_not_change_parameters(tiny, data, tmp_path):
+def test_gradient_accumulation_does_not_change_parameters(tiny_bert, data, tmp_path):
     parameters = []
     for accumulation_steps in (1, 2, 4):
-        trainer = trainer_of(
-            tiny,
+        trainer = build_trainer(
+            tiny_bert,
             data,
             tmp_path / str(accumulation_steps),
             epochs=1,
@@ -181,8 +188,8 @@ def test_gradient_accumulation_does_not_change_parameters(tiny, data, tmp_path):
             torch.testing.assert_close(value, other[name], rtol=1e-3, atol=2e-5)
 
 
-def test_killed_training_resumes_bit_equal(tiny, data, tmp_path):
-    command = ["train-lora", "--model", tiny, "--data", data, "--head", "mlp", "--dim", "8"]
+def test_killed_training_resumes_bit_equal(tiny_bert, data, tmp_path):
+    command = ["train-lora", "--model", tiny_bert, "--data", data, "--head", "mlp", "--dim", "8"]
     command += "--epochs 5 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
     command += ["--early-stopping-patience", "99"]
 
@@ -210,18 +217,18 @@ def test_killed_training_resumes_bit_equal(tiny, data, tmp_path):
 
 def test_changed_settings_are_each_named(train, tmp_path):
     train("tuned", "--head", "linear", "--dim", "8")
-    message = train("tuned", "--head", "linear", "--dim", "16", "--seed", "1", command=refused)
+    message = train("tuned", "--head", "linear", "--dim", "16", "--seed", "1", command=run_rejected)
     assert "head.dim: 16, not 8" in message
     assert "seed: 1, not 0" in message
     assert "--run" in message
 
 
-def test_unfinished_training_rejects_changed_settings(tiny, data, tmp_path):
-    stop_after(trainer_of(tiny, data, tmp_path / "t", epochs=2), 4)
+def test_unfinished_training_rejects_changed_settings(tiny_bert, data, tmp_path):
+    stop_after(build_trainer(tiny_bert, data, tmp_path / "t", epochs=2), 4)
     with pytest.raises(
         UserError, match=r"settings\.epochs: 3, not 2; settings\.ema_decay: 0\.9, not 0"
     ):
-        trainer_of(tiny, data, tmp_path / "t", epochs=3, ema_decay=0.9)
+        build_trainer(tiny_bert, data, tmp_path / "t", epochs=3, ema_decay=0.9)
 
 
 def test_differences_name_nested_and_missing_keys():
@@ -238,14 +245,16 @@ def test_differences_name_nested_and_missing_keys():
 
 
 @pytest.fixture(scope="module")
-def tuned(tiny, small_rows, tmp_path_factory) -> Path:
+def tuned(tiny_bert, small_rows, tmp_path_factory) -> Path:
     """A trained run, with LoRA under an MLP head."""
     folder = tmp_path_factory.mktemp("tuned")
     data = folder / "rows.csv"
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in small_rows]
     data.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    command = f"train-lora --model {tiny} --data {data} --run {folder / 'run'} --head mlp --dim 8 "
+    command = (
+        f"train-lora --model {tiny_bert} --data {data} --run {folder / 'run'} --head mlp --dim 8 "
+    )
     command += "--pooling cls --dtype float32 --epochs 3 --batch-size 8 --rank 4 --set dropout=0"
     assert run(command.split()) == 0
     return folder / "run"
@@ -260,7 +269,9 @@ def test_moved_run_works_without_data(tuned, tmp_path, capsys):
     embedder = llmcond.load_embedder(moved)
     assert embedder.encoder.identity.pooling == "cls"
     np.testing.assert_array_equal(embedder.similarity(first, second, "the place"), expected)
-    output = ok(capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved)
+    output = run_json(
+        capsys, "similarity", *first, *second, "--condition", "the place", "--run", moved
+    )
     assert output["similarities"][0]["similarity"] == pytest.approx(float(expected[0]), abs=1e-5)
     assert output["head"] == "mlp@concat-sent-cond+c"
 
@@ -299,7 +310,9 @@ def test_recorded_scores_match_evaluate(tuned, capsys):
     record = json.loads((tuned / "training.json").read_text())
     for scores in record["summary"]["scores"]:
         name, split = scores["name"], scores["split"]
-        rows = ok(capsys, "evaluate", "--run", tuned, "--head", name, "--split", split)["results"]
+        rows = run_json(capsys, "evaluate", "--run", tuned, "--head", name, "--split", split)[
+            "results"
+        ]
         assert next(row for row in rows if row["name"] == name) == scores
     dev = next(scores for scores in record["summary"]["scores"] if scores["split"] == "dev")
     # The features are stored in float16 and encoded in other batches.
@@ -309,7 +322,7 @@ def test_recorded_scores_match_evaluate(tuned, capsys):
 def test_tuned_run_can_be_encoder_of_another_run(tuned, data, tmp_path, capsys):
     other = tmp_path / "other"
     arguments = ["--model", tuned, "--data", data, "--run", other, "--dtype", "float32"]
-    summary = ok(capsys, "extract", *arguments)
+    summary = run_json(capsys, "extract", *arguments)
     encoder_record = json.loads((tuned / "run.json").read_text())["encoder"]
     assert summary["fingerprint"] == encoder_record["fingerprint"]
     base = llmcond.load_encoder(
@@ -317,21 +330,21 @@ def test_tuned_run_can_be_encoder_of_another_run(tuned, data, tmp_path, capsys):
     )
     assert base.identity.fingerprint != encoder_record["fingerprint"]
     arguments = ["--head", "linear", "--dim", "8", "--run", other, "--set", "epochs=2"]
-    assert ok(capsys, "fit-head", *arguments)["dim_in"] == 32
+    assert run_json(capsys, "fit-head", *arguments)["dim_in"] == 32
 
 
-def test_peft_loads_adapter(tuned, tiny):
+def test_peft_loads_adapter(tuned, tiny_bert):
     from peft import PeftModel
 
     text = llmcond.EncoderInput(instruction="", text="two men play in the park")
     ours = llmcond.load_encoder(tuned, dtype="float32").encode([text])[0]
     peft = PeftModel.from_pretrained(
-        AutoModel.from_pretrained(tiny, add_pooling_layer=False), tuned
+        AutoModel.from_pretrained(tiny_bert, add_pooling_layer=False), tuned
     ).eval()
-    base = AutoModel.from_pretrained(tiny, add_pooling_layer=False).eval()
+    base = AutoModel.from_pretrained(tiny_bert, add_pooling_layer=False).eval()
     from transformers import AutoTokenizer
 
-    tokens = AutoTokenizer.from_pretrained(tiny)([text.text], return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(tiny_bert)([text.text], return_tensors="pt")
     with torch.no_grad():
         theirs, untrained = (
             torch.nn.functional.normalize(model(**tokens).last_hidden_state[:, 0])[0].numpy()
@@ -357,11 +370,11 @@ def test_merged_and_unmerged_adapters_give_same_vectors(train, tuned, data, tmp_
 
 
 @pytest.mark.parametrize("options", [["--merge"], ["--rank", "full"]])
-def test_only_links_within_checkpoint_are_copied(train, tiny, data, tmp_path, capsys, options):
-    secret, model = tmp_path / "id_rsa", Path(shutil.copytree(tiny, tmp_path / "model"))
+def test_only_links_within_checkpoint_are_copied(train, tiny_bert, data, tmp_path, capsys, options):
+    secret, model = tmp_path / "id_rsa", Path(shutil.copytree(tiny_bert, tmp_path / "model"))
     secret.write_text("a secret")
     (model / "x.model").symlink_to(secret)
-    message = train("run", *options, "--model", model, "--head", "linear", command=refused)
+    message = train("run", *options, "--model", model, "--head", "linear", command=run_rejected)
     assert f"{model / 'x.model'} is a link to {secret}" in message
     assert not list((tmp_path / "run").rglob("*.model"))
     (model / "x.model").unlink()
@@ -371,9 +384,9 @@ def test_only_links_within_checkpoint_are_copied(train, tiny, data, tmp_path, ca
     assert (tmp_path / "run" / "vocab.txt").read_text() == "of this folder"
 
 
-def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
+def test_full_fine_tuning_changes_every_weight(train, tiny_bert, tmp_path):
     summary = train("full", "--head", "none", "--rank", "full")
-    before = load_file(tiny / "model.safetensors")
+    before = load_file(tiny_bert / "model.safetensors")
     after = load_file(tmp_path / "full" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -385,10 +398,10 @@ def test_full_fine_tuning_changes_every_weight(train, tiny, tmp_path):
 
 @pytest.mark.parametrize("rank", ["2", "full"])
 def test_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsys, rank):
-    checkpoint = checkpoints.make("gemma", tmp_path / "gemma").folder
+    checkpoint = checkpoints.build_checkpoint("gemma", tmp_path / "gemma").folder
     checkpoints.change_json(checkpoint / "tokenizer_config.json", pad_token="[NEWPAD]")
     options = "--dtype bfloat16 --epochs 1 --head none --prompt concat-sent-cond"
-    result = ok(
+    result = run_json(
         capsys, "train-lora", "--model", checkpoint, "--data", data, "--run", tmp_path / "run",
         "--rank", rank, *options.split(),
     )  # fmt: skip
@@ -398,21 +411,23 @@ def test_encoder_with_dense_layers_is_trained_in_16_bit(data, tmp_path, capsys, 
 
 
 @pytest.mark.parametrize("options", ["", "--router csr --router-layers 2"])
-def test_routed_inputs_are_trained_in_16_bit(tiny, data, tmp_path, capsys, options):
+def test_routed_inputs_are_trained_in_16_bit(tiny_bert, data, tmp_path, capsys, options):
     base_options = "--pooling mean --dtype bfloat16 --epochs 1 --head none --prompt routed"
-    result = ok(
-        capsys, "train-lora", "--model", tiny, "--data", data, "--run", tmp_path / "run",
+    result = run_json(
+        capsys, "train-lora", "--model", tiny_bert, "--data", data, "--run", tmp_path / "run",
         *base_options.split(), *options.split(),
     )  # fmt: skip
     assert result["dev_spearman"] == pytest.approx(result["scores"][0]["spearman"], abs=0.05)
 
 
-def test_training_starts_from_head_fitted_on_frozen_features(train, tiny, data, capsys, tmp_path):
+def test_training_starts_from_head_fitted_on_frozen_features(
+    train, tiny_bert, data, capsys, tmp_path
+):
     settings = ["--pooling", "mean", "--normalize", "--dtype", "float32"]
     settings += ["--prompt", "concat-sent-cond"]
-    ok(capsys, "extract", "--model", tiny, "--data", data, "--run", "frozen", *settings)
+    run_json(capsys, "extract", "--model", tiny_bert, "--data", data, "--run", "frozen", *settings)
     options = "--head mlp --dim 8 --run frozen --set dropout=0 epochs=60"
-    fitted = ok(capsys, "fit-head", *options.split())
+    fitted = run_json(capsys, "fit-head", *options.split())
     arguments = ("--start", fitted["folder"], "--learning-rate", "1e-9")
     arguments += ("--set", "learning_rate=1e-9")
     summary = train("tuned", *arguments)
@@ -420,10 +435,10 @@ def test_training_starts_from_head_fitted_on_frozen_features(train, tiny, data, 
     assert summary["head"] == "mlp@concat-sent-cond"
     dev = next(scores for scores in summary["scores"] if scores["split"] == "dev")
     assert dev["spearman"] == pytest.approx(fitted["dev_spearman"], abs=0.02)
-    message = train("other", *arguments, "--dim", "4", command=refused)
+    message = train("other", *arguments, "--dim", "4", command=run_rejected)
     assert "--start" in message
     (tmp_path / "frozen" / "heads").rename(tmp_path / "gone")
-    assert "does not exist" in train("third", *arguments, command=refused)
+    assert "does not exist" in train("third", *arguments, command=run_rejected)
 
 
 CUSTOM_HEAD = """
@@ -475,7 +490,7 @@ def test_template_with_extra_column_is_trained_on(train, write_rows, small_rows,
         '[unconditional]\ntext = "{condition}"\n'
     )
     arguments = ("--head", "none", "--prompt", tmp_path / "noted.toml")
-    assert "note" in train("without", *arguments, command=refused)
+    assert "note" in train("without", *arguments, command=run_rejected)
     header = "sentence1,sentence2,condition,label,note"
     write_rows([(*row, "children") for row in small_rows], data.name, header)
     summary = train("noted", *arguments)
@@ -532,26 +547,26 @@ def test_training_record_and_card_store_configuration(tuned):
     ],
 )
 def test_invalid_options_are_rejected_in_one_line(train, tmp_path, arguments, message):
-    assert message in train("bad", *arguments, command=refused)
+    assert message in train("bad", *arguments, command=run_rejected)
     assert not (tmp_path / "bad").exists()
 
 
-def test_data_without_ratings_is_rejected(tiny, write_rows, small_rows, capsys, tmp_path):
+def test_data_without_ratings_is_rejected(tiny_bert, write_rows, small_rows, capsys, tmp_path):
     data = write_rows([(*row[:3], -1) for row in small_rows])
-    arguments = ["--model", tiny, "--data", data, "--run", tmp_path / "r", "--head", "none"]
-    message = refused(capsys, "train-lora", *arguments)
+    arguments = ["--model", tiny_bert, "--data", data, "--run", tmp_path / "r", "--head", "none"]
+    message = run_rejected(capsys, "train-lora", *arguments)
     assert "0 rated rows" in message
     assert "rows.csv" in message
 
 
 def test_training_does_not_overwrite_frozen_run(train, tiny_run, tmp_path):
     shutil.copytree(tiny_run, tmp_path / "frozen")
-    assert "frozen" in train("frozen", "--head", "none", command=refused)
+    assert "frozen" in train("frozen", "--head", "none", command=run_rejected)
 
 
 def test_training_adapter_on_adapter_is_rejected(tuned, data, capsys, tmp_path):
     arguments = ["--model", tuned, "--data", data, "--run", tmp_path / "r", "--head", "none"]
-    message = refused(capsys, "train-lora", *arguments)
+    message = run_rejected(capsys, "train-lora", *arguments)
     assert "--merge" in message
 
 
@@ -570,7 +585,7 @@ def test_non_finite_loss_stops_training_and_keeps_checkpoint(train, tmp_path):
         "--checkpoint-steps",
         "1",
     )
-    message = train("wild", *arguments, command=refused)
+    message = train("wild", *arguments, command=run_rejected)
     assert "became" in message
     assert "step 2 of" in message
     assert "the last checkpoint is in wild/training" in message
@@ -592,11 +607,11 @@ def limit_files_from_step_4():
     TrainingState.save = save_with_limit
 
 
-def test_full_disk_keeps_previous_checkpoint(tiny, data, tmp_path):
+def test_full_disk_keeps_previous_checkpoint(tiny_bert, data, tmp_path):
     """A limit on the file size stands in for a full disk, because the same write fails."""
-    arguments = f"train-lora --model {tiny} --data {data} --run {tmp_path / 'r'} --head none"
+    arguments = f"train-lora --model {tiny_bert} --data {data} --run {tmp_path / 'r'} --head none"
     arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 2 --rank 8"
-    limited = Command(tmp_path / "printed", arguments.split(), first=limit_files_from_step_4)
+    limited = Command(tmp_path / "printed", arguments.split(), setup=limit_files_from_step_4)
     status, _, log = limited.finish()
     assert status == 2, log
     assert "the disk is full" in log
@@ -607,21 +622,21 @@ def test_full_disk_keeps_previous_checkpoint(tiny, data, tmp_path):
     assert "from step 2" in log
 
 
-def test_damaged_checkpoint_is_reported(tiny, data, tmp_path):
-    trainer = trainer_of(tiny, data, tmp_path / "t", epochs=1)
+def test_damaged_checkpoint_is_reported(tiny_bert, data, tmp_path):
+    trainer = build_trainer(tiny_bert, data, tmp_path / "t", epochs=1)
     trainer.run(lambda *_: None)
     path = tmp_path / "t" / STATE
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(llmcond.LlmcondError, match="start again"):
-        trainer_of(tiny, data, tmp_path / "t", epochs=1)
+        build_trainer(tiny_bert, data, tmp_path / "t", epochs=1)
 
 
 # -- several processes -------------------------------------------------------------------------
 
 
-def test_two_processes_match_two_accumulation_steps(tiny, data, tmp_path):
+def test_two_processes_match_two_accumulation_steps(tiny_bert, data, tmp_path):
     """Each of two processes takes its share of every step, and pairs stay together."""
-    arguments = f"train-lora --model {tiny} --data {data} --head hypernet --dim 8 --epochs 2"
+    arguments = f"train-lora --model {tiny_bert} --data {data} --head hypernet --dim 8 --epochs 2"
     arguments += " --set rank=2 info_nce=1 dropout=0 --no-encoder-dropout --batch-size 16 --rank 4"
     arguments += " --pooling mean --dtype float32 --json"
     with socket.socket() as probe:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, Case, mix
+from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, Case, sample_inputs
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModel
@@ -40,12 +40,12 @@ FULL = {"rank": 0, "encoder_dropout": False}
 #: Cases for bitsandbytes, which quantises in blocks of 64. The other cases are too narrow.
 QUANTISED = {
     "e5-mistral": replace(CASES["e5-mistral"], kind="wide-mistral"),
-    "simcse-bert": replace(CASES["simcse-bert"], made={"hidden": 64}),
+    "simcse-bert": replace(CASES["simcse-bert"], checkpoint_options={"hidden": 64}),
     "nv-embed": CASES["nv-embed"],
 }
 #: A BERT that reads pairs, which SimCSE's default pooling does not accept.
 PAIRS = Case("simcse-bert", options={"pooling": "mean"})
-SHARING = [name for name, case in CASES.items() if case.shares]
+SHARING = [name for name, case in CASES.items() if case.shares_prefixes]
 #: One case per architecture, for tests in which pooling and settings make no difference.
 ARCHITECTURES = ["sfr", "gte-qwen2", "qwen3", "gemma-wider", "e5-xlm-r", "simcse-roberta"]
 ARCHITECTURES += ["simcse-bert", "nv-embed", "nv-embed-unfolded"]
@@ -80,13 +80,15 @@ def make(tmp_path_factory):
     folders = {}
 
     def build(case):
-        key = case.kind, *case.made.items(), *case.config.items()
+        key = case.kind, *case.checkpoint_options.items(), *case.config.items()
         if key not in folders:
             path, kind = tmp_path_factory.mktemp("made") / "model", case.kind.removeprefix("wide-")
             with pytest.MonkeyPatch.context() as patch:
                 if kind != case.kind:
                     patch.setattr(checkpoints, "HIDDEN", 64)
-                folders[key] = checkpoints.make(kind, path, **case.made).folder
+                folders[key] = checkpoints.build_checkpoint(
+                    kind, path, **case.checkpoint_options
+                ).folder
             checkpoints.change_json(path / "config.json", **case.config)
         return folders[key]
 
@@ -192,10 +194,10 @@ def inputs_of_every_length(trainable, typed=False):
 def test_packed_rows_match_gradients_of_padded_rows(name, prepare):
     trainable, case = prepare(name), CASES[name]
     assert trainable.engine.packs == (case.window > 0)
-    assert trainable.engine.shares_prefixes == case.shares
+    assert trainable.engine.shares_prefixes == case.shares_prefixes
     perturb_weights(trainable)
     full_budget = trainable.engine.budget
-    mixed = trainable.tokenizer(mix(trainable.resolved, 3))
+    mixed = trainable.tokenizer(sample_inputs(trainable.resolved, 3))
     for rows, budget in ((inputs_of_every_length(trainable), 150), (mixed, 100_000)):
         trainable.engine.budget = budget
         packed = plan_packing(trainable.engine, rows)[1]
@@ -776,7 +778,7 @@ def has_changed(trainable, items, expected):
 def test_saved_adapter_gives_vectors_of_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
     train_briefly(trainable)
-    items = mix(trainable.resolved, 5, n_inputs=15)
+    items = sample_inputs(trainable.resolved, 5, n_inputs=15)
     expected = compute_vectors(trainable, items)
     encoder = save_and_load(trainable, tmp_path / "out")
     assert not (tmp_path / "out" / "model.safetensors").exists()
@@ -795,7 +797,7 @@ def test_saved_adapter_gives_vectors_of_trained_network(name, prepare, tmp_path)
 def test_merged_adapter_gives_vectors_of_trained_network(name, prepare, tmp_path):
     trainable = prepare(name)
     train_briefly(trainable)
-    items = mix(trainable.resolved, 6, n_inputs=15)
+    items = sample_inputs(trainable.resolved, 6, n_inputs=15)
     expected = compute_vectors(trainable, items)
     encoder = save_and_load(trainable, tmp_path / "out", merge=True)
     assert not [
@@ -826,7 +828,7 @@ def assert_transformers_loads(trainable, folder):
 def test_fully_trained_encoder_gives_same_vectors_after_loading(name, prepare, tmp_path):
     trainable = prepare(name, **FULL)
     train_briefly(trainable)
-    items = mix(trainable.resolved, 7, n_inputs=15)
+    items = sample_inputs(trainable.resolved, 7, n_inputs=15)
     expected = compute_vectors(trainable, items)
     encoder = save_and_load(trainable, tmp_path / "out")
     # NV-Embed's latents are trained as they are, and folded when they are loaded.
@@ -860,7 +862,7 @@ def test_adapter_trained_on_4_bit_weights_is_loaded_again(prepare, name, tmp_pat
     bits = pytest.importorskip("bitsandbytes")
     trainable = prepare(QUANTISED[name], quantize="4bit")
     train_briefly(trainable)
-    items = mix(trainable.resolved, 8, n_inputs=15)
+    items = sample_inputs(trainable.resolved, 8, n_inputs=15)
     expected = compute_vectors(trainable, items)
     assert has_changed(trainable, items, expected)
     encoder = save_and_load(trainable, tmp_path / "out", quantize="4bit")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
@@ -100,7 +100,7 @@ def test_stage_stopped_in_any_training_resumes_bit_equal(
             run([*command, "--run", str(folder)])
     assert (folder / "training" / "then" / STATE).is_file()
     # The same training cannot resume with a different stage than the one that was begun.
-    message = refused(capsys, *command, "--then-weight", 3, "--run", folder)
+    message = run_rejected(capsys, *command, "--then-weight", 3, "--run", folder)
     assert "training/fold-0 holds a training that was begun with other settings" in message
     assert "then.then_weight: 3, not 2" in message
     assert run([*command, "--run", str(folder)]) == 0
@@ -163,11 +163,13 @@ def test_records_and_card_state_training_on_dev(staged):
 
 def test_dev_is_not_used_for_scores_or_selection(staged, tmp_path, capsys):
     folder = shutil.copytree(staged, tmp_path / "run")
-    assert {row["split"] for row in ok(capsys, "evaluate", "--run", folder)["results"]} == {"test"}
-    message = refused(capsys, "evaluate", "--run", folder, "--split", "dev")
+    assert {row["split"] for row in run_json(capsys, "evaluate", "--run", folder)["results"]} == {
+        "test"
+    }
+    message = run_rejected(capsys, "evaluate", "--run", folder, "--split", "dev")
     assert "was trained on dev" in message
     options = "--head linear --dim 4 --set epochs=3"
-    summary = ok(capsys, "fit-head", "--run", folder, *options.split())
+    summary = run_json(capsys, "fit-head", "--run", folder, *options.split())
     assert (summary["n_dev"], summary["dev_spearman"], summary["selected_on"]) == (0, None, None)
     assert summary["best_epoch"] == 3
 
@@ -175,21 +177,21 @@ def test_dev_is_not_used_for_scores_or_selection(staged, tmp_path, capsys):
 def test_encoder_is_not_scored_on_dev_in_another_run(command, staged, tmp_path, capsys):
     data = command[command.index("--data") + 1]
     args = ["--model", staged, "--data", data, "--run", tmp_path / "other", "--dtype", "float32"]
-    ok(capsys, "extract", *args)
-    assert "was trained on dev" in refused(
+    run_json(capsys, "extract", *args)
+    assert "was trained on dev" in run_rejected(
         capsys, "evaluate", "--run", tmp_path / "other", "--split", "dev"
     )
     with Path(data).open() as lines:
         (tmp_path / "rows.csv").write_text("".join(list(lines)[:-4]))
     args[3], args[5] = tmp_path / "rows.csv", tmp_path / "third"
-    ok(capsys, "extract", *args)
-    ok(capsys, "evaluate", "--run", tmp_path / "third", "--split", "dev")
+    run_json(capsys, "extract", *args)
+    run_json(capsys, "evaluate", "--run", tmp_path / "third", "--split", "dev")
 
 
 def test_changed_stage_settings_are_rejected(command, staged, capsys):
-    message = refused(capsys, *command, "--then-epochs", 2, "--run", staged)
+    message = run_rejected(capsys, *command, "--then-epochs", 2, "--run", staged)
     assert "then.then_epochs: 2, not 1" in message
-    message = refused(capsys, *command[: command.index("--then")], "--run", staged)
+    message = run_rejected(capsys, *command[: command.index("--then")], "--run", staged)
     assert "then" in message
 
 
@@ -208,7 +210,9 @@ def test_changed_stage_settings_are_rejected(command, staged, capsys):
 )
 def test_invalid_options_are_rejected_in_one_line(command, tmp_path, capsys, options, message):
     base_command = command[: command.index("--then")]
-    assert message in refused(capsys, *base_command, *options.split(), "--run", tmp_path / "bad")
+    assert message in run_rejected(
+        capsys, *base_command, *options.split(), "--run", tmp_path / "bad"
+    )
     assert not (tmp_path / "bad").exists()
 
 

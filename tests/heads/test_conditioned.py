@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, recipe
+from helpers.heads import fit, make_recipe
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -299,7 +299,7 @@ def adapt_settings(kind, values, batch, generator):
         batch = batch._replace(
             condition=random((len(batch.condition), batch.x.shape[1]), generator)
         )
-    return recipe(kind, **values).settings, batch
+    return make_recipe(kind, **values).settings, batch
 
 
 @settings(deadline=None, max_examples=60)
@@ -356,7 +356,7 @@ def test_hypernetwork_with_one_frequent_condition_equals_its_equation(rank, mask
     generator = torch.Generator().manual_seed(0)
     which = torch.tensor([3] * 120 + [0, 1, 2, 4, 4])[torch.randperm(125, generator=generator)]
     batch = Batch(random((125, 3), generator), random((5, 2), generator), which)
-    head_settings = recipe("hypernet", dim=2, rank=rank, masks=masks).settings
+    head_settings = make_recipe("hypernet", dim=2, rank=rank, masks=masks).settings
     assert_equals_equations("hypernet", head_settings, batch, generator)
 
 
@@ -448,7 +448,7 @@ def test_bfloat16_products_are_close_and_returned_in_weight_dtype():
     )
     for kind in FAMILIES:
         values = {**SIZES[kind], **({"activation": "none"} if kind == "mlp" else {})}
-        head_settings = recipe(kind, **values).settings
+        head_settings = make_recipe(kind, **values).settings
         module = create_module(kind, head_settings, 40, 30, generator).float()
         exact = module(*batch)
         module.in_bfloat16 = True
@@ -601,7 +601,9 @@ def test_hypernetwork_generates_matrices_in_blocks_at_inference(
     generator = torch.Generator().manual_seed(0)
     which = torch.cat([torch.arange(23), torch.randint(23, (40,), generator=generator)])
     batch = Batch(random((63, 4), generator), random((25, 3), generator), which)
-    head_settings = recipe("hypernet", dim=3, rank=rank, transform=transform, masks=masks).settings
+    head_settings = make_recipe(
+        "hypernet", dim=3, rank=rank, transform=transform, masks=masks
+    ).settings
     module = create_module("hypernet", head_settings, 4, 3, generator)
     expected = module(*batch)
     block_sizes = []
@@ -670,7 +672,7 @@ def test_low_rank_hypernetwork_and_ablation_have_equal_size():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_missing_conditions_are_refused(heads, name):
+def test_missing_conditions_are_rejected(heads, name):
     with pytest.raises(UserError, match=rf"needs the features of each condition.*\(n, {DIM_C}\)"):
         heads[name].transform(make_pairs().first)
     kind, changes = VARIANTS[name]
@@ -679,7 +681,7 @@ def test_missing_conditions_are_refused(heads, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_features_and_conditions_of_wrong_size_are_refused(heads, name):
+def test_features_and_conditions_of_wrong_size_are_rejected(heads, name):
     pairs = make_pairs(dim=DIM + 1, dim_c=DIM_C + 1)
     with pytest.raises(UserError, match=f"features have {DIM + 1} dim.* fitted on {DIM}"):
         heads[name].transform(pairs.first, pairs.condition)
@@ -687,7 +689,7 @@ def test_features_and_conditions_of_wrong_size_are_refused(heads, name):
         heads[name].transform(pairs.first[:, :DIM], pairs.condition)
 
 
-def test_head_without_conditions_refuses_conditions():
+def test_head_without_conditions_rejects_conditions():
     pairs = make_pairs()
     head = fit("linear", pairs, **SHORT, dim=3)
     with pytest.raises(UserError, match=f"conditions have {DIM_C} dim.* linear head .* on none"):
@@ -697,14 +699,14 @@ def test_head_without_conditions_refuses_conditions():
 
 
 @pytest.mark.parametrize("n", [2, 9, 11])
-def test_wrong_number_of_conditions_is_refused(heads, n):
+def test_wrong_number_of_conditions_is_rejected(heads, n):
     pairs = make_pairs(20)
     with pytest.raises(UserError, match="condition"):
         heads["concat"].transform(pairs.first[:10], pairs.condition[:n])
 
 
 @pytest.mark.parametrize(("dim", "rank", "max_rank"), [(3, 4, 3), (6, 7, 6), (4, 5, 4)])
-def test_rank_above_dimension_is_refused(dim, rank, max_rank):
+def test_rank_above_dimension_is_rejected(dim, rank, max_rank):
     with pytest.raises(
         UserError, match=rf"rank is {rank}, but a {DIM} x {dim} matrix .* most {max_rank}"
     ):
@@ -742,7 +744,7 @@ def make_large_pairs():
     return PairArrays(first, zeros, np.array([0, 1, 0.5, 1]), zeros)
 
 
-def test_hypernetwork_beyond_memory_is_refused_with_its_size():
+def test_hypernetwork_beyond_memory_is_rejected_with_its_size():
     message = (
         rf"{4_096**3:,} parameters\. .* needs 1,280\.0 GiB, .* GiB are free.*its dim, or its rank"
     )
@@ -791,9 +793,9 @@ def test_memory_check_counts_gradients_and_moments(monkeypatch):
         ("mlp", {"activation": "sine"}, "'activation' is 'sine'"),
     ],
 )
-def test_invalid_settings_are_refused(kind, changes, message):
+def test_invalid_settings_are_rejected(kind, changes, message):
     with pytest.raises(UserError, match=message):
-        recipe(kind, **changes)
+        make_recipe(kind, **changes)
 
 
 # -- matrices of the hypernetwork --------------------------------------------------------------

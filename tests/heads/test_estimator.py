@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import sklearn
-from helpers.heads import quiet, tensors
+from helpers.heads import ignore_progress, tensors
 from joblib.externals.loky import get_reusable_executor
 from scipy.stats import spearmanr
 from sklearn.base import clone, is_regressor
@@ -94,7 +94,7 @@ def fit_directly(name, X, y, pair=None, seed=0, **settings):
     first, second, condition = split_columns(X)
     condition = condition if condition.shape[1] else None
     pairs = PairArrays(first, second, (y - y.min()) / np.ptp(y), condition, pair)
-    return fit_recipe(recipe.with_settings(settings, "test"), pairs, None, seed, quiet)
+    return fit_recipe(recipe.with_settings(settings, "test"), pairs, None, seed, ignore_progress)
 
 
 # -- scikit-learn's own checks -----------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_rows_of_pair_need_not_be_adjacent(data):
     assert tensors(heads[0].head_) == tensors(heads[1].head_)
 
 
-def test_contrastive_objective_without_pairs_is_refused(data):
+def test_contrastive_objective_without_pairs_is_rejected(data):
     with pytest.raises(ValueError, match=r"no pairs were given\. .* as pair="):
         Head("linear", settings=CONTRAST).fit(*data)
 
@@ -344,7 +344,7 @@ def test_cross_validation_splits_pairs_with_rows(data, routed):
 
 
 @pytest.mark.parametrize("routed", [False, True])
-def test_sample_weights_are_refused(data, routed):
+def test_sample_weights_are_rejected(data, routed):
     weights = np.ones(ROWS)
     with sklearn.config_context(enable_metadata_routing=routed):
         with pytest.raises(TypeError, match="sample_weight"):
@@ -377,13 +377,13 @@ def test_embed_transforms_either_sentence(conditioned, name):
         ("hadamard", np.zeros((3, DIM)), np.zeros((2, DIM_C)), "3 sentences and 2 conditions"),
     ],
 )
-def test_embed_refuses_mismatched_input(conditioned, name, features, condition, message):
+def test_embed_rejects_mismatched_input(conditioned, name, features, condition, message):
     head = Head(name, settings=SHORT, n_condition=DIM_C).fit(*conditioned)
     with pytest.raises(ValueError, match=message):
         head.embed(features, condition)
 
 
-def test_embed_refuses_conditions_if_fitted_without(data):
+def test_embed_rejects_conditions_if_fitted_without(data):
     with pytest.raises(ValueError, match="this pca head was fitted on none"):
         Head("pca").fit(data[0]).embed(data[0][:, :DIM], np.zeros((ROWS, 2)))
 
@@ -423,7 +423,7 @@ def test_undefined_score_is_nan_without_warning(data):
         (np.full(ROWS, np.nan), "y must be ratings, as numbers: Input y contains NaN"),
     ],
 )
-def test_score_refuses_invalid_ratings(data, y, message):
+def test_score_rejects_invalid_ratings(data, y, message):
     head = Head("none").fit(data[0])
     with pytest.raises(ValueError, match=message):
         head.score(data[0], y)
@@ -563,7 +563,7 @@ def test_contrastive_objective_works_with_shuffle_split(data):
         ({"random_state": "seed"}, "'seed' cannot be used to seed"),
     ],
 )
-def test_invalid_parameters_are_refused_by_fit(data, parameters, message):
+def test_invalid_parameters_are_rejected_by_fit(data, parameters, message):
     with pytest.raises(ValueError, match=message):
         Head(**parameters).fit(*data)
 
@@ -585,7 +585,7 @@ def test_invalid_parameters_are_refused_by_fit(data, parameters, message):
         (lambda X, y: (np.ones_like(X), y), "training vectors are equal"),
     ],
 )
-def test_invalid_rows_are_refused(data, change, message):
+def test_invalid_rows_are_rejected(data, change, message):
     X, y = change(*data)
     with pytest.raises(ValueError, match=message), np.errstate(over="ignore"):
         Head(settings=SHORT).fit(X, y)
@@ -599,7 +599,7 @@ def test_invalid_rows_are_refused(data, change, message):
         (np.zeros((ROWS, 2)), "should be a 1d array"),
     ],
 )
-def test_invalid_pairs_are_refused(data, pair, message):
+def test_invalid_pairs_are_rejected(data, pair, message):
     with pytest.raises(ValueError, match=message):
         Head("linear", settings=SHORT).fit(*data, pair=pair)
 
@@ -672,7 +672,7 @@ def test_unfitted_head_raises_not_fitted_error(data, method):
         Head("pca").get_feature_names_out()
 
 
-def test_wrong_number_of_columns_is_refused(data):
+def test_wrong_number_of_columns_is_rejected(data):
     head = Head("pca").fit(data[0])
     with pytest.raises(ValueError, match=f"X has {DIM} features, but Head is expecting {2 * DIM}"):
         head.predict(data[0][:, :DIM])

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, quiet, recipe, tensors
+from helpers.heads import fit, ignore_progress, make_recipe, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
@@ -110,7 +110,9 @@ def compute_gradient_bytes(name):
         output = multiply_by_condition(x, which, [weights["factor"]])
     else:
         changes = {"concat": {"dim": 256}, "hypernet-ablation": {"rank": 2}}.get(name, {})
-        module, _ = seeded(lambda: FAMILIES[name](recipe(name, **changes).settings, 256, 32), 0)
+        module, _ = seeded(
+            lambda: FAMILIES[name](make_recipe(name, **changes).settings, 256, 32), 0
+        )
         weights = dict(module.named_parameters())
         output = module.eval()(*batch)
     output.square().sum().backward()
@@ -280,7 +282,7 @@ def make_numbered_pairs(n, dim=3, condition=None, pair=None, seed=0):
 def fit_with_spy(pairs, dev=None, kind="linear", seed=0, **changes):
     """Fit a head with a spy, and return the spy."""
     spy = Spy()
-    base_recipe = recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
+    base_recipe = make_recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
     spy_recipe = replace(base_recipe, family=spy.family)
 
     def on_epoch(epoch, epochs, score):
@@ -645,7 +647,7 @@ def test_first_step_is_that_of_adam_with_decoupled_decay(decay):
 
 def make_dropping_head(share, seed=0):
     """Create a head in training mode, which drops units."""
-    module = Linear(recipe("linear", dim=4, dropout=share).settings, DIM)
+    module = Linear(make_recipe("linear", dim=4, dropout=share).settings, DIM)
     module.seed_dropout(seed)
     return module.train()
 
@@ -704,7 +706,7 @@ MASKED = [
 @pytest.mark.parametrize(("kind", "changes"), MASKED)
 def test_masks_are_shared_by_condition_or_separate_per_row(kind, changes, masks):
     """Rows and conditions are equal, so outputs differ only by what was dropped."""
-    head_settings = recipe(kind, **changes, masks=masks, dropout=0.5).settings
+    head_settings = make_recipe(kind, **changes, masks=masks, dropout=0.5).settings
     module, _ = seeded(lambda: FAMILIES[kind](head_settings, DIM, 64), 0)
     module.seed_dropout(0)
     # Concatenation drops the sentence row by row in any case, so its sentences are zero.
@@ -732,8 +734,10 @@ def test_sentences_of_row_share_condition_mask_if_set(kind, changes, masks):
 
     pairs = make_pairs()
     pairs = replace(pairs, second=pairs.first)
-    spy_recipe = replace(recipe(kind, **{**SHORT, **changes}, masks=masks), family=RecordingHead)
-    fit_by_gradient(spy_recipe, pairs, None, 0, quiet)
+    spy_recipe = replace(
+        make_recipe(kind, **{**SHORT, **changes}, masks=masks), family=RecordingHead
+    )
+    fit_by_gradient(spy_recipe, pairs, None, 0, ignore_progress)
     for output in outputs:
         first, second = output.detach().reshape(2, len(output) // 2, -1)
         equal_rows = torch.isclose(first, second, rtol=1e-4, atol=1e-6).all(dim=1)
@@ -831,7 +835,7 @@ def test_heads_fitted_in_bfloat16_score_as_well(kind):
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_equal_vectors_are_refused():
+def test_equal_vectors_are_rejected():
     pairs = PairArrays(np.ones((9, DIM)), np.ones((9, DIM)), np.linspace(0, 1, 9), np.eye(9))
     for kind, changes in (("hypernet-mse", HYPER), ("linear", {"dim": 4})):
         with pytest.raises(UserError, match="all 18 training vectors are equal"):
@@ -847,7 +851,7 @@ def test_one_different_vector_is_enough(monkeypatch, side):
 
 
 @pytest.mark.parametrize("weights", [{"info_nce": 1.0}, {"quadruplet": 1.0}, CONTRAST])
-def test_contrastive_objectives_without_pairs_are_refused(weights):
+def test_contrastive_objectives_without_pairs_are_rejected(weights):
     changes = {**SHORT, **HYPER, **weights}
     with pytest.raises(
         UserError, match=r"no pairs were given\. Pass the sentence pair of each row"
@@ -991,7 +995,7 @@ def test_contrasts_of_inverted_ratings_learn_inverted_order(train_and_dev):
 
 def test_progress_is_reported_after_every_step():
     reported = []
-    linear_recipe = recipe("linear", dim=4, **SHORT)  # 120 rows are four steps
+    linear_recipe = make_recipe("linear", dim=4, **SHORT)  # 120 rows are four steps
     fit_recipe(
         linear_recipe, make_pairs(), make_pairs(40, seed=1), 0, lambda *args: reported.append(args)
     )

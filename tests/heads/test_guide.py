@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.vectors import unit
+from helpers.vectors import normalize
 from safetensors.numpy import save_file
 from sklearn.linear_model import Ridge
 
@@ -19,7 +19,7 @@ LABELS = [f"kind {kind}" for kind in KINDS[:48]]
 
 
 def nearest_neighbour_accuracy(vectors):
-    cosines = unit(vectors) @ unit(vectors).T
+    cosines = normalize(vectors) @ normalize(vectors).T
     np.fill_diagonal(cosines, -1)
     return (KINDS[48:] == KINDS[48:][cosines.argmax(axis=1)]).mean()
 
@@ -41,11 +41,11 @@ def test_guide_keeps_shape_and_brings_equal_labels_closer(guide):
 
 
 def test_guide_equals_ridge_outputs_with_damped_residual(guide):
-    points = unit(POINTS).astype(np.float64)
+    points = normalize(POINTS).astype(np.float64)
     weights = Ridge(alpha=0.3).fit(points[:48], np.eye(3)[KINDS[:48]]).coef_.T
     weights /= np.linalg.norm(weights, 2)
     centred = points - points[:48].mean(axis=0)
-    expected = unit(np.hstack([centred @ weights, 0.3 * centred]))
+    expected = normalize(np.hstack([centred @ weights, 0.3 * centred]))
     mapped = guide.transform(POINTS)
     assert mapped @ mapped.T == pytest.approx(expected @ expected.T, abs=1e-4)
 

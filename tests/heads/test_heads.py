@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.heads import fit, quiet, recipe, tensors
+from helpers.heads import fit, ignore_progress, make_recipe, tensors
 from safetensors.numpy import load_file, save
 from scipy.stats import spearmanr
 
@@ -138,10 +138,10 @@ ERROR = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_b
 @pytest.mark.parametrize("metric", [METRICS["accuracy"], ERROR], ids=lambda metric: metric.name)
 def test_metric_selects_epoch(dev, metric):
     few, dev = make_planted_pairs(60, seed=3), replace(dev, pair=np.arange(len(dev)) // 2)
-    linear_recipe = recipe(
+    linear_recipe = make_recipe(
         "linear", dim=8, epochs=40, patience=40, batch_size=64, learning_rate=0.01
     )
-    head = fit_recipe(linear_recipe, few, dev, 0, quiet, "cpu", metric)
+    head = fit_recipe(linear_recipe, few, dev, 0, ignore_progress, "cpu", metric)
     scores = [epoch[f"dev_{metric.name}"] for epoch in head.fit.record["curve"]]
     assert scores.index(metric.best(scores)) == head.fit.record["best_epoch"] - 1
     similarity = head.similarity(dev.first, dev.second).astype(np.float64)
@@ -164,7 +164,9 @@ def test_fitting_stops_when_patience_ends(train, dev):
 
 def test_progress_and_epoch_scores_are_reported(train, dev):
     calls = []
-    head = fit_recipe(recipe("linear", **SHORT), train, dev, 0, lambda *call: calls.append(call))
+    head = fit_recipe(
+        make_recipe("linear", **SHORT), train, dev, 0, lambda *call: calls.append(call)
+    )
     scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
     ended = [call for call in calls if call[2] is not None]
     assert ended == [(number, 5, scores[number - 1]) for number in range(1, 6)]
@@ -256,7 +258,7 @@ def test_ica_without_convergence_is_noted(train):
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "pca", "ica"])
-def test_head_dim_above_features_is_refused(train, kind):
+def test_head_dim_above_features_is_rejected(train, kind):
     with pytest.raises(UserError, match=r"dim is 25, but the features have 24.*dim to 24 or less"):
         fit(kind, train, dim=DIM + 1)
 
@@ -269,7 +271,7 @@ def test_pca_needs_as_many_vectors_as_components():
 
 @pytest.mark.parametrize("rows", [0, 1, 50])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_fewer_than_two_distinct_ratings_are_refused(train, kind, rows):
+def test_fewer_than_two_distinct_ratings_are_rejected(train, kind, rows):
     pairs = PairArrays(train.first[:rows], train.second[:rows], np.full(rows, 0.5))
     with pytest.raises(UserError, match=rf"{min(rows, 1)} distinct ratings over {rows} rated"):
         fit(kind, pairs, dim=1)
@@ -305,9 +307,9 @@ def test_cosine_of_zero_vector_is_zero():
 
 
 def test_cosine_is_exact_for_tiny_and_huge_vectors():
-    tiny = np.full((1, 3), 1e-25, dtype=np.float32)
+    tiny_bert = np.full((1, 3), 1e-25, dtype=np.float32)
     huge = np.full((1, 3), 1e25, dtype=np.float32)
-    assert cosine(tiny, tiny)[0] == pytest.approx(1)
+    assert cosine(tiny_bert, tiny_bert)[0] == pytest.approx(1)
     assert cosine(huge, huge)[0] == pytest.approx(1)
 
 
@@ -334,9 +336,9 @@ def test_cosine_is_exact_for_tiny_and_huge_vectors():
         ("mlp", {"learning_rate": float("inf")}, "learning_rate"),
     ],
 )
-def test_invalid_settings_are_refused(kind, changes, message):
+def test_invalid_settings_are_rejected(kind, changes, message):
     with pytest.raises(UserError, match=message):
-        recipe(kind, **changes)
+        make_recipe(kind, **changes)
 
 
 def test_set_values_are_parsed_by_setting_types():
@@ -355,7 +357,7 @@ def test_set_values_are_parsed_by_setting_types():
         ({"dropout": "much"}, "dropout is 'much', not float"),
     ],
 )
-def test_invalid_set_values_are_refused(changes, message):
+def test_invalid_set_values_are_rejected(changes, message):
     with pytest.raises(UserError, match=message):
         load_recipe("mlp").parse_changes(changes, "--set")
 
@@ -369,7 +371,7 @@ def test_invalid_set_values_are_refused(changes, message):
         ("kind = ", "cannot be read as TOML"),
     ],
 )
-def test_invalid_recipe_files_are_refused(tmp_path, text, message):
+def test_invalid_recipe_files_are_rejected(tmp_path, text, message):
     path = tmp_path / "mine.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
@@ -419,7 +421,7 @@ def test_head_folder_holds_no_pickle(saved_head):
     assert set(json.loads(content[8 : 8 + length])) == {"weight"}
 
 
-def test_changed_weights_are_refused(saved_head):
+def test_changed_weights_are_rejected(saved_head):
     path = find_weights(saved_head)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -428,7 +430,7 @@ def test_changed_weights_are_refused(saved_head):
         load_head(saved_head)
 
 
-def test_missing_weights_are_refused(saved_head):
+def test_missing_weights_are_rejected(saved_head):
     find_weights(saved_head).unlink()
     with pytest.raises(LlmcondError, match="cannot be read: No such file"):
         load_head(saved_head)
@@ -451,7 +453,7 @@ def test_missing_weights_are_refused(saved_head):
         ({"settings": {"dim": 4}}, "the key 'dropout' is missing"),
     ],
 )
-def test_invalid_description_is_refused(saved_head, changes, message):
+def test_invalid_description_is_rejected(saved_head, changes, message):
     path = saved_head / "head.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(LlmcondError, match=message):
@@ -459,7 +461,7 @@ def test_invalid_description_is_refused(saved_head, changes, message):
 
 
 @pytest.mark.parametrize("key", ["kind", "settings", "seed", "dim_in", "fit"])
-def test_description_without_key_is_refused(saved_head, key):
+def test_description_without_key_is_rejected(saved_head, key):
     path = saved_head / "head.json"
     description = json.loads(path.read_text())
     del description[key]
@@ -470,7 +472,7 @@ def test_description_without_key_is_refused(saved_head, key):
         load_head(saved_head)
 
 
-def test_folder_without_head_is_refused(tmp_path):
+def test_folder_without_head_is_rejected(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         load_head(tmp_path / "nothing")
 
@@ -533,7 +535,7 @@ def test_reader_loads_new_head_if_writer_replaces_it(saved_head, train, monkeypa
 
 
 @pytest.mark.parametrize("name", ["components", "mean"])
-def test_wrong_parameter_shape_is_refused_despite_matching_digest(saved_head, train, name):
+def test_wrong_parameter_shape_is_rejected_despite_matching_digest(saved_head, train, name):
     save_head(fit("pca", train, dim=2), saved_head, {})
     tensors = load_file(find_weights(saved_head))
     cut = save({**tensors, name: np.ascontiguousarray(tensors[name][..., :-1])})

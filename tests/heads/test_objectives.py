@@ -480,14 +480,14 @@ NAMES = ["mse", "info_nce", "quadruplet", "cosent", "ranking"]
         ({"mse": float("inf")}, "'mse' is"),
     ],
 )
-def test_invalid_settings_are_refused(values, message):
+def test_invalid_settings_are_rejected(values, message):
     with pytest.raises(UserError, match=f"^test: .*{message}"):
         build(ObjectiveSettings, values, "test")
 
 
 @pytest.mark.parametrize("name", [*NAMES, "margin", "temperature", "scale"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_nan_and_infinite_settings_are_refused(name, value):
+def test_nan_and_infinite_settings_are_rejected(name, value):
     with pytest.raises(UserError, match=f"{name}. is "):
         build(ObjectiveSettings, {name: value}, "test")
 

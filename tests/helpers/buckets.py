@@ -1,4 +1,4 @@
-"""A server that speaks S3's protocol, in a process of its own, and what may stand before it."""
+"""A server with the S3 protocol in a separate process, and a proxy that can make it fail."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-#: They must appear nowhere.
+#: Credentials that must not appear in any output.
 ACCESS_KEY, SECRET_KEY = "AKIATESTTESTTEST", "tests-own-secret-key"
 
 
-class Server:
-    """A server with one bucket, ``features``; what it holds is lost when it ends."""
+class S3Server:
+    """A server with one bucket, ``features``, whose contents are lost when it ends."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -26,42 +26,43 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, at the same address as before."""
+        """Start the server, or restart it at its former address."""
         command = [sys.executable, "-m", "moto.server", "-p", str(self.port)]
         quiet = subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while True:
             try:
                 self.make("features")
                 return
             except OSError:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
     def make(self, bucket: str) -> None:
-        """Make a bucket."""
+        """Create a bucket."""
         connection = HTTPConnection("127.0.0.1", self.port)
         connection.request("PUT", f"/{bucket}")
         assert connection.getresponse().status == 200
         connection.close()
 
     def kill(self) -> None:
-        """End it as a crash does."""
+        """Kill the server, as a crash would."""
         self._process.kill()
         self._process.wait()
 
 
 class Proxy:
-    """What passes requests on to a server, or answers them itself.
+    """Passes requests on to a server, or answers them with an error.
 
     Attributes:
-        answer: status and code that all requests get; None: those of the server.
-        only: the method and a part of the path of those that get it.
-        most: how many get it before all are passed on.
-        refused: how many got it.
-        passed: how many requests of a method were passed on.
+        answer: status and code of the error; None passes every request on.
+        only: prefix of the method, and part of the path, of requests that get the error.
+        most: number of requests that get the error before all are passed on.
+        refused: number of requests that got the error.
+        loses_answers: whether refused requests are passed on too, so that their answer is lost.
+        passed: number of requests that were passed on, by method.
     """
 
     def __init__(self, behind: int) -> None:
@@ -74,14 +75,14 @@ class Proxy:
         self.port = self._server.server_address[1]
 
     def close(self) -> None:
-        """End it."""
+        """Stop the proxy."""
         self._server.shutdown()
         self._server.server_close()
 
     def refuses(self, method: str, path: str) -> bool:
-        """Return whether a request is answered here."""
-        chosen = method.startswith(self.only[0]) and self.only[1] in path
-        return self.answer is not None and chosen and self.refused < self.most
+        """Return whether the proxy answers a request with the error."""
+        matches = method.startswith(self.only[0]) and self.only[1] in path
+        return self.answer is not None and matches and self.refused < self.most
 
 
 class _Proxying(ThreadingHTTPServer):
@@ -124,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(response.status, headers, content, response.getheader("Content-Length"))
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":  # Arrow's are
+        if self.headers.get("Transfer-Encoding") != "chunked":  # Arrow sends chunks
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         parts = []
         while size := int(self.rfile.readline(), 16):
@@ -148,11 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _handle  # noqa: N815 - names of the library
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
-def environment(port: int) -> dict[str, str]:
-    """Return what a user sets for a server on this machine."""
+def s3_environment(port: int) -> dict[str, str]:
+    """Return the environment variables for a server on this machine."""
     return {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every kind with the settings they are used by, and inputs for them."""
+"""Tiny checkpoints of every kind with their settings, and inputs for them."""
 
 import random
 from dataclasses import dataclass, field
@@ -13,18 +13,24 @@ MAX_LENGTH = 96
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny checkpoint, and how it is used.
+    """A tiny checkpoint with its settings.
 
-    ``like`` is a known model, ``config`` changes its config.json, and ``window`` is what inputs may
-    have at most to be packed: 0 where none is.
+    Attributes:
+        kind: key of ``checkpoints.KINDS``.
+        like: known model whose defaults apply.
+        checkpoint_options: options that the checkpoint is created with.
+        options: options that the encoder is loaded with.
+        config: changes of its config.json.
+        shares_prefixes: whether inputs share the computation of a common prefix.
+        window: length in tokens up to which inputs are packed; 0 if none are.
     """
 
     kind: str
     like: str | None = None
-    made: dict = field(default_factory=dict)
+    checkpoint_options: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
-    shares: bool = False
+    shares_prefixes: bool = False
     window: int = MAX_LENGTH
 
 
@@ -33,12 +39,12 @@ CASES = {
         "mistral",
         "Salesforce/SFR-Embedding-Mistral",
         {"head": True, "end": False},
-        shares=True,
+        shares_prefixes=True,
     ),
-    "e5-mistral": Case("mistral", "intfloat/e5-mistral-7b-instruct", shares=True),
+    "e5-mistral": Case("mistral", "intfloat/e5-mistral-7b-instruct", shares_prefixes=True),
     "gte-qwen2": Case("gte-qwen2", "Alibaba-NLP/gte-Qwen2-7B-instruct"),
-    "qwen3": Case("qwen", "Qwen/Qwen3-Embedding-0.6B", shares=True),
-    # Its window of 8 is too narrow to try packing out.
+    "qwen3": Case("qwen", "Qwen/Qwen3-Embedding-0.6B", shares_prefixes=True),
+    # Its window of 8 tokens is too narrow for packing.
     "gemma": Case("gemma", "google/embeddinggemma-300m", window=0),
     "gemma-wider": Case(
         "gemma", "google/embeddinggemma-300m", config={"sliding_window": 40}, window=10
@@ -65,8 +71,8 @@ CASES = {
 }
 
 
-def mix(encoder, seed, n_inputs=40):
-    """Inputs of one token up to more than fit, some with an instruction, some alike."""
+def sample_inputs(encoder, seed, n_inputs=40):
+    """Return random inputs, from one token to more than fit, with instructions and duplicates."""
     chance = random.Random(seed)
     tasks = TASKS if encoder.identity.instruction_format else [""]
     items = [EncoderInput("", ""), EncoderInput("", "dogs"), EncoderInput("", "the man " * 80)]

@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's chat protocol, whose answers are a function of the question."""
+"""A server with OpenAI's chat protocol, whose answers are a function of the question."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any, Self
 
-#: From the body of a request, and its number from 0, to what goes wrong; None: nothing.
-Trouble = Callable[[dict[str, Any], int], "Fault | None"]
+#: Maps the body of a request, and its number from 0, to the fault that occurs, if any.
+FaultFunction = Callable[[dict[str, Any], int], "Fault | None"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a server does instead of answering.
+    """A fault of the server.
 
     Attributes:
-        status: of HTTP; 0: the connection is dropped.
-        seconds: to wait before.
-        text: said as the model's answer with status 200, else as the error's message.
-        body: sent as it is, whatever the protocol says; empty: the answer or the error.
-        without_end: what is sent again and again, every ``pause`` seconds, instead of a body; and
-            within the headers if ``in_headers``.
+        status: HTTP status; 0 drops the connection.
+        seconds: delay before the fault.
+        text: with status 200 the answer of the model, otherwise the message of the error.
+        body: raw body, which need not follow the protocol; if empty, ``text`` is sent.
+        headers: additional HTTP headers.
+        without_end: bytes sent every ``pause`` seconds, endlessly, instead of a body.
+        pause: interval of ``without_end`` in seconds.
+        in_headers: whether ``without_end`` is sent within the headers.
     """
 
     status: int = 500
@@ -39,37 +41,37 @@ class Fault:
     in_headers: bool = False
 
 
-def texts_of(body: dict[str, Any]) -> dict[str, str]:
-    """Return the sentences and the condition that a question shows."""
+def question_texts(body: dict[str, Any]) -> dict[str, str]:
+    """Return the sentences and the condition of a question, by their labels."""
     return dict(re.findall(r"^([A-Z]\w+(?: \d)?): (.*)$", body["messages"][-1]["content"], re.M))
 
 
-def rating_of(first: str, second: str, condition: str) -> str:
-    """Return a rating by how many words two sentences share; some conditions are ill-defined."""
+def rate_by_overlap(first: str, second: str, condition: str) -> str:
+    """Return a rating from the share of common words, or "ill-defined" for some conditions."""
     if "nonsense" in condition:
         return "ill-defined"
-    one, other = (set(text.lower().split()) for text in (first, second))
-    return str(1 + round(4 * len(one & other) / len(one | other)))
+    words1, words2 = (set(text.lower().split()) for text in (first, second))
+    return str(1 + round(4 * len(words1 & words2) / len(words1 | words2)))
 
 
 def answer(body: dict[str, Any]) -> str:
-    """Return what the model says, as JSON, whether its schema was sent or not."""
-    texts = texts_of(body)
+    """Return the answer of the model as JSON, with or without a schema in the request."""
+    texts = question_texts(body)
     if "Others:" in body["messages"][-1]["content"]:
         alike, different = f"the words of {texts['Sentence'][:9]}", "the length"
         return json.dumps({"partner": 1, "alike": alike, "different": different})
-    rating = rating_of(texts["Sentence 1"], texts["Sentence 2"], texts["Condition"])
+    rating = rate_by_overlap(texts["Sentence 1"], texts["Sentence 2"], texts["Condition"])
     return json.dumps({"rating": rating})
 
 
 class ChatServer(ThreadingHTTPServer):
-    """The server, in threads of this process, as a context.
+    """A server in threads of this process, used as a context manager.
 
     Attributes:
-        url: of the protocol.
-        bodies: of the questions, in the order they came.
-        keys: what they had as ``Authorization``.
-        times: when they came, by a monotonic clock.
+        url: base URL of the API.
+        bodies: bodies of the requests, in the order of arrival.
+        keys: their ``Authorization`` headers.
+        times: times of arrival in seconds, by a monotonic clock.
     """
 
     daemon_threads = True
@@ -77,13 +79,13 @@ class ChatServer(ThreadingHTTPServer):
     def __init__(
         self,
         answer: Callable[[dict[str, Any]], str] = answer,
-        trouble: Trouble = lambda body, number: None,
+        find_fault: FaultFunction = lambda body, number: None,
         models: Sequence[str] = ("rater",),
         port: int = 0,
     ) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-        self.answer, self.trouble, self.models = answer, trouble, models
+        self.answer, self.find_fault, self.models = answer, find_fault, models
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.times: list[float] = []
@@ -99,7 +101,7 @@ class ChatServer(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing of clients that left."""
+        """Ignore clients that closed the connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -117,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             chat.bodies.append(body)
             chat.keys.append(self.headers["Authorization"])
             chat.times.append(time.monotonic())
-        fault = chat.trouble(body, number)
+        fault = chat.find_fault(body, number)
         if fault is None and body["model"] not in chat.models:
             fault = Fault(404, text=f"no model {body['model']}")
         if fault is None:

@@ -1,7 +1,7 @@
 """Tiny checkpoints with random weights in the layouts of the known models.
 
-Each comes with what a reference needs: the stock network that its weights were written from, and
-the tokenizer as the ``tokenizers`` library alone reads it. Nothing here uses llmcond.
+Each has what a reference implementation needs: the stock network that its weights come from, and
+its tokenizer as the ``tokenizers`` library reads it. Only ``load`` uses llmcond.
 """
 
 import hashlib
@@ -40,58 +40,65 @@ HIDDEN, LAYERS, HEADS, POSITIONS = 32, 2, 4, 128
 
 
 @dataclass(frozen=True)
-class Made:
-    """A checkpoint's folder, and what its reference is computed with.
+class TinyCheckpoint:
+    """A checkpoint with the parts of its reference implementation.
 
-    ``network`` is a stock class in float32 with eager attention, which knows no direction but that
-    of the mask it is given; ``before`` and ``after`` are the special tokens around every input.
+    Attributes:
+        folder: folder of the checkpoint.
+        network: stock network in float32 with eager attention, whose direction only depends on
+            the mask.
+        tokenizer: tokenizer as the ``tokenizers`` library reads it.
+        weights: weights by name.
+        first_ids: token ids in front of every input.
+        last_ids: token ids behind every input.
     """
 
     folder: Path
     network: Any
     tokenizer: Tokenizer
     weights: dict[str, Tensor]
-    before: list[int]
-    after: list[int]
+    first_ids: list[int]
+    last_ids: list[int]
 
 
-def make(kind: str, folder: Path, seed: int = 0, **options: Any) -> Made:
-    """Make a checkpoint of one of the kinds in ``KINDS``."""
+def build_checkpoint(kind: str, folder: Path, seed: int = 0, **options: Any) -> TinyCheckpoint:
+    """Create a checkpoint of a kind in ``KINDS``."""
     torch.manual_seed(seed)
     folder.mkdir(parents=True)
-    return KINDS[kind](folder, **options)
+    return BUILDERS[kind](folder, **options)
 
 
-def put_into_hub_cache(folder: Path, cache: Path, repo: str) -> str:
-    """Lay a checkpoint into a cache of the hub, as a download leaves it; return its commit."""
+def write_to_hub_cache(folder: Path, cache: Path, repo: str) -> str:
+    """Write a checkpoint to a cache of the hub, as a download would; return its commit."""
     commit = hashlib.sha1(repo.encode()).hexdigest()
-    place = cache / f"models--{repo.replace('/', '--')}"
+    repo_folder = cache / f"models--{repo.replace('/', '--')}"
     for path in (path for path in sorted(folder.rglob("*")) if path.is_file()):
-        blob = place / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
-        link = place / "snapshots" / commit / path.relative_to(folder)
+        blob = repo_folder / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        link = repo_folder / "snapshots" / commit / path.relative_to(folder)
         blob.parent.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, blob)
         link.symlink_to(os.path.relpath(blob, link.parent))
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text(commit)
+    (repo_folder / "refs").mkdir()
+    (repo_folder / "refs" / "main").write_text(commit)
     return commit
 
 
 def shard(folder: Path) -> None:
-    """Split model.safetensors into two shards and their index."""
+    """Split model.safetensors into two shards with an index."""
     from safetensors.torch import load_file
 
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
-    halves = names[::2], names[1::2]  # a layer's weights lie in both
-    places = {}
+    halves = names[::2], names[1::2]  # both contain weights of each layer
+    shard_of_weight = {}
     for number, half in enumerate(halves, 1):
         file = f"model-{number:05}-of-00002.safetensors"
         save_file({name: weights[name] for name in half}, folder / file, {"format": "pt"})
-        places.update(dict.fromkeys(half, file))
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+        shard_of_weight.update(dict.fromkeys(half, file))
+    index = {"metadata": {}, "weight_map": shard_of_weight}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -112,8 +119,10 @@ _QWEN_WORDS = (
 )
 
 
-def _bpe(specials: list[str], normalizer: Any, splitter: Any, alphabet: list[str]) -> models.BPE:
-    """Train a BPE on the corpus, with ``specials`` in front and bytes for what it does not know."""
+def _train_bpe(
+    specials: list[str], normalizer: Any, splitter: Any, alphabet: list[str]
+) -> models.BPE:
+    """Train a BPE on the corpus, with ``specials`` first and bytes for unknown characters."""
     trained = Tokenizer(models.BPE())
     trained.normalizer, trained.pre_tokenizer = normalizer, splitter
     trainer = trainers.BpeTrainer(
@@ -121,8 +130,8 @@ def _bpe(specials: list[str], normalizer: Any, splitter: Any, alphabet: list[str
     )
     trained.train_from_iterator(CORPUS, trainer)
     model = json.loads(trained.to_str())["model"]
-    learnt = [token for token, _ in sorted(model["vocab"].items(), key=lambda entry: entry[1])]
-    vocabulary = {token: i for i, token in enumerate([*specials, *learnt])}
+    tokens = [token for token, _ in sorted(model["vocab"].items(), key=lambda entry: entry[1])]
+    vocabulary = {token: i for i, token in enumerate([*specials, *tokens])}
     return models.BPE(
         vocabulary,
         [tuple(merge) for merge in model["merges"]],
@@ -133,10 +142,10 @@ def _bpe(specials: list[str], normalizer: Any, splitter: Any, alphabet: list[str
 
 
 def _mistral_tokenizer() -> Tokenizer:
-    """Mistral 7B v0.1's: a word begins with ▁, and the post-processor adds <s> only."""
+    """Return a tokenizer like Mistral 7B v0.1's: ▁ begins a word, and only <s> is added."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = pre_tokenizers.Split("▁", "merged_with_next")
-    tokenizer = Tokenizer(_bpe(["<unk>", "<s>", "</s>", *_BYTES], normalizer, words, []))
+    tokenizer = Tokenizer(_train_bpe(["<unk>", "<s>", "</s>", *_BYTES], normalizer, words, []))
     tokenizer.normalizer = normalizer
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -156,7 +165,7 @@ def _qwen_tokenizer() -> Tokenizer:
         ]
     )
     normalizer, alphabet = normalizers.NFC(), sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(_bpe([], normalizer, words, alphabet))
+    tokenizer = Tokenizer(_train_bpe([], normalizer, words, alphabet))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, words
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -168,7 +177,7 @@ def _roberta_tokenizer() -> Tokenizer:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     specials = ["<s>", "<pad>", "</s>", "<unk>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(_bpe(specials, None, words, alphabet))
+    tokenizer = Tokenizer(_train_bpe(specials, None, words, alphabet))
     tokenizer.pre_tokenizer = words
     tokenizer.add_special_tokens([*specials, "<mask>"])
     return tokenizer
@@ -217,7 +226,7 @@ def _gemma_tokenizer() -> Tokenizer:
     normalizer = normalizers.Replace(" ", "▁")
     words = pre_tokenizers.Split("▁", "merged_with_next")
     specials = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    tokenizer = Tokenizer(_bpe([*specials, *_BYTES], normalizer, words, []))
+    tokenizer = Tokenizer(_train_bpe([*specials, *_BYTES], normalizer, words, []))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.add_special_tokens(specials)
@@ -233,14 +242,14 @@ def _gemma_tokenizer() -> Tokenizer:
 
 
 def _randomise(module: Any) -> None:
-    """Give every weight a value that matters: nothing is nearly linear, no norm is the identity."""
+    """Randomise every weight, so that no layer is nearly linear and no norm is the identity."""
     with torch.no_grad():
         for name, weight in module.named_parameters():
             is_scale = "norm" in name.lower() and name.endswith("weight")
             weight.normal_(1.0 if is_scale else 0.0, 0.15)
 
 
-def _stock(kind: Any, config: Any) -> Any:
+def _random_network(kind: Any, config: Any) -> Any:
     config._attn_implementation = "eager"
     network = kind(config).eval().requires_grad_(False)
     _randomise(network)
@@ -251,7 +260,7 @@ def _save(folder: Path, config: Any, weights: dict[str, Tensor], **more: Any) ->
     config.save_pretrained(folder)
     values = json.loads((folder / "config.json").read_text())
     values.pop("dtype", None)
-    # As large checkpoints are published; the type that is asked for goes before.
+    # Large checkpoints are published in float16. The requested dtype overrides it.
     write_json(folder / "config.json", {**values, "torch_dtype": "float16", **more})
     if weights:
         save_file(
@@ -261,7 +270,7 @@ def _save(folder: Path, config: Any, weights: dict[str, Tensor], **more: Any) ->
         )
 
 
-def _shape(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
+def _config_values(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": HIDDEN,
@@ -273,37 +282,39 @@ def _shape(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
     }
 
 
-def _under_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights as a model with a language-model head has them."""
+def _with_lm_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with the names of a model that has a language-model head."""
     head = {"lm_head.weight": torch.randn_like(weights["embed_tokens.weight"])}
     return {**{f"model.{key}": value for key, value in weights.items()}, **head}
 
 
-def _decoder(
+def _save_decoder(
     folder: Path, family: str, tokenizer: Tokenizer, head: bool, **shape: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     import transformers
 
     config_kind = getattr(transformers, f"{family}Config")
     config = config_kind(
-        **_shape(tokenizer, num_key_value_heads=2, **{"max_position_embeddings": 4096, **shape})
+        **_config_values(
+            tokenizer, num_key_value_heads=2, **{"max_position_embeddings": 4096, **shape}
+        )
     )
-    network = _stock(getattr(transformers, f"{family}Model"), config)
+    network = _random_network(getattr(transformers, f"{family}Model"), config)
     weights = network.state_dict()
-    written = _under_head(weights) if head else weights
+    written = _with_lm_head(weights) if head else weights
     _save(folder, config, written, architectures=[f"{family}{'ForCausalLM' if head else 'Model'}"])
     tokenizer.save(str(folder / "tokenizer.json"))
     return network, weights
 
 
-def _mistral(
+def _build_mistral(
     folder: Path, head: bool = False, tokenizer_class: str = "LlamaTokenizer", end: bool = True
-) -> Made:
-    """A Mistral whose tokenizer.json adds <s> only, and whose config may ask for </s> too."""
+) -> TinyCheckpoint:
+    """Write a Mistral whose tokenizer.json adds only <s>; its config may add </s>."""
     tokenizer = _mistral_tokenizer()
-    network, weights = _decoder(folder, "Mistral", tokenizer, head)
+    network, weights = _save_decoder(folder, "Mistral", tokenizer, head)
     write_json(folder / "tokenizer_config.json", _mistral_settings(tokenizer_class, end))
-    return Made(folder, network, tokenizer, weights, [1], [2])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 
 def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
@@ -321,16 +332,18 @@ def _mistral_settings(tokenizer_class: str, end: bool) -> dict[str, Any]:
     }
 
 
-def _qwen(folder: Path, family: str = "Qwen3", head: bool = True, hidden: int = HIDDEN) -> Made:
+def _build_qwen(
+    folder: Path, family: str = "Qwen3", head: bool = True, hidden: int = HIDDEN
+) -> TinyCheckpoint:
     tokenizer = _qwen_tokenizer()
-    network, weights = _decoder(
+    network, weights = _save_decoder(
         folder, family, tokenizer, head, hidden_size=hidden, head_dim=hidden // HEADS
     )
     end = tokenizer.token_to_id("<|endoftext|>")
     settings = {
         "add_prefix_space": False,
         "bos_token": None,
-        # What the chat models end with: not what embeddings are taken from.
+        # The end token of chat models, which is not the one whose state is the embedding.
         "eos_token": "<|im_end|>" if family == "Qwen3" else "<|endoftext|>",
         "pad_token": "<|endoftext|>",
         "unk_token": None,
@@ -340,12 +353,14 @@ def _qwen(folder: Path, family: str = "Qwen3", head: bool = True, hidden: int = 
         "tokenizer_class": "Qwen2Tokenizer",
     }
     write_json(folder / "tokenizer_config.json", settings)
-    return Made(folder, network, tokenizer, weights, [], [end])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [], [end])
 
 
-def _gte_qwen2(folder: Path, marker: Path | None = None, hidden: int = HIDDEN) -> Made:
-    """A Qwen2 whose files ask for code of their own, which creates ``marker`` if it ever runs."""
-    made = _qwen(folder, "Qwen2", hidden=hidden)
+def _build_gte_qwen2(
+    folder: Path, marker: Path | None = None, hidden: int = HIDDEN
+) -> TinyCheckpoint:
+    """Write a Qwen2 whose files request remote code, which creates ``marker`` if it runs."""
+    checkpoint = _build_qwen(folder, "Qwen2", hidden=hidden)
     change_json(
         folder / "config.json",
         auto_map={
@@ -367,16 +382,16 @@ def _gte_qwen2(folder: Path, marker: Path | None = None, hidden: int = HIDDEN) -
     if marker is not None:
         for name in ("modeling_qwen.py", "tokenization_qwen.py"):
             (folder / name).write_text(f"open({str(marker)!r}, 'w').close()\n")
-    return made
+    return checkpoint
 
 
-def _gemma(folder: Path) -> Made:
-    """An EmbeddingGemma: both directions, a narrow window in its first layer, two dense layers."""
+def _build_gemma(folder: Path) -> TinyCheckpoint:
+    """Write an EmbeddingGemma: bidirectional, with a narrow first window and two dense layers."""
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     tokenizer = _gemma_tokenizer()
     config = Gemma3TextConfig(
-        **_shape(tokenizer, num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8),
+        **_config_values(tokenizer, num_key_value_heads=1, head_dim=8, query_pre_attn_scalar=8),
         sliding_window=8,
         layer_types=["sliding_attention", "full_attention"],
         use_bidirectional_attention=True,
@@ -384,7 +399,7 @@ def _gemma(folder: Path) -> Made:
         eos_token_id=1,
         bos_token_id=2,
     )
-    network = _stock(Gemma3TextModel, config)
+    network = _random_network(Gemma3TextModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["Gemma3TextModel"], sliding_window=8)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -401,14 +416,14 @@ def _gemma(folder: Path) -> Made:
             "tokenizer_class": "GemmaTokenizer",
         },
     )
-    weights = {**weights, **_modules(folder, "mean", dense=[(HIDDEN, 48), (48, HIDDEN)])}
-    return Made(folder, network, tokenizer, weights, [2], [1])
+    weights = {**weights, **_write_modules(folder, "mean", dense=[(HIDDEN, 48), (48, HIDDEN)])}
+    return TinyCheckpoint(folder, network, tokenizer, weights, [2], [1])
 
 
-def _modules(
+def _write_modules(
     folder: Path, pooling: str, dense: Sequence[tuple[int, int]] = ()
 ) -> dict[str, Tensor]:
-    """Write the files of sentence-transformers; return the dense layers' weights by folder."""
+    """Write the files of sentence-transformers; return the weights of the dense layers."""
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), "Normalize"]
     paths = [f"{i}_{kind}" if i else "" for i, kind in enumerate(kinds)]
     write_json(
@@ -437,20 +452,20 @@ def _modules(
     return weights
 
 
-def _xlm_r(folder: Path, pooling: str = "mean") -> Made:
+def _build_xlm_r(folder: Path, pooling: str = "mean") -> TinyCheckpoint:
     from transformers import XLMRobertaConfig, XLMRobertaModel
 
     tokenizer = _xlm_r_tokenizer()
     config = XLMRobertaConfig(
-        **_shape(tokenizer, max_position_embeddings=POSITIONS + 2, type_vocab_size=1),
+        **_config_values(tokenizer, max_position_embeddings=POSITIONS + 2, type_vocab_size=1),
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=2,
     )
-    network = _stock(XLMRobertaModel, config)
+    network = _random_network(XLMRobertaModel, config)
     weights = network.state_dict()
     _save(folder, config, weights, architectures=["XLMRobertaModel"])
-    _modules(folder, pooling)
+    _write_modules(folder, pooling)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "bos_token": "<s>",
@@ -464,16 +479,16 @@ def _xlm_r(folder: Path, pooling: str = "mean") -> Made:
         "tokenizer_class": "XLMRobertaTokenizer",
     }
     write_json(folder / "tokenizer_config.json", settings)
-    return Made(folder, network, tokenizer, weights, [0], [2])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [0], [2])
 
 
-def _simcse_roberta(folder: Path, hidden: int = HIDDEN) -> Made:
+def _build_simcse_roberta(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     """As published in 2021: pytorch_model.bin, and a vocabulary without tokenizer.json."""
     from transformers import RobertaConfig, RobertaModel
 
     tokenizer = _roberta_tokenizer()
     config = RobertaConfig(
-        **_shape(
+        **_config_values(
             tokenizer,
             hidden_size=hidden,
             max_position_embeddings=POSITIONS + 2,
@@ -483,21 +498,21 @@ def _simcse_roberta(folder: Path, hidden: int = HIDDEN) -> Made:
         bos_token_id=0,
         eos_token_id=2,
     )
-    network = _stock(RobertaModel, config)
+    network = _random_network(RobertaModel, config)
     weights = network.state_dict()
     _save(folder, config, {}, architectures=["RobertaModel"])
     _save_pickled(folder, weights)
     tokenizer.model.save(str(folder))
     write_json(folder / "tokenizer_config.json", {"model_max_length": 512})
-    return Made(folder, network, tokenizer, weights, [0], [2])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [0], [2])
 
 
-def _simcse_bert(folder: Path, hidden: int = HIDDEN) -> Made:
+def _build_simcse_bert(folder: Path, hidden: int = HIDDEN) -> TinyCheckpoint:
     from transformers import BertConfig, BertModel
 
     tokenizer = _bert_tokenizer()
-    config = BertConfig(**_shape(tokenizer, hidden_size=hidden), pad_token_id=0)
-    network = _stock(BertModel, config)
+    config = BertConfig(**_config_values(tokenizer, hidden_size=hidden), pad_token_id=0)
+    network = _random_network(BertModel, config)
     weights = network.state_dict()
     _save(folder, config, {}, architectures=["BertModel"])
     _save_pickled(folder, weights)
@@ -505,11 +520,11 @@ def _simcse_bert(folder: Path, hidden: int = HIDDEN) -> Made:
     (folder / "vocab.txt").write_text("\n".join(token for token, _ in vocabulary) + "\n")
     write_json(folder / "tokenizer_config.json", {"do_lower_case": True, "model_max_length": 512})
     first, last = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
-    return Made(folder, network, tokenizer, weights, [first], [last])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [first], [last])
 
 
 def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
-    # Versions of that time saved positions among the weights.
+    # Versions of that time saved the positions with the weights.
     positions = {"embeddings.position_ids": torch.arange(POSITIONS)[None]}
     torch.save({**weights, **positions}, folder / "pytorch_model.bin")
 
@@ -517,25 +532,25 @@ def _save_pickled(folder: Path, weights: dict[str, Tensor]) -> None:
 # -- NV-Embed-v2 -------------------------------------------------------------------------------
 
 
-def _nv_embed(
+def _build_nv_embed(
     folder: Path,
     hidden: int = 64,
     cross_heads: int = 2,
     cross_head_dim: int = 48,
     latents: int = 8,
     tokenizer_class: str = "PreTrainedTokenizerFast",
-) -> Made:
-    """NV-Embed-v2's layout: its nested configs, its weights' names, Mistral's tokenizer."""
+) -> TinyCheckpoint:
+    """Write the layout of NV-Embed-v2: nested configs, its weight names, Mistral's tokenizer."""
     from transformers import MistralConfig, MistralModel
 
     tokenizer = _mistral_tokenizer()
     backbone = {
-        **_shape(tokenizer, hidden_size=hidden, max_position_embeddings=4096),
+        **_config_values(tokenizer, hidden_size=hidden, max_position_embeddings=4096),
         "num_key_value_heads": 2,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
     }
-    network = _stock(MistralModel, MistralConfig(**backbone, rope_theta=10_000.0))
+    network = _random_network(MistralModel, MistralConfig(**backbone, rope_theta=10_000.0))
     inner = cross_heads * cross_head_dim
     first, second = (f"latent_attention_model.cross_attend_blocks.{i}." for i in (0, 1))
     shapes = {
@@ -605,22 +620,22 @@ def _nv_embed(
     settings = _mistral_settings(tokenizer_class, end=False)
     del settings["pad_token"]
     write_json(folder / "tokenizer_config.json", settings)
-    return Made(folder, network, tokenizer, weights, [1], [2])
+    return TinyCheckpoint(folder, network, tokenizer, weights, [1], [2])
 
 
-KINDS = {
-    "mistral": _mistral,
-    "qwen": _qwen,
-    "gte-qwen2": _gte_qwen2,
-    "gemma": _gemma,
-    "xlm-r": _xlm_r,
-    "simcse-roberta": _simcse_roberta,
-    "simcse-bert": _simcse_bert,
-    "nv-embed": _nv_embed,
+BUILDERS = {
+    "mistral": _build_mistral,
+    "qwen": _build_qwen,
+    "gte-qwen2": _build_gte_qwen2,
+    "gemma": _build_gemma,
+    "xlm-r": _build_xlm_r,
+    "simcse-roberta": _build_simcse_roberta,
+    "simcse-bert": _build_simcse_bert,
+    "nv-embed": _build_nv_embed,
 }
 
 
-def load(folder: Path, **options: Any) -> Encoder:
-    """Load an encoder by PyTorch in float32 on the CPU."""
+def load_on_cpu(folder: Path, **options: Any) -> Encoder:
+    """Load an encoder with PyTorch in float32 on the CPU."""
     settings = {"dtype": "float32", "device": "cpu", "runtime": "torch", **options}
     return load_encoder(str(folder), **settings)

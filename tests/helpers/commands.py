@@ -1,4 +1,4 @@
-"""Run commands in this process, as a user would."""
+"""Run commands in this process, and read their output."""
 
 import json
 import re
@@ -9,16 +9,16 @@ import pytest
 from llmcond.cli import run
 
 
-def ok(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    """Run a command that must succeed with --json, and return its one object."""
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    """Run a command with --json, check that it succeeds, and return its JSON object."""
     assert run([str(argument) for argument in arguments] + ["--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     return json.loads(out)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Run a command that must be refused as wrong input, and return its one line."""
+def run_rejected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command, check that it reports invalid input, and return its one-line message."""
     assert run([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if line.startswith("llmcond: error: ")]
@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return lines[0].removeprefix("llmcond: error: ")
 
 
-def embedded(page: Path) -> dict:
-    """Return what a page of results holds for its script."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
-    return json.loads(found[1])
+def read_page_data(page: Path) -> dict:
+    """Return the data that an HTML page contains for its script."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text())
+    return json.loads(match[1])

@@ -1,4 +1,4 @@
-"""Which flags an error names, and whether the command that told it has them."""
+"""Find flags in an error message that the command does not have."""
 
 import argparse
 import re
@@ -7,33 +7,34 @@ from collections.abc import Iterator, Sequence
 from llmcond.cli import COMMANDS, _parser
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-#: Commands that are named in full, up to where they end: of llmcond and of other programs.
+#: Complete commands within a message: those of llmcond, and those of other programs.
 _NAMED = re.compile(rf"\bllmcond ({'|'.join(sorted(COMMANDS, reverse=True))})\b([^`;,)]*)")
 _OTHERS = re.compile(r"\b(?:pip install|ray start|hf download|hf upload|iconv)\b[^`;,)]*")
 
 
 def unknown_flags(arguments: Sequence[str], error: str) -> list[str]:
-    """Return the flags that an error names and the command does not take.
+    """Return the flags in an error message that the command does not have.
 
-    What the user gave may be repeated, and a command that is named in full has flags of its own.
+    A message may repeat what the user entered. Flags of a complete command in the message are
+    compared with those of that command.
     """
     rest = _OTHERS.sub("", error)
-    given = {argument.partition("=")[0] for argument in arguments}
-    unknown = list(_missing(_NAMED.sub("", rest), _name(arguments), given))
+    entered = {argument.partition("=")[0] for argument in arguments}
+    unknown = list(_missing(_NAMED.sub("", rest), _name(arguments), entered))
     for name, words in _NAMED.findall(rest):
         unknown += _missing(words, name, set())
     return unknown
 
 
 def _name(arguments: Sequence[str]) -> str:
-    """Return the command that arguments begin with."""
+    """Return the command at the beginning of the arguments."""
     words = [argument for argument in arguments if not argument.startswith("-")]
     return next((name for name in (" ".join(words[:2]), *words[:1]) if name in COMMANDS), "")
 
 
-def _missing(text: str, command: str, given: set[str]) -> Iterator[str]:
+def _missing(text: str, command: str, entered: set[str]) -> Iterator[str]:
     known = set(_flags(command))
-    yield from (flag for flag in _FLAG.findall(text) if flag not in known | given)
+    yield from (flag for flag in _FLAG.findall(text) if flag not in known | entered)
 
 
 def _flags(command: str) -> Iterator[str]:

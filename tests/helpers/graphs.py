@@ -1,4 +1,4 @@
-"""Small graphs: one whose relations decide (places, people, what each does there), random ones."""
+"""Small graphs: one of people, locations and activities, and random graphs."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import numpy as np
 from llmcond.kinds.ranking.graph import Graph, Texts
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
-PLACES = ("park", "beach", "kitchen", "street")
-DEEDS = ("ride", "play", "read", "sit")
-#: Words that the small encoders of tests know, so that no two texts are the same to them.
+LOCATIONS = ("park", "beach", "kitchen", "street")
+ACTIVITIES = ("ride", "play", "read", "sit")
+#: Words in the vocabulary of the tiny encoders, so that no two texts have the same tokens.
 COATS = ("red", "blue", "green", "rain")
-#: Of person i: where he is, what he does, and who he sits with.
+#: Relations of a person: the location, the activity, and another person.
 RELATIONS = {"_is_at": "the place", "_does": "the activity", "_sits_with": "people"}
 
 
@@ -19,8 +19,8 @@ def write_graph(folder: Path) -> Path:
     """Write a graph of 24 entities and three relations, with every split."""
     folder.mkdir(parents=True, exist_ok=True)
     people = {f"p{i:02}": f"{PEOPLE[i % 4]}, {COATS[i // 4]} coat" for i in range(16)}
-    entities = {**people, **{f"l{i}": text for i, text in enumerate(PLACES)}}
-    entities |= {f"d{i}": text for i, text in enumerate(DEEDS)}
+    entities = {**people, **{f"l{i}": text for i, text in enumerate(LOCATIONS)}}
+    entities |= {f"d{i}": text for i, text in enumerate(ACTIVITIES)}
     triples = []
     for i in range(16):
         triples.append((f"p{i:02}", "_is_at", f"l{i % 4}"))
@@ -39,8 +39,8 @@ def write_graph(folder: Path) -> Path:
     return folder
 
 
-def small_graph(n=30, relations=3, sizes=(90, 20, 20), seed=0) -> Graph:
-    """Return a random graph whose triples are distinct, self-loops among them."""
+def random_graph(n=30, relations=3, sizes=(90, 20, 20), seed=0) -> Graph:
+    """Return a random graph whose triples are distinct and include self-loops."""
     rng = np.random.default_rng(seed)
     triples = rng.permutation(np.stack(np.mgrid[:n, :relations, :n], -1).reshape(-1, 3))
     train, dev, test = np.split(triples[: sum(sizes)].astype(np.int32), np.cumsum(sizes)[:2])

@@ -1,4 +1,4 @@
-"""Heads fitted with a bundled recipe and some of its settings changed, and runs of many heads."""
+"""Fit heads with changed settings of bundled recipes, and create runs with many heads."""
 
 from functools import cache
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from llmcond import extract, fit_head
 from llmcond.heads import fit_recipe, load_recipe
 
-#: A prompt of a text with the condition, that encodes the text alone, too.
-OWN = """
+#: A template of a text with the condition, which encodes the text alone, too.
+CUSTOM_TEMPLATE = """
 description = "Joint, less the sentence."
 source = "these tests"
 [conditional]
@@ -19,33 +19,33 @@ text = "{sentence}"
 bundled = cache(load_recipe)
 
 
-def quiet(epoch, epochs, score):
+def ignore_progress(epoch, epochs, score):
     pass
 
 
-def recipe(kind, **changes):
+def make_recipe(kind, **changes):
     return bundled(kind).with_settings(changes, "test")
 
 
 def fit(kind, pairs, dev=None, seed=0, **changes):
-    return fit_recipe(recipe(kind, **changes), pairs, dev, seed, quiet)
+    return fit_recipe(make_recipe(kind, **changes), pairs, dev, seed, ignore_progress)
 
 
 def tensors(head):
-    """Return the bytes of each of a head's tensors."""
+    """Return the bytes of each tensor of a head."""
     return {name: value.tobytes() for name, value in head.tensors.items()}
 
 
-def fit_all(folder: Path, encoder: Path, rows: list[tuple[str, str, str, int]]) -> Path:
-    """Return a run of rated pairs with seven heads.
+def fit_all_heads(folder: Path, encoder: Path, rows: list[tuple[str, str, str, int]]) -> Path:
+    """Create a run of rated pairs with seven heads, and return its folder.
 
-    Heads low, relu, hadamard and concat are on separate features, own and linear on joint ones,
-    and both on both.
+    The heads low, relu, hadamard and concat use separate features, own and linear use joint
+    features, and both uses both.
     """
     lines = ["sentence1,sentence2,condition,label"]
     lines += [",".join(str(value) for value in row) for row in rows]
     (folder / "rows.csv").write_text("\n".join(lines) + "\n")
-    (folder / "own.toml").write_text(OWN)
+    (folder / "own.toml").write_text(CUSTOM_TEMPLATE)
     options = {"dtype": "float32", "device": "cpu", "pooling": "mean"}
     prompts = ["separate", str(folder / "own.toml"), "concat-sent-cond"]
     run = folder / "run"

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub, from which files are downloaded."""
+"""A stand-in for the Hugging Face hub, from which tests download files."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download needs, and of what it answers otherwise.
+    """The part of the hub that downloads need, with its errors.
 
-    ``me/tiny`` can be downloaded. Of ``me/asked`` what is in it can be seen, and no file be had
-    before its terms are accepted; of ``me/gated`` nothing can. ``me/hollow`` has no weights, and
-    of ``me/broken`` the connection breaks within them.
+    ``me/tiny`` can be downloaded. ``me/asked`` lists its files, but its terms must be accepted
+    before a file is downloaded; ``me/gated`` does not even list them. ``me/hollow`` has no
+    weights, and the connection breaks within the weights of ``me/broken``.
     """
 
     def __init__(self, folder, *arguments):
@@ -79,7 +79,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder):
+def serve_hub(folder):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"

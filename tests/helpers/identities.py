@@ -1,4 +1,4 @@
-"""An encoder's identity, for tests that need one and no encoder."""
+"""The identity of an encoder, for tests that need no encoder."""
 
 from llmcond.encoders import EncoderIdentity
 

@@ -1,10 +1,10 @@
-"""A plain stand-in for kernels of packed attention."""
+"""A reference implementation of packed attention."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def kernel(
+def reference_attention(
     query,
     key,
     value,
@@ -17,7 +17,7 @@ def kernel(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """Attend as ``torch.nn.attention.varlen.varlen_attn`` does, segment by segment."""
+    """Compute ``torch.nn.attention.varlen.varlen_attn`` segment by segment."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
     assert enable_gqa or query.shape[1] == key.shape[1]

@@ -1,4 +1,4 @@
-"""Pages as a parser and as a browser see them, and texts that would do harm if they could."""
+"""HTML pages in a parser and in a browser, and hostile texts that they must escape."""
 
 import json
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ HOSTILE = (
 )
 
 
-class Parsed(HTMLParser):
-    """What of a page a browser would take for elements, attributes, scripts and text."""
+class ParsedPage(HTMLParser):
+    """The elements, attributes, scripts and text of a page, as a browser would read them."""
 
     VOID = ("meta", "link", "input", "br")
 
@@ -26,7 +26,7 @@ class Parsed(HTMLParser):
         self.elements, self.scripts, self.text, self.open = [], [], [], []
         self.feed(source)
         self.close()
-        self.said = " ".join(" ".join(self.text).split())
+        self.visible_text = " ".join(" ".join(self.text).split())
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -52,13 +52,15 @@ class Parsed(HTMLParser):
         return json.loads(self.scripts[0])
 
 
-DRAWN = "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
+CHARTS_READY = (
+    "[...document.querySelectorAll('[data-chart]')].every(box => box.querySelector('svg'))"
+)
 
 
 @contextmanager
-def opened(browser, path, width=1_280, scheme="light"):
-    """A page in a browser; at the end, it must have complained of nothing and asked for nothing."""
-    complaints, asked = [], []
+def open_page(browser, path, width=1_280, scheme="light"):
+    """Open a page in a browser; check at the end that it had no errors and made no requests."""
+    complaints, requested = [], []
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     try:
         tab = context.new_page()
@@ -66,18 +68,21 @@ def opened(browser, path, width=1_280, scheme="light"):
         tab.on("console", lambda message: complaints.append(message.text))
         tab.on("pageerror", lambda error: complaints.append(str(error)))
         tab.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("request", lambda request: requested.append(request.url))
         tab.goto(path.as_uri())
-        tab.wait_for_function(DRAWN)
+        tab.wait_for_function(CHARTS_READY)
         yield tab
         assert complaints == []
-        assert asked == [path.as_uri()]
+        assert requested == [path.as_uri()]
     finally:
         context.close()
 
 
-def sideways(tab):
-    """How far the page scrolls sideways, and what reaches out of it unless it has a scroll box."""
+def find_overflow(tab):
+    """Return by how many pixels the page is too wide, and the elements that overflow it.
+
+    Elements in a scroll box do not count.
+    """
     return tab.evaluate(
         """() => {
             const width = document.documentElement.clientWidth;
@@ -88,8 +93,8 @@ def sideways(tab):
     )
 
 
-def faults(tab):
+def find_accessibility_faults(tab):
     from axe_playwright_python.sync_playwright import Axe
 
-    found = Axe().run(tab).response["violations"]
-    return [fault for fault in found if fault["impact"] in ("serious", "critical")]
+    violations = Axe().run(tab).response["violations"]
+    return [item for item in violations if item["impact"] in ("serious", "critical")]

@@ -1,4 +1,4 @@
-"""Where the repository lies."""
+"""The root of the repository."""
 
 from pathlib import Path
 

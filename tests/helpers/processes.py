@@ -1,4 +1,4 @@
-"""Processes of their own, which start at once: a server that has imported everything forks them."""
+"""Separate processes that start quickly, forked by a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers.waiting import PATIENCE
 from llmcond.system import process_context
 
-FORKING = process_context(
+FORK_CONTEXT = process_context(
     "lance",
     "llmcond.encoders.encoder",
     "llmcond.runs.trials",
@@ -20,13 +20,13 @@ FORKING = process_context(
 
 
 class Command:
-    """A command that runs in a process of its own, on one thread.
+    """A command that runs in a separate process with one thread.
 
-    ``first`` is called there before the command. What it prints goes into files in ``folder``.
+    The process calls ``setup`` before the command.
 
     Attributes:
-        process: that it runs in, to wait for and to kill.
-        stdout, stderr: the files that it prints into.
+        process: process of the command, to wait for or to kill.
+        stdout, stderr: files in ``folder`` with its output.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class Command:
         folder: Path,
         arguments: Sequence[object],
         environment: Mapping[str, str] = {},
-        first: Callable[[], None] | None = None,
+        setup: Callable[[], None] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         self.stderr.touch()
         values = [str(argument) for argument in arguments]
-        given = (values, dict(environment), first, self.stdout, self.stderr)
-        self.process = FORKING.Process(target=_run, args=given)
+        run_arguments = (values, dict(environment), setup, self.stdout, self.stderr)
+        self.process = FORK_CONTEXT.Process(target=_run, args=run_arguments)
         self.process.start()
 
     def finish(self) -> tuple[int | None, str, str]:
-        """Wait for its end; return exit status, standard output and standard error."""
+        """Wait for the end; return the exit status, standard output and standard error."""
         self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, "the command does not end"
+        assert self.process.exitcode is not None, "the command did not end"
         out, err = (file.read_text(encoding="utf-8") for file in (self.stdout, self.stderr))
         return self.process.exitcode, out, err
 
@@ -55,7 +55,7 @@ class Command:
 def _run(
     arguments: list[str],
     environment: dict[str, str],
-    first: Callable[[], None] | None,
+    setup: Callable[[], None] | None,
     out: Path,
     err: Path,
 ) -> None:
@@ -68,6 +68,6 @@ def _run(
     for file, number in ((out, 1), (err, 2)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if first is not None:
-        first()
+    if setup is not None:
+        setup()
     sys.exit(run(arguments))

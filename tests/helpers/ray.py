@@ -1,4 +1,4 @@
-"""What actors of the tests hold."""
+"""The object that the tests run in Ray actors."""
 
 import os
 import signal
@@ -8,17 +8,17 @@ from pathlib import Path
 from llmcond.errors import UserError
 
 
-class Squares:
-    """Squares numbers, and tells in which process; an item may ask for what goes wrong."""
+class SquareWorker:
+    """Squares numbers and returns the process id; some items trigger a fault."""
 
     def __init__(self, folder: Path) -> None:
         if (folder / "broken").exists():
-            raise UserError("there is no model here")
+            raise UserError("the model cannot be loaded")
         self._folder = folder
 
     def work(self, item: int | str) -> tuple[int, int]:
         if item == "wrong":
-            raise UserError("this one is wrong")
+            raise UserError("the item is invalid")
         if item == "deadly" or (item == "deadly once" and self._first_time()):
             os.kill(os.getpid(), signal.SIGKILL)
         if item == "slow":

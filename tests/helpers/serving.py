@@ -18,8 +18,8 @@ from llmcond.serving.settings import ServerSettings
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a server answered."""
+class Response:
+    """The answer of a server."""
 
     status: int
     headers: dict[str, str]
@@ -27,59 +27,59 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body."""
+        """The parsed body."""
         return json.loads(self.body)
 
     @property
     def error(self) -> dict[str, Any]:
-        """What was wrong, in one line and in OpenAI's shape."""
-        found = self.json["error"]
-        assert set(found) == {"message", "type", "param", "code"}
-        assert "\n" not in found["message"]
-        return found
+        """The error, after checking that it has one line and the form of OpenAI's errors."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "\n" not in error["message"]
+        return error
 
 
 class Client:
-    """Sends requests to a server at a port of this machine."""
+    """A client of a server at a port of this machine."""
 
     def __init__(self, port: int) -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
 
-    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        """Send a request, whose body is written as JSON unless it is bytes."""
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Response:
+        """Send a request; a body that is not bytes is written as JSON."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        given = {} if data is None else {"Content-Type": "application/json"}
-        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        sent_headers = {} if data is None else {"Content-Type": "application/json"}
+        sent_headers |= {name.replace("_", "-"): value for name, value in headers.items()}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
-            connection.request(method, path, data, given)
+            connection.request(method, path, data, sent_headers)
             response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, found, response.read())
+            answer_headers = {name.lower(): value for name, value in response.getheaders()}
+            return Response(response.status, answer_headers, response.read())
         finally:
             connection.close()
 
-    def get(self, path: str, **headers: str) -> Answer:
-        """Get something."""
+    def get(self, path: str, **headers: str) -> Response:
+        """Send a GET request."""
         return self.send("GET", path, **headers)
 
-    def post(self, path: str, body: Any, **headers: str) -> Answer:
-        """Ask the model."""
+    def post(self, path: str, body: Any, **headers: str) -> Response:
+        """Send a POST request."""
         return self.send("POST", path, body, **headers)
 
 
 @contextmanager
-def served(
+def serve(
     model: ServedModel, keys: tuple[bytes, ...] = (), **settings: Any
 ) -> Iterator[tuple[Client, ModelServer]]:
-    """Serve a model at a free port; at the end, everything that was accepted is answered."""
+    """Serve a model at a free port; at the end, all accepted requests are answered."""
     with bind_socket("127.0.0.1", 0) as listening:
-        listening.listen()  # requests wait until it serves
-        running = ModelServer(model, ServerSettings(**settings), keys)
-        thread = threading.Thread(target=running.run, args=([listening],))
+        listening.listen()  # requests wait until the server has started
+        server = ModelServer(model, ServerSettings(**settings), keys)
+        thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Client(listening.getsockname()[1]), running
+            yield Client(listening.getsockname()[1]), server
         finally:
-            running.handle_exit(15, None)
+            server.handle_exit(15, None)
             thread.join()

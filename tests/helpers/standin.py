@@ -1,18 +1,18 @@
 """A stand-in for CUDA, so that tests run the code for GPUs on a machine without one.
 
-CPU kernels compute real values. Only devices are made up: a tensor is "on cuda:N" if its storage
-is tagged so. Like CUDA, the stand-in raises an error where tensors of different devices meet,
-where NumPy reads a tensor of the GPU, where memory runs out, and where its attention for uneven
-lengths gets what FlashAttention does not take. Unlike CUDA, it also raises an error where the
-project copies asynchronously from or to pageable memory, and where it reads a copy before the
-event behind it has happened. It counts kernel launches, copies, waits of the host, and the memory
-of each device::
+CPU kernels compute real values. Only the devices are simulated: a tensor is "on cuda:N" if its
+storage has this tag. Like CUDA, the stand-in raises an error if an operator gets tensors of
+different devices, if NumPy reads a tensor of a GPU, if memory runs out, and if attention for
+uneven lengths gets arguments that FlashAttention does not support. Unlike CUDA, it also raises an
+error if the project copies asynchronously from or to pageable memory, or reads a copy before the
+event recorded after it has happened. It counts kernel launches, copies, waits of the host, and the
+memory of each device::
 
     with StandIn(gpus=1, gib=24, capability=(8, 9)) as gpu:
         ...
     assert not gpu.waits
 
-Its limits: there is one stream, it is always in order, and C++ code sees CPU tensors.
+Its limits: it has one stream, which always runs in order, and C++ code sees CPU tensors.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _CPU = torch.device("cpu")
 _BASE = torch._C.TensorBase
 _real_device = _BASE.device.__get__
 _real_numpy, _real_tolist, _real_to, _real_copy = _BASE.numpy, _BASE.tolist, _BASE.to, _BASE.copy_
-#: The allocator of CUDA hands out multiples of this.
+#: Number of bytes whose multiples the CUDA allocator returns.
 _BLOCK = 512
-#: Operators whose result the host must know before it goes on.
+#: Operators whose result the host needs before it continues.
 _WAITING = {
     _ATEN.nonzero.default,
     _ATEN.masked_select.default,
@@ -55,7 +55,7 @@ _WAITING = {
     _ATEN.bincount.default,
     _ATEN.is_nonzero.default,
 }
-#: Operators that take indices from the CPU, which CUDA copies.
+#: Operators that accept indices on the CPU, which CUDA copies.
 _INDEXING = {
     _ATEN.index.Tensor,
     _ATEN.index_put_.default,
@@ -66,7 +66,7 @@ _INDICES = (torch.long, torch.bool, torch.uint8)
 
 
 class _State(threading.local):
-    """Whether this thread is inside the stand-in, which sees tensors as they are."""
+    """Whether this thread runs code of the stand-in, which sees the real tensors."""
 
     depth = 0
 
@@ -90,10 +90,10 @@ def _storage(tensor: Tensor) -> Any:
         return None
 
 
-def place(tensor: Tensor) -> torch.device:
-    """Return the device that a tensor is said to be on."""
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the simulated device of a tensor."""
     real = _real_device(tensor)
-    return getattr(_storage(tensor), "_place", _CPU) if real.type == "cpu" else real
+    return getattr(_storage(tensor), "_device", _CPU) if real.type == "cpu" else real
 
 
 def _as_device(device: Any) -> torch.device | None:
@@ -113,7 +113,7 @@ def _frames() -> Iterator[str]:
 
 
 def _where() -> str:
-    """Return the line of the project that is running, or the one that called torch."""
+    """Return the running line of the project, or else the line that called torch."""
     other = "?"
     for line in _frames():
         if "/llmcond/" in line and "site-packages" not in line:
@@ -124,22 +124,24 @@ def _where() -> str:
 
 
 def _is_ours() -> bool:
-    """Return whether the project itself, and no library that it uses, called torch."""
+    """Return whether the project itself, rather than a library, called torch."""
     lines = (line for line in _frames() if "standin" not in line and "/torch/" not in line)
     first = next(lines, "")
     return "site-packages" not in first and ("/llmcond/" in first or "/tests/" in first)
 
 
 class StandIn:
-    """Some GPUs that there are not, for a block.
+    """A context manager that simulates GPUs.
 
     Attributes:
-        launches: kernels, by the name of the operator.
-        copies: between the host's memory and a GPU's, by their direction.
-        waits: where the host waited for a GPU, by what it did and the line; waits for an event are
-            in ``events``.
-        unpinned: copies to a GPU from pageable memory, by the line: the host waits for these too.
-        used, peak: bytes of each GPU.
+        launches: number of kernel launches, by operator.
+        copies: number of copies between the memory of the host and of a GPU, by direction.
+        waits: number of times that the host waited for a GPU, by operation and line, except waits
+            for an event.
+        events: number of times that the host waited for an event.
+        unpinned: number of copies to a GPU from pageable memory, by line. The host waits for
+            these, too.
+        used, peak: bytes in use on each GPU, now and at most.
     """
 
     current: StandIn
@@ -167,18 +169,18 @@ class StandIn:
 
     @property
     def n_launches(self) -> int:
-        """Return how many kernels were launched."""
+        """Number of launched kernels."""
         return self.launches.total()
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset all counters."""
         for counter in (self.launches, self.copies, self.waits, self.unpinned):
             counter.clear()
         self.events = 0
         self.peak = list(self.used)
 
     def report(self) -> str:
-        """Return what was counted, for people."""
+        """Return a readable summary of the counters."""
         lines = [f"{self.n_launches:,} launches, {self.copies.total():,} copies"]
         lines += [f"{n:,} x waited: {what}" for what, n in self.waits.most_common()]
         lines += [f"{n:,} x unpinned: {what}" for what, n in self.unpinned.most_common()]
@@ -187,11 +189,11 @@ class StandIn:
     # -- memory ------------------------------------------------------------------------------
 
     def tag(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Say that a tensor of the CPU is on a device, and count its memory."""
+        """Tag a CPU tensor as being on a device, and count its memory."""
         if device.type != "cuda" or _real_device(tensor).type != "cpu":
             return tensor
         storage = _storage(tensor)
-        if storage is None or hasattr(storage, "_place"):
+        if storage is None or hasattr(storage, "_device"):
             return tensor
         gpu, size = device.index or 0, -(-storage.nbytes() // _BLOCK) * _BLOCK
         if gpu >= self.gpus:
@@ -201,7 +203,7 @@ class StandIn:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
             self.used[gpu] += size
             self.peak[gpu] = max(self.peak[gpu], self.used[gpu])
-        storage._place = device
+        storage._device = device
         weakref.finalize(storage, self._free, gpu, size)
         return tensor
 
@@ -212,7 +214,7 @@ class StandIn:
     # -- order of the device's work ----------------------------------------------------------
 
     def wait(self, what: str) -> None:
-        """Count that the host waits for all work of the GPU."""
+        """Count a wait of the host for all work of the GPU, and finish this work."""
         self.waits[f"{what}, {_where()}"] += 1
         self._finish(self._pending)
 
@@ -221,34 +223,35 @@ class StandIn:
             for target, source in copies:
                 _real_copy(target, source)
             done = set(map(id, copies))
-            self._pending = [one for one in self._pending if id(one) not in done]
+            self._pending = [copy for copy in self._pending if id(copy) not in done]
 
-    def _later(self, target: Tensor, source: Tensor) -> Tensor:
-        """Copy once an event behind it has happened."""
+    def _copy_later(self, target: Tensor, source: Tensor) -> Tensor:
+        """Copy as soon as an event recorded after this has happened."""
         with self._lock, _inside():
             self._pending.append((target.detach(), source.detach().clone()))
             return target.fill_(math.nan if target.is_floating_point() else -7)
 
     def check_arrived(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse to read what is still being copied."""
+        """Raise an error if one of the tensors is still being copied."""
         if not self._pending:
             return
         with _inside():
-            coming = {_storage(target)._cdata for target, _ in self._pending}
-            early = any(_storage(t) is not None and _storage(t)._cdata in coming for t in tensors)
+            awaited = {_storage(target)._cdata for target, _ in self._pending}
+            early = any(_storage(t) is not None and _storage(t)._cdata in awaited for t in tensors)
         if early:
             raise RuntimeError(f"a copy from the GPU was read before its event, {_where()}")
 
-    # -- what is replaced --------------------------------------------------------------------
+    # -- patches -----------------------------------------------------------------------------
 
     def __enter__(self) -> StandIn:
         with contextlib.suppress(ImportError):
-            # It looks for CUDA when it is imported, and is to take its CPU kernels.
+            # It looks for CUDA when it is imported, and must choose its CPU kernels.
             import bitsandbytes  # noqa: F401
         StandIn.current = self
         patches = (self._tensors(), self._cuda(), self._libraries())
-        for patch in (one for group in patches for one in group):
-            self._stack.enter_context(patch)
+        for group in patches:
+            for patch in group:
+                self._stack.enter_context(patch)
         self._stack.enter_context(_modes(self))
         return self
 
@@ -258,7 +261,7 @@ class StandIn:
     def _tensors(self) -> Iterator[Any]:
         def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not _state.depth:
-                if place(tensor).type == "cuda":
+                if device_of(tensor).type == "cuda":
                     raise TypeError("can't convert cuda:0 device type tensor to numpy.")
                 self.check_arrived([tensor])
             return _real_numpy(tensor, *args, **kwargs)
@@ -269,14 +272,14 @@ class StandIn:
 
         def tolist(tensor: Tensor) -> Any:
             if not _state.depth:
-                if place(tensor).type == "cuda":
+                if device_of(tensor).type == "cuda":
                     self.wait("tolist")
                 self.check_arrived([tensor])
             with _inside():
                 return _real_tolist(tensor)
 
         def pin_memory(tensor: Tensor, *args: Any) -> Tensor:
-            if place(tensor).type != "cpu":
+            if device_of(tensor).type != "cpu":
                 raise RuntimeError("only dense CPU tensors can be pinned")
             with _inside():
                 pinned = tensor.detach().clone()
@@ -287,13 +290,15 @@ class StandIn:
             return hasattr(_storage(tensor), "_pinned")
 
         def on(kind: str) -> property:
-            return property(lambda t: (_real_device(t) if _state.depth else place(t)).type == kind)
+            return property(
+                lambda t: (_real_device(t) if _state.depth else device_of(t)).type == kind
+            )
 
         replaced = {
-            "device": property(lambda t: _real_device(t) if _state.depth else place(t)),
+            "device": property(lambda t: _real_device(t) if _state.depth else device_of(t)),
             "is_cuda": on("cuda"),
             "is_cpu": on("cpu"),
-            "get_device": lambda t: place(t).index if place(t).type == "cuda" else -1,
+            "get_device": lambda t: device_of(t).index if device_of(t).type == "cuda" else -1,
             "numpy": numpy,
             "__array__": as_array,
             "tolist": tolist,
@@ -325,10 +330,10 @@ class StandIn:
                 pass
 
         def index(device: Any = "cuda") -> int:
-            found = _as_device("cuda" if device is None else device)
-            if found.type != "cuda" or (found.index or 0) >= self.gpus:
+            resolved = _as_device("cuda" if device is None else device)
+            if resolved.type != "cuda" or (resolved.index or 0) >= self.gpus:
                 raise RuntimeError(f"Invalid device {device}")
-            return found.index or 0
+            return resolved.index or 0
 
         def properties(device: Any = None) -> Any:
             index(device)
@@ -442,7 +447,7 @@ class StandIn:
         yield mock.patch.object(torch, "Generator", Generator)
         yield mock.patch.object(torch.autocast, "__init__", autocast)
         yield mock.patch.object(threading.Thread, "_bootstrap_inner", begin_in_modes)
-        if self.total < 2**31:  # transformers takes 1.2 GiB off the memory of a GPU
+        if self.total < 2**31:  # transformers reserves 1.2 GiB of the memory of a GPU
             import transformers.modeling_utils as loading
 
             yield mock.patch.object(loading, "caching_allocator_warmup")
@@ -456,7 +461,7 @@ def _modes(stand: StandIn) -> Iterator[None]:
 
 
 class _Dispatch(TorchDispatchMode):
-    """Sees every operator, behind autograd: devices, launches, waits and memory."""
+    """Intercepts every operator below autograd: devices, launches, waits and memory."""
 
     def __init__(self, stand: StandIn) -> None:
         super().__init__()
@@ -468,20 +473,20 @@ class _Dispatch(TorchDispatchMode):
             return func(*args, **kwargs)
         stand = self._stand
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        places = [place(tensor) for tensor in tensors]
-        asked = _as_device(kwargs.get("device"))
-        if asked is not None and asked.type == "cuda":
-            return self._made(func, args, kwargs, tensors, asked)
-        gpus = {one for one in places if one.type == "cuda"}
-        if len(gpus) < len(places):
-            own = [t for t, one in zip(tensors, places, strict=True) if one.type == "cpu"]
+        devices = [device_of(tensor) for tensor in tensors]
+        device = _as_device(kwargs.get("device"))
+        if device is not None and device.type == "cuda":
+            return self._create(func, args, kwargs, tensors, device)
+        gpus = {device for device in devices if device.type == "cuda"}
+        on_cpu = [t for t, device in zip(tensors, devices, strict=True) if device.type == "cpu"]
+        if on_cpu:
             written = args[0] if func is _ATEN.copy_.default else None
-            stand.check_arrived([one for one in own if one is not written])
+            stand.check_arrived([tensor for tensor in on_cpu if tensor is not written])
         if not gpus:
             return func(*args, **kwargs)
         if func is _ATEN.copy_.default:
             return self._copy(*args, **kwargs)
-        self._check_places(func, tensors, places, gpus)
+        self._check_devices(func, tensors, devices, gpus)
         (gpu,) = gpus
         masks = (torch.bool, torch.uint8)
         masked = func in _INDEXING and any(
@@ -490,66 +495,66 @@ class _Dispatch(TorchDispatchMode):
         if func in _WAITING or masked:
             stand.wait(str(func))
         stand.launches[str(func)] += 1
-        # The kernels of bitsandbytes make tensors on the device of what they get.
+        # The kernels of bitsandbytes create tensors on the device of their inputs.
         with _inside() if func.namespace == "bitsandbytes" else contextlib.nullcontext():
-            found = func(*args, **kwargs)
+            output = func(*args, **kwargs)
         # A view shares its storage with an input.
-        kept = [_storage(t) for t, one in zip(tensors, places, strict=True) if one.type == "cpu"]
-        for made in tree_leaves(found):
-            if isinstance(made, Tensor) and not any(_storage(made) is one for one in kept):
-                stand.tag(made, gpu)
-        return found
+        cpu_storages = [_storage(tensor) for tensor in on_cpu]
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and not any(_storage(leaf) is s for s in cpu_storages):
+                stand.tag(leaf, gpu)
+        return output
 
-    def _made(
+    def _create(
         self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], device: torch.device
     ) -> Tensor:
-        """Make a tensor on a GPU, or copy one there, where C++ asked for it."""
+        """Create a tensor on a GPU, or copy one there, for C++ code."""
         with _inside():
             pin = {"pin_memory": None} if "pin_memory" in kwargs else {}
-            found: Tensor = func(*args, **{**kwargs, **pin, "device": _CPU})
-            if tensors and _storage(found) is _storage(tensors[0]) and place(found) != device:
-                found = found.clone()
-        return self._stand.tag(found, device)
+            output: Tensor = func(*args, **{**kwargs, **pin, "device": _CPU})
+            if tensors and _storage(output) is _storage(tensors[0]) and device_of(output) != device:
+                output = output.clone()
+        return self._stand.tag(output, device)
 
-    def _check_places(
-        self, func: Any, tensors: Sequence[Tensor], places: Sequence[Any], gpus: set[Any]
+    def _check_devices(
+        self, func: Any, tensors: Sequence[Tensor], devices: Sequence[Any], gpus: set[Any]
     ) -> None:
-        same = "Expected all tensors to be on the same device"
+        message = "Expected all tensors to be on the same device"
         if len(gpus) > 1:
-            raise RuntimeError(f"{same}, but found {gpus} in {func}")
-        for tensor, one in zip(tensors, places, strict=True):
-            if one.type != "cpu" or not tensor.ndim:
+            raise RuntimeError(f"{message}, but found {gpus} in {func}")
+        for tensor, device in zip(tensors, devices, strict=True):
+            if device.type != "cpu" or not tensor.ndim:
                 continue
             if func not in _INDEXING or tensor.dtype not in _INDICES:
-                raise RuntimeError(f"{same}, but found {gpus} and cpu in {func}")
+                raise RuntimeError(f"{message}, but found {gpus} and cpu in {func}")
             self._stand.unpinned[f"{func}, {_where()}"] += 1
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        stand, to, of = self._stand, place(target), place(source)
-        if to == of or (not source.ndim and of.type == "cpu"):
+        stand, to, origin = self._stand, device_of(target), device_of(source)
+        if to == origin or (not source.ndim and origin.type == "cpu"):
             stand.launches["copy"] += 1
             return _real_copy(target, source)
-        stand.copies[f"{of.type} to {to.type}"] += 1
+        stand.copies[f"{origin.type} to {to.type}"] += 1
         if to.type == "cuda":
-            if of.type == "cpu" and not source.is_pinned():
+            if origin.type == "cpu" and not source.is_pinned():
                 _check_pinned(non_blocking)
                 stand.unpinned[f"copy, {_where()}"] += 1
             return _real_copy(target, source)
         if non_blocking and target.is_pinned():
-            return stand._later(target, source)
+            return stand._copy_later(target, source)
         _check_pinned(non_blocking)
         stand.wait("copy to the CPU")
         return _real_copy(target, source)
 
 
 def _check_pinned(non_blocking: bool) -> None:
-    """Refuse an asynchronous copy between a GPU and pageable memory; libraries may make one."""
+    """Raise an error if the project, not a library, copies asynchronously with pageable memory."""
     if non_blocking and _is_ours():
         raise RuntimeError(f"an asynchronous copy of memory that is not pinned, {_where()}")
 
 
 class _Functions(TorchFunctionMode):
-    """Sees calls in front of autograd: which device is asked for."""
+    """Intercepts calls above autograd, and the device that they request."""
 
     def __init__(self, stand: StandIn) -> None:
         super().__init__()
@@ -571,47 +576,47 @@ class _Functions(TorchFunctionMode):
             kwargs["device"] = torch.device("cuda", kwargs["device"])
         moves = {"to": None, "cpu": _CPU, "cuda": "cuda"}
         if name in moves and args and isinstance(args[0], Tensor):
-            given = args if name == "to" else (args[0], *(args[1:] or (moves[name],)))
-            return self._to(*given, **kwargs)
+            to_args = args if name == "to" else (args[0], *(args[1:] or (moves[name],)))
+            return self._to(*to_args, **kwargs)
         pin = kwargs.pop("pin_memory", False)
         device = _as_device(kwargs.get("device"))
         if device is not None and device.type == "cuda":
-            return self._made(func, name, args, {**kwargs, "device": _CPU}, device)
-        found = func(*args, **kwargs)
-        if pin and isinstance(found, Tensor):
-            _storage(found)._pinned = True
-        return found
+            return self._create(func, name, args, {**kwargs, "device": _CPU}, device)
+        output = func(*args, **kwargs)
+        if pin and isinstance(output, Tensor):
+            _storage(output)._pinned = True
+        return output
 
-    def _made(self, func: Any, name: str, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Make a tensor on a GPU."""
-        like = "like" in name and any(isinstance(one, Tensor) for one in args)
+    def _create(self, func: Any, name: str, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """Create a tensor on a GPU."""
+        like = "like" in name and any(isinstance(value, Tensor) for value in args)
         with _inside() if like else contextlib.nullcontext():
-            found = func(*args, **kwargs)
-        if not isinstance(found, Tensor):
-            return found
-        if name in ("tensor", "as_tensor", "asarray") and found.ndim:
+            output = func(*args, **kwargs)
+        if not isinstance(output, Tensor):
+            return output
+        if name in ("tensor", "as_tensor", "asarray") and output.ndim:
             self._stand.unpinned[f"torch.{name}(device=), {_where()}"] += 1
-        given = [_storage(one) for one in args if isinstance(one, Tensor)]
+        storages = [_storage(value) for value in args if isinstance(value, Tensor)]
         with _inside(), torch.no_grad():
-            if any(one is not None and one._cdata == _storage(found)._cdata for one in given):
-                found = found.clone()
-            if "empty" in name and found.is_floating_point():
-                found.fill_(math.nan)
-        return self._stand.tag(found, device)
+            if any(s is not None and s._cdata == _storage(output)._cdata for s in storages):
+                output = output.clone()
+            if "empty" in name and output.is_floating_point():
+                output.fill_(math.nan)
+        return self._stand.tag(output, device)
 
     def _to(self, tensor: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
         device, dtype, non_blocking, copy = _to_arguments(rest, kwargs)
-        here = place(tensor)
-        if "meta" in (here.type, device.type if device else ""):
-            if here.type == "meta" and device is not None and device.type == "cuda":
+        origin = device_of(tensor)
+        if "meta" in (origin.type, device.type if device else ""):
+            if origin.type == "meta" and device is not None and device.type == "cuda":
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-            return _real_to(tensor, device or here, dtype or tensor.dtype)
-        if device is None or device == here:
+            return _real_to(tensor, device or origin, dtype or tensor.dtype)
+        if device is None or device == origin:
             if dtype is None and not copy:
                 return tensor
             return _real_to(tensor, dtype=dtype or tensor.dtype, copy=copy)
         if device.type == "cuda":
-            if here.type == "cpu" and tensor.ndim and not tensor.is_pinned():
+            if origin.type == "cpu" and tensor.ndim and not tensor.is_pinned():
                 _check_pinned(non_blocking)
                 self._stand.unpinned[f"to(cuda), {_where()}"] += 1
         else:
@@ -627,18 +632,18 @@ def _to_arguments(rest: Sequence[Any], kwargs: Any) -> tuple[Any, Any, bool, boo
     other = kwargs.get("other")
     flags = [kwargs.get("non_blocking", False), kwargs.get("copy", False)]
     n_flags = 0
-    for one in rest:
-        if isinstance(one, Tensor):
-            other = one
-        elif isinstance(one, bool):
-            flags[n_flags] = one
+    for value in rest:
+        if isinstance(value, Tensor):
+            other = value
+        elif isinstance(value, bool):
+            flags[n_flags] = value
             n_flags += 1
-        elif isinstance(one, torch.dtype):
-            dtype = one
-        elif one is not None:
-            device = one
+        elif isinstance(value, torch.dtype):
+            dtype = value
+        elif value is not None:
+            device = value
     if other is not None:
-        device, dtype = place(other), other.dtype
+        device, dtype = device_of(other), other.dtype
     return _as_device(device), dtype, *flags
 
 
@@ -654,11 +659,11 @@ def _backward(
 
 
 class _Move(torch.autograd.Function):
-    """A copy to another device, and its gradient back."""
+    """A copy to another device, whose gradient is copied back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device: Any, dtype: Any) -> Tensor:
-        ctx.back = place(tensor), tensor.dtype
+        ctx.back = device_of(tensor), tensor.dtype
         return _moved(tensor, device, dtype or tensor.dtype)
 
     @staticmethod
@@ -671,10 +676,10 @@ class _Move(torch.autograd.Function):
 
 def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     stand = StandIn.current
-    stand.copies[f"{place(tensor).type} to {device.type}"] += 1
+    stand.copies[f"{device_of(tensor).type} to {device.type}"] += 1
     with _inside():
-        made = _real_to(tensor.detach(), dtype, copy=True, memory_format=torch.preserve_format)
-    return stand.tag(made, device)
+        copy = _real_to(tensor.detach(), dtype, copy=True, memory_format=torch.preserve_format)
+    return stand.tag(copy, device)
 
 
 # -- attention for uneven lengths ----------------------------------------------------------------
@@ -693,32 +698,32 @@ def varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend as PyTorch's function of this name, and check what FlashAttention demands."""
-    device = place(query)
-    texts, lengths = (query, key, value), (cu_seq_q, cu_seq_k)
-    if device.type != "cuda" or any(place(one) != device for one in (*texts, *lengths)):
+    """Compute PyTorch's function of this name, and check the requirements of FlashAttention."""
+    device = device_of(query)
+    states, lengths = (query, key, value), (cu_seq_q, cu_seq_k)
+    if device.type != "cuda" or any(device_of(tensor) != device for tensor in (*states, *lengths)):
         raise RuntimeError("varlen_attn: all tensors must be on one GPU")
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if any(one.dtype != query.dtype or one.stride(-1) != 1 for one in texts):
+    if any(x.dtype != query.dtype or x.stride(-1) != 1 for x in states):
         raise RuntimeError("varlen_attn: one data type, and a contiguous last dimension")
     if query.shape[2] > 256 or query.shape[2] % 8:
         raise RuntimeError("FlashAttention: a head dimension of at most 256, a multiple of 8")
-    if any(one.dtype != torch.int32 or not one.is_contiguous() for one in lengths):
+    if any(x.dtype != torch.int32 or not x.is_contiguous() for x in lengths):
         raise RuntimeError("cu_seqlens must have dtype int32 and be contiguous")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError("Expect query and key/value to have the same number of heads")
     if window_size not in ((-1, -1), (-1, 0)):
         raise RuntimeError("the stand-in has no windows")
     with _inside():
-        ends, key_ends = (_real_tolist(one) for one in lengths)
+        ends, key_ends = (_real_tolist(tensor) for tensor in lengths)
     if ends[-1] != len(query) or key_ends[-1] != len(key):
         raise RuntimeError("cu_seqlens do not cover the row")
-    longest = [max(stop - start for start, stop in pairwise(one)) for one in (ends, key_ends)]
+    longest = [max(stop - start for start, stop in pairwise(x)) for x in (ends, key_ends)]
     if [max_q, max_k] != longest:
         raise RuntimeError(f"max_q and max_k are {max_q}, {max_k}; expected {longest}")
     StandIn.current.launches["varlen_attn"] += 1
-    return _Varlen.apply(*texts, ends, key_ends, scale, window_size == (-1, 0), enable_gqa)
+    return _Varlen.apply(*states, ends, key_ends, scale, window_size == (-1, 0), enable_gqa)
 
 
 def _attend(
@@ -733,8 +738,8 @@ def _attend(
 ) -> Tensor:
     parts = []
     for (start, stop), (first, last) in zip(pairwise(ends), pairwise(key_ends), strict=True):
-        own = query[start:stop], key[first:last], value[first:last]
-        q, k, v = (one.transpose(0, 1).float()[None] for one in own)
+        segments = query[start:stop], key[first:last], value[first:last]
+        q, k, v = (segment.transpose(0, 1).float()[None] for segment in segments)
         mask = None
         if causal:  # the last query is aligned with the last key
             n, m = stop - start, last - first
@@ -755,13 +760,13 @@ class _Varlen(torch.autograd.Function):
         ctx.rest = rest
         with _inside():
             output = _attend(query, key, value, *rest)
-        return StandIn.current.tag(output, place(query))
+        return StandIn.current.tag(output, device_of(query))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        device, saved = place(gradient), ctx.saved_tensors
+        device, saved = device_of(gradient), ctx.saved_tensors
         with _inside(), torch.enable_grad():
-            own = [one.detach().clone().requires_grad_(True) for one in saved]
-            output = _attend(*own, *ctx.rest)
-            found = torch.autograd.grad(output, own, gradient.detach().clone())
-        return *(StandIn.current.tag(one, device) for one in found), *[None] * 5
+            inputs = [tensor.detach().clone().requires_grad_(True) for tensor in saved]
+            output = _attend(*inputs, *ctx.rest)
+            gradients = torch.autograd.grad(output, inputs, gradient.detach().clone())
+        return *(StandIn.current.tag(tensor, device) for tensor in gradients), *[None] * 5

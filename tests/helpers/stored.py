@@ -1,4 +1,4 @@
-"""Twenty inputs with their vectors, and how they are put into a store."""
+"""Twenty inputs with their vectors, which tests append to a store."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
 N_TOKENS, TRUNCATED = np.arange(20, dtype=np.int32), np.arange(20) % 3 == 0
 
 
-def append(store, chosen=range(20), vectors=VECTORS):
-    chosen = list(chosen)
-    encoded = Encoded(vectors[chosen], N_TOKENS[chosen], TRUNCATED[chosen])
-    return store.append([INPUTS[i] for i in chosen], encoded)
+def append(store, indices=range(20), vectors=VECTORS):
+    indices = list(indices)
+    encoded = Encoded(vectors[indices], N_TOKENS[indices], TRUNCATED[indices])
+    return store.append([INPUTS[i] for i in indices], encoded)

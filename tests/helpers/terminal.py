@@ -1,11 +1,11 @@
-"""What a terminal shows."""
+"""Render tables as a terminal would."""
 
 import io
 
 from rich.console import Console
 
 
-def shown(table, width=120):
+def render_text(table, width=120):
     out = io.StringIO()
     Console(file=out, width=width).print(table)
     return out.getvalue()

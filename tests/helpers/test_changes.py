@@ -1,4 +1,4 @@
-"""Tests of scripts are left out only where nothing that a script uses has changed."""
+"""Tests of a script are skipped only if no file that it uses has changed."""
 
 import subprocess
 
@@ -22,7 +22,7 @@ FILES = {
 
 @pytest.fixture
 def repository(tmp_path):
-    """Write the files in an old commit, with as many commits after it as are compared."""
+    """Commit the files, and then as many empty commits as are compared."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -38,14 +38,14 @@ def git(folder, *arguments):
     subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_script_uses_what_it_imports_directly(repository):
+def test_used_files_include_direct_imports(repository):
     used = used_files(repository, "first")
     assert {"scripts/first.py", "scripts/second.py", "llmcond/heads/fit.py"} < used
     assert {"llmcond/files.py", "llmcond/heads/__init__.py"} < used
     assert used.isdisjoint({"scripts/third.py", "llmcond/log.py", "llmcond/metrics.py"})
 
 
-def test_nothing_changed(repository):
+def test_clean_checkout_has_no_changed_files(repository):
     assert changed_files(repository) == frozenset()
     assert not may_have_changed(repository, ("first", "third"), TEST)
 
@@ -65,7 +65,7 @@ def test_nothing_changed(repository):
     ],
 )
 @pytest.mark.parametrize("committed", [False, True])
-def test_a_change_matters_to_those_that_use_it(repository, path, first, third, committed):
+def test_changed_file_affects_scripts_that_use_it(repository, path, first, third, committed):
     (repository / path).parent.mkdir(parents=True, exist_ok=True)
     (repository / path).write_text("x = 1\n")
     if committed:
@@ -75,12 +75,12 @@ def test_a_change_matters_to_those_that_use_it(repository, path, first, third, c
     assert may_have_changed(repository, ("third",), "tests/scripts/test_third.py") is third
 
 
-def test_a_deleted_module_is_a_change(repository):
+def test_deleted_module_counts_as_changed(repository):
     (repository / "llmcond/heads/fit.py").unlink()
     assert may_have_changed(repository, ("first",), TEST)
 
 
-def test_where_git_does_not_know_every_script_may_have_changed(repository, tmp_path_factory):
+def test_every_script_may_have_changed_without_git_history(repository, tmp_path_factory):
     assert changed_files(repository, n_commits=N_COMMITS + 1) is None
     copied = tmp_path_factory.mktemp("copied")
     assert changed_files(copied) is None

@@ -1,4 +1,4 @@
-"""The check of every error that tests provoke: the flags that it names are the command's."""
+"""Every error in the tests is checked for flags that the command does not have."""
 
 import pytest
 
@@ -19,11 +19,11 @@ from llmcond.errors import UserError
         ("", "no command. See `llmcond --help`, --version", []),
     ],
 )
-def test_flags_that_a_command_lacks_are_found(command, error, unknown):
+def test_unknown_flags_lists_flags_that_the_command_lacks(command, error, unknown):
     assert unknown_flags(command.split(), error) == unknown
 
 
-def test_an_error_that_names_one_fails_its_test(monkeypatch):
+def test_error_with_an_unknown_flag_fails_the_test(monkeypatch):
     def fail(*_):
         raise UserError("Raise --max-length.")
 

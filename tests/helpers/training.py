@@ -1,4 +1,4 @@
-"""Trainings that are stopped, and go on."""
+"""Interrupt and resume training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,13 +25,13 @@ from llmcond.prompts import load_prompt
 ON_CPU = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
 
 
-def on_cpu() -> Accelerator:
-    """Return what computes in float32, whatever precision an earlier training of a process had."""
+def cpu_accelerator() -> Accelerator:
+    """Return an accelerator in float32, whatever precision an earlier training used."""
     AcceleratorState._reset_state()
     return Accelerator(cpu=True)
 
 
-def trainer_of(
+def build_trainer(
     model: Path,
     data: Path,
     folder: Path,
@@ -39,7 +39,7 @@ def trainer_of(
     options: EncoderOptions = ON_CPU,
     **settings: Any,
 ) -> Trainer:
-    """Return a trainer of an encoder and a hypernetwork with a contrast, dropout and all."""
+    """Return a trainer of an encoder and a hypernetwork, with InfoNCE and dropout."""
     tuning = TuneSettings(rank=4, batch_size=16, checkpoint_steps=3, **settings)
     resolved = resolve(str(model), options)
     trainable = load_trainable(resolved, tuning, seed=5)
@@ -58,28 +58,28 @@ def trainer_of(
     return Trainer(tuned, train, dev, tuning, prepare_accelerator(resolved), state)
 
 
-class _Stopped(Exception):  # noqa: N818 - it stands for a kill
+class _TrainingStopped(Exception):  # noqa: N818 - it simulates a kill
     pass
 
 
 def stop_after(trainer: Trainer, step: int) -> None:
-    """Train for so many steps, and stop as a kill does."""
+    """Train up to a step, and stop there as if the process was killed."""
 
     def interrupt(progress, steps, loss):
         if progress.step == step:
-            raise _Stopped
+            raise _TrainingStopped
 
-    with pytest.raises(_Stopped):
+    with pytest.raises(_TrainingStopped):
         trainer.run(interrupt)
 
 
-def resumed(make: Callable[[], Trainer], step: int) -> Trainer:
-    """Return a trainer that goes on where another was stopped; both are made alike."""
+def resume_training(make: Callable[[], Trainer], step: int) -> Trainer:
+    """Return a trainer that resumes an interrupted one; ``make`` creates both."""
     stop_after(make(), step)
-    torch.rand(step)  # another process has other random numbers
+    torch.rand(step)  # a new process has a different random state
     return make()
 
 
-def alone(n: int, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def compute_alone(n: int, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Compute all rows in one process."""
     return compute(np.arange(n))

@@ -1,4 +1,4 @@
-"""Texts that are embedded unit by unit, and what dies over that."""
+"""Texts that are embedded in work units, and processes that are killed meanwhile."""
 
 import os
 import signal
@@ -13,42 +13,42 @@ from llmcond.workflows import embed_stream
 from llmcond.workflows.embed_stream import UnitEmbedder
 
 PEOPLE = ["two men", "three women", "children", "two dogs"]
-PLACES = ["in the park", "at the beach", "in the kitchen"]
+LOCATIONS = ["in the park", "at the beach", "in the kitchen"]
 
 
-def texts(start, stop):
+def text_table(start, stop):
     rows = range(start, stop)
     return pa.table(
         {
             "id": list(rows),
-            "text": [f"{PEOPLE[i % 4]} play {PLACES[i % 3]} number {i % 37}" for i in rows],
+            "text": [f"{PEOPLE[i % 4]} play {LOCATIONS[i % 3]} number {i % 37}" for i in rows],
             "topic": [("the place", "the number of people")[i % 2] for i in rows],
             "url": [f"https://example.org/{i}" for i in rows],
         }
     )
 
 
-def embed(out, run_folder, *others, source="src"):
+def embed_command(out, run_folder, *others, source="src"):
     columns = ("--sentence", "text", "--condition", "topic")
     return ("embed", source, "--out", out, "--run", run_folder, *columns, *others)
 
 
-def killed_at(point, count):
-    """Let a process die at the count-th of such points."""
+def kill_at(point, count):
+    """Make the process kill itself when it reaches a point for the count-th time."""
     embed_stream.UNIT_ROWS = 40
     outputs._COMMIT_FRAGMENTS = 2
-    seen = []
+    visits = []
 
-    def dies():
-        seen.append(1)
-        if len(seen) == count:
+    def kill_at_count():
+        visits.append(1)
+        if len(visits) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def before(owner, name):
+    def kill_before(owner, name):
         original = getattr(owner, name)
 
         def call(*args, **kwargs):
-            dies()
+            kill_at_count()
             return original(*args, **kwargs)
 
         setattr(owner, name, call)
@@ -56,30 +56,30 @@ def killed_at(point, count):
     if point == "half written":
         original = pq.write_table
 
-        def half(rows, path, **kwargs):
+        def write_half(rows, path, **kwargs):
             original(rows, path, **kwargs)
-            whole = Path(path).read_bytes()
-            Path(path).write_bytes(whole[: len(whole) // 2])
-            dies()
-            Path(path).write_bytes(whole)
+            content = Path(path).read_bytes()
+            Path(path).write_bytes(content[: len(content) // 2])
+            kill_at_count()
+            Path(path).write_bytes(content)
 
-        pq.write_table = half
+        pq.write_table = write_half
     elif point == "written":
-        before(outputs.ParquetOutput, "add_unit")
-        before(outputs.LanceOutput, "add_unit")
+        kill_before(outputs.ParquetOutput, "add_unit")
+        kill_before(outputs.LanceOutput, "add_unit")
     elif point == "not committed":
-        before(lance.LanceDataset, "commit")
+        kill_before(lance.LanceDataset, "commit")
     else:
-        before(embed_stream.UnitEmbedder, "work")
+        kill_before(embed_stream.UnitEmbedder, "work")
 
 
-class DiesOnce(UnitEmbedder):
-    """Dies with its third unit written, the first time, before anybody hears of it."""
+class KilledOnce(UnitEmbedder):
+    """Is killed, the first time, after it has written its third unit and before it reports it."""
 
     def work(self, unit):
-        done = super().work(unit)
-        died = Path(self._job.out).parent / "died"
-        if unit.number == 2 and not died.exists():
-            died.touch()
+        result = super().work(unit)
+        marker = Path(self._job.out).parent / "died"
+        if unit.number == 2 and not marker.exists():
+            marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return done
+        return result

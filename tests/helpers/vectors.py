@@ -9,11 +9,11 @@ def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return (first * second).sum(axis=1) / norms
 
 
-def unit(values: np.ndarray) -> np.ndarray:
+def normalize(values: np.ndarray) -> np.ndarray:
     """Scale vectors to unit norm."""
     return values / np.linalg.norm(values, axis=-1, keepdims=True)
 
 
-def near(vectors: np.ndarray, expected: np.ndarray) -> None:
+def assert_close(vectors: np.ndarray, expected: np.ndarray) -> None:
     """Check that no value differs by more than 1e-5."""
     np.testing.assert_allclose(vectors, expected, rtol=0, atol=1e-5)

@@ -71,6 +71,6 @@ def test_card_describes_ensemble_and_last_stage():
         "stage of 1,000 steps also trained on dev, each row 2 times, and on 50 % of train," in card
     )
     assert (
-        "The Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage (95 % confidence "
-        "intervals over sentence pairs). It was estimated on 5 folds of dev" in card
+        "The Spearman is 50.0 [10.0, 90.0], and 40.0 [10.0, 90.0] before the stage (95 % "
+        "confidence intervals over sentence pairs). It was estimated on 5 folds of dev" in card
     )

@@ -6,7 +6,14 @@ from math import nan
 
 import numpy as np
 import pytest
-from helpers.pages import DRAWN, HOSTILE, Parsed, faults, opened, sideways
+from helpers.pages import (
+    CHARTS_READY,
+    HOSTILE,
+    ParsedPage,
+    find_accessibility_faults,
+    find_overflow,
+    open_page,
+)
 
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
@@ -283,7 +290,7 @@ def build_ranked_page(page):
 def write_and_parse(page, folder):
     path = folder / "page.html"
     write_page(page, path)
-    return Parsed(path.read_text("utf-8"))
+    return ParsedPage(path.read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -308,9 +315,11 @@ def test_every_section_exists_and_is_linked(parsed):
 
 def test_verdict_and_chart_precede_prose(page, parsed):
     verdict, *prose = page.summary
-    chart = parsed.said.index("Spearman by template and head, with 95 % confidence intervals")
-    assert parsed.said.index(verdict) < chart < parsed.said.index(prose[0])
-    assert parsed.said.index(prose[-1]) < parsed.said.index("head template minus c")
+    chart = parsed.visible_text.index(
+        "Spearman by template and head, with 95 % confidence intervals"
+    )
+    assert parsed.visible_text.index(verdict) < chart < parsed.visible_text.index(prose[0])
+    assert parsed.visible_text.index(prose[-1]) < parsed.visible_text.index("head template minus c")
 
 
 def test_chart_labels_controls_and_baselines(parsed):
@@ -337,28 +346,33 @@ def test_page_fetches_nothing_and_allows_only_its_scripts(parsed):
 
 def test_main_table_has_figures_intervals_and_verdicts(parsed):
     headings = "head template minus c Spearman Spearman against the baseline accuracy"
-    assert headings in parsed.said
-    assert "mlp pair-cond yes 58.5 55.0 to 61.8 no evidence +3.0 −1.0 to +6.8 81.2" in parsed.said
-    assert "control: shuffled c" in parsed.said
+    assert headings in parsed.visible_text
+    assert (
+        "mlp pair-cond yes 58.5 55.0 to 61.8 no evidence +3.0 −1.0 to +6.8 81.2"
+        in parsed.visible_text
+    )
+    assert "control: shuffled c" in parsed.visible_text
     comparison = "compared with the baseline template, concat-sent-cond , under the same head"
-    assert comparison in parsed.said
-    assert parsed.said.count(" baseline concat-sent-cond ") == 6
-    assert "dev: 1,830 rated rows of 985 sentence pairs" in parsed.said
+    assert comparison in parsed.visible_text
+    assert parsed.visible_text.count(" baseline concat-sent-cond ") == 6
+    assert "dev: 1,830 rated rows of 985 sentence pairs" in parsed.visible_text
 
 
 def test_all_systems_may_be_compared_with_one_baseline(page, tmp_path):
     reference = next(row for row in page.results if row.name == page.baseline)
     results = [row if row is reference else compare_with(row, reference) for row in page.results]
     source = write_and_parse(replace(page, results=results), tmp_path)
-    assert "Each system is compared with the baseline, mlp@concat-sent-cond ." in source.said
-    assert source.said.count(" baseline concat-sent-cond ") == 1
-    assert "The dashed line is the baseline." in source.said
+    assert (
+        "Each system is compared with the baseline, mlp@concat-sent-cond ." in source.visible_text
+    )
+    assert source.visible_text.count(" baseline concat-sent-cond ") == 1
+    assert "The dashed line is the baseline." in source.visible_text
 
 
 def test_page_shows_complete_provenance(parsed):
-    assert "revision c9745ed1d9f207416be6d2e6f8de32d1f16199bf" in parsed.said
-    assert "{sentence} Given the condition: {condition}" in parsed.said
-    assert "seeds 0, 1, 2 learning rate 0.001 steps a 1 b –" in parsed.said
+    assert "revision c9745ed1d9f207416be6d2e6f8de32d1f16199bf" in parsed.visible_text
+    assert "{sentence} Given the condition: {condition}" in parsed.visible_text
+    assert "seeds 0, 1, 2 learning rate 0.001 steps a 1 b –" in parsed.visible_text
 
 
 def test_embedded_numbers_match_rows(page, parsed):
@@ -391,7 +405,7 @@ def test_hostile_texts_are_escaped(page, tmp_path):
     assert "<script>alert" not in raw
     assert "<img" not in raw
     assert not re.search("[<>&\u2028\u2029]", source.scripts[0])
-    assert source.said.count("{{ 7 * 7 }}") == 1
+    assert source.visible_text.count("{{ 7 * 7 }}") == 1
 
 
 def test_unpaired_surrogates_are_written(page, tmp_path):
@@ -413,8 +427,8 @@ def test_page_of_full_split_is_small(tmp_path):
 
 def test_page_without_defined_figures_is_written(page, tmp_path):
     source = write_and_parse(make_undefined(page), tmp_path)
-    assert "undefined" in source.said
-    assert "nan" not in source.said.lower()
+    assert "undefined" in source.visible_text
+    assert "nan" not in source.visible_text.lower()
     assert source.data["conditions"] is None
     sections = [attributes["id"] for attributes in source.all("section")]
     assert sections == ["summary", "results", "systems", "made"]
@@ -444,8 +458,8 @@ def test_page_of_single_result_has_no_comparison(page, tmp_path):
     sections = [attributes["id"] for attributes in source.all("section")]
     assert sections == ["summary", "results", "systems", "made"]
     assert source.data["chosen"] == ["mlp@pair-cond", None]
-    assert "against the baseline" not in source.said
-    assert "verdict" not in source.said
+    assert "against the baseline" not in source.visible_text
+    assert "verdict" not in source.visible_text
 
 
 def test_page_of_results_alone_is_written(page, tmp_path):
@@ -512,28 +526,28 @@ def files(page, tmp_path_factory):
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1_280, "light")])
 def test_browser_shows_full_page_without_errors(browser, files, width, scheme):
-    with opened(browser, files / "full.html", width, scheme) as tab:
-        assert sideways(tab) == [0, []]
+    with open_page(browser, files / "full.html", width, scheme) as tab:
+        assert find_overflow(tab) == [0, []]
         assert tab.locator("[data-chart] svg").count() == 8
         for box in tab.locator("details").all():
             box.locator("summary").first.click()
         for box in tab.locator("[data-numbers]").all():
             box.locator("tbody tr").nth(4).wait_for()
-        assert sideways(tab) == [0, []]
-        assert scheme == "light" or faults(tab) == []
+        assert find_overflow(tab) == [0, []]
+        assert scheme == "light" or find_accessibility_faults(tab) == []
 
 
 @pytest.mark.parametrize("name", ["undefined", "partial", "plain"])
 def test_browser_shows_sparse_pages(browser, files, name):
-    with opened(browser, files / f"{name}.html", 360, "dark") as tab:
-        assert sideways(tab) == [0, []]
-        assert name != "partial" or faults(tab) == []
+    with open_page(browser, files / f"{name}.html", 360, "dark") as tab:
+        assert find_overflow(tab) == [0, []]
+        assert name != "partial" or find_accessibility_faults(tab) == []
 
 
 def test_browser_shows_hostile_texts_as_text(browser, files):
-    with opened(browser, files / "hostile.html", 360) as tab:
+    with open_page(browser, files / "hostile.html", 360) as tab:
         assert tab.title() == f"Title {HOSTILE[0]}"
-        assert sideways(tab) == [0, []]
+        assert find_overflow(tab) == [0, []]
         for text in (HOSTILE[0], HOSTILE[1], HOSTILE[5]):
             tab.get_by_label("Search texts").fill(text)
             assert tab.locator(".card .text", has_text=text).count() > 0
@@ -542,16 +556,16 @@ def test_browser_shows_hostile_texts_as_text(browser, files):
         before = card.bounding_box()["height"]
         card.get_by_role("button", name="Show all").first.click()
         assert card.bounding_box()["height"] > before + 300
-        assert sideways(tab) == [0, []]
+        assert find_overflow(tab) == [0, []]
         tab.locator(
             "[data-chart=scatter-A] path[aria-roledescription], [data-chart=scatter-A] path"
         )
-        assert faults(tab) == []
+        assert find_accessibility_faults(tab) == []
 
 
 @pytest.mark.parametrize("width", [375, 2_000])
 def test_only_overflowing_tables_show_scroll_hint(browser, files, width):
-    with opened(browser, files / "full.html", width) as tab:
+    with open_page(browser, files / "full.html", width) as tab:
         tab.locator("[data-numbers=scatter] summary").click()
         tab.locator("[data-numbers=scatter] tbody tr").nth(4).wait_for()
         boxes = tab.locator(".scroll").evaluate_all(
@@ -566,7 +580,7 @@ def test_only_overflowing_tables_show_scroll_hint(browser, files, width):
 
 
 def test_provenance_is_folded_on_screen_and_printed(browser, files):
-    with opened(browser, files / "full.html") as tab:
+    with open_page(browser, files / "full.html") as tab:
         provenance = tab.get_by_text("Given the condition: {condition}").first
         assert not provenance.is_visible()
         tab.emulate_media(media="print")
@@ -577,7 +591,7 @@ def test_provenance_is_folded_on_screen_and_printed(browser, files):
 
 
 def test_tables_are_sorted_by_keyboard(browser, files):
-    with opened(browser, files / "full.html") as tab:
+    with open_page(browser, files / "full.html") as tab:
         table = tab.locator("#results table").first
         column = table.locator("thead th", has_text="seeds").last
         column.get_by_role("button").focus()
@@ -596,7 +610,7 @@ def test_tables_are_sorted_by_keyboard(browser, files):
 
 
 def test_browser_shows_ranks(browser, files):
-    with opened(browser, files / "ranked.html", 390, "dark") as tab:
+    with open_page(browser, files / "ranked.html", 390, "dark") as tab:
         assert tab.locator("#parts thead th").all_inner_texts()[:3] == ["system", "forward", "<b>"]
         assert tab.locator("#parts tbody").last.locator("tr").count() == 20
         text = tab.locator("#disagreements li").first.inner_text()
@@ -610,10 +624,10 @@ def test_browser_shows_ranks(browser, files):
 
 
 def test_reader_can_select_systems_and_conditions(browser, files):
-    with opened(browser, files / "full.html") as tab:
+    with open_page(browser, files / "full.html") as tab:
         cards = tab.locator("#disagreements").inner_text()
         tab.locator("#system-B").select_option(label="none@pair-cond+c")
-        tab.wait_for_function(DRAWN)
+        tab.wait_for_function(CHARTS_READY)
         assert tab.locator("#scatter-name-B").inner_text() == "B: none@pair-cond+c"
         assert tab.locator("#disagreements").inner_text() != cards
         tab.get_by_label("Search conditions").fill("MOOD")
@@ -630,7 +644,7 @@ def test_reader_can_select_systems_and_conditions(browser, files):
 
 def test_theme_can_be_switched_and_print_is_light(browser, files):
     background = "getComputedStyle(document.body).backgroundColor"
-    with opened(browser, files / "full.html", 718, "dark") as tab:
+    with open_page(browser, files / "full.html", 718, "dark") as tab:
         dark = tab.evaluate(background)
         tab.get_by_role("button", name="Light theme").click()
         light = tab.evaluate(background)
@@ -638,4 +652,4 @@ def test_theme_can_be_switched_and_print_is_light(browser, files):
         assert tab.evaluate(background) == dark != light
         tab.emulate_media(media="print")
         assert tab.evaluate(background) == light
-        assert sideways(tab) == [0, []]
+        assert find_overflow(tab) == [0, []]

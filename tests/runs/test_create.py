@@ -10,7 +10,7 @@ import lance
 import numpy as np
 import pytest
 from helpers.buckets import ACCESS_KEY, SECRET_KEY, Proxy
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 from helpers.waiting import wait_until
 
@@ -55,18 +55,21 @@ def read_vectors(folder):
 
 
 def test_every_command_reads_features_from_bucket(capsys, extract, bucket):
-    ok(capsys, *extract, "--run", "plain")
-    summary = ok(capsys, *extract, "--run", "elsewhere", "--store", bucket)
+    run_json(capsys, *extract, "--run", "plain")
+    summary = run_json(capsys, *extract, "--run", "elsewhere", "--store", bucket)
     assert summary["prompts"]["concat-sent-cond"]["n_computed"] > 100
     assert json.loads(Path("elsewhere/run.json").read_text())["store"] == bucket
     assert not Path("elsewhere/features").exists()
     assert (
-        ok(capsys, *extract, "--run", "elsewhere")["prompts"]["concat-sent-cond"]["n_computed"] == 0
+        run_json(capsys, *extract, "--run", "elsewhere")["prompts"]["concat-sent-cond"][
+            "n_computed"
+        ]
+        == 0
     )
     small, scores = ["--set", "epochs=2", "batch_size=16"], []
     for name in ("plain", "elsewhere"):
-        ok(capsys, "fit-head", "--head", "linear", "--run", name, *small)
-        scores.append(ok(capsys, "evaluate", "--run", name, "--split", "dev"))
+        run_json(capsys, "fit-head", "--head", "linear", "--run", name, *small)
+        scores.append(run_json(capsys, "evaluate", "--run", name, "--split", "dev"))
     results = [{k: v for k, v in score.items() if k not in ("run", "created")} for score in scores]
     assert results[0] == results[1]
     plain, elsewhere = read_vectors("plain"), read_vectors("elsewhere")
@@ -77,7 +80,7 @@ def test_every_command_reads_features_from_bucket(capsys, extract, bucket):
 
 
 def test_features_of_other_texts_are_stored_in_bucket(capsys, extract, bucket, rows):
-    ok(capsys, *extract, "--run", "r", "--store", bucket)
+    run_json(capsys, *extract, "--run", "r", "--store", bucket)
     before = len(open_run(Path("r")).store())
     Path("texts.csv").write_text("sentence,condition\na dog in the rain,the weather\n")
     embed = ["embed", "texts.csv", "--run", "r", "--head", "none", "--out", "x.npy"]
@@ -102,9 +105,9 @@ def test_killed_extraction_into_bucket_is_resumed(capsys, extract, bucket, s3_se
         assert chunked.finish()[0] == -signal.SIGKILL
         proxy.close()
     n_stored = len(read_vectors("r"))
-    summary = ok(capsys, *extract, "--run", "r")["prompts"]["concat-sent-cond"]
+    summary = run_json(capsys, *extract, "--run", "r")["prompts"]["concat-sent-cond"]
     assert 0 < summary["n_computed"] == summary["n_inputs"] - n_stored
-    ok(capsys, *extract, "--run", "plain")
+    run_json(capsys, *extract, "--run", "plain")
     plain, killed = read_vectors("plain"), read_vectors("r")
     assert plain.keys() == killed.keys()
     for key, vector in plain.items():
@@ -118,26 +121,29 @@ def use_small_chunks():
 
 
 def test_runs_can_share_a_folder_of_features(capsys, extract):
-    ok(capsys, *extract, "--run", "a", "--store", "shared")
+    run_json(capsys, *extract, "--run", "a", "--store", "shared")
     assert json.loads(Path("a/run.json").read_text())["store"] == str(Path("shared").resolve())
-    summary = ok(capsys, *extract, "--run", "b", "--store", "shared")
+    summary = run_json(capsys, *extract, "--run", "b", "--store", "shared")
     assert summary["prompts"]["concat-sent-cond"]["n_computed"] == 0
     shutil.move("a", "moved")
-    assert ok(capsys, *extract, "--run", "moved")["prompts"]["concat-sent-cond"]["n_computed"] == 0
+    assert (
+        run_json(capsys, *extract, "--run", "moved")["prompts"]["concat-sent-cond"]["n_computed"]
+        == 0
+    )
 
 
 def test_plan_counts_features_in_shared_store(capsys, extract, bucket):
-    ok(capsys, *extract, "--run", "a", "--store", bucket)
-    planned = ok(capsys, *extract, "--run", "b", "--store", bucket, "--plan")
+    run_json(capsys, *extract, "--run", "a", "--store", bucket)
+    planned = run_json(capsys, *extract, "--run", "b", "--store", bucket, "--plan")
     assert planned["n_inputs"]["concat-sent-cond"] > planned["n_missing"]["concat-sent-cond"] == 0
     assert not Path("b").exists()
 
 
 def test_store_of_existing_run_cannot_change(capsys, extract, bucket):
-    ok(capsys, *extract, "--run", "r")
-    message = refused(capsys, *extract, "--run", "r", "--store", bucket)
+    run_json(capsys, *extract, "--run", "r")
+    message = run_rejected(capsys, *extract, "--run", "r", "--store", bucket)
     assert f"stores features in {Path('r/features').resolve()}, not in {bucket}." in message
-    ok(capsys, *extract, "--run", "r", "--store", "r/features")
+    run_json(capsys, *extract, "--run", "r", "--store", "r/features")
 
 
 @pytest.mark.parametrize(
@@ -149,14 +155,14 @@ def test_store_of_existing_run_cannot_change(capsys, extract, bucket):
     ],
 )
 def test_invalid_store_is_reported_before_run_is_created(capsys, extract, bucket, store, expected):
-    message = refused(capsys, *extract, "--run", "r", "--store", store)
+    message = run_rejected(capsys, *extract, "--run", "r", "--store", store)
     assert expected in message
     assert SECRET_KEY not in message
     assert not Path("r").exists()
 
 
 def test_unreachable_store_is_reported(capsys, extract, bucket, monkeypatch):
-    ok(capsys, *extract, "--run", "r", "--store", bucket)
+    run_json(capsys, *extract, "--run", "r", "--store", bucket)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert run(["fit-head", "--head", "linear", "--run", "r"]) == 1
     err = capsys.readouterr().err
@@ -165,8 +171,8 @@ def test_unreachable_store_is_reported(capsys, extract, bucket, monkeypatch):
 
 
 def test_export_does_not_contain_store_uri(capsys, extract, bucket):
-    ok(capsys, *extract, "--run", "r", "--store", bucket)
-    ok(
+    run_json(capsys, *extract, "--run", "r", "--store", bucket)
+    run_json(
         capsys,
         "export",
         "--run",

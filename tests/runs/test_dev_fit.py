@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 from llmcond import cli
 from llmcond.data.rows import join_rows
@@ -28,7 +28,7 @@ def run(tiny_run, tmp_path):
     return shutil.copytree(tiny_run, tmp_path / "run")
 
 
-def fit(capsys, run, *arguments, command=ok):
+def fit(capsys, run, *arguments, command=run_json):
     return command(capsys, "fit-head", "--run", run, *FIT.split(), *arguments)
 
 
@@ -89,19 +89,20 @@ def test_fit_with_dev_is_reproducible_and_recorded(run, capsys):
 
 def test_head_fitted_on_dev_is_not_scored_on_dev(run, capsys):
     fit(capsys, run, "--with", "dev", "--name", "both")
-    assert ok(capsys, "heads", "--run", run)["heads"][0]["taken"] == "fitted last, on dev too"
+    assert run_json(capsys, "heads", "--run", run)["heads"][0]["taken"] == "fitted last, on dev too"
     fit(capsys, run)
     plain = next(path.name for path in (run / "heads").glob("mlp*"))
-    heads = {row["name"]: row for row in ok(capsys, "heads", "--run", run)["heads"]}
+    heads = {row["name"]: row for row in run_json(capsys, "heads", "--run", run)["heads"]}
     assert heads["both"]["dev_spearman"] is None
     assert "fitted on dev, so without a dev score: both" in heads[plain]["taken"]
     # By default, the head is scored on the test split.
-    rows = ok(capsys, "evaluate", "--run", run, "--head", "both")["results"]
+    rows = run_json(capsys, "evaluate", "--run", run, "--head", "both")["results"]
     assert {row["split"] for row in rows} == {"test"}
-    message = refused(capsys, "evaluate", "--run", run, "--head", "both", "--split", "dev")
+    message = run_rejected(capsys, "evaluate", "--run", run, "--head", "both", "--split", "dev")
     assert "the head both was fitted on dev" in message
     names = {
-        row["name"] for row in ok(capsys, "evaluate", "--run", run, "--split", "dev")["results"]
+        row["name"]
+        for row in run_json(capsys, "evaluate", "--run", run, "--split", "dev")["results"]
     }
     assert plain in names
     assert "both" not in names
@@ -112,7 +113,7 @@ def test_head_fitted_on_dev_is_not_scored_on_dev(run, capsys):
 def test_dev_pairs_in_other_data_cause_warning(run, write_rows, small_rows, capsys, caplog):
     data = write_rows(small_rows)
     fit(capsys, run, "--with", "dev", "--name", "both")
-    ok(capsys, "evaluate", "--run", run, "--head", "both", "--data", data, "--split", "test")
+    run_json(capsys, "evaluate", "--run", run, "--head", "both", "--data", data, "--split", "test")
     assert "in the run's dev split, which was trained on" in caplog.text
 
 
@@ -131,19 +132,19 @@ def test_dev_pairs_in_other_data_cause_warning(run, write_rows, small_rows, caps
     ],
 )
 def test_invalid_options_are_reported_in_one_line(run, capsys, options, expected):
-    assert expected in fit(capsys, run, *options.split(), command=refused)
+    assert expected in fit(capsys, run, *options.split(), command=run_rejected)
     assert not (run / "heads").exists()
 
 
 def test_head_that_ignores_ratings_is_rejected(run, capsys):
     arguments = "--head pca --dim 4 --with dev"
-    message = refused(capsys, "fit-head", "--run", run, *arguments.split())
+    message = run_rejected(capsys, "fit-head", "--run", run, *arguments.split())
     assert "the head pca does not learn from ratings" in message
 
 
 def test_run_without_ratings_is_rejected(dialogue_run, capsys):
     arguments = ("--head", "rank", "--name", "both", "--with", "dev")
-    message = refused(capsys, "fit-head", "--run", dialogue_run, *arguments)
+    message = run_rejected(capsys, "fit-head", "--run", dialogue_run, *arguments)
     assert "--with dev is for rated pairs" in message
     assert not (dialogue_run / "heads" / "both").exists()
 

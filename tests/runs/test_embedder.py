@@ -76,38 +76,40 @@ def test_user_sets_default_head(fitted: Path, tmp_path: Path, capsys: pytest.Cap
     assert run(["heads", "--default", "best"]) == 2
 
 
-def test_scored_heads_precede_heads_without_score(own: Path):
-    fit_head(run=own, head="pca", dim=4)
-    record = own / "heads" / "pca@concat-sent-cond" / "head.json"
+def test_scored_heads_precede_heads_without_score(run_copy: Path):
+    fit_head(run=run_copy, head="pca", dim=4)
+    record = run_copy / "heads" / "pca@concat-sent-cond" / "head.json"
     values = json.loads(record.read_text())
     assert values.pop("dev_spearman") is not None
     record.write_text(json.dumps(values))  # earlier versions did not write the score
-    assert open_run(own).default_head() == ("pca@concat-sent-cond", "fitted last")
-    fit_head(run=own, head="linear", dim=4, set={"epochs": "1"}, name="scored")
-    name, why = open_run(own).default_head() or ("", "")
+    assert open_run(run_copy).default_head() == ("pca@concat-sent-cond", "fitted last")
+    fit_head(run=run_copy, head="linear", dim=4, set={"epochs": "1"}, name="scored")
+    name, why = open_run(run_copy).default_head() or ("", "")
     assert name == "scored"
     assert why.startswith("best of 2 heads on dev")
 
 
 @pytest.mark.parametrize("command", ["sweep", "compare-prompts"])
-def test_best_trial_is_saved_as_head(own: Path, command: str, capsys: pytest.CaptureFixture[str]):
-    few = ["--set", "epochs=2", "--seeds", "2", "--workers", "1", "--keep", "--run", str(own)]
+def test_best_trial_is_saved_as_head(
+    run_copy: Path, command: str, capsys: pytest.CaptureFixture[str]
+):
+    few = ["--set", "epochs=2", "--seeds", "2", "--workers", "1", "--keep", "--run", str(run_copy)]
     if command == "sweep":
         arguments = ["sweep", "--head", "linear", "--vary", "dim=2,4"]
     else:
-        model = json.loads((own / "run.json").read_text())["encoder"]["model"]
+        model = json.loads((run_copy / "run.json").read_text())["encoder"]["model"]
         prompts = ["concat-sent-cond", "control-no-condition", "control-shuffled"]
         arguments = ["compare-prompts", "--model", model, "--heads", "linear"]
         arguments += ["--pooling", "mean", "--dtype", "float32", "--prompts", *prompts]
     assert run([*arguments, *few]) == 0
     messages = capsys.readouterr().err
     assert "saving the best on dev: linear@concat-sent-cond" in messages
-    embedder = llmcond.load_embedder(own)
+    embedder = llmcond.load_embedder(run_copy)
     assert embedder.name == "linear@concat-sent-cond"
-    folder = own / ("sweep" if command == "sweep" else "comparisons")
+    folder = run_copy / ("sweep" if command == "sweep" else "comparisons")
     fits = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     best = max(fit["dev_spearman"] for fit in fits if fit["prompt"] == "concat-sent-cond")
-    assert open_run(own).head_record(embedder.name)["dev_spearman"] == pytest.approx(best)
+    assert open_run(run_copy).head_record(embedder.name)["dev_spearman"] == pytest.approx(best)
 
 
 # -- embeddings and similarities ---------------------------------------------------------------
@@ -171,20 +173,20 @@ def test_encoder_accepts_strings(fitted: Path):
 # -- the training data of a head ---------------------------------------------------------------
 
 
-def test_unfamiliar_conditions_are_reported(own: Path, capsys: pytest.CaptureFixture[str]):
-    fit_head(run=own, head="pca", dim=4)
-    opened = open_run(own)
-    embedder = llmcond.load_embedder(own)
+def test_unfamiliar_conditions_are_reported(run_copy: Path, capsys: pytest.CaptureFixture[str]):
+    fit_head(run=run_copy, head="pca", dim=4)
+    opened = open_run(run_copy)
+    embedder = llmcond.load_embedder(run_copy)
     assert embedder.fitted_on == opened.manifest["data"]["source"]
     seen = ["the place", "the number of people"]
     assert find_unfamiliar_conditions(opened, embedder, seen) == {}
     far = find_unfamiliar_conditions(opened, embedder, [*seen, "retrieve : . , kitchen"])
     assert set(far) == {"retrieve : . , kitchen"}
     assert set(far.values()) <= set(seen)
-    zero_shot = llmcond.load_embedder(own, "none")
+    zero_shot = llmcond.load_embedder(run_copy, "none")
     assert find_unfamiliar_conditions(opened, zero_shot, ["retrieve : . , kitchen"]) == {}
     conditions = ["--condition", "the place", "--condition", "retrieve : . , kitchen"]
-    assert run(["similarity", "two men", "children", *conditions, "--run", str(own)]) == 0
+    assert run(["similarity", "two men", "children", *conditions, "--run", str(run_copy)]) == 0
     messages = capsys.readouterr().err
     assert "'retrieve : . , kitchen' is unlike those that pca@concat-sent-cond" in messages
     assert "'the place' is unlike" not in messages
@@ -192,11 +194,11 @@ def test_unfamiliar_conditions_are_reported(own: Path, capsys: pytest.CaptureFix
 
 
 def test_seen_and_unseen_conditions_are_scored_separately(
-    own: Path, write_rows: Callable, small_rows: list, capsys: pytest.CaptureFixture[str]
+    run_copy: Path, write_rows: Callable, small_rows: list, capsys: pytest.CaptureFixture[str]
 ):
-    fit_head(run=own, head="pca", dim=4)
+    fit_head(run=run_copy, head="pca", dim=4)
     rows = [*small_rows[:20], *((a, b, "the mood", r) for a, b, _, r in small_rows[20:40])]
-    command = ["evaluate", "--run", str(own), "--data", str(write_rows(rows, "other.csv"))]
+    command = ["evaluate", "--run", str(run_copy), "--data", str(write_rows(rows, "other.csv"))]
     assert run([*command, "--json"]) == 0
     results = {row["name"]: row for row in json.loads(capsys.readouterr().out)["results"]}
     head = results["pca@concat-sent-cond"]
@@ -204,7 +206,7 @@ def test_seen_and_unseen_conditions_are_scored_separately(
     assert all("seen" not in row for name, row in results.items() if name.startswith("none"))
     assert run(command) == 0
     assert "seen / unseen" in " ".join(capsys.readouterr().out.split())
-    assert run(["evaluate", "--run", str(own), "--json"]) == 0
+    assert run(["evaluate", "--run", str(run_copy), "--json"]) == 0
     assert "seen" not in json.loads(capsys.readouterr().out)["results"][0]
 
 

@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from helpers.commands import ok
+from helpers.commands import run_json
 from scipy.stats import spearmanr
 
 from llmcond.cli import run
@@ -35,7 +35,7 @@ def test_rows_with_unseen_sentences_are_scored_separately(
     assert "sentence pairs of dev are also in train" not in messages
     assert "dev: 8 of 40 rated rows share a sentence with train" in messages
     evaluate = ("evaluate", "--run", "r", "--head", "none")
-    result, _ = ok(capsys, *evaluate, "--predictions", "p.csv")["results"]
+    result, _ = run_json(capsys, *evaluate, "--predictions", "p.csv")["results"]
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     unseen = [row for row in rows if row["sentence1"] != train[0][0].upper()]
     assert (result["n_unseen_sentences"], len(unseen)) == (32, 32)
@@ -50,12 +50,12 @@ def test_rows_with_unseen_sentences_are_scored_separately(
     assert run([*evaluate, "--format", "markdown"]) == 0
     assert "8 rows share a sentence with training, 32 do not" in capsys.readouterr().out
     # All sentences of train are known, and so are those of another file with the same pairs.
-    assert "unseen_sentences" not in ok(capsys, *evaluate, "--split", "train")["results"][0]
+    assert "unseen_sentences" not in run_json(capsys, *evaluate, "--split", "train")["results"][0]
     write_csv(
         tmp_path / "known.csv",
         [(a, b, "the weather", 3 + i % 2) for i, (a, b, *_) in enumerate(train)],
     )
-    known = ok(capsys, *evaluate, "--data", "known.csv")["results"][0]
+    known = run_json(capsys, *evaluate, "--data", "known.csv")["results"][0]
     assert (known["n_unseen_sentences"], known["unseen_sentences"]["spearman"]) == (0, None)
 
 
@@ -71,8 +71,8 @@ def test_compare_prompts_scores_unseen_sentences_separately(
     compare = ["compare-prompts", "--model", str(tiny_checkpoint()), "--data", "data"]
     compare += ["--prompts", "concat-sent-cond", "concat-cond-sent", "--pooling", "mean"]
     compare += ["--heads", "linear", "--seeds", "1", "--set", "epochs=1", "dim=4", "--run", "r"]
-    results = ok(capsys, *compare, "--report", "page.html")["results"]
-    scored = ok(capsys, "evaluate", "--run", "r", "--head", "none")["results"]
+    results = run_json(capsys, *compare, "--report", "page.html")["results"]
+    scored = run_json(capsys, "evaluate", "--run", "r", "--head", "none")["results"]
     by_name = {row["name"]: row for row in results}
     for row in scored:
         assert by_name[row["name"]]["n_unseen_sentences"] == 32
@@ -92,5 +92,5 @@ def test_compare_prompts_scores_unseen_sentences_separately(
         assert all(f"{figure} [" in shown for figure in figures)
     # A run without such rows has no such column.
     write_csv(tmp_path / "data" / "dev.csv", small_rows[40:])
-    result = ok(capsys, *compare[:-1], "other")["results"][0]
+    result = run_json(capsys, *compare[:-1], "other")["results"][0]
     assert "unseen_sentences" not in result

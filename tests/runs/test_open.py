@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.hub import COMMIT, serving
+from helpers.hub import COMMIT, serve_hub
 
 import llmcond
 from llmcond.bundled import DEFAULT_MODEL, pretrained_folder
@@ -33,7 +33,7 @@ for name, revision in json.loads(sys.argv[1]):
 def hub(tmp_path):
     """A hub with the bundled model as ``me/tiny``, as push would upload it."""
     folder = shutil.copytree(pretrained_folder(DEFAULT_MODEL), tmp_path / "pushed")
-    with serving(folder) as url:
+    with serve_hub(folder) as url:
         yield url, folder
 
 

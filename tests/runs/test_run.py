@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import ok
+from helpers.commands import run_json
 
 from llmcond.cli import run
 from llmcond.errors import LlmcondError
@@ -61,10 +61,10 @@ def failure_message(capsys, *arguments):
         (("prompts", "concat-sent-cond", "prompt", "name"), "\x1b[31mx"),
     ],
 )
-def test_damaged_manifest_is_reported(capsys, own, keys, value):
-    change_record(own / "run.json", keys, value)
-    line = failure_message(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", own)
-    assert str(own) in line
+def test_damaged_manifest_is_reported(capsys, run_copy, keys, value):
+    change_record(run_copy / "run.json", keys, value)
+    line = failure_message(capsys, "fit-head", "--head", "pca", "--dim", "4", "--run", run_copy)
+    assert str(run_copy) in line
 
 
 @pytest.mark.parametrize(
@@ -81,49 +81,59 @@ def test_damaged_manifest_is_reported(capsys, own, keys, value):
     ],
 )
 @pytest.mark.parametrize("named", [(), ("--head", "pca")])
-def test_damaged_head_is_reported(capsys, own, keys, value, named):
-    ok(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", own)
-    change_record(own / "heads/p/head.json", keys, value)
-    assert str(own) in failure_message(capsys, "evaluate", "--run", own, *named)
+def test_damaged_head_is_reported(capsys, run_copy, keys, value, named):
+    run_json(capsys, "fit-head", "--head", "pca", "--dim", "4", "--name", "p", "--run", run_copy)
+    change_record(run_copy / "heads/p/head.json", keys, value)
+    assert str(run_copy) in failure_message(capsys, "evaluate", "--run", run_copy, *named)
 
 
 @pytest.mark.parametrize("table", [{"a": [1]}, {"split": [None]}, None])
-def test_damaged_rows_are_reported(capsys, own, table):
-    path = own / "rows.parquet"
+def test_damaged_rows_are_reported(capsys, run_copy, table):
+    path = run_copy / "rows.parquet"
     if table is None:
         pq.write_table(pq.read_table(path).slice(3), path)
     else:
         pq.write_table(pa.table(table), path)
-    assert str(path) in failure_message(capsys, "evaluate", "--run", own)
+    assert str(path) in failure_message(capsys, "evaluate", "--run", run_copy)
 
 
-def test_damaged_store_error_says_what_to_delete(capsys, own):
-    (store,) = own.glob("features/*")
+def test_damaged_store_error_says_what_to_delete(capsys, run_copy):
+    (store,) = run_copy.glob("features/*")
     for file in store.glob("vectors.lance/data/*"):
         content = bytearray(file.read_bytes())
         content[-200:] = bytes(200)
         file.write_bytes(content)
-    line = failure_message(capsys, "evaluate", "--run", own)
+    line = failure_message(capsys, "evaluate", "--run", run_copy)
     assert f"{store / 'vectors.lance'} cannot be read" in line
     assert f"delete {store} and run" in line
     (store / "store.json").write_text('{"format": true}')
     with pytest.raises(LlmcondError, match="states no format"):
-        open_run(own).store()
+        open_run(run_copy).store()
 
 
-def test_lance_panic_over_damaged_store_manifest_is_reported(capsys, own):
-    (store,) = own.glob("features/*")
+def test_lance_panic_over_damaged_store_manifest_is_reported(capsys, run_copy):
+    (store,) = run_copy.glob("features/*")
     for file in store.glob("vectors.lance/_versions/*.manifest"):
         content = file.read_bytes()
         file.write_bytes(content[:40] + content[80:])
-    assert "cannot be read" in failure_message(capsys, "evaluate", "--run", own)
+    assert "cannot be read" in failure_message(capsys, "evaluate", "--run", run_copy)
 
 
-def test_damaged_fit_of_sweep_is_repeated(capsys, own):
-    arguments = ("sweep", "--run", own, "--head", "linear", "--set", "epochs=1", "--seeds", "2")
+def test_damaged_fit_of_sweep_is_repeated(capsys, run_copy):
+    arguments = (
+        "sweep",
+        "--run",
+        run_copy,
+        "--head",
+        "linear",
+        "--set",
+        "epochs=1",
+        "--seeds",
+        "2",
+    )
     arguments = (*arguments, "--workers", "1")
-    results = ok(capsys, *arguments)["results"]
-    first, second = sorted((own / "sweep").iterdir())
+    results = run_json(capsys, *arguments)["results"]
+    first, second = sorted((run_copy / "sweep").iterdir())
     for content in ("{", "[]", None):
         if content is None:
             change_record(first, ("fit",), {"curve": 3})

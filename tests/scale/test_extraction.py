@@ -244,7 +244,7 @@ def test_input_that_gives_nan_is_named_in_error(ray, broken_model, tmp_path):
     assert all(np.isfinite(vector).all() for vector in stored.values())
 
 
-def test_actor_refuses_different_encoder(model, tmp_path):
+def test_actor_rejects_different_encoder(model, tmp_path):
     resolved = resolve(model, OPTIONS)
     other = ActorEncoderSpec(
         model, replace(OPTIONS, pooling="cls"), resolved.identity.fingerprint, tmp_path, "float16"
@@ -276,7 +276,7 @@ def test_conflicting_options_are_reported_in_one_line(
     assert not folder.exists()
 
 
-def test_run_name_with_control_characters_is_refused(capsys, model, tmp_path):
+def test_run_name_with_control_characters_is_rejected(capsys, model, tmp_path):
     folder = tmp_path / "a\x1b[31mred"
     arguments = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
     assert run(arguments) == 2

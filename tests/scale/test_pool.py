@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.ray import Squares
+from helpers.ray import SquareWorker
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.scale import pool
@@ -14,7 +14,7 @@ from llmcond.scale.pool import RayCluster, actor_pool
 
 @pytest.fixture
 def squares(ray, tmp_path):
-    with actor_pool(RayCluster(actors=2), Squares, tmp_path) as actors:
+    with actor_pool(RayCluster(actors=2), SquareWorker, tmp_path) as actors:
         yield actors
 
 
@@ -52,12 +52,12 @@ def test_item_that_kills_every_actor_raises_error(squares):
 
 
 def test_user_error_of_actor_is_raised_unchanged(squares, ray, tmp_path):
-    with pytest.raises(UserError, match=r"^this one is wrong$"):
+    with pytest.raises(UserError, match=r"^the item is invalid$"):
         list(squares.map([1, "wrong"]))
     (tmp_path / "broken").touch()
     with (
-        actor_pool(RayCluster(actors=1), Squares, tmp_path) as broken_actors,
-        pytest.raises(UserError, match=r"^there is no model here$"),
+        actor_pool(RayCluster(actors=1), SquareWorker, tmp_path) as broken_actors,
+        pytest.raises(UserError, match=r"^the model cannot be loaded$"),
     ):
         list(broken_actors.map([1]))
 
@@ -71,7 +71,7 @@ def test_user_error_of_actor_is_raised_unchanged(squares, ray, tmp_path):
     ],
 )
 def test_impossible_cluster_is_reported(ray, cluster, message):
-    with pytest.raises(UserError, match=message), actor_pool(RayCluster(**cluster), Squares):
+    with pytest.raises(UserError, match=message), actor_pool(RayCluster(**cluster), SquareWorker):
         pass
 
 
@@ -83,24 +83,24 @@ GcsClient(sys.argv[1]).internal_kv_keys(b"", None, 60)
 CLUSTER_SCRIPT = """
 import os, pathlib, subprocess, sys
 import psutil, ray
-from helpers.ray import Squares
+from helpers.ray import SquareWorker
 from llmcond.scale import pool
 from llmcond.errors import LlmcondError, UserError
 for address in ("127.0.0.1:1", "somewhere"):
     try:
-        with pool.actor_pool(pool.RayCluster(address=address), Squares):
+        with pool.actor_pool(pool.RayCluster(address=address), SquareWorker):
             pass
     except UserError as error:
         print(error)
 size, pool._OBJECT_STORE = pool._OBJECT_STORE, 1
 try:
-    with pool.actor_pool(pool.RayCluster(actors=1), Squares):
+    with pool.actor_pool(pool.RayCluster(actors=1), SquareWorker):
         pass
 except LlmcondError as error:
     print(error)
 pool._OBJECT_STORE = size
 folder = pathlib.Path(sys.argv[1])
-with pool.actor_pool(pool.RayCluster(actors=1), Squares, folder) as squares:
+with pool.actor_pool(pool.RayCluster(actors=1), SquareWorker, folder) as squares:
     total = sum(square for _, (square, _) in squares.map(range(4)))
     (ray_folder,) = pathlib.Path("/tmp").glob(f"llmcond-ray-{os.getpid()}-*")
     mode = oct(ray_folder.stat().st_mode & 0o777)
@@ -174,12 +174,12 @@ def test_slow_ray_is_started_again(tmp_path, n_failures, message, n_starts):
         ("3.0", "k8s", "RAY_AUTH_MODE is 'k8s'"),
     ],
 )
-def test_ray_without_authentication_is_refused(monkeypatch, installed, mode, message):
+def test_ray_without_authentication_is_rejected(monkeypatch, installed, mode, message):
     monkeypatch.setattr(pool, "version", lambda _: installed)
     monkeypatch.setitem(sys.modules, "ray", None)
     if mode:
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    with pytest.raises(UserError, match=message), actor_pool(RayCluster(actors=1), Squares):
+    with pytest.raises(UserError, match=message), actor_pool(RayCluster(actors=1), SquareWorker):
         pass
 
 

@@ -38,7 +38,7 @@ def scripts():
 def inputs(tmp_path_factory, tiny_checkpoint, small_rows):
     """Data, an encoder without instructions, and a stand-in for one of CASE's encoders."""
     folder = tmp_path_factory.mktemp("reproduce")
-    mistral = checkpoints.make("mistral", folder / "mistral").folder
+    mistral = checkpoints.build_checkpoint("mistral", folder / "mistral").folder
     bert = tiny_checkpoint()
     write_csv(folder / "rows.csv", small_rows)
     return SimpleNamespace(

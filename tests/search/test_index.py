@@ -633,7 +633,7 @@ def test_kill_loses_no_texts_and_leaves_no_partial_files(build, tmp_path: Path, 
     index = build(TEXTS[:30], conditions=[PLACE], head="linear")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     arguments = ["index", tmp_path / "texts.txt", "--out", index.folder, "--condition", NUMBER]
-    command = Command(tmp_path / "killed", arguments, first=partial(kill_at_call, *target))
+    command = Command(tmp_path / "killed", arguments, setup=partial(kill_at_call, *target))
     status, _, err = command.finish()
     encoded = 1 if target[1] == "IndexUpdatePlan.write" else 2
     assert (status, err.count("inputs encoded")) == (-signal.SIGKILL, encoded)
@@ -675,7 +675,7 @@ def test_full_disk_is_reported_in_one_line(
     rows = [{"text": f"{text} {i}", "note": f"{i}" * 200} for i, text in enumerate(TEXTS)]
     (tmp_path / "texts.json").write_text(json.dumps(rows))
     arguments = ["index", tmp_path / "texts.json", "--out", index.folder, "--keep", "note"]
-    command = Command(tmp_path / "full", arguments, first=partial(limit_file_size, size))
+    command = Command(tmp_path / "full", arguments, setup=partial(limit_file_size, size))
     status, _, err = command.finish()
     assert status == 2
     assert re.fullmatch(f"llmcond: error: the disk is full: .*{message}.*", err.splitlines()[-1])

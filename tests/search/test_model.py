@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.serving import served
+from helpers.serving import serve
 
 from llmcond.conditions import Condition
 from llmcond.errors import UserError
@@ -28,7 +28,7 @@ def folder(tiny_run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def service(folder):
     model = load_model(ServedSource(device="cpu", index=folder))
-    with served(model) as (client, _):
+    with serve(model) as (client, _):
         yield client, model.index
 
 
@@ -55,7 +55,7 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
     index.search("two men", "the mood")  # encodes the texts under this condition
     index.search("two men", Condition(PLACE))
     request = {"query": "two men", "condition": PLACE}
-    with served(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
+    with serve(load_model(ServedSource(device="cpu", index=index.folder))) as (client, _):
         response = client.post("/v1/search", request).json
         assert response["conditions"] == {place: 1.0}
         assert response["results"] == index.search("two men", place).to_json()["results"]
@@ -139,7 +139,7 @@ def test_error_names_index_folder_without_its_path(folder, service):
 
 def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):
     Index.build(tmp_path / "texts", TEXTS, conditions=[PLACE], run=tiny_run, device="cpu")
-    with served(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
+    with serve(load_model(ServedSource(device="cpu", index=tmp_path / "texts"))) as (client, _):
         for path in (tmp_path / "texts" / "texts.lance").glob("*/*"):
             path.unlink()
         answer = client.post("/v1/search", {"query": "two men", "condition": PLACE})

@@ -1,14 +1,14 @@
 """A server that all tests of this folder share; they must not change its state."""
 
 import pytest
-from helpers.serving import served
+from helpers.serving import serve
 
 from llmcond.serving.model import ServedModel
 
 
 @pytest.fixture(scope="session")
 def client(embedder):
-    with served(ServedModel(embedder), max_client_batch_size=50, payload_limit=20_000) as (
+    with serve(ServedModel(embedder), max_client_batch_size=50, payload_limit=20_000) as (
         client,
         _,
     ):

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import re
 
-from helpers.serving import served
+from helpers.serving import serve
 
 from llmcond import Condition, load_embedder
 from llmcond.search import Index
@@ -29,7 +29,7 @@ def test_page_makes_no_external_requests_and_runs_only_its_script(client):
 
 def test_page_works_for_index_without_conditions(tiny_run, tmp_path):
     index = Index.build(tmp_path / "i", ["two men play"], run=tiny_run, device="cpu")
-    with served(ServedModel(index.embedder, None, index)) as (client, _):
+    with serve(ServedModel(index.embedder, None, index)) as (client, _):
         page = client.get("/").body.decode()
     assert '<input name="condition" required list="conditions" value="">' in page
 
@@ -45,7 +45,7 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
     tab.on("pageerror", lambda error: problems.append(str(error)))
     tab.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
     model = ServedModel(index.embedder, None, index)
-    with served(model, (b"k3y",), api_key_file=tmp_path) as (client, _):
+    with serve(model, (b"k3y",), api_key_file=tmp_path) as (client, _):
         tab.goto(client.url)
         compare, embed, search = (
             tab.locator(f"#{name}") for name in ("similarity", "embeddings", "search")
@@ -96,7 +96,7 @@ def test_browser_sends_example_values(browser, tiny_run):
 
     embedder = load_embedder(tiny_run, device="cpu")
     tab = browser.new_page()
-    with served(ServedModel(embedder)) as (client, _):
+    with serve(ServedModel(embedder)) as (client, _):
         tab.goto(client.url)
         compare, embed = (tab.locator(f"#{name}") for name in ("similarity", "embeddings"))
         compare.get_by_label("Conditions").fill(f"{CONDITION}\n\n{CONDITION}")

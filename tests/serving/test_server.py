@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.serving import served
+from helpers.serving import serve
 from helpers.waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -140,7 +140,7 @@ def test_server_describes_itself(client, embedder):
 
 
 def test_metrics_count_requests_texts_and_batches(embedder):
-    with served(ServedModel(embedder)) as (client, _):
+    with serve(ServedModel(embedder)) as (client, _):
         client.post("/v1/embeddings", {"input": TEXTS, "condition": CONDITION})
         client.post("/v1/embeddings", {"input": TEXTS})
         client.get("/no/such/path")
@@ -156,7 +156,7 @@ def test_metrics_count_requests_texts_and_batches(embedder):
 
 
 def test_default_condition_applies_to_requests_without_condition(embedder):
-    with served(ServedModel(embedder, CONDITION)) as (client, _):
+    with serve(ServedModel(embedder, CONDITION)) as (client, _):
         actual = read_vectors(client.post("/v1/embeddings", {"input": TEXTS}))
         request = {"input": TEXTS, "condition": "the mood"}
         np.testing.assert_allclose(actual, embedder.encode(TEXTS, CONDITION), atol=1e-6)
@@ -356,7 +356,7 @@ def test_two_lengths_are_rejected_if_parser_accepts_them(embedder):
     async def receive():
         return {"type": "http.request", "body": b"{}", "more_body": False}
 
-    with served(ServedModel(embedder)) as (_, server):
+    with serve(ServedModel(embedder)) as (_, server):
         asyncio.run(server.gate(scope, receive, send))
     assert messages[0]["status"] == 400
     assert (b"connection", b"close") in messages[0]["headers"]
@@ -365,7 +365,7 @@ def test_two_lengths_are_rejected_if_parser_accepts_them(embedder):
 
 def test_local_paths_are_not_disclosed(embedder, tmp_path):
     fitted = replace(embedder, fitted_on=str(tmp_path / "secret" / "rows.csv"))
-    with served(ServedModel(fitted)) as (client, _):
+    with serve(ServedModel(fitted)) as (client, _):
         folder = str(Path(embedder.encoder.name).parent)
         for path in ("/", "/healthz", "/readyz", "/v1/models", "/metrics", "/openapi.json"):
             text = client.get(path).body.decode()
@@ -380,7 +380,7 @@ def test_texts_without_tokens_are_counted_as_zero_vectors(minilm):
     texts = ["\ufeff", TEXTS[0], "\u200d"]
     embedder = Embedder(minilm, FeatureView((load_prompt("concat-sent-cond"),), subtract=True))
     pairs = {"sentence1": texts, "sentence2": texts, "condition": CONDITION}
-    with served(ServedModel(embedder)) as (client, _):
+    with serve(ServedModel(embedder)) as (client, _):
         response = client.post("/v1/embeddings", {"input": texts, "condition": CONDITION})
         norms = np.linalg.norm(read_vectors(response), axis=1)
         assert norms.tolist() == pytest.approx([0, 1, 0], abs=1e-6)
@@ -409,7 +409,7 @@ def request_log(caplog):
 
 
 def test_key_is_required_and_never_logged(embedder, request_log):
-    with served(ServedModel(embedder), (b"s3cret", b"0ther")) as (client, _):
+    with serve(ServedModel(embedder), (b"s3cret", b"0ther")) as (client, _):
         for key in ("s3cret", "0ther"):
             authorization = f"Bearer {key}"
             assert client.post("/v1/embeddings", VALID, Authorization=authorization).status == 200
@@ -437,7 +437,7 @@ def test_server_without_keys_accepts_only_local_hosts(client, embedder):
     for host in ("example.org", "localhost.example.org:8000", "127.0.0.1.example.org", ""):
         response = client.get("/healthz", Host=host)
         assert (response.status, response.error["code"]) == (403, "host")
-    with served(ServedModel(embedder), (b"k3y",)) as (client_with_key, _):
+    with serve(ServedModel(embedder), (b"k3y",)) as (client_with_key, _):
         assert client_with_key.get("/healthz", Host="example.org").status == 200
 
 
@@ -484,7 +484,7 @@ def start_thread(function):
 
 
 def test_excess_requests_get_retry_after(embedder, blocked_encoding):
-    with served(ServedModel(embedder), max_concurrent_requests=1) as (client, _):
+    with serve(ServedModel(embedder), max_concurrent_requests=1) as (client, _):
         blocked_encoding.block()
         first = start_thread(lambda: client.post("/v1/embeddings", VALID))
         blocked_encoding.started.acquire()
@@ -498,7 +498,7 @@ def test_excess_requests_get_retry_after(embedder, blocked_encoding):
 
 
 def test_slow_requests_time_out(embedder, blocked_encoding):
-    with served(ServedModel(embedder), timeout=0.2) as (client, _):
+    with serve(ServedModel(embedder), timeout=0.2) as (client, _):
         blocked_encoding.block()
         first = start_thread(lambda: client.post("/v1/embeddings", VALID))
         blocked_encoding.started.acquire()
@@ -514,7 +514,7 @@ def test_slow_requests_time_out(embedder, blocked_encoding):
 
 
 def test_work_of_disconnected_client_is_dropped(embedder, blocked_encoding):
-    with served(ServedModel(embedder)) as (client, server):
+    with serve(ServedModel(embedder)) as (client, server):
         blocked_encoding.block()
         first = start_thread(lambda: client.post("/v1/embeddings", VALID))
         blocked_encoding.started.acquire()
@@ -542,7 +542,7 @@ def test_model_error_fails_one_request_and_discloses_nothing(embedder, monkeypat
         return original(embedder, rows)
 
     monkeypatch.setattr(Embedder, "encode_counted", encode_counted)
-    with served(ServedModel(embedder)) as (client, _):
+    with serve(ServedModel(embedder)) as (client, _):
         response = client.post("/v1/embeddings", {"input": "secret text", "condition": CONDITION})
         assert (response.status, response.error["type"]) == (500, "server_error")
         assert "secret" not in response.error["message"]
@@ -555,7 +555,7 @@ def test_model_error_fails_one_request_and_discloses_nothing(embedder, monkeypat
 
 
 def test_shutdown_finishes_accepted_requests_and_rejects_new_ones(embedder, blocked_encoding):
-    with served(ServedModel(embedder)) as (client, server):
+    with serve(ServedModel(embedder)) as (client, server):
         blocked_encoding.block()
         accepted = [start_thread(lambda: client.post("/v1/embeddings", VALID)) for _ in range(5)]
         blocked_encoding.started.acquire()

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import ok
+from helpers.commands import run_json
 
 from llmcond import plugins
 from llmcond.cli import run
@@ -55,7 +55,9 @@ SMALL = ("--dim", "4", "--set", "batch_size=16", "learning_rate=0.05", "epochs=1
 )
 def test_first_metric_of_task_selects_epoch(folder, capsys, tiny_checkpoint, task, name, best):
     task = f"my_tasks.py:{task}"
-    ok(capsys, "extract", "--model", tiny_checkpoint(), *DATA, "mean", "--task", task, "--run", "r")
+    run_json(
+        capsys, "extract", "--model", tiny_checkpoint(), *DATA, "mean", "--task", task, "--run", "r"
+    )
     fit = ["fit-head", "--head", "linear", *SMALL, "--run", "r"]
     assert run(fit) == 0
     assert f"dev {name.replace('_', ' ')} " in capsys.readouterr().err
@@ -66,17 +68,17 @@ def test_first_metric_of_task_selects_epoch(folder, capsys, tiny_checkpoint, tas
     assert record[f"dev_{name}"] == pytest.approx(best(scores), abs=1e-4)
     assert "dev_spearman" not in head.read_text()
     page = ("--report", "page.html")
-    before = ok(capsys, "evaluate", "--run", "r", *page)["results"]
+    before = run_json(capsys, "evaluate", "--run", "r", *page)["results"]
     # Earlier versions selected the epoch of every head by Spearman.
     head.write_text(head.read_text().replace(f"dev_{name}", "dev_spearman"))
     shutil.rmtree("r/reports", ignore_errors=True)
-    assert ok(capsys, "evaluate", "--run", "r", *page)["results"] == before
+    assert run_json(capsys, "evaluate", "--run", "r", *page)["results"] == before
 
 
 def test_first_metric_of_task_selects_checkpoint_in_training(folder, capsys, tiny_checkpoint):
     arguments = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
     arguments += ["--epochs", "2", "--batch-size", "16", "--rank", "2", "--head", "none"]
-    summary = ok(capsys, "train-lora", *arguments, *DATA, "mean")
+    summary = run_json(capsys, "train-lora", *arguments, *DATA, "mean")
     curve = json.loads((folder / "t/training.json").read_text())["curve"]
     scores = [entry["dev_mean_error"] for entry in curve]
     assert summary["dev_mean_error"] == min(scores)
@@ -97,7 +99,7 @@ def test_folds_and_subsets_of_dev_use_first_metric(
     # Two pairs share a sentence with train.
     write_rows([*dev, *((small_rows[0][0], *row[1:]) for row in small_rows[2:6])], "data/dev.csv")
     arguments = ("--data", "data", *DATA[2:], "mean", "--task", f"my_tasks.py:{task}", "--run", "r")
-    ok(capsys, "extract", "--model", tiny_checkpoint(), *arguments)
+    run_json(capsys, "extract", "--model", tiny_checkpoint(), *arguments)
     fit = ["fit-head", "--head", "linear", *SMALL, "--run", "r"]
     assert run([*fit, "--with", "dev", "--folds", "2", "--name", "both", "--json"]) == 0
     captured = capsys.readouterr()
@@ -105,11 +107,11 @@ def test_folds_and_subsets_of_dev_use_first_metric(
     for gain in (folds, *folds["by_condition"].values()):
         assert {*gain["trained"], *gain["without"]} == {name, f"{name}_ci"}
     assert f"(44 rows): {heading} " in captured.err
-    ok(capsys, *fit)
+    run_json(capsys, *fit)
 
     options = ("--run", "r", "--head", head, "--split", "dev")
     report = ("--predictions", "p.csv", "--report", "page.html")
-    result = ok(capsys, "evaluate", *options, *report)["results"][-1]
+    result = run_json(capsys, "evaluate", *options, *report)["results"][-1]
     with (folder / "p.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     predicted, rating = (np.array([float(row[key]) for row in rows]) for key in (head, "rating"))
@@ -126,7 +128,7 @@ def test_folds_and_subsets_of_dev_use_first_metric(
     assert result["unseen_sentences"][name] == pytest.approx(expected, abs=1e-5)
     (row,) = [
         row
-        for row in ok(capsys, "analyse", *options, "--what", "conditions")["conditions"]
+        for row in run_json(capsys, "analyse", *options, "--what", "conditions")["conditions"]
         if row["name"] == head
     ]
     assert row["metric"] == name
@@ -151,8 +153,10 @@ def test_folds_and_subsets_of_dev_use_first_metric(
 def test_folds_of_last_stage_use_first_metric(folder, capsys, tiny_checkpoint):
     arguments = ["--model", tiny_checkpoint(), "--task", "my_tasks.py:ByError", "--run", "t"]
     arguments += ["--epochs", "1", "--batch-size", "16", "--rank", "2", "--head", "none"]
-    summary = ok(capsys, "train-lora", *arguments, *DATA, "mean", "--then", "dev", "--folds", "2")
+    summary = run_json(
+        capsys, "train-lora", *arguments, *DATA, "mean", "--then", "dev", "--folds", "2"
+    )
     without, trained = (summary["then"]["folds"][key] for key in ("without", "trained"))
     assert {*without, *trained} == {"mean_error", "mean_error_ci"}
     card = (folder / "t/README.md").read_text()
-    assert f"the mean error is {100 * trained['mean_error']:.1f} [" in " ".join(card.split())
+    assert f"The mean error is {100 * trained['mean_error']:.1f} [" in " ".join(card.split())

@@ -10,8 +10,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from helpers.chat import ChatServer, Fault, answer, texts_of
-from helpers.commands import ok, refused
+from helpers.chat import ChatServer, Fault, answer, question_texts
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 
 import llmcond
@@ -65,7 +65,7 @@ def write_many(write_rows):
 
 
 def row_number(body):
-    return int(texts_of(body)["Sentence 1"].split()[-1])
+    return int(question_texts(body)["Sentence 1"].split()[-1])
 
 
 # -- rows and output ---------------------------------------------------------------------------
@@ -73,7 +73,9 @@ def row_number(body):
 
 def test_rows_are_rated_once_and_read_back(pairs, capsys):
     with ChatServer() as server:
-        result = ok(capsys, *make_command(pairs, server, "--price-in", "2", "--price-out", "10"))
+        result = run_json(
+            capsys, *make_command(pairs, server, "--price-in", "2", "--price-out", "10")
+        )
     assert [row["label"] for row in read_output()] == ["5", "3", "1", "-1"]
     assert [row["human"] for row in read_output()] == ["5", "2", "1", "-1"]
     Path("rated.csv").rename("train.csv")
@@ -103,7 +105,7 @@ def test_rows_are_rated_once_and_read_back(pairs, capsys):
     }
     before = read_output()
     Path("rated.csv").unlink()  # no server listens any more, so the stored answers are used
-    repeated = ok(capsys, *make_command(pairs, server))
+    repeated = run_json(capsys, *make_command(pairs, server))
     assert (repeated["questions"], read_output()) == (0, before)
     assert run([str(argument) for argument in make_command(pairs, server)]) == 0
     output = capsys.readouterr().out
@@ -120,7 +122,7 @@ def test_model_prompt_seed_and_request_identify_question(pairs, capsys):
             ("--request", "temperature=0.5", "top_p=1"),
             ("--model", "other"),
         ):
-            assert ok(capsys, *make_command(pairs, server, *options))["questions"] == 4
+            assert run_json(capsys, *make_command(pairs, server, *options))["questions"] == 4
         bodies = server.bodies
     assert len({body["seed"] for body in bodies}) == 2
     assert bodies[-8]["temperature"] == 0.5
@@ -134,14 +136,14 @@ def test_samples_are_averaged_and_majority_decides_ill_defined(write_rows, capsy
     seeds = {}
 
     def answer_by_sample(body):
-        samples = seeds.setdefault(texts_of(body)["Sentence 1"], {})
+        samples = seeds.setdefault(question_texts(body)["Sentence 1"], {})
         sample = samples.setdefault(body["seed"], len(samples))
-        return json.dumps({"rating": replies[texts_of(body)["Sentence 1"]][sample]})
+        return json.dumps({"rating": replies[question_texts(body)["Sentence 1"]][sample]})
 
     rows = [("first", "x", "c"), ("second", "x", "c")]
     path = write_rows(rows, "plain.csv", "sentence1,sentence2,condition")
     with ChatServer(answer_by_sample) as server:
-        result = ok(capsys, *make_command(path, server, "--samples", 3, "--concurrency", 1))
+        result = run_json(capsys, *make_command(path, server, "--samples", 3, "--concurrency", 1))
     assert result["agreement"] is None
     assert [row["label"] for row in read_output()] == ["4.5", "-1"]
     assert read_output()[1]["answers"] == "-1 2 -1"
@@ -172,9 +174,9 @@ def test_temporary_failures_are_retried(write_many, capsys):
         8: Fault(503, headers=RETRY_AT_ONCE),
     }
     path = write_many(5)
-    with ChatServer(trouble=lambda _, number: faults.get(number)) as server:
+    with ChatServer(find_fault=lambda _, number: faults.get(number)) as server:
         options = ("--concurrency", 1, "--timeout", 2)
-        result = ok(capsys, *make_command(path, server, *options))
+        result = run_json(capsys, *make_command(path, server, *options))
         times = server.times
     assert (result["rows"], result["unanswered"]) == (5, 0)
     assert len(times) >= 10
@@ -183,7 +185,7 @@ def test_temporary_failures_are_retried(write_many, capsys):
 
 def test_failing_server_loses_no_answer(write_many, capsys):
     path, fault = write_many(20), Fault(500, headers=RETRY_AT_ONCE)
-    with ChatServer(trouble=lambda _, number: fault if number >= 12 else None) as server:
+    with ChatServer(find_fault=lambda _, number: fault if number >= 12 else None) as server:
         code = run([str(argument) for argument in make_command(path, server, "--retries", 1)])
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 1
@@ -191,7 +193,7 @@ def test_failing_server_loses_no_answer(write_many, capsys):
     assert "the same command resumes" in error
     assert not Path("rated.csv").exists()
     with ChatServer() as server:
-        assert ok(capsys, *make_command(path, server))["questions"] == len(server.bodies) == 8
+        assert run_json(capsys, *make_command(path, server))["questions"] == len(server.bodies) == 8
     assert len(read_output()) == 20
 
 
@@ -216,7 +218,7 @@ def test_failing_server_loses_no_answer(write_many, capsys):
     ],
 )
 def test_invalid_answer_is_not_stored(pairs, capsys, fault, expected):
-    with ChatServer(trouble=lambda *_: fault) as server:
+    with ChatServer(find_fault=lambda *_: fault) as server:
         assert run([str(argument) for argument in make_command(pairs, server)]) == 1
     assert expected in capsys.readouterr().err.splitlines()[-1]
     assert not Path("rated.answers").exists()
@@ -225,7 +227,7 @@ def test_invalid_answer_is_not_stored(pairs, capsys, fault, expected):
 @pytest.mark.parametrize("in_headers", [False, True])
 def test_slow_answer_hits_timeout(pairs, capsys, in_headers):
     slow = Fault(200, without_end=b" ", pause=0.05, in_headers=in_headers)
-    with ChatServer(trouble=lambda *_: slow) as server:
+    with ChatServer(find_fault=lambda *_: slow) as server:
         options = ("--timeout", 0.4, "--retries", 1)
         assert run([str(argument) for argument in make_command(pairs, server, *options)]) == 1
         assert len(server.bodies) == 2
@@ -236,8 +238,8 @@ def test_redirects_are_not_followed(pairs, capsys):
     with ChatServer() as other:
         target = f"{other.url}/chat/completions"
         moved = Fault(307, body=" ", headers={"Location": target})
-        with ChatServer(trouble=lambda *_: moved) as server:
-            line = refused(capsys, *make_command(pairs, server))
+        with ChatServer(find_fault=lambda *_: moved) as server:
+            line = run_rejected(capsys, *make_command(pairs, server))
         assert not other.bodies
     assert f"redirects to '{target}'. Redirects are not followed" in line
 
@@ -246,13 +248,13 @@ def test_huge_stored_answers_are_read_quickly(pairs, capsys):
     thoughts = "<think>" + "so " * 2**20
 
     def ramble(body):
-        rambles = texts_of(body)["Condition"] == "some nonsense"
+        rambles = question_texts(body)["Condition"] == "some nonsense"
         return thoughts if rambles else answer(body)
 
     with ChatServer(ramble) as server:
-        assert ok(capsys, *make_command(pairs, server))["unanswered"] == 1
+        assert run_json(capsys, *make_command(pairs, server))["unanswered"] == 1
         start = time.process_time()
-        assert ok(capsys, *make_command(pairs, server))["questions"] == 0
+        assert run_json(capsys, *make_command(pairs, server))["questions"] == 0
     assert time.process_time() - start < 5
 
 
@@ -265,9 +267,9 @@ def test_unreadable_answer_is_retried_then_left_out(write_many, capsys):
 
     counts, path = {}, write_many(9)
     with ChatServer(answer_badly) as server:
-        result = ok(capsys, *make_command(path, server))
+        result = run_json(capsys, *make_command(path, server))
         seeds = [body["seed"] for body in server.bodies if row_number(body) == 7]
-        assert ok(capsys, *make_command(path, server))["questions"] == 0
+        assert run_json(capsys, *make_command(path, server))["questions"] == 0
     assert (result["rows"], result["unanswered"]) == (8, 1)
     assert (counts[5], counts[7], len(set(seeds))) == (2, 3, 3)
     assert len(read_output()) == 8
@@ -275,7 +277,7 @@ def test_unreadable_answer_is_retried_then_left_out(write_many, capsys):
 
 def test_model_without_readable_answers_stops_early(write_many, capsys):
     with ChatServer(lambda body: "<html>") as server:
-        line = refused(capsys, *make_command(write_many(50), server))
+        line = run_rejected(capsys, *make_command(write_many(50), server))
         assert len(server.bodies) == 9
     assert "'<html>'" in line
 
@@ -291,7 +293,7 @@ def test_server_without_schemas_gets_plain_text_prompt(pairs, capsys, fault):
         return f"Let me think {{about}} it.\n\n**Rating:** {json.loads(answer(body))['rating']}"
 
     with ChatServer(answer_in_prose, reject_schema) as server:
-        ok(capsys, *make_command(pairs, server, "--retries", 0))
+        run_json(capsys, *make_command(pairs, server, "--retries", 0))
         bodies = server.bodies
     assert [row["label"] for row in read_output()] == ["5", "3", "1", "-1"]
     assert sum("response_format" in body for body in bodies) == 1
@@ -302,14 +304,14 @@ def test_rejected_question_stops_no_other(write_many, capsys):
     def reject_one(body, _):
         return Fault(400, text="too long") if row_number(body) == 6 else None
 
-    with ChatServer(trouble=reject_one) as server:
-        result = ok(capsys, *make_command(write_many(8), server))
+    with ChatServer(find_fault=reject_one) as server:
+        result = run_json(capsys, *make_command(write_many(8), server))
     assert (result["rows"], result["unanswered"]) == (7, 1)
 
 
 def test_requests_respect_rate_limit(write_many, capsys):
     with ChatServer() as server:
-        ok(capsys, *make_command(write_many(5), server, "--per-minute", 600))
+        run_json(capsys, *make_command(write_many(5), server, "--per-minute", 600))
         times = server.times
     assert times[-1] - times[0] >= 0.35
 
@@ -317,7 +319,7 @@ def test_requests_respect_rate_limit(write_many, capsys):
 def test_killed_command_resumes(write_many, tmp_path, capsys):
     path = write_many(40)
     slow = Fault(200, seconds=60)
-    with ChatServer(trouble=lambda _, number: slow if number >= 20 else None) as server:
+    with ChatServer(find_fault=lambda _, number: slow if number >= 20 else None) as server:
         command = Command(tmp_path / "killed", make_command(path, server, "--timeout", 60))
         journal = tmp_path / "rated.answers"
         # Four questions wait, and all other answers are stored, before the command is killed.
@@ -331,7 +333,7 @@ def test_killed_command_resumes(write_many, tmp_path, capsys):
     with journal.open("a") as stream:
         stream.write('{"key": "half a li')
     with ChatServer() as server:
-        assert ok(capsys, *make_command(path, server))["questions"] == 20
+        assert run_json(capsys, *make_command(path, server))["questions"] == 20
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 40
     assert len(read_output()) == 40
@@ -347,14 +349,14 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
         return f"You said {SECRET}. {answer(body)}"
 
     with ChatServer(echo) as server:
-        ok(capsys, *make_command(pairs, server))
+        run_json(capsys, *make_command(pairs, server))
         assert set(server.keys) == {f"Bearer {SECRET}"}
     outputs = []
     for status in (401, 403, 404, 429, 500):
         fault = Fault(
             status, text=f"Incorrect key {SECRET} or sk-never...6789", headers=RETRY_AT_ONCE
         )
-        with ChatServer(trouble=lambda *_, fault=fault: fault) as server:
+        with ChatServer(find_fault=lambda *_, fault=fault: fault) as server:
             assert run(
                 [
                     str(argument)
@@ -399,21 +401,21 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
     ],
 )
 def test_invalid_input_reports_one_line(pairs, capsys, options, expected):
-    line = refused(capsys, *make_command(pairs, "http://127.0.0.1:9/v1", *options.split()))
+    line = run_rejected(capsys, *make_command(pairs, "http://127.0.0.1:9/v1", *options.split()))
     assert expected in line
     assert "secret" not in line
 
 
 def test_unknown_model_suggests_available_model(pairs, capsys):
     with ChatServer(models=("rater-7b",)) as server:
-        assert "Did you mean 'rater-7b'?" in refused(capsys, *make_command(pairs, server))
+        assert "Did you mean 'rater-7b'?" in run_rejected(capsys, *make_command(pairs, server))
 
 
 def test_many_questions_need_confirmation(write_many, capsys, monkeypatch):
     path = write_many(10)
     monkeypatch.setattr("llmcond.workflows.annotate._MAX_UNCONFIRMED", 5)
     with ChatServer() as server:
-        line = refused(capsys, *make_command(path, server))
+        line = run_rejected(capsys, *make_command(path, server))
         assert "7 questions remain" in line
         terminal = StringIO("n\ny\n")
         terminal.isatty = sys.stderr.isatty = lambda: True
@@ -421,20 +423,22 @@ def test_many_questions_need_confirmation(write_many, capsys, monkeypatch):
         assert run([str(argument) for argument in make_command(path, server)]) == 2
         assert "Continue? [y/N] llmcond: error: not confirmed" in capsys.readouterr().err
         assert len(server.bodies) == 3
-        assert ok(capsys, *make_command(path, server))["questions"] == 7
-        assert ok(capsys, *make_command(path, server, "--seed", 1, "--yes"))["questions"] == 10
+        assert run_json(capsys, *make_command(path, server))["questions"] == 7
+        assert (
+            run_json(capsys, *make_command(path, server, "--seed", 1, "--yes"))["questions"] == 10
+        )
 
 
 def test_output_is_locked_for_other_processes(pairs, capsys):
     from llmcond.annotation.journal import Journal
 
     with Journal(pairs.with_name("rated.answers")), ChatServer() as server:
-        assert "another process writes" in refused(capsys, *make_command(pairs, server))
+        assert "another process writes" in run_rejected(capsys, *make_command(pairs, server))
 
 
 def test_damaged_answer_is_reported_with_its_line(pairs, capsys):
     with ChatServer() as server:
-        ok(capsys, *make_command(pairs, server))
+        run_json(capsys, *make_command(pairs, server))
         for bad in ('{"key": 3}', "nonsense", "[]"):
             with Path("rated.answers").open("a") as stream:
                 stream.write(f"{bad}\n")
@@ -449,9 +453,9 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     texts = [f"a man rides horse {i}" for i in range(6)] + ["", "a man rides horse 0"]
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
     with ChatServer() as server:
-        result = ok(capsys, *make_command("texts.txt", server, "--propose", 11))
+        result = run_json(capsys, *make_command("texts.txt", server, "--propose", 11))
         proposals = [body for body in server.bodies if "Others:" in body["messages"][-1]["content"]]
-        repeated = ok(capsys, *make_command("texts.txt", server, "--propose", 11))
+        repeated = run_json(capsys, *make_command("texts.txt", server, "--propose", 11))
     assert (result["rows"], len(proposals), repeated["questions"]) == (11, 6, 0)
     rows = read_output()
     assert {row["sentence1"] for row in rows} == set(texts[:6])
@@ -459,7 +463,7 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     assert {row["condition"] for row in rows} == {"the words of a man rid", "the length"}
     assert all(row["label"] in "12345" for row in rows)
     with ChatServer() as server:
-        line = refused(capsys, *make_command("texts.txt", server, "--propose", 13))
+        line = run_rejected(capsys, *make_command("texts.txt", server, "--propose", 13))
     assert "6 distinct texts give at most 12 rows" in line
 
 
@@ -481,15 +485,15 @@ def test_unpaired_texts_give_fewer_rows(write_rows, capsys):
     def pair_some(body):
         if "Others:" not in body["messages"][-1]["content"]:
             return answer(body)
-        number = int(texts_of(body)["Sentence"].split()[-1])
+        number = int(question_texts(body)["Sentence"].split()[-1])
         return answer(body) if number < n_paired else '{"partner": 0, "alike": "", "different": ""}'
 
     path = write_rows([(f"a dog sleeps in bed {i}",) for i in range(8)], "t.csv", "text")
     n_paired = 3
     with ChatServer(pair_some) as server:
-        result = ok(capsys, *make_command(path, server, "--propose", 16))
+        result = run_json(capsys, *make_command(path, server, "--propose", 16))
     assert (result["rows"], result["questions"]) == (6, 8 + 6)
     n_paired = 0
     with ChatServer(pair_some) as server:
-        line = refused(capsys, *make_command(path, server, "--propose", 16, "--seed", 1))
+        line = run_rejected(capsys, *make_command(path, server, "--propose", 16, "--seed", 1))
     assert "rater paired none of the texts" in line

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import embedded, ok, refused
-from helpers.pages import HOSTILE, Parsed, faults, opened, sideways
+from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.pages import HOSTILE, ParsedPage, find_accessibility_faults, find_overflow, open_page
 from sklearn.metrics import v_measure_score
 
 import llmcond
@@ -48,7 +48,7 @@ def call(capsys, module_run, texts):
     """Return a function that clusters the texts with the run."""
 
     def call(*arguments, source=None):
-        return ok(capsys, "cluster", source or texts, "--run", module_run, *arguments)
+        return run_json(capsys, "cluster", source or texts, "--run", module_run, *arguments)
 
     return call
 
@@ -337,7 +337,7 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
 )
 def test_invalid_arguments_are_rejected(capsys, texts, guide, arguments, expected, tmp_path):
     options = [str(guide) if argument == "{guide}" else argument for argument in arguments]
-    assert expected in refused(capsys, "cluster", texts, "--out", "out.csv", *options)
+    assert expected in run_rejected(capsys, "cluster", texts, "--out", "out.csv", *options)
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -347,7 +347,7 @@ def test_invalid_arguments_are_rejected(capsys, texts, guide, arguments, expecte
 )
 def test_invalid_out_file_is_rejected(capsys, texts, out, expected):
     before = texts.read_bytes()
-    assert expected in refused(capsys, "cluster", texts, *PLACE, "--out", out)
+    assert expected in run_rejected(capsys, "cluster", texts, *PLACE, "--out", out)
     assert texts.read_bytes() == before
 
 
@@ -362,9 +362,9 @@ def test_invalid_out_file_is_rejected(capsys, texts, out, expected):
 )
 def test_invalid_guide_is_rejected(capsys, texts, write_rows, rows, expected):
     guide = write_rows(rows, "guide.csv", "text,label")
-    assert expected in refused(capsys, "cluster", texts, "--guide", guide, "--out", "out.csv")
+    assert expected in run_rejected(capsys, "cluster", texts, "--guide", guide, "--out", "out.csv")
     other = write_rows(rows, "other.csv", "text,class")
-    message = refused(capsys, "cluster", texts, "--guide", other, "--out", "out.csv")
+    message = run_rejected(capsys, "cluster", texts, "--guide", other, "--out", "out.csv")
     assert "no column 'label'" in message
     assert "A guide needs the columns text and label." in message
 
@@ -382,7 +382,7 @@ def test_invalid_guide_is_rejected(capsys, texts, write_rows, rows, expected):
 )
 def test_too_few_or_empty_texts_are_rejected(capsys, texts, write_rows, rows, expected):
     few = write_rows(rows, "few.csv", "text")
-    assert expected in refused(capsys, "cluster", few, *PLACE, "--out", "out.csv")
+    assert expected in run_rejected(capsys, "cluster", few, *PLACE, "--out", "out.csv")
 
 
 # -- page --------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def page(module_run, tmp_path_factory):
 
 
 def test_page_holds_every_text_once_and_loads_nothing(page):
-    data, parsed = embedded(page), Parsed(page.read_text("utf-8"))
+    data, parsed = read_page_data(page), ParsedPage(page.read_text("utf-8"))
     assert len(data["texts"]) == 56
     assert data["texts"][:3] == TEXTS[:3]
     *titles, base = (view["title"] for view in data["shown"])
@@ -441,17 +441,17 @@ def test_map_shows_part_of_large_collections(module_run, tmp_path, monkeypatch):
         report=tmp_path / "page.html",
         run=module_run,
     )
-    data = embedded(tmp_path / "page.html")
+    data = read_page_data(tmp_path / "page.html")
     assert len(data["texts"]) == len(data["shown"][0]["labels"]) == 20
     assert sum(size for _, _, size in data["shown"][0]["clusters"]) == 48
     assert "48 texts, 20 of them on the map" in (tmp_path / "page.html").read_text("utf-8")
 
 
 def test_map_in_browser(browser, page):
-    data = json.loads(json.dumps(embedded(page)))
-    with opened(browser, page, 390, "dark") as tab:
-        assert sideways(tab) == [0, []]
-        assert faults(tab) == []
+    data = json.loads(json.dumps(read_page_data(page)))
+    with open_page(browser, page, 390, "dark") as tab:
+        assert find_overflow(tab) == [0, []]
+        assert find_accessibility_faults(tab) == []
         # Arrow keys step through the texts.
         canvas, text = tab.locator("#canvas"), tab.locator("#text")
         canvas.focus()

@@ -45,10 +45,10 @@ def model(tiny_run):
 
 
 @pytest.fixture
-def call(capsys, own, model):
+def call(capsys, run_copy, model):
     """Return a function that compares prompts and returns the captured output."""
 
-    def compare(*options, folder=own, code=0):
+    def compare(*options, folder=run_copy, code=0):
         fixed = ("--model", model, "--run", folder, "--heads", "quick.toml", "--workers", 1)
         arguments = ["compare-prompts", *fixed, *ENCODER, *options]
         assert run([str(argument) for argument in arguments]) == code
@@ -75,7 +75,7 @@ def write_template(name, text, unconditional="{condition}"):
 # -- results -----------------------------------------------------------------------------------
 
 
-def test_prompts_are_compared_with_baseline_of_their_head(call, own):
+def test_prompts_are_compared_with_baseline_of_their_head(call, run_copy):
     prompts = (
         "--prompts",
         SENT_COND,
@@ -116,24 +116,34 @@ def test_prompts_are_compared_with_baseline_of_their_head(call, own):
         else:
             assert row["spearman_ci"][0] < row["spearman"] < row["spearman_ci"][1]
         assert (row["spearman_sd"] is None) == (row["head"] == "none")
-    saved = json.loads((own / "compare-prompts.json").read_text())
+    saved = json.loads((run_copy / "compare-prompts.json").read_text())
     assert saved["results"] == results
     assert "torch" in saved["versions"]
 
 
-def test_scores_are_means_over_single_fits(capsys, call, own):
+def test_scores_are_means_over_single_fits(capsys, call, run_copy):
     rows = parse_json(call("--prompts", SENT_COND, "--seeds", 2, "--json"))["results"]
     (row,) = (row for row in rows if row["head"] == "quick")
     scores = []
     for seed in (0, 1):
-        fit = ["fit-head", "--run", own, "--head", "quick.toml", "--seed", seed, "--name", seed]
+        fit = [
+            "fit-head",
+            "--run",
+            run_copy,
+            "--head",
+            "quick.toml",
+            "--seed",
+            seed,
+            "--name",
+            seed,
+        ]
         assert run([*map(str, fit), "--prompt", SENT_COND]) == 0
         capsys.readouterr()
-        assert run(["evaluate", "--run", str(own), "--head", str(seed), "--json"]) == 0
+        assert run(["evaluate", "--run", str(run_copy), "--head", str(seed), "--json"]) == 0
         scores.append(parse_json(capsys.readouterr())["results"][-1]["spearman"])
     assert row["spearman"] == pytest.approx(np.mean(scores))
     assert row["spearman_sd"] == pytest.approx(np.std(scores, ddof=1))
-    assert open_run(own).head_names() == ["0", "1"]
+    assert open_run(run_copy).head_names() == ["0", "1"]
 
 
 METRIC_CODE = """
@@ -142,16 +152,16 @@ def error(prediction, rating, group):
 """
 
 
-def test_evaluate_and_comparison_give_equal_scores(capsys, call, own):
+def test_evaluate_and_comparison_give_equal_scores(capsys, call, run_copy):
     """Scores are equal to the last digit, for zero-shot, a fitted head and a custom metric."""
     Path("mine.py").write_text(METRIC_CODE)
     metric = ("--metric", "mine.py:error", "--json")
     compared = parse_json(call("--prompts", SENT_COND, LEFT_OUT, "--seeds", 1, *metric))["results"]
-    fit = ["fit-head", "--run", str(own), "--head", "quick.toml", "--prompt"]
+    fit = ["fit-head", "--run", str(run_copy), "--head", "quick.toml", "--prompt"]
     for prompt in (SENT_COND, LEFT_OUT):
         assert run([*fit, prompt]) == 0
     capsys.readouterr()
-    assert run(["evaluate", "--run", str(own), *metric]) == 0
+    assert run(["evaluate", "--run", str(run_copy), *metric]) == 0
     evaluated = {row["name"]: row for row in parse_json(capsys.readouterr())["results"]}
     assert {row["name"] for row in compared} == set(evaluated)
     for row in compared:
@@ -441,7 +451,7 @@ def test_controls_are_at_chance_on_real_texts(capsys):
 # -- pages -------------------------------------------------------------------------------------
 
 
-def test_comparison_is_written_as_page(call, own):
+def test_comparison_is_written_as_page(call, run_copy):
     prompts = ("--prompts", SENT_COND, COND_SENT, SHUFFLED, LEFT_OUT, "--seeds", 2)
     captured = call(*prompts, "--report", "pages/page.html", "--json")
     assert "report -> pages/page.html" in captured.err
@@ -458,10 +468,10 @@ def test_comparison_is_written_as_page(call, own):
     assert [path.name for path in Path("pages").iterdir()] == ["page.html"]
 
 
-def test_evaluation_is_written_as_page(capsys, own, write_rows):
-    options = ["--run", str(own), "--head", "quick.toml", "--name", "q", "--prompt", SENT_COND]
+def test_evaluation_is_written_as_page(capsys, run_copy, write_rows):
+    options = ["--run", str(run_copy), "--head", "quick.toml", "--name", "q", "--prompt", SENT_COND]
     assert run(["fit-head", *options]) == 0
-    evaluate = ["evaluate", "--run", str(own), "--json", "--report"]
+    evaluate = ["evaluate", "--run", str(run_copy), "--json", "--report"]
     assert run([*evaluate, "page.html"]) == 0
     assert "the place" in Path("page.html").read_text(encoding="utf-8")
     markup = "<script>alert(1)</script>"

@@ -16,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
-from helpers.units import DiesOnce, embed, killed_at, texts
+from helpers.units import KilledOnce, embed_command, kill_at, text_table
 
 import llmcond
 from llmcond import progress
@@ -40,7 +40,7 @@ def source(tmp_path, monkeypatch):
     for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
         path = tmp_path / "src" / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(texts(start, stop), path, row_group_size=30)
+        pq.write_table(text_table(start, stop), path, row_group_size=30)
     (tmp_path / "src" / "_SUCCESS").touch()
     (tmp_path / "src" / "read.me").write_text("not read")
     return Path("src")
@@ -59,8 +59,10 @@ def stack_vectors(table):
 
 def embed_one_file(capsys, run_folder, *options):
     """Return the output of ``llmcond embed`` for all rows in one file."""
-    pq.write_table(texts(0, 250), "all.parquet")
-    ok(capsys, *embed("all-embedded.parquet", run_folder, *options, source="all.parquet"))
+    pq.write_table(text_table(0, 250), "all.parquet")
+    run_json(
+        capsys, *embed_command("all-embedded.parquet", run_folder, *options, source="all.parquet")
+    )
     return pq.read_table("all-embedded.parquet")
 
 
@@ -70,7 +72,7 @@ def embed_one_file(capsys, run_folder, *options):
 @pytest.mark.parametrize("out", OUTPUTS)
 @pytest.mark.parametrize("head", ["linear", "none"])
 def test_embeddings_match_those_of_one_file(capsys, fitted, source, out, head):
-    summary = ok(capsys, *embed(out, fitted, "--head", head))
+    summary = run_json(capsys, *embed_command(out, fitted, "--head", head))
     actual, expected = read_output(out), embed_one_file(capsys, fitted, "--head", head)
     assert summary["rows"] == len(actual) == 250
     assert summary["dim"] == stack_vectors(actual).shape[1]
@@ -93,7 +95,7 @@ def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitte
     monkeypatch.setattr(embed_stream, "time", clock)
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0)
     caplog.set_level("INFO", "llmcond")
-    ok(capsys, *embed("out", fitted))
+    run_json(capsys, *embed_command("out", fitted))
     matches = re.findall(r"embedding: (\d+)/250 rows, ([\d,]+) tokens/s", caplog.text)
     assert [int(rows) for rows, _ in matches] == [40, 80, 100, 130, 170, 210, 250]
     assert load_seconds == [10_000]
@@ -102,7 +104,7 @@ def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitte
 
 def test_outputs_are_equal_and_each_unit_is_a_file(capsys, fitted, source):
     for out in OUTPUTS:
-        ok(capsys, *embed(out, fitted))
+        run_json(capsys, *embed_command(out, fitted))
     assert read_output("out").equals(read_output("out.lance"))
     names = sorted(path.name for path in Path("out").glob("*.parquet"))
     assert names == [f"part-{i:06}.parquet" for i in range(3 + 1 + 3)]
@@ -110,13 +112,13 @@ def test_outputs_are_equal_and_each_unit_is_a_file(capsys, fitted, source):
 
 def test_lance_source_is_read_at_one_version(capsys, fitted, source):
     for start in range(0, 250, 90):
-        lance.write_dataset(texts(start, min(start + 90, 250)), "src.lance", mode="append")
+        lance.write_dataset(text_table(start, min(start + 90, 250)), "src.lance", mode="append")
     lance.dataset("src.lance").delete("id = 7 or id = 200")
-    ok(capsys, *embed("out.lance", fitted, source="src.lance"))
+    run_json(capsys, *embed_command("out.lance", fitted, source="src.lance"))
     assert read_output("out.lance")["id"].to_pylist() == [
         i for i in range(250) if i not in (7, 200)
     ]
-    ok(capsys, *embed("out", fitted, source="src.lance"))
+    run_json(capsys, *embed_command("out", fitted, source="src.lance"))
     assert read_output("out").equals(read_output("out.lance"))
 
 
@@ -132,7 +134,7 @@ def test_condition_text_applies_to_all_rows_with_extra_columns(capsys, fitted, s
         "text",
         "--no-normalize",
     )
-    ok(capsys, *command, "--condition-text", "the place", "--keep", "url")
+    run_json(capsys, *command, "--condition-text", "the place", "--keep", "url")
     output = read_output("out")
     assert output.column_names == ["url", "sentence", "condition", "embedding"]
     assert set(output["condition"].to_pylist()) == {"the place"}
@@ -141,7 +143,7 @@ def test_condition_text_applies_to_all_rows_with_extra_columns(capsys, fitted, s
 
 def test_values_apply_to_every_condition(capsys, fitted, source):
     options = ("--values", "Rome, Paris", "--head", "none")
-    ok(capsys, *embed("out", fitted, *options))
+    run_json(capsys, *embed_command("out", fitted, *options))
     output, expected = read_output("out"), embed_one_file(capsys, fitted, *options)
     assert output["condition"].equals(expected["condition"])
     assert set(output["condition"].to_pylist()) == {"the place", "the number of people"}
@@ -156,13 +158,13 @@ def test_values_apply_to_every_condition(capsys, fitted, source):
 
 
 def test_one_file_with_various_column_types(capsys, fitted, source):
-    rows = texts(0, 95)
+    rows = text_table(0, 95)
     rows = rows.set_column(1, "text", rows["text"].dictionary_encode())
     rows = rows.set_column(2, "topic", rows["topic"].cast(pa.large_string()))
     rows = rows.append_column("more", pa.array([{"a": [i]} for i in range(95)]))
     pq.write_table(rows, "one.parquet", row_group_size=1000)
     for out in OUTPUTS:
-        ok(capsys, *embed(out, fitted, source="one.parquet"))
+        run_json(capsys, *embed_command(out, fitted, source="one.parquet"))
         assert read_output(out)["more"].to_pylist() == rows["more"].to_pylist()
         assert read_output(out)["sentence"].to_pylist() == rows["text"].to_pylist()
 
@@ -170,13 +172,13 @@ def test_one_file_with_various_column_types(capsys, fitted, source):
 def test_column_types_are_unified_and_partitions_become_columns(capsys, fitted, source):
     Path("hive/lang=en").mkdir(parents=True)
     Path("hive/lang=d%C3%A9").mkdir()
-    first, second = texts(0, 3), texts(3, 5)
+    first, second = text_table(0, 3), text_table(3, 5)
     first = first.set_column(3, "url", pa.nulls(3))
     first = first.set_column(0, "id", first["id"].cast(pa.int16()))
     pq.write_table(second, "hive/lang=en/x.parquet")
     pq.write_table(first, "hive/lang=d%C3%A9/x.parquet")
     pq.write_table(first.slice(0, 0), "hive/lang=en/none.parquet")
-    ok(capsys, *embed("out", fitted, source="hive"))
+    run_json(capsys, *embed_command("out", fitted, source="hive"))
     columns = read_output("out").to_pydict()
     assert columns["lang"] == ["dé"] * 3 + ["en"] * 2
     assert columns["url"] == [None] * 3 + second["url"].to_pylist()
@@ -187,10 +189,10 @@ def test_linked_files_are_read_once(capsys, fitted, source):
     Path("src/again").symlink_to(Path("src").absolute())
     Path("src/0.parquet").symlink_to("b.parquet")
     Path("other").mkdir()
-    pq.write_table(texts(250, 260), "other/x.parquet")
+    pq.write_table(text_table(250, 260), "other/x.parquet")
     Path("src/other").symlink_to(Path("other").absolute())
     Path("src/twice").symlink_to(Path("other").absolute())
-    assert ok(capsys, *embed("out", fitted))["rows"] == 260
+    assert run_json(capsys, *embed_command("out", fitted))["rows"] == 260
     assert sorted(read_output("out")["id"].to_pylist()) == list(range(260))
 
 
@@ -207,20 +209,20 @@ def test_row_ranges_are_read_in_any_order(source):
 
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_repeated_call_does_nothing(capsys, fitted, source, out, monkeypatch):
-    ok(capsys, *embed(out, fitted))
+    run_json(capsys, *embed_command(out, fitted))
     before = read_output(out)
     monkeypatch.setattr(embed_stream.UnitEmbedder, "work", None)
-    summary = ok(capsys, *embed(out, fitted))
+    summary = run_json(capsys, *embed_command(out, fitted))
     assert (summary["rows"], summary["dim"]) == (250, stack_vectors(before).shape[1])
     assert read_output(out).equals(before)
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_new_files_are_appended(capsys, fitted, source, out):
-    ok(capsys, *embed(out, fitted))
+    run_json(capsys, *embed_command(out, fitted))
     before = read_output(out)
-    pq.write_table(texts(250, 300), "src/a/0.parquet")
-    assert ok(capsys, *embed(out, fitted))["rows"] == 300
+    pq.write_table(text_table(250, 300), "src/a/0.parquet")
+    assert run_json(capsys, *embed_command(out, fitted))["rows"] == 300
     assert read_output(out).slice(0, 250).equals(before)
     assert read_output(out)["id"].to_pylist() == list(range(300))
 
@@ -240,14 +242,14 @@ def test_new_files_are_appended(capsys, fitted, source, out):
     ],
 )
 def test_killed_call_resumes(capsys, fitted, source, tmp_path, out, point, count, n_existing):
-    ok(capsys, *embed(f"whole-{out}", fitted))
+    run_json(capsys, *embed_command(f"whole-{out}", fitted))
     command = Command(
-        tmp_path / "killed", embed(out, fitted), first=partial(killed_at, point, count)
+        tmp_path / "killed", embed_command(out, fitted), setup=partial(kill_at, point, count)
     )
     assert command.finish()[0] == -signal.SIGKILL
     if n_existing:
         assert len(read_output(out)) == n_existing
-    assert run([str(argument) for argument in embed(out, fitted)]) == 0
+    assert run([str(argument) for argument in embed_command(out, fitted)]) == 0
     assert (f"({n_existing} of them existed)" in capsys.readouterr().err) == bool(n_existing)
     assert read_output(out).equals(read_output(f"whole-{out}"))
     leftovers = [path for path in Path(out).rglob("*") if path.name.startswith(".")]
@@ -263,16 +265,16 @@ def test_partial_record_does_not_prevent_start(capsys, fitted, source, out):
     Path(out).mkdir()
     for name in ("_llmcond.lock", "._llmcond.json.2fdf50ec"):  # a killed process leaves these
         Path(out, name).touch()
-    assert ok(capsys, *embed(out, fitted))["rows"] == 250
+    assert run_json(capsys, *embed_command(out, fitted))["rows"] == 250
     assert not Path(out, "._llmcond.json.2fdf50ec").exists()
 
 
 def test_leftovers_of_killed_commit_are_removed(capsys, fitted, source):
-    ok(capsys, *embed("out.lance", fitted))
+    run_json(capsys, *embed_command("out.lance", fitted))
     staged = [Path("out.lance", *parts) for parts in STAGED]
     for path in staged:
         path.touch()
-    assert ok(capsys, *embed("out.lance", fitted))["rows"] == 250
+    assert run_json(capsys, *embed_command("out.lance", fitted))["rows"] == 250
     assert [path for path in staged if path.exists()] == []
     assert len(read_output("out.lance")) == 250
 
@@ -341,7 +343,7 @@ def test_damaged_output_file_is_reported(capsys, embedded_run, damage):
         "part-000000.parquet is damaged: it does not hold the expected 40 emb",
     )
     path.unlink()
-    assert ok(capsys, *embed("out", embedded_run))["rows"] == 250
+    assert run_json(capsys, *embed_command("out", embedded_run))["rows"] == 250
 
 
 def test_output_file_with_other_columns_is_reported(capsys, embedded_run):
@@ -353,7 +355,9 @@ def test_output_file_with_other_columns_is_reported(capsys, embedded_run):
 def test_record_that_is_a_pipe_does_not_block(capsys, embedded_run):
     Path("out/_llmcond.json").unlink()
     os.mkfifo("out/_llmcond.json")
-    assert "out/_llmcond.json is damaged" in refused(capsys, *embed("out", embedded_run))
+    assert "out/_llmcond.json is damaged" in run_rejected(
+        capsys, *embed_command("out", embedded_run)
+    )
 
 
 @pytest.mark.parametrize("column", ["embedding", "other"])
@@ -373,13 +377,13 @@ def test_dataset_with_missing_file_is_reported(capsys, embedded_run):
 def embedded_run(capsys, fitted, source):
     """The run after its embeddings were written to both outputs."""
     for out in OUTPUTS:
-        ok(capsys, *embed(out, fitted))
+        run_json(capsys, *embed_command(out, fitted))
     return fitted
 
 
 def check_damage_is_reported(capsys, run_folder, out, expected):
     before = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
-    assert run([str(argument) for argument in embed(out, run_folder)]) in (1, 2)
+    assert run([str(argument) for argument in embed_command(out, run_folder)]) in (1, 2)
     captured = capsys.readouterr()
     assert re.search(expected, captured.err.splitlines()[-1]), captured.err
     assert "Traceback" not in captured.err
@@ -396,11 +400,11 @@ def limit_file_size(size):
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_full_disk_is_reported_and_loses_nothing(capsys, fitted, source, tmp_path, out):
     first = partial(limit_file_size, 4096)
-    status, _, err = Command(tmp_path / "full", embed(out, fitted), first=first).finish()
+    status, _, err = Command(tmp_path / "full", embed_command(out, fitted), setup=first).finish()
     assert status == 2
     assert "error: the disk is full: " in err.splitlines()[-1]
     assert "Traceback" not in err
-    ok(capsys, *embed(out, fitted))
+    run_json(capsys, *embed_command(out, fitted))
     assert len(read_output(out)) == 250
 
 
@@ -408,7 +412,7 @@ def test_full_disk_is_reported_and_loses_nothing(capsys, fitted, source, tmp_pat
 def test_nearly_full_disk_is_rejected_before_writing(capsys, fitted, source, out, monkeypatch):
     usage = shutil.disk_usage(".")._replace(free=2**20 - 1)
     monkeypatch.setattr("llmcond.files.shutil.disk_usage", lambda _: usage)
-    assert "the disk is full: " in refused(capsys, *embed(out, fitted))
+    assert "the disk is full: " in run_rejected(capsys, *embed_command(out, fitted))
 
 
 # -- Ray actors --------------------------------------------------------------------------------
@@ -420,9 +424,9 @@ ON_RAY = ("--scale", "ray", "--actors")
 def test_actors_write_same_rows_even_if_one_dies(
     capsys, caplog, fitted, source, ray, out, monkeypatch
 ):
-    ok(capsys, *embed(f"local-{out}", fitted))
-    monkeypatch.setattr(embed_stream, "UnitEmbedder", DiesOnce)
-    assert ok(capsys, *embed(out, fitted, *ON_RAY, "2"))["rows"] == 250
+    run_json(capsys, *embed_command(f"local-{out}", fitted))
+    monkeypatch.setattr(embed_stream, "UnitEmbedder", KilledOnce)
+    assert run_json(capsys, *embed_command(out, fitted, *ON_RAY, "2"))["rows"] == 250
     assert "an actor died" in caplog.text
     assert read_output(out).equals(read_output(f"local-{out}"))
     if out.endswith(".lance"):
@@ -430,23 +434,27 @@ def test_actors_write_same_rows_even_if_one_dies(
 
 
 def test_errors_of_actors_report_one_line(capsys, fitted, source, ray, monkeypatch):
-    rows = texts(130, 250).to_pydict()
+    rows = text_table(130, 250).to_pydict()
     rows["topic"][119] = "the place " * 50
     pq.write_table(pa.table(rows), "src/b.parquet")
-    line = refused(capsys, *embed("out.lance", fitted, *ON_RAY, "1"))
+    line = run_rejected(capsys, *embed_command("out.lance", fitted, *ON_RAY, "1"))
     assert line.startswith("row 120 of b.parquet: ")
     assert Path("out.lance/_llmcond.json").exists()
-    assert "--scale needs --out FOLDER" in refused(capsys, *embed("v.npy", fitted, *ON_RAY, "1"))
-    assert "--actors needs --scale ray" in refused(capsys, *embed("o", fitted, "--actors", "1"))
+    assert "--scale needs --out FOLDER" in run_rejected(
+        capsys, *embed_command("v.npy", fitted, *ON_RAY, "1")
+    )
+    assert "--actors needs --scale ray" in run_rejected(
+        capsys, *embed_command("o", fitted, "--actors", "1")
+    )
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_output_of_killed_driver_is_finished_without_ray(capsys, fitted, source, tmp_path, out):
-    ok(capsys, *embed(f"local-{out}", fitted))
-    first = partial(killed_at, "not committed" if out.endswith(".lance") else "written", 2)
-    command = Command(tmp_path / "killed", embed(out, fitted, *ON_RAY, "1"), first=first)
+    run_json(capsys, *embed_command(f"local-{out}", fitted))
+    first = partial(kill_at, "not committed" if out.endswith(".lance") else "written", 2)
+    command = Command(tmp_path / "killed", embed_command(out, fitted, *ON_RAY, "1"), setup=first)
     assert command.finish()[0] == -signal.SIGKILL
-    ok(capsys, *embed(out, fitted))
+    run_json(capsys, *embed_command(out, fitted))
     assert read_output(out).equals(read_output(f"local-{out}"))
 
 
@@ -465,40 +473,42 @@ def test_output_of_killed_driver_is_finished_without_ray(capsys, fitted, source,
     ],
 )
 def test_started_output_rejects_other_options(capsys, fitted, source, out, options, expected):
-    ok(capsys, *embed(out, fitted))
+    run_json(capsys, *embed_command(out, fitted))
     before = read_output(out)
-    arguments = list(embed(out, fitted, *options))
+    arguments = list(embed_command(out, fitted, *options))
     if "--condition-text" in options:
         del arguments[arguments.index("--condition") : arguments.index("--condition") + 2]
-    line = refused(capsys, *arguments)
+    line = run_rejected(capsys, *arguments)
     assert re.search(expected, line), line
     assert line.startswith(f"{out} was started with")
     assert read_output(out).equals(before)
 
 
 def test_changed_source_is_rejected(capsys, fitted, source):
-    ok(capsys, *embed("out", fitted))
-    pq.write_table(texts(500, 530), "src/a/2.parquet")
-    assert "has changed since out was started: 'a/2.parquet' is missing" in refused(
-        capsys, *embed("out", fitted)
+    run_json(capsys, *embed_command("out", fitted))
+    pq.write_table(text_table(500, 530), "src/a/2.parquet")
+    assert "has changed since out was started: 'a/2.parquet' is missing" in run_rejected(
+        capsys, *embed_command("out", fitted)
     )
     Path("src/b.parquet").unlink()
-    assert "'a/2.parquet', 'b.parquet' are missing" in refused(capsys, *embed("out", fitted))
-    lance.write_dataset(texts(0, 60), "src.lance")
-    ok(capsys, *embed("out.lance", fitted, source="src.lance"))
+    assert "'a/2.parquet', 'b.parquet' are missing" in run_rejected(
+        capsys, *embed_command("out", fitted)
+    )
+    lance.write_dataset(text_table(0, 60), "src.lance")
+    run_json(capsys, *embed_command("out.lance", fitted, source="src.lance"))
     lance.dataset("src.lance").delete("id = 3")
-    line = refused(capsys, *embed("out.lance", fitted, source="src.lance"))
+    line = run_rejected(capsys, *embed_command("out.lance", fitted, source="src.lance"))
     assert "'fragment 0' is missing or modified" in line
     shutil.copytree("src", "copy")
-    assert "another source" in refused(capsys, *embed("out", fitted, source="copy"))
+    assert "another source" in run_rejected(capsys, *embed_command("out", fitted, source="copy"))
 
 
 @pytest.mark.parametrize("out", OUTPUTS)
 def test_invalid_row_is_reported_before_writing(capsys, fitted, source, out):
-    rows = texts(100, 130).to_pydict()
+    rows = text_table(100, 130).to_pydict()
     rows["text"][4], rows["topic"][20], rows["text"][21] = " \t", None, ""
     pq.write_table(pa.table(rows), "src/a/2.parquet")
-    line = refused(capsys, *embed(out, fitted))
+    line = run_rejected(capsys, *embed_command(out, fitted))
     assert line.startswith("row 5 of a/2.parquet: text is empty (2 more rows are invalid)")
     assert not Path(out).exists()
 
@@ -530,8 +540,8 @@ def test_invalid_arguments_report_one_line(capsys, fitted, source, arguments, ex
     Path("file").touch()
     Path("foreign").mkdir()
     Path("foreign/x.txt").touch()
-    lance.write_dataset(texts(0, 3), "foreign.lance")
-    line = refused(capsys, "embed", "src", "--run", fitted, *arguments.split())
+    lance.write_dataset(text_table(0, 3), "foreign.lance")
+    line = run_rejected(capsys, "embed", "src", "--run", fitted, *arguments.split())
     assert expected in line
     assert not Path("out").exists()
 
@@ -550,7 +560,7 @@ def test_invalid_arguments_report_one_line(capsys, fitted, source, arguments, ex
     ],
 )
 def test_unreadable_sources_report_one_line(capsys, fitted, source, source_name, expected):
-    rows = texts(0, 3)
+    rows = text_table(0, 3)
     folder = Path(source_name)
     if source_name == "texts.csv":
         folder.write_text("text,topic\na,b\n")
@@ -570,7 +580,7 @@ def test_unreadable_sources_report_one_line(capsys, fitted, source, source_name,
         pq.write_table(rows.drop(["url"]), "mixed/y.parquet")
     if source_name == "clash":
         pq.write_table(rows.set_column(3, "url", rows["id"]), "clash/y.parquet")
-    code = run([str(argument) for argument in embed("out", fitted, source=source_name)])
+    code = run([str(argument) for argument in embed_command("out", fitted, source=source_name)])
     err = capsys.readouterr().err
     assert code in (1, 2)
     assert expected in err.splitlines()[-1]
@@ -581,16 +591,20 @@ def test_unreadable_sources_report_one_line(capsys, fitted, source, source_name,
 def test_locked_or_foreign_output_is_rejected(capsys, fitted, source):
     from filelock import FileLock
 
-    ok(capsys, *embed("out", fitted))
+    run_json(capsys, *embed_command("out", fitted))
     with FileLock("out/_llmcond.lock"):
-        assert "another llmcond embed is writing to out" in refused(capsys, *embed("out", fitted))
+        assert "another llmcond embed is writing to out" in run_rejected(
+            capsys, *embed_command("out", fitted)
+        )
     Path("out/foreign.parquet").touch()
-    assert "out holds foreign.parquet, which does not belong to these" in refused(
-        capsys, *embed("out", fitted)
+    assert "out holds foreign.parquet, which does not belong to these" in run_rejected(
+        capsys, *embed_command("out", fitted)
     )
-    ok(capsys, *embed("out.lance", fitted))
+    run_json(capsys, *embed_command("out.lance", fitted))
     lance.dataset("out.lance").delete("id = 3")
-    assert "249 rows, but no work unit ends there" in refused(capsys, *embed("out.lance", fitted))
+    assert "249 rows, but no work unit ends there" in run_rejected(
+        capsys, *embed_command("out.lance", fitted)
+    )
 
 
 @pytest.mark.parametrize("change", ["delete", "append", "unit"])
@@ -612,17 +626,17 @@ def test_concurrent_writer_of_dataset_is_detected(capsys, fitted, source, monkey
             other._commit()
 
     monkeypatch.setattr(outputs.LanceOutput, "add_unit", add)
-    assert run([str(argument) for argument in embed("out.lance", fitted)]) == 1
+    assert run([str(argument) for argument in embed_command("out.lance", fitted)]) == 1
     assert "another program has written to out.lance in the meantime" in capsys.readouterr().err
     ids = read_output("out.lance")["id"].to_pylist()
     assert change != "unit" or ids == list(range(100))
 
 
 def test_long_condition_is_reported_with_its_row(capsys, fitted, source):
-    rows = texts(130, 250).to_pydict()
+    rows = text_table(130, 250).to_pydict()
     rows["topic"][45] = "the place " * 50
     pq.write_table(pa.table(rows), "src/b.parquet")
-    line = refused(capsys, *embed("out", fitted))
+    line = run_rejected(capsys, *embed_command("out", fitted))
     assert line.startswith("row 46 of b.parquet: ")
     assert len(read_output("out")) == 170
 
@@ -640,5 +654,5 @@ def test_nan_is_reported_with_its_row(capsys, fitted, source, monkeypatch):
         return encoded
 
     monkeypatch.setattr(Encoder, "encode_counted", encode_with_nan)
-    line = refused(capsys, *embed("out.lance", fitted))
+    line = run_rejected(capsys, *embed_command("out.lance", fitted))
     assert re.match(r"row (22|59|96) of a/1.parquet: .* NaN or infinity", line)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -94,15 +94,17 @@ def test_ensemble_is_run_with_record_and_card(ensemble, tmp_path, capsys):
     assert summary["trained_on"] == ["train", "dev"]
     assert summary["steps"] == sum(member["steps"] for member in summary["members"])
     assert [score["split"] for score in summary["scores"]] == ["test"]
-    rows = ok(capsys, "evaluate", "--run", ensemble)["results"]
+    rows = run_json(capsys, "evaluate", "--run", ensemble)["results"]
     row = next(row for row in rows if row["name"] == summary["head"])
     assert row["spearman"] == summary["scores"][0]["spearman"]
     card = " ".join((ensemble / "README.md").read_text().split())
     assert "fine-tuned as an ensemble of 2 members, each with LoRA of rank 2 and the head" in card
     assert not list(ensemble.glob("adapter-*/features"))
-    assert "is an ensemble of 2 adapters" in refused(capsys, "push", "me/mine", "--run", ensemble)
+    assert "is an ensemble of 2 adapters" in run_rejected(
+        capsys, "push", "me/mine", "--run", ensemble
+    )
     folder = shutil.copytree(ensemble, tmp_path / "run")
-    fit = ok(capsys, "fit-head", "--run", folder, *"--head linear --dim 4".split())
+    fit = run_json(capsys, "fit-head", "--run", folder, *"--head linear --dim 4".split())
     assert fit["dim_in"] == 64
 
 
@@ -133,7 +135,7 @@ def test_interrupted_training_resumes_within_member(
     n_steps = len(step_numbers)
     assert run([*arguments, "--run", str(folder)]) == 0
     assert len(step_numbers) == n_steps
-    message = refused(capsys, *command, "--ensemble", 3, "--seed", 4, "--run", folder)
+    message = run_rejected(capsys, *command, "--ensemble", 3, "--seed", 4, "--run", folder)
     assert "ensemble: 3, not 2" in message
 
 
@@ -150,5 +152,5 @@ def test_interrupted_training_resumes_within_member(
     ],
 )
 def test_invalid_options_report_one_line(command, tmp_path, capsys, options, message):
-    assert message in refused(capsys, *command, *options.split(), "--run", tmp_path / "bad")
+    assert message in run_rejected(capsys, *command, *options.split(), "--run", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()

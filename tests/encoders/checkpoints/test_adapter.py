@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.adapters import tune
-from helpers.checkpoints import load
+from helpers.adapters import save_adapter
+from helpers.checkpoints import load_on_cpu
 from helpers.vectors import cosines
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -58,7 +58,7 @@ def make_inputs(texts=TEXTS):
 
 
 def encode_texts(folder, **options):
-    return load(folder, **options).encode(make_inputs())
+    return load_on_cpu(folder, **options).encode(make_inputs())
 
 
 def max_deviation(actual, expected):
@@ -82,7 +82,7 @@ def compute_one_by_one(all_ids, compute):
 
 def tokenize(checkpoint, texts=TEXTS):
     text_ids = [checkpoint.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    return [[*checkpoint.before, *ids, *checkpoint.after] for ids in text_ids]
+    return [[*checkpoint.first_ids, *ids, *checkpoint.last_ids] for ids in text_ids]
 
 
 def tokenize_for_minilm(texts=TEXTS):
@@ -114,7 +114,7 @@ class Case:
         self.folder, self.base, self.expected, self.like = folder, base, expected, like
 
     def load(self, **options):
-        return load(self.folder, like=self.like, **options)
+        return load_on_cpu(self.folder, like=self.like, **options)
 
 
 def minilm_case(folder):
@@ -122,7 +122,9 @@ def minilm_case(folder):
 
     # The pooler of MiniLM is also called "dense". It gets an adapter, but is not used.
     network = AutoModel.from_pretrained(minilm_folder())
-    model = tune(network, folder / "tuned", "minilm", target_modules=["query", "value", "dense"])
+    model = save_adapter(
+        network, folder / "tuned", "minilm", target_modules=["query", "value", "dense"]
+    )
     assert any("pooler" in name for name in load_file(folder / "tuned" / WEIGHTS))
 
     def pool_mean(ids):
@@ -132,8 +134,10 @@ def minilm_case(folder):
 
 
 def mistral_case(folder):
-    checkpoint = checkpoints.make("mistral", folder / "base")
-    model = tune(checkpoint.network, folder / "tuned", checkpoint.folder, target_modules=ATTENTION)
+    checkpoint = checkpoints.build_checkpoint("mistral", folder / "base")
+    model = save_adapter(
+        checkpoint.network, folder / "tuned", checkpoint.folder, target_modules=ATTENTION
+    )
     expected = compute_one_by_one(
         tokenize(checkpoint), lambda ids: run_decoder(model, ids, is_later)[-1]
     )
@@ -144,11 +148,11 @@ def language_model_case(folder):
     """An adapter of a model for another task, whose layer names start with the encoder's name."""
     from transformers import MistralForCausalLM
 
-    checkpoint = checkpoints.make("mistral", folder / "base", head=True)
+    checkpoint = checkpoints.build_checkpoint("mistral", folder / "base", head=True)
     language_model = MistralForCausalLM.from_pretrained(
         checkpoint.folder, attn_implementation="eager", dtype=torch.float32
     )
-    model = tune(
+    model = save_adapter(
         language_model, folder / "tuned", checkpoint.folder,
         target_modules=["model.layers.1.self_attn.k_proj", "down_proj", "lm_head"],
         task_type="CAUSAL_LM", use_dora=True,
@@ -164,9 +168,11 @@ def language_model_case(folder):
 
 
 def qwen_case(folder):
-    checkpoint = checkpoints.make("gte-qwen2", folder / "base")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", folder / "base")
     targets = r".*\.\d+\.(self_attn\.o_proj|mlp\.(up|gate)_proj)"
-    model = tune(checkpoint.network, folder / "tuned", checkpoint.folder, target_modules=targets)
+    model = save_adapter(
+        checkpoint.network, folder / "tuned", checkpoint.folder, target_modules=targets
+    )
     expected = compute_one_by_one(
         tokenize(checkpoint), lambda ids: run_decoder(model, ids, is_never)[-1]
     )
@@ -174,8 +180,8 @@ def qwen_case(folder):
 
 
 def gemma_case(folder):
-    checkpoint = checkpoints.make("gemma", folder / "base")
-    model = tune(
+    checkpoint = checkpoints.build_checkpoint("gemma", folder / "base")
+    model = save_adapter(
         checkpoint.network, folder / "tuned", checkpoint.folder,
         target_modules=[*ATTENTION, "embed_tokens"], rank_pattern={"v_proj": 2}, use_rslora=True,
         alpha_pattern={"layers.1.self_attn.q_proj": 32},
@@ -195,8 +201,8 @@ def gemma_case(folder):
 
 
 def xlm_r_case(folder):
-    checkpoint = checkpoints.make("xlm-r", folder / "base")
-    model = tune(
+    checkpoint = checkpoints.build_checkpoint("xlm-r", folder / "base")
+    model = save_adapter(
         checkpoint.network, folder / "tuned", checkpoint.folder,
         target_modules=["key", "intermediate.dense"], modules_to_save=["LayerNorm", "classifier"],
         layers_to_transform=[1],
@@ -208,8 +214,8 @@ def xlm_r_case(folder):
 
 
 def pooler_case(folder):
-    checkpoint = checkpoints.make("simcse-bert", folder / "base")
-    model = tune(
+    checkpoint = checkpoints.build_checkpoint("simcse-bert", folder / "base")
+    model = save_adapter(
         checkpoint.network, folder / "tuned", checkpoint.folder, target_modules=["query", "dense"]
     )
     expected = compute_one_by_one(
@@ -221,11 +227,11 @@ def pooler_case(folder):
 
 
 def nv_embed_case(folder):
-    checkpoint = checkpoints.make("nv-embed", folder / "base")
+    checkpoint = checkpoints.build_checkpoint("nv-embed", folder / "base")
     config = load_config(resolve(str(checkpoint.folder), CPU).checkpoint)
     network = NVEmbedModel.from_pretrained(checkpoint.folder, config=config, dtype=torch.float32)
     # The adapter also covers the latent block, which is folded after loading.
-    model = tune(
+    model = save_adapter(
         network, folder / "tuned", checkpoint.folder, target_modules=[*ATTENTION, "to_kv", "net.2"]
     )
     expected = compute_one_by_one(
@@ -272,7 +278,7 @@ def bert(tiny_checkpoint, tmp_path):
 
     base = shutil.copytree(tiny_checkpoint(), tmp_path / "base")
     network = BertModel.from_pretrained(base, add_pooling_layer=False)
-    tune(network, tmp_path / "adapter", base, target_modules=["query", "value"])
+    save_adapter(network, tmp_path / "adapter", base, target_modules=["query", "value"])
     return base, tmp_path / "adapter"
 
 
@@ -285,7 +291,7 @@ def test_vectors_match_peft(case):
     actual = encoder.encode(make_inputs())
     assert max_deviation(actual, case.expected) < 1e-4
     # The adapter has an effect, so the check above fails for a base without it.
-    base = load(case.base, like=case.like)
+    base = load_on_cpu(case.base, like=case.like)
     assert max_deviation(base.encode(make_inputs()), case.expected) > 0.05
     network = encoder.engine.model.network
     assert not any("lora" in type(module).__module__ for module in network.modules())
@@ -337,7 +343,7 @@ def test_adapter_on_quantised_weights_is_not_merged(tuned_minilm, quantize, dtyp
     assert not any(weight.requires_grad for weight in network.parameters())
     actual = encoder.encode(make_inputs())
     assert np.isfinite(actual).all()
-    base_vectors = load("minilm", quantize=quantize, dtype=dtype).encode(make_inputs())
+    base_vectors = load_on_cpu("minilm", quantize=quantize, dtype=dtype).encode(make_inputs())
     assert max_deviation(base_vectors, actual) > 0.05
     # Quantisation of the base alone, without an adapter, lowers the cosines to about this value.
     min_cosine = 0.9 if quantize == "4bit" else 0.99
@@ -354,8 +360,8 @@ def test_vectors_on_4_bit_weights_match_peft(tmp_path, dora):
 
     from llmcond.encoders.loading.quantization import quantization_config
 
-    checkpoint = checkpoints.make("simcse-bert", tmp_path / "base", hidden=64)
-    tune(
+    checkpoint = checkpoints.build_checkpoint("simcse-bert", tmp_path / "base", hidden=64)
+    save_adapter(
         checkpoint.network,
         tmp_path / "tuned",
         checkpoint.folder,
@@ -430,7 +436,7 @@ def test_attach_keeps_device(bert, monkeypatch):
 def test_identity_names_adapter_and_base(tuned_minilm):
     weights = tuned_minilm.load().identity.weights
     adapter, _, base = weights.partition(" on ")
-    assert base == load("minilm").identity.weights
+    assert base == load_on_cpu("minilm").identity.weights
     assert adapter.startswith("sha256:")
     assert len(adapter) == len("sha256:") + 64
 
@@ -572,7 +578,7 @@ def test_missing_base_error_names_base_and_adapter(bert):
     base, folder = bert
     shutil.rmtree(base)
     with pytest.raises(UserError) as raised:
-        load(folder)
+        load_on_cpu(folder)
     assert f"{folder} is an adapter of {base}, according to its {CONFIG}, but" in str(raised.value)
     assert f"Restore the base, or change base_model_name_or_path in {CONFIG}." in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -584,7 +590,7 @@ def test_adapter_without_base_name_is_rejected(bert, name):
     checkpoints.change_json(folder / CONFIG, base_model_name_or_path=name)
     expected = rf"its {CONFIG} does not name the encoder .* Set base_model_name_or_path"
     with pytest.raises(UserError, match=expected):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_adapter_as_base_is_rejected(tuned, tmp_path):
@@ -594,7 +600,7 @@ def test_adapter_as_base_is_rejected(tuned, tmp_path):
         with pytest.raises(
             UserError, match=rf"{base} is an adapter, so it cannot be the base of .*\. Merge it"
         ):
-            load(second)
+            load_on_cpu(second)
 
 
 # -- invalid adapters --------------------------------------------------------------------------
@@ -612,7 +618,7 @@ def test_missing_tensors_are_counted_and_named(bert):
     remove_tensors(folder, "layer.1.")
     expected = r"lacks 4 tensors \(encoder\.layer\.1\.attention\.self\.query\.lora_A\.weight, .*…\)"
     with pytest.raises(UserError, match=expected):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_unexpected_tensors_are_counted_and_named(bert):
@@ -621,14 +627,14 @@ def test_unexpected_tensors_are_counted_and_named(bert):
     tensors["base_model.model.encoder.layer.7.attention.self.query.lora_A.weight"] = torch.ones(1)
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     with pytest.raises(UserError, match=r"has 1 tensors \(encoder\.layer\.7\..*do not belong"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_tensors_of_layers_missing_from_config_are_rejected(bert):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, target_modules=["query"])
     with pytest.raises(UserError, match=r"has 4 tensors .*value\.lora_A.* do not belong to it"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_tensors_of_wrong_size_are_rejected(bert):
@@ -637,7 +643,7 @@ def test_tensors_of_wrong_size_are_rejected(bert):
     with pytest.raises(
         UserError, match=r"lora_A\.weight of the shape \(4, 32\); expected \(8, 32\)"
     ):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_adapter_of_narrower_base_is_rejected(bert, tiny_checkpoint):
@@ -645,7 +651,7 @@ def test_adapter_of_narrower_base_is_rejected(bert, tiny_checkpoint):
     wide_base = tiny_checkpoint(hidden=64)
     checkpoints.change_json(folder / CONFIG, base_model_name_or_path=str(wide_base))
     with pytest.raises(UserError, match=r"\(4, 32\); expected \(4, 64\)\. .* another base"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_adapter_of_other_architecture_error_lists_available_layers(bert, tiny_checkpoint):
@@ -654,7 +660,7 @@ def test_adapter_of_other_architecture_error_lists_available_layers(bert, tiny_c
         folder / CONFIG, base_model_name_or_path=str(tiny_checkpoint("mistral"))
     )
     with pytest.raises(UserError) as raised:
-        load(folder)
+        load_on_cpu(folder)
     message = str(raised.value)
     assert (
         "is an adapter of the layers query, value, but its base (mistral) has none of them"
@@ -668,7 +674,7 @@ def test_excessive_ranks_are_rejected(bert, config):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, **config)
     with pytest.raises(UserError, match=r"has a rank of 10?,000,.*tensors have at most 32"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -689,14 +695,14 @@ def test_non_finite_weights_are_rejected(bert, value):
     next(iter(tensors.values()))[0, 0] = value
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     with pytest.raises(LlmcondError, match=r"has NaN or infinity in 1 tensors"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_overflow_of_merged_weights_is_rejected(bert):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, lora_alpha=1e8)
     with pytest.raises(LlmcondError, match=r"overflow in torch\.float16. Try another dtype"):
-        load(folder, dtype="float16")
+        load_on_cpu(folder, dtype="float16")
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-10], lambda data: b"not safetensors"])
@@ -704,7 +710,7 @@ def test_damaged_weights_are_rejected(bert, change):
     _, folder = bert
     (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
     with pytest.raises(LlmcondError, match=rf"{WEIGHTS} of .* cannot be read") as raised:
-        load(folder)
+        load_on_cpu(folder)
     assert "\n" not in str(raised.value)
 
 
@@ -713,10 +719,10 @@ def test_pickled_weights_are_not_read(bert):
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"adapter_model\.bin is not read.*safe_serialization"):
-        load(folder)
+        load_on_cpu(folder)
     (folder / "adapter_model.bin").unlink()
     with pytest.raises(UserError, match=rf"is an adapter without {WEIGHTS}\. Save it again"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_other_peft_types_are_rejected(bert):
@@ -724,7 +730,7 @@ def test_other_peft_types_are_rejected(bert):
     for kind in ("IA3", "PREFIX_TUNING", None):
         checkpoints.change_json(folder / CONFIG, peft_type=kind)
         with pytest.raises(UserError, match=rf"of the type {kind!r}, and only LORA is supported"):
-            load(folder)
+            load_on_cpu(folder)
 
 
 @pytest.mark.parametrize(
@@ -748,7 +754,7 @@ def test_unsupported_settings_are_named(bert, change, message):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, **change)
     with pytest.raises(UserError, match=message) as raised:
-        load(folder)
+        load_on_cpu(folder)
     assert "\n" not in str(raised.value)
 
 
@@ -772,14 +778,14 @@ def test_invalid_json_in_config_is_rejected(bert):
     _, folder = bert
     (folder / CONFIG).write_text("{")
     with pytest.raises(UserError, match="is not a readable JSON file"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_folder_with_both_model_and_adapter_is_rejected(bert):
     base, folder = bert
     shutil.copy(base / "config.json", folder)
     with pytest.raises(UserError, match=r"both a model and an adapter\. Remove config\.json"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_missing_peft_is_reported_before_download(bert, monkeypatch):
@@ -794,7 +800,7 @@ def test_missing_peft_is_reported_before_download(bert, monkeypatch):
     )
     expected = r"is an adapter, which needs peft\. Install it: pip install '\.\[lora\]'"
     with pytest.raises(UserError, match=expected):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_invalid_adapter_is_reported_before_download(bert, monkeypatch):
@@ -805,7 +811,7 @@ def test_invalid_adapter_is_reported_before_download(bert, monkeypatch):
         lambda _: pytest.fail("weights were fetched"),
     )
     with pytest.raises(UserError, match="lacks 4 tensors"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 # -- training record ---------------------------------------------------------------------------
@@ -875,11 +881,11 @@ def test_recorded_base_overrides_adapter_config(tuned, bert):
 def test_recorded_like_applies_to_base(tmp_path):
     case = qwen_case(tmp_path)
     write_record(case.folder, base=str(case.base), like=QWEN, settings={})
-    encoder = load(case.folder)
+    encoder = load_on_cpu(case.folder)
     assert encoder.resolved.checkpoint.known is find_model(QWEN)
     assert max_deviation(encoder.encode(make_inputs()), case.expected) < 1e-4
     with pytest.raises(UserError, match=rf"with the settings of {QWEN}, so like cannot be minilm"):
-        load(case.folder, like="minilm")
+        load_on_cpu(case.folder, like="minilm")
 
 
 def test_base_with_other_weights_than_in_training_is_rejected(bert, tiny_checkpoint):
@@ -890,7 +896,7 @@ def test_base_with_other_weights_than_in_training_is_rejected(bert, tiny_checkpo
     shutil.rmtree(base)
     shutil.copytree(tiny_checkpoint(seed=1), base)
     with pytest.raises(UserError) as raised:
-        load(folder)
+        load_on_cpu(folder)
     assert f"was trained on {base} with the weights {trained_weights}" in str(raised.value)
     assert f"are {load_identity(base).weights}" in str(raised.value)
 
@@ -962,7 +968,7 @@ def test_full_checkpoint_uses_settings_of_training(bert):
 
 
 def test_full_checkpoint_uses_recorded_like(tmp_path):
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     write_record(checkpoint.folder, base=None, like=QWEN, settings={})
     assert resolve(str(checkpoint.folder), CPU).checkpoint.known is find_model(QWEN)
     assert load_identity(checkpoint.folder, like=QWEN) == load_identity(checkpoint.folder)
@@ -1024,17 +1030,17 @@ def cache(tmp_path, monkeypatch):
 
 def test_adapter_and_base_are_loaded_from_hub(cache, tmp_path):
     case = xlm_r_case(tmp_path)
-    commit = checkpoints.put_into_hub_cache(case.base, cache, "me/base")
+    commit = checkpoints.write_to_hub_cache(case.base, cache, "me/base")
     checkpoints.change_json(
         case.folder / CONFIG, base_model_name_or_path="me/base", revision=commit
     )
-    checkpoints.put_into_hub_cache(case.folder, cache, "me/tuned")
-    encoder = load("me/tuned")
+    checkpoints.write_to_hub_cache(case.folder, cache, "me/tuned")
+    encoder = load_on_cpu("me/tuned")
     assert max_deviation(encoder.encode(make_inputs()), case.expected) < 1e-4
     assert encoder.name == "me/tuned"
     assert encoder.identity.weights.endswith(f" on hub:me/base@{commit}")
     assert not encoder.identity.weights.startswith("hub:")
-    assert encoder.identity == load(case.folder).identity
+    assert encoder.identity == load_on_cpu(case.folder).identity
 
 
 def test_unavailable_base_on_hub_is_not_user_error(cache, tuned):
@@ -1042,25 +1048,25 @@ def test_unavailable_base_on_hub_is_not_user_error(cache, tuned):
     with pytest.raises(
         LlmcondError, match=rf"{tuned} is an adapter of me/base.*cannot be"
     ) as error:
-        load(tuned)
+        load_on_cpu(tuned)
     assert type(error.value) is LlmcondError
 
 
 def test_adapter_on_hub_that_names_itself_as_base_is_rejected(cache, tuned):
     checkpoints.change_json(tuned / CONFIG, base_model_name_or_path="me/tuned")
-    checkpoints.put_into_hub_cache(tuned, cache, "me/tuned")
+    checkpoints.write_to_hub_cache(tuned, cache, "me/tuned")
     with pytest.raises(
         UserError, match="me/tuned is an adapter, so it cannot be the base of me/tuned"
     ):
-        load("me/tuned")
+        load_on_cpu("me/tuned")
 
 
 def test_repository_without_checkpoint_or_adapter_is_rejected(cache, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "README.md").write_text("x")
-    checkpoints.put_into_hub_cache(tmp_path / "x", cache, "me/x")
+    checkpoints.write_to_hub_cache(tmp_path / "x", cache, "me/x")
     with pytest.raises(UserError, match=r"me/x has no config\.json"):
-        load("me/x")
+        load_on_cpu("me/x")
 
 
 # -- commands ----------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import put_into_hub_cache
-from helpers.hub import COMMIT, serving
+from helpers.checkpoints import write_to_hub_cache
+from helpers.hub import COMMIT, serve_hub
 from helpers.identities import IDENTITY
-from helpers.processes import FORKING, Command
+from helpers.processes import FORK_CONTEXT, Command
 from safetensors.torch import load_file, save_file
 from transformers import BertModel
 
@@ -782,7 +782,7 @@ def test_custom_code_is_never_run(folder, tmp_path, config):
     (folder / "config.json").write_text(text)
     answers.write_text(9 * "y\n")
     check = Command(
-        tmp_path / "printed", ["models", "--check", folder], first=partial(redirect_stdin, answers)
+        tmp_path / "printed", ["models", "--check", folder], setup=partial(redirect_stdin, answers)
     )
     status, out, err = check.finish()
     assert not marker.exists()
@@ -963,7 +963,7 @@ def test_settings_files_must_be_inside_checkpoint(folder, tmp_path):
     expected = {path.relative_to(folder) for path in settings_files(folder)}
     assert Path("2_Dense/model.safetensors") in expected
     # All files of a snapshot in the hub's cache are links to files outside of it.
-    commit = put_into_hub_cache(folder, tmp_path, "me/model")
+    commit = write_to_hub_cache(folder, tmp_path, "me/model")
     snapshot = tmp_path / "models--me--model" / "snapshots" / commit
     assert {path.relative_to(snapshot) for path in settings_files(snapshot)} == expected
     for target in ("../../refs/main", "../../../secret", "/etc/hostname"):
@@ -1116,7 +1116,7 @@ def hub(tiny_checkpoint, tmp_path_factory):
     (folder / "onnx" / "model.onnx").write_bytes(b"large")
     (folder / "onnx" / "model.safetensors").write_bytes(b"large")
     (folder / "modeling.py").write_text("raise SystemExit('run')")
-    with serving(folder) as url:
+    with serve_hub(folder) as url:
         yield url
 
 
@@ -1148,8 +1148,8 @@ def resolve_in_process(endpoint, home, name, revision="", action="resolve"):
     environment = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "")
     environment |= {key.upper(): value for key, value in environment.items()}
     environment |= {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    receiver, sender = FORKING.Pipe()
-    process = FORKING.Process(
+    receiver, sender = FORK_CONTEXT.Pipe()
+    process = FORK_CONTEXT.Process(
         target=send_report, args=(environment, name, revision, action, sender)
     )
     process.start()
@@ -1224,7 +1224,7 @@ def test_missing_dense_layer_of_download_is_fetched_again(hub, cache):
 
 
 def test_missing_shard_of_download_is_fetched_again(sharded, tmp_path):
-    with serving(sharded) as url:
+    with serve_hub(sharded) as url:
         folder = Path(
             resolve_in_process(url, tmp_path / "home", "me/tiny", action="load")["folder"]
         )
@@ -1237,7 +1237,7 @@ def test_missing_shard_of_download_is_fetched_again(sharded, tmp_path):
 def test_missing_index_of_download_is_fetched_again(sharded, tmp_path):
     # Files are downloaded in parallel, so an interrupted download may have shards but no index.
     home = tmp_path / "home"
-    with serving(sharded) as url:
+    with serve_hub(sharded) as url:
         folder = Path(resolve_in_process(url, home, "me/tiny")["folder"])
         shutil.copy(min(sharded.glob("model-*.safetensors")), folder)
         report = resolve_in_process(url, home, "me/tiny", action="load")
@@ -1247,7 +1247,7 @@ def test_missing_index_of_download_is_fetched_again(sharded, tmp_path):
 def test_pickled_weights_are_downloaded_without_safetensors(folder, tmp_path):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with serving(folder) as url:
+    with serve_hub(folder) as url:
         report = resolve_in_process(url, tmp_path / "home", "me/tiny", action="load")
     assert "pytorch_model.bin" in report["files"]
 

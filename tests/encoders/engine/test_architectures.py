@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.vectors import cosines, near
+from helpers.vectors import assert_close, cosines
 from torch import nn
 from torch.nn import functional
 
@@ -189,7 +189,7 @@ class KnownModel:
 
     name: str
     case: Case
-    checkpoint: checkpoints.Made
+    checkpoint: checkpoints.TinyCheckpoint
     commit: str
 
     def ids(self, text, instruction="", max_length=None):
@@ -200,8 +200,8 @@ class KnownModel:
             text = before + instruction + between.replace("{text}", "") + text
         content = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
         if max_length is not None:
-            content = content[: max_length - len(checkpoint.before) - len(checkpoint.after)]
-        return [*checkpoint.before, *content, *checkpoint.after]
+            content = content[: max_length - len(checkpoint.first_ids) - len(checkpoint.last_ids)]
+        return [*checkpoint.first_ids, *content, *checkpoint.last_ids]
 
     def vector(self, text, instruction="", max_length=None):
         ids = self.ids(text, instruction, max_length)
@@ -227,8 +227,8 @@ def cache(tmp_path_factory):
 def known(request, cache, tmp_path_factory):
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
-    checkpoint = checkpoints.make(case.kind, folder, **case.options)
-    commit = checkpoints.put_into_hub_cache(folder, cache, request.param)
+    checkpoint = checkpoints.build_checkpoint(case.kind, folder, **case.options)
+    commit = checkpoints.write_to_hub_cache(folder, cache, request.param)
     return KnownModel(request.param, case, checkpoint, commit)
 
 
@@ -246,7 +246,7 @@ def test_known_model_is_loaded_from_hub_cache(known, known_encoder):
 
 
 def test_known_model_matches_transformers(known, known_encoder):
-    near(known_encoder.encode(inputs(TEXTS)), known.vectors(TEXTS))
+    assert_close(known_encoder.encode(inputs(TEXTS)), known.vectors(TEXTS))
 
 
 def test_known_model_counts_tokens_as_its_tokenizer_does(known, known_encoder):
@@ -256,21 +256,23 @@ def test_known_model_counts_tokens_as_its_tokenizer_does(known, known_encoder):
 
 def test_known_model_matches_transformers_for_single_inputs(known, known_encoder):
     alone = np.concatenate([known_encoder.encode(inputs([text])) for text in TEXTS])
-    near(alone, known.vectors(TEXTS))
+    assert_close(alone, known.vectors(TEXTS))
 
 
 def test_known_model_vector_does_not_depend_on_padding(known, known_encoder):
     text = "the color of the dress"
     pairs = np.stack([known_encoder.encode(inputs([text, other])) for other in PADDING_TEXTS])
-    near(pairs[:, 0], np.stack([known.vector(text)] * len(PADDING_TEXTS)))
-    near(pairs[:, 1], known.vectors(PADDING_TEXTS))
+    assert_close(pairs[:, 0], np.stack([known.vector(text)] * len(PADDING_TEXTS)))
+    assert_close(pairs[:, 1], known.vectors(PADDING_TEXTS))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 40, 150])
 def test_known_model_vectors_do_not_depend_on_token_budget(known, budget):
     encoder = load(known.name, max_tokens_per_batch=budget)
-    near(encoder.encode(inputs([*TEXTS, *PADDING_TEXTS])), known.vectors([*TEXTS, *PADDING_TEXTS]))
+    assert_close(
+        encoder.encode(inputs([*TEXTS, *PADDING_TEXTS])), known.vectors([*TEXTS, *PADDING_TEXTS])
+    )
 
 
 def test_known_model_applies_its_instruction_format(known, known_encoder):
@@ -279,14 +281,14 @@ def test_known_model_applies_its_instruction_format(known, known_encoder):
             known_encoder.encode(inputs(["dogs"], INSTRUCTION))
         return
     vectors = known_encoder.encode(inputs(TEXTS, INSTRUCTION))
-    near(vectors, known.vectors(TEXTS, INSTRUCTION))
+    assert_close(vectors, known.vectors(TEXTS, INSTRUCTION))
     assert np.abs(vectors - known.vectors(TEXTS)).max() > 0.01
 
 
 def test_known_model_accepts_one_instruction_per_input(known, known_encoder):
     tasks = ["", *OTHER_INSTRUCTIONS] if known.case.instruction_format else [""]
     mixed = [EncoderInput(task, text) for text in TEXTS for task in tasks]
-    near(
+    assert_close(
         known_encoder.encode(mixed),
         np.stack([known.vector(item.text, item.instruction) for item in mixed]),
     )
@@ -298,17 +300,17 @@ def test_known_model_accepts_one_instruction_per_input(known, known_encoder):
 def test_truncated_inputs_keep_their_special_tokens(known, max_length):
     encoder = load(known.name, max_length=max_length)
     texts = [*TEXTS, *PADDING_TEXTS]
-    near(encoder.encode(inputs(texts)), known.vectors(texts, max_length=max_length))
+    assert_close(encoder.encode(inputs(texts)), known.vectors(texts, max_length=max_length))
     if known.case.instruction_format:
         items = inputs(texts, "classification")
-        near(encoder.encode(items), known.vectors(texts, "classification", max_length))
+        assert_close(encoder.encode(items), known.vectors(texts, "classification", max_length))
 
 
 def test_missing_dense_layers_are_downloaded(tmp_path, monkeypatch):
     """transformers downloads its own files only, not those of sentence-transformers."""
-    checkpoint = checkpoints.make("gemma", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gemma", tmp_path / "model")
     name, cache = "google/embeddinggemma-300m", tmp_path / "hub"
-    commit = checkpoints.put_into_hub_cache(checkpoint.folder, cache, name)
+    commit = checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
     snapshot = cache / "models--google--embeddinggemma-300m" / "snapshots" / commit
     for layer in ("2_Dense", "3_Dense"):
         (snapshot / layer / "model.safetensors").unlink()
@@ -322,19 +324,19 @@ def test_missing_dense_layers_are_downloaded(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     expected = KnownModel(name, CASES[name], checkpoint, commit).vectors(["", "dogs"])
-    near(load(name).encode(inputs(["", "dogs"])), expected)
+    assert_close(load(name).encode(inputs(["", "dogs"])), expected)
 
 
 def test_copy_of_known_model_takes_its_settings_from_like(tmp_path):
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     encoder = load(checkpoint.folder, like=name)
     expected = KnownModel(name, CASES[name], checkpoint, "")
-    near(encoder.encode(inputs(TEXTS, INSTRUCTION)), expected.vectors(TEXTS, INSTRUCTION))
+    assert_close(encoder.encode(inputs(TEXTS, INSTRUCTION)), expected.vectors(TEXTS, INSTRUCTION))
 
 
 def test_sharded_checkpoint_gives_identical_vectors(tmp_path):
-    checkpoint = checkpoints.make("mistral", tmp_path / "model", head=True)
+    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model", head=True)
     options = {"like": "Salesforce/SFR-Embedding-Mistral"}
     whole = load(checkpoint.folder, **options).encode(inputs(TEXTS))
     checkpoints.shard(checkpoint.folder)
@@ -343,9 +345,9 @@ def test_sharded_checkpoint_gives_identical_vectors(tmp_path):
 
 def test_remote_code_of_gte_qwen2_never_runs(cache, tmp_path, monkeypatch):
     marker = tmp_path / "ran"
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model", marker=marker)
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model", marker=marker)
     name = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
-    checkpoints.put_into_hub_cache(checkpoint.folder, cache, name)
+    checkpoints.write_to_hub_cache(checkpoint.folder, cache, name)
     # If the code asked for confirmation, the answer "y" would run it.
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     from_cache = load(name).encode(inputs(TEXTS))
@@ -385,7 +387,7 @@ def capture_ids(encoder, items):
 @pytest.mark.parametrize("end", [True, False], ids=["with-end", "without-end"])
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
 def test_e5_mistral_gets_both_special_tokens(tmp_path, tokenizer_class, end, max_length):
-    checkpoint = checkpoints.make(
+    checkpoint = checkpoints.build_checkpoint(
         "mistral", tmp_path / "model", tokenizer_class=tokenizer_class, end=end
     )
     # These files contradict each other, so transformers 5 does not add the end (mteb #5237).
@@ -402,7 +404,7 @@ def test_e5_mistral_gets_both_special_tokens(tmp_path, tokenizer_class, end, max
 
 
 def test_unknown_mistral_gets_end_token_set_in_config(tmp_path):
-    checkpoint = checkpoints.make("mistral", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
     rows = capture_ids(load(checkpoint.folder, pooling="last"), inputs(TEXTS))
     assert {(row[0], row[-1]) for row in rows} == {(1, 2)}
 
@@ -472,7 +474,7 @@ def nv_vectors(checkpoint, items, **options):
 
 @pytest.fixture(scope="module")
 def nv_checkpoint(tmp_path_factory):
-    return checkpoints.make("nv-embed", tmp_path_factory.mktemp("nv") / "model")
+    return checkpoints.build_checkpoint("nv-embed", tmp_path_factory.mktemp("nv") / "model")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["folded", "unfolded"])
@@ -489,21 +491,21 @@ def nv_encoder(nv_checkpoint, fold):
 @pytest.mark.parametrize("instruction", ["", INSTRUCTION, *OTHER_INSTRUCTIONS])
 def test_nv_embed_matches_reference(nv_checkpoint, nv_encoder, instruction):
     items = inputs([*TEXTS, *PADDING_TEXTS], instruction)
-    near(nv_encoder.encode(items), nv_vectors(nv_checkpoint, items))
+    assert_close(nv_encoder.encode(items), nv_vectors(nv_checkpoint, items))
 
 
 @pytest.mark.parametrize("instruction", ["", INSTRUCTION])
 def test_nv_embed_matches_reference_for_single_inputs(nv_checkpoint, nv_encoder, instruction):
     items = inputs(TEXTS, instruction)
     alone = np.concatenate([nv_encoder.encode([item]) for item in items])
-    near(alone, nv_vectors(nv_checkpoint, items))
+    assert_close(alone, nv_vectors(nv_checkpoint, items))
 
 
 @pytest.mark.parametrize("instruction", ["", INSTRUCTION])
 def test_nv_embed_vector_does_not_depend_on_padding(nv_checkpoint, nv_encoder, instruction):
     text = "the color of the dress"
     pairs = [nv_encoder.encode(inputs([text, other], instruction)) for other in PADDING_TEXTS]
-    near(
+    assert_close(
         np.stack(pairs)[:, 0],
         np.stack([nv_vector(nv_checkpoint, text, instruction)] * len(PADDING_TEXTS)),
     )
@@ -514,7 +516,7 @@ def test_nv_embed_vector_does_not_depend_on_padding(nv_checkpoint, nv_encoder, i
 def test_nv_embed_vectors_do_not_depend_on_token_budget(nv_checkpoint, fold, budget):
     encoder = load(nv_checkpoint.folder, fold_latents=fold, max_tokens_per_batch=budget)
     items = [*inputs([*TEXTS, *PADDING_TEXTS]), *inputs(TEXTS, INSTRUCTION)]
-    near(encoder.encode(items), nv_vectors(nv_checkpoint, items))
+    assert_close(encoder.encode(items), nv_vectors(nv_checkpoint, items))
 
 
 def test_nv_embed_accepts_one_instruction_per_input(nv_checkpoint, nv_encoder):
@@ -524,8 +526,8 @@ def test_nv_embed_accepts_one_instruction_per_input(nv_checkpoint, nv_encoder):
         for task in ("", INSTRUCTION, *OTHER_INSTRUCTIONS)
     ]
     together = nv_encoder.encode(items)
-    near(together, np.concatenate([nv_encoder.encode([item]) for item in items]))
-    near(together, nv_vectors(nv_checkpoint, items))
+    assert_close(together, np.concatenate([nv_encoder.encode([item]) for item in items]))
+    assert_close(together, nv_vectors(nv_checkpoint, items))
     assert np.abs(together[0] - together[1]).max() > 0.01
 
 
@@ -545,7 +547,7 @@ def test_nv_embed_masks_as_many_tokens_as_original(
 ):
     encoder = load(nv_checkpoint.folder, fold_latents=fold, instruction_format=instruction_format)
     items = inputs(TEXTS, INSTRUCTION)
-    near(
+    assert_close(
         encoder.encode(items),
         nv_vectors(nv_checkpoint, items, instruction_format=instruction_format),
     )
@@ -559,7 +561,7 @@ def test_truncated_nv_embed_input_keeps_end_token(nv_checkpoint, fold):
         *inputs([*TEXTS, *PADDING_TEXTS], OTHER_INSTRUCTIONS[0]),
     ]
     assert max(len(nv_ids(nv_checkpoint, "", item.text)) for item in items) > 24
-    near(encoder.encode(items), nv_vectors(nv_checkpoint, items, max_length=24))
+    assert_close(encoder.encode(items), nv_vectors(nv_checkpoint, items, max_length=24))
 
 
 def test_nv_embed_rejects_instruction_that_leaves_no_room(nv_checkpoint):
@@ -569,31 +571,33 @@ def test_nv_embed_rejects_instruction_that_leaves_no_room(nv_checkpoint):
 
 @pytest.mark.parametrize("tokenizer_class", ["LlamaTokenizer", "LlamaTokenizerFast"])
 def test_nv_embed_tokenises_according_to_tokenizer_json(tmp_path, tokenizer_class):
-    checkpoint = checkpoints.make("nv-embed", tmp_path / "model", tokenizer_class=tokenizer_class)
+    checkpoint = checkpoints.build_checkpoint(
+        "nv-embed", tmp_path / "model", tokenizer_class=tokenizer_class
+    )
     encoder = load(checkpoint.folder)
     items = [*inputs(TEXTS), *inputs(TEXTS, INSTRUCTION)]
     expected = [nv_ids(checkpoint, "", text) for text in TEXTS]
     expected += [nv_ids(checkpoint, f"Instruct: {INSTRUCTION}\nQuery: ", text) for text in TEXTS]
     assert sorted(capture_ids(encoder, items)) == sorted(expected)
-    near(encoder.encode(items), nv_vectors(checkpoint, items))
+    assert_close(encoder.encode(items), nv_vectors(checkpoint, items))
 
 
 @pytest.mark.parametrize("sizes", [(1, 32, 5), (4, 16, 8), (3, 40, 1)], ids=str)
 def test_nv_embed_supports_latent_blocks_of_any_size(tmp_path, fold, sizes):
     heads, size, latents = sizes
     options = {"hidden": 32, "cross_heads": heads, "cross_head_dim": size, "latents": latents}
-    checkpoint = checkpoints.make("nv-embed", tmp_path / "model", **options)
+    checkpoint = checkpoints.build_checkpoint("nv-embed", tmp_path / "model", **options)
     items = [*inputs(TEXTS), *inputs(TEXTS, INSTRUCTION)]
     vectors = load(checkpoint.folder, fold_latents=fold).encode(items)
-    near(vectors, nv_vectors(checkpoint, items, heads=heads))
+    assert_close(vectors, nv_vectors(checkpoint, items, heads=heads))
 
 
 def test_nv_embed_is_loaded_by_name(nv_checkpoint, cache):
-    commit = checkpoints.put_into_hub_cache(nv_checkpoint.folder, cache, "nvidia/NV-Embed-v2")
+    commit = checkpoints.write_to_hub_cache(nv_checkpoint.folder, cache, "nvidia/NV-Embed-v2")
     encoder = load("nvidia/NV-Embed-v2")
     assert encoder.identity.weights == f"hub:nvidia/NV-Embed-v2@{commit}"
     items = inputs(TEXTS, INSTRUCTION)
-    near(encoder.encode(items), nv_vectors(nv_checkpoint, items))
+    assert_close(encoder.encode(items), nv_vectors(nv_checkpoint, items))
 
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
@@ -627,7 +631,7 @@ DECODERS = {"mistral": {}, "qwen": {"family": "Qwen2"}}
 @pytest.fixture(scope="module", params=DECODERS)
 def decoder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "model"
-    return checkpoints.make(request.param, folder, **DECODERS[request.param])
+    return checkpoints.build_checkpoint(request.param, folder, **DECODERS[request.param])
 
 
 def reference_vectors(checkpoint, mask, texts):
@@ -638,13 +642,13 @@ def reference_vectors(checkpoint, mask, texts):
 
 def test_attention_option_sets_direction_of_decoder(decoder):
     options = {"pooling": "last"}
-    if not decoder.before:
+    if not decoder.first_ids:
         options["special_tokens"] = "{text} <|endoftext|>"
     texts = [text for text in TEXTS if text]
     forward = load(decoder.folder, attention="causal", **options).encode(inputs(texts))
     both = load(decoder.folder, attention="bidirectional", **options).encode(inputs(texts))
-    near(forward, reference_vectors(decoder, causal_mask, texts))
-    near(both, reference_vectors(decoder, bidirectional_mask, texts))
+    assert_close(forward, reference_vectors(decoder, causal_mask, texts))
+    assert_close(both, reference_vectors(decoder, bidirectional_mask, texts))
     assert cosines(forward[1:], both[1:]).max() < 0.99
 
 
@@ -668,7 +672,7 @@ def override_direction(monkeypatch, to_causal):
 
 @pytest.mark.parametrize("kind", ["gte-qwen2", "nv-embed"])
 def test_bidirectional_model_with_causal_attention_raises(tmp_path, monkeypatch, kind):
-    checkpoint = checkpoints.make(kind, tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint(kind, tmp_path / "model")
     like = {"gte-qwen2": "Alibaba-NLP/gte-Qwen2-7B-instruct"}.get(kind)
     override_direction(monkeypatch, to_causal=True)
     with pytest.raises(
@@ -678,7 +682,7 @@ def test_bidirectional_model_with_causal_attention_raises(tmp_path, monkeypatch,
 
 
 def test_causal_model_with_bidirectional_attention_raises(tmp_path, monkeypatch):
-    checkpoint = checkpoints.make("mistral", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
     override_direction(monkeypatch, to_causal=False)
     with pytest.raises(
         LlmcondError, match=r"have causal attention, but its attention is bidirectional"
@@ -688,7 +692,7 @@ def test_causal_model_with_bidirectional_attention_raises(tmp_path, monkeypatch)
 
 def test_direction_that_changes_with_padding_raises(tmp_path, monkeypatch):
     """Code of checkpoints may set it on the layers, which SDPA ignores for padded batches."""
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     original = engine.load_model
 
     def load_model(resolved, config):
@@ -705,7 +709,7 @@ def test_direction_that_changes_with_padding_raises(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("quantize", ["8bit", "4bit"])
 def test_direction_of_quantised_model_is_checked(tmp_path, monkeypatch, quantize):
-    checkpoint = checkpoints.make("nv-embed", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("nv-embed", tmp_path / "model")
     override_direction(monkeypatch, to_causal=True)
     with pytest.raises(
         LlmcondError, match=r"have bidirectional attention, but its attention is causal"
@@ -725,13 +729,13 @@ def test_direction_of_quantised_model_is_checked(tmp_path, monkeypatch, quantize
     ],
 )
 def test_known_model_rejects_other_direction(tmp_path, kind, like, attention):
-    checkpoint = checkpoints.make(kind, tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint(kind, tmp_path / "model")
     with pytest.raises(UserError, match=rf"attention is '{attention}', but .* was trained with"):
         load(checkpoint.folder, like=like, attention=attention)
 
 
 def test_unknown_encoder_rejects_causal_attention(tmp_path):
-    checkpoint = checkpoints.make("simcse-bert", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("simcse-bert", tmp_path / "model")
     with pytest.raises(UserError, match=r"is an encoder \(bert\), which is bidirectional"):
         load(checkpoint.folder, attention="causal")
 
@@ -756,7 +760,7 @@ def test_rotary_decoder_vectors_do_not_depend_on_padding_side(decoder, is_causal
             ids[i, span], mask[i, span] = torch.tensor(row), 1
         hidden = network(input_ids=ids, attention_mask=mask).last_hidden_state
         vectors[side] = torch.stack([hidden[i][mask[i].bool()][-1] for i in range(len(rows))])
-    near(vectors["left"], vectors["right"])
+    assert_close(vectors["left"], vectors["right"])
 
 
 # -- dtypes ------------------------------------------------------------------------------------
@@ -772,7 +776,7 @@ def test_rotary_decoder_vectors_do_not_depend_on_padding_side(decoder, is_causal
 def test_model_that_float16_breaks_rejects_float16(tmp_path, monkeypatch, kind, name, reason):
     # This holds on a CPU without bfloat16 too, where auto is float32 for any other model.
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    checkpoint = checkpoints.make(kind, tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint(kind, tmp_path / "model")
     with pytest.raises(UserError, match=rf"does not work in float16: .*{reason}"):
         load(checkpoint.folder, like=name, dtype="float16")
     options = EncoderOptions(like=name, device="cpu")
@@ -780,7 +784,7 @@ def test_model_that_float16_breaks_rejects_float16(tmp_path, monkeypatch, kind, 
 
 
 def test_auto_dtype_of_gte_qwen2_is_bfloat16(tmp_path):
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
     encoder = load(checkpoint.folder, like=name, dtype="auto")
     # The float16 of its config.json is the dtype of the weights on disk, not of the computation.
@@ -857,7 +861,7 @@ def test_quantised_nv_embed_is_deterministic(nv_checkpoint, quantize):
 def test_quantised_simcse_keeps_pooler_in_full_precision(tmp_path, kind, quantize):
     pytest.importorskip("bitsandbytes")
     name = f"princeton-nlp/sup-simcse-{kind}"
-    checkpoint = checkpoints.make(CASES[name].kind, tmp_path / "model", hidden=64)
+    checkpoint = checkpoints.build_checkpoint(CASES[name].kind, tmp_path / "model", hidden=64)
     encoder = load(checkpoint.folder, like=name, quantize=quantize)
     network = encoder.engine.model.network
     assert linear_class_names(network.encoder) == {QUANTISED_CLASSES[quantize]}
@@ -873,7 +877,7 @@ def test_quantised_decoder_loads_from_checkpoint_with_head(tmp_path, quantize):
     """Tensors that are read one by one need the prefix ``model.`` removed as well."""
     pytest.importorskip("bitsandbytes")
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model", hidden=64)
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model", hidden=64)
     encoder = load(checkpoint.folder, like=name, quantize=quantize)
     assert linear_class_names(encoder.engine.model.network) == {QUANTISED_CLASSES[quantize]}
     expected = KnownModel(name, CASES[name], dequantise(checkpoint, quantize), "")
@@ -882,7 +886,7 @@ def test_quantised_decoder_loads_from_checkpoint_with_head(tmp_path, quantize):
 
 
 def test_8bit_is_discouraged_for_model_that_float16_breaks(tmp_path):
-    checkpoint = checkpoints.make("gte-qwen2", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     like = "Alibaba-NLP/gte-Qwen2-7B-instruct"
     assumed = {
         quantize: resolve(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, mix
-from helpers.kernels import kernel
-from helpers.vectors import near
+from helpers.cases import CASES, MAX_LENGTH, TASKS, WORDS, sample_inputs
+from helpers.kernels import reference_attention
+from helpers.vectors import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
@@ -38,10 +38,12 @@ def make_folder(tmp_path_factory):
 
     def folder(name):
         case = CASES[name]
-        key = case.kind, *case.made.items(), *case.config.items()
+        key = case.kind, *case.checkpoint_options.items(), *case.config.items()
         if key not in folders:
             path = tmp_path_factory.mktemp("checkpoint") / "model"
-            folders[key] = checkpoints.make(case.kind, path, **case.made).folder
+            folders[key] = checkpoints.build_checkpoint(
+                case.kind, path, **case.checkpoint_options
+            ).folder
             checkpoints.change_json(path / "config.json", **case.config)
         return folders[key]
 
@@ -96,16 +98,16 @@ def test_every_known_architecture_has_a_case():
 
 def test_cases_use_packing_as_expected(name, get_encoder):
     assert get_encoder(name).engine.packs == (CASES[name].window > 0)
-    assert get_encoder(name).engine.shares_prefixes == CASES[name].shares
+    assert get_encoder(name).engine.shares_prefixes == CASES[name].shares_prefixes
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 150, 100_000])
 def test_packed_vectors_equal_padded_vectors(name, get_encoder, budget):
     encoder = get_encoder(name)
-    items = mix(encoder, seed=budget)
+    items = sample_inputs(encoder, seed=budget)
     packed, expected = encode_with_budget(encoder, budget, items), encode_padded(encoder, items)
-    near(packed.vectors, expected.vectors)
+    assert_close(packed.vectors, expected.vectors)
     assert packed.n_tokens.tolist() == expected.n_tokens.tolist()
     assert packed.truncated.any()
 
@@ -113,11 +115,11 @@ def test_packed_vectors_equal_padded_vectors(name, get_encoder, budget):
 @pytest.mark.matrix
 def test_packed_vectors_equal_vectors_of_single_inputs(name, get_encoder):
     encoder = get_encoder(name)
-    items = mix(encoder, seed=1, n_inputs=20)
+    items = sample_inputs(encoder, seed=1, n_inputs=20)
     alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
-    near(encoder.encode_counted(items).vectors, alone)
+    assert_close(encoder.encode_counted(items).vectors, alone)
     single = np.concatenate([encode_padded(encoder, [item]).vectors for item in items])
-    near(alone, single)
+    assert_close(alone, single)
 
 
 @pytest.mark.matrix
@@ -135,18 +137,20 @@ def test_packed_vectors_equal_padded_vectors_for_any_lengths(
     min_words = int(encoder.identity.pool_over == "text")
     texts = [" ".join(WORDS[index : index + max(min_words, n)]) for index, n in enumerate(lengths)]
     items = [EncoderInput(task if index % 3 else "", text) for index, text in enumerate(texts)]
-    near(encode_with_budget(encoder, budget, items).vectors, encode_padded(encoder, items).vectors)
+    assert_close(
+        encode_with_budget(encoder, budget, items).vectors, encode_padded(encoder, items).vectors
+    )
 
 
 def test_packing_computes_no_padding(name, get_encoder):
     encoder = get_encoder(name)
     if not encoder.engine.packs:
         pytest.skip("this encoder is padded")
-    items = mix(encoder, seed=2)
+    items = sample_inputs(encoder, seed=2)
     if CASES[name].window < MAX_LENGTH:
         items = [EncoderInput("", text) for text in ("", "dogs", "a", "")]
     packed, padded = encoder.encode_counted(items), encode_padded(encoder, items)
-    if CASES[name].shares:
+    if CASES[name].shares_prefixes:
         assert packed.n_computed < count_unshared_tokens(encoder, packed)
     else:
         assert packed.n_computed == count_unshared_tokens(encoder, packed)
@@ -167,7 +171,7 @@ def test_only_inputs_beyond_the_window_are_padded(get_encoder):
     assert all(ids.shape[1] > window for packed, ids in forwards if not packed)
     narrow = sum(ids.numel() for packed, ids in forwards if packed)
     assert narrow == sum(n for n in encoded.n_tokens if n <= window)
-    near(encoded.vectors, encode_padded(encoder, items).vectors)
+    assert_close(encoded.vectors, encode_padded(encoder, items).vectors)
 
 
 @pytest.mark.parametrize("name", ["e5-xlm-r", "bge-m3", "simcse-roberta", "roberta-mean"])
@@ -179,8 +183,10 @@ def test_text_with_padding_token_is_packed_correctly(get_encoder, name):
     rows = encoder._tokenizer(items)
     assert any(row.ids[1:-1].count(1) > 1 for row in rows)
     vectors = encoder.encode_counted(items).vectors
-    near(vectors, encode_padded(encoder, items).vectors)
-    near(vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    assert_close(vectors, encode_padded(encoder, items).vectors)
+    assert_close(
+        vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    )
 
 
 def test_pairs_are_packed_with_their_token_types(make_folder):
@@ -209,8 +215,10 @@ def test_pairs_are_packed_with_their_token_types(make_folder):
     packed = encode_with_budget(encoder, 200, items)
     hook.remove()
     assert any(types is not None and 0 < types.float().mean() < 1 for types in batches)
-    near(packed.vectors, encode_padded(encoder, items).vectors)
-    near(packed.vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    assert_close(packed.vectors, encode_padded(encoder, items).vectors)
+    assert_close(
+        packed.vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    )
     untyped = encoder.encode_counted([EncoderInput("", item.text) for item in items])
     assert np.abs(untyped.vectors - packed.vectors).max() > 0.01
 
@@ -230,16 +238,18 @@ def test_pairs_of_a_decoder_are_packed_correctly(make_folder, name):
     contexts = [None, "", "the color of the dress", "the color of the sky"]
     items = [EncoderInput("", text, context) for text in WORDS[:8] for context in contexts]
     vectors = encoder.encode_counted(items).vectors
-    near(vectors, encode_padded(encoder, items).vectors)
-    near(vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items]))
+    assert_close(vectors, encode_padded(encoder, items).vectors)
+    assert_close(
+        vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    )
 
 
 def test_minilm_is_packed_without_padding():
     minilm = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
     assert minilm.engine.packs
-    items = mix(minilm, seed=3, n_inputs=12)
+    items = sample_inputs(minilm, seed=3, n_inputs=12)
     packed = minilm.encode_counted(items)
-    near(packed.vectors, encode_padded(minilm, items).vectors)
+    assert_close(packed.vectors, encode_padded(minilm, items).vectors)
     assert packed.n_computed == count_unshared_tokens(minilm, packed)
 
 
@@ -249,9 +259,9 @@ def test_vectors_of_many_inputs_are_in_input_order(get_encoder):
     texts = [f"{WORDS[index % 60]} {WORDS[index % 7]} {index}" for index in range(600)]
     items = [EncoderInput("", text) for text in texts]
     vectors = encoder.encode_counted(items).vectors
-    near(vectors, encode_with_budget(encoder, 100_000, items).vectors)
+    assert_close(vectors, encode_with_budget(encoder, 100_000, items).vectors)
     for index in (0, 255, 256, 599):
-        near(vectors[[index]], encoder.encode_counted([items[index]]).vectors)
+        assert_close(vectors[[index]], encoder.encode_counted([items[index]]).vectors)
 
 
 # -- shared prefixes ---------------------------------------------------------------------------
@@ -267,22 +277,22 @@ def prompts(n_texts=12):
     ]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shares])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shares_prefixes])
 def test_shared_prefixes_save_tokens_and_keep_vectors(make_folder, get_encoder, name):
     encoder = get_encoder(name)
     unshared = load(make_folder(name), CASES[name], share_prefixes=False)
     assert encoder.engine.shares_prefixes
     assert not unshared.engine.shares_prefixes
-    for items in (prompts(), mix(encoder, seed=4)):
+    for items in (prompts(), sample_inputs(encoder, seed=4)):
         shared, expected = encoder.encode_counted(items), unshared.encode_counted(items)
-        near(shared.vectors, expected.vectors)
+        assert_close(shared.vectors, expected.vectors)
         assert shared.n_tokens.tolist() == expected.n_tokens.tolist()
         assert expected.n_computed == count_unshared_tokens(unshared, expected)
         assert shared.n_computed < expected.n_computed
     assert encoder.encode_counted(prompts()).n_computed < 0.6 * expected.n_tokens.sum()
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.shares])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.shares_prefixes])
 def test_encoder_that_cannot_share_prefixes_exactly_does_not(make_folder, get_encoder, name):
     unshared = load(make_folder(name), CASES[name], share_prefixes=False)
     items = [
@@ -292,7 +302,7 @@ def test_encoder_that_cannot_share_prefixes_exactly_does_not(make_folder, get_en
     assert not get_encoder(name).engine.shares_prefixes
     encoded, expected = get_encoder(name).encode_counted(items), unshared.encode_counted(items)
     assert encoded.n_computed == expected.n_computed
-    near(encoded.vectors, expected.vectors)
+    assert_close(encoded.vectors, expected.vectors)
 
 
 # -- what cannot be packed ---------------------------------------------------------------------
@@ -305,10 +315,10 @@ def check_padded(make_folder, name, monkeypatch):
     """Check that a case is padded under the patches, and that its vectors equal packed ones."""
     encoder = load(make_folder(name), CASES[name])
     assert not encoder.engine.packs
-    items = mix(encoder, seed=5, n_inputs=15)
+    items = sample_inputs(encoder, seed=5, n_inputs=15)
     padded = encoder.encode_counted(items)
     monkeypatch.undo()
-    near(padded.vectors, load(make_folder(name), CASES[name]).encode_counted(items).vectors)
+    assert_close(padded.vectors, load(make_folder(name), CASES[name]).encode_counted(items).vectors)
     return padded
 
 
@@ -363,9 +373,9 @@ def test_padding_token_without_embedding_does_not_change_vectors(
     other = load(folder, CASES[name])
     rows = len(other.engine.model.network.get_input_embeddings().weight)
     assert other._tokenizer.pad_id == rows  # one after the last embedding
-    items = mix(encoder, seed=8, n_inputs=15)
-    near(encode_padded(other, items).vectors, encode_padded(encoder, items).vectors)
-    near(other.encode_counted(items).vectors, encoder.encode_counted(items).vectors)
+    items = sample_inputs(encoder, seed=8, n_inputs=15)
+    assert_close(encode_padded(other, items).vectors, encode_padded(encoder, items).vectors)
+    assert_close(other.encode_counted(items).vectors, encoder.encode_counted(items).vectors)
     with pytest.raises(UserError, match=f"token id {rows},.*embeddings for the ids 0 to"):
         other.encode([EncoderInput("", "dogs [NEWPAD]")])
 
@@ -382,14 +392,14 @@ def test_end_token_without_embedding_raises(tmp_path, make_folder):
 
 
 def test_encoder_with_eager_attention_is_padded(tmp_path, make_folder):
-    checkpoint = checkpoints.make("mistral", tmp_path / "model")
+    checkpoint = checkpoints.build_checkpoint("mistral", tmp_path / "model")
     checkpoints.change_json(checkpoint.folder / "config.json", attn_implementation="eager")
     encoder = load(checkpoint.folder, CASES["e5-mistral"])
     assert encoder.engine.model.network.config._attn_implementation == "eager"
     assert not encoder.engine.packs
-    items = mix(encoder, seed=6, n_inputs=15)
+    items = sample_inputs(encoder, seed=6, n_inputs=15)
     expected = load(make_folder("e5-mistral"), CASES["e5-mistral"]).encode_counted(items)
-    near(encoder.encode_counted(items).vectors, expected.vectors)
+    assert_close(encoder.encode_counted(items).vectors, expected.vectors)
 
 
 # -- kernels for variable lengths --------------------------------------------------------------
@@ -404,11 +414,13 @@ def load_with_kernels(make_folder, name, monkeypatch, *kernels):
 def test_varlen_kernel_gives_the_same_vectors(make_folder, get_encoder, monkeypatch, name):
     if not CASES[name].window:
         pytest.skip("this encoder is padded")
-    encoder = load_with_kernels(make_folder, name, monkeypatch, kernel)
+    encoder = load_with_kernels(make_folder, name, monkeypatch, reference_attention)
     assert encoder.engine.packs
-    assert encoder.engine._runtime.kernel is kernel
-    items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
+    assert encoder.engine._runtime.kernel is reference_attention
+    items = sample_inputs(encoder, seed=7, n_inputs=15)
+    assert_close(
+        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+    )
 
 
 def align_first(query, key, value, ends, key_ends, max_queries, max_keys, **options):
@@ -420,7 +432,7 @@ def align_first(query, key, value, ends, key_ends, max_queries, max_keys, **opti
         n_keys = min(last - first, stop - start)
         cu_lengths = torch.tensor([[0, stop - start], [0, n_keys]], dtype=torch.int32)
         states = query[start:stop], *(x[first : first + n_keys] for x in (key, value))
-        parts.append(kernel(*states, *cu_lengths, max_queries, max_keys, **options))
+        parts.append(reference_attention(*states, *cu_lengths, max_queries, max_keys, **options))
     return torch.cat(parts)
 
 
@@ -434,33 +446,37 @@ def test_incorrect_kernel_is_not_used(make_folder, get_encoder, monkeypatch, inc
     assert encoder.engine.packs
     assert encoder.engine._runtime.kernel is None
     assert encoder.engine.kernel_name == "scaled_dot_product_attention"
-    near(
+    assert_close(
         encoder.encode_counted(prompts(4)).vectors,
         get_encoder("e5-mistral").encode_counted(prompts(4)).vectors,
     )
     # The next kernel is tried.
-    encoder = load_with_kernels(make_folder, "e5-mistral", monkeypatch, incorrect, kernel)
-    assert encoder.engine._runtime.kernel is kernel
+    encoder = load_with_kernels(
+        make_folder, "e5-mistral", monkeypatch, incorrect, reference_attention
+    )
+    assert encoder.engine._runtime.kernel is reference_attention
 
 
 def attend_like_flash_attn(*arguments, softmax_scale, causal):
     """Attend with the signature of the library flash-attn."""
     window = (-1, 0) if causal else (-1, -1)
-    return kernel(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
+    return reference_attention(*arguments, scale=softmax_scale, window_size=window, enable_gqa=True)
 
 
 def attend_like_torch_2_10(
     query, key, value, ends, key_ends, max_queries, max_keys, is_causal=False
 ):
     window = (-1, 0) if is_causal else (-1, -1)
-    return kernel(query, key, value, ends, key_ends, max_queries, max_keys, window_size=window)
+    return reference_attention(
+        query, key, value, ends, key_ends, max_queries, max_keys, window_size=window
+    )
 
 
 def attend_like_torch_2_11(
     query, key, value, ends, key_ends, max_queries, max_keys, *, scale=None, window_size=(-1, -1)
 ):
     arguments = query, key, value, ends, key_ends, max_queries, max_keys
-    return kernel(*arguments, scale=scale, window_size=window_size)
+    return reference_attention(*arguments, scale=scale, window_size=window_size)
 
 
 @pytest.mark.parametrize("older_kernel", [attend_like_torch_2_10, attend_like_torch_2_11])
@@ -472,8 +488,10 @@ def test_kernels_of_older_torch_versions_are_used(
         make_folder, name, monkeypatch, varlen._adapt_torch_kernel(older_kernel)
     )
     assert encoder.engine.kernel_name == "varlen_attn"
-    items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
+    items = sample_inputs(encoder, seed=7, n_inputs=15)
+    assert_close(
+        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+    )
 
 
 @pytest.mark.parametrize("name", ["e5-mistral", "nv-embed", "simcse-bert"])
@@ -482,8 +500,10 @@ def test_flash_attn_is_called_with_its_signature(make_folder, get_encoder, monke
         make_folder, name, monkeypatch, varlen._adapt_flash_attn(attend_like_flash_attn)
     )
     assert encoder.engine.kernel_name == "flash_attn"
-    items = mix(encoder, seed=7, n_inputs=15)
-    near(encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors)
+    items = sample_inputs(encoder, seed=7, n_inputs=15)
+    assert_close(
+        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+    )
 
 
 # -- out of memory -----------------------------------------------------------------------------
@@ -553,35 +573,35 @@ class LimitedMemory:
 )
 @pytest.mark.parametrize("name", ["e5-mistral", "simcse-bert", "gemma-wider", "nv-embed"])
 def test_batches_are_halved_until_they_fit(make_folder, get_encoder, name, error):
-    items = mix(get_encoder(name), seed=8)
+    items = sample_inputs(get_encoder(name), seed=8)
     expected = get_encoder(name).encode_counted(items).vectors
     for limit in (MAX_LENGTH, 150, 400):
         encoder = load(make_folder(name), CASES[name], max_tokens_per_batch=3_000)
         with LimitedMemory(encoder, limit, error) as memory:
-            near(encoder.encode_counted(items).vectors, expected)
+            assert_close(encoder.encode_counted(items).vectors, expected)
             assert memory.errors > 0
             assert 1 <= encoder.engine.budget < 3_000
             before, budget = memory.errors, encoder.engine.budget
-            near(encoder.encode_counted(items).vectors, expected)
+            assert_close(encoder.encode_counted(items).vectors, expected)
             assert memory.errors == before
             assert encoder.engine.budget == budget
             assert len(memory.runs) == 2
 
 
 def test_padded_batches_are_halved_too(make_folder, get_encoder, monkeypatch):
-    items = mix(get_encoder("e5-mistral"), seed=9)
+    items = sample_inputs(get_encoder("e5-mistral"), seed=9)
     expected = get_encoder("e5-mistral").encode_counted(items).vectors
     encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
     monkeypatch.setattr(encoder.engine, "packs", False)
     with LimitedMemory(encoder, 200) as memory:
-        near(encoder.encode_counted(items).vectors, expected)
+        assert_close(encoder.encode_counted(items).vectors, expected)
     assert memory.errors > 0
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_batches_begun_ahead_are_yielded_in_order(make_folder, get_encoder, ahead):
     """GPUs begin batches ahead; here the fourth batch runs out of memory at its first attempt."""
-    items = mix(get_encoder("simcse-bert"), seed=10)
+    items = sample_inputs(get_encoder("simcse-bert"), seed=10)
     encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=150)
     engine, batch_sizes, limits = encoder.engine, [], []
 
@@ -605,7 +625,7 @@ def test_batches_begun_ahead_are_yielded_in_order(make_folder, get_encoder, ahea
     assert sorted(order) == list(range(len(items)))
     lengths = [len(rows[index].ids) for index in order]
     assert lengths == sorted(lengths, reverse=True)
-    near(vectors, get_encoder("simcse-bert").encode_counted(items).vectors)
+    assert_close(vectors, get_encoder("simcse-bert").encode_counted(items).vectors)
 
 
 def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encoder):
@@ -619,7 +639,7 @@ def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encode
     torch.set_num_threads(1)
     assert encoder.concurrency.threads == 3
     with LimitedMemory(encoder, 120) as memory:
-        near(encoder.encode(items), expected)
+        assert_close(encoder.encode(items), expected)
         assert memory.errors > 0
         assert len(memory.runs) == 3
 
@@ -629,7 +649,7 @@ def test_identical_inputs_fit_into_limited_memory(make_folder, get_encoder):
     encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
     expected = get_encoder("e5-mistral").encode_counted(items[:1]).vectors
     with LimitedMemory(encoder, 70):
-        near(encoder.encode_counted(items).vectors, np.repeat(expected, 50, axis=0))
+        assert_close(encoder.encode_counted(items).vectors, np.repeat(expected, 50, axis=0))
 
 
 @pytest.mark.parametrize("error", [cuda_error, cpu_error])

@@ -31,7 +31,9 @@ CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of i
 
 def load(name, folder):
     case = CASES[name]
-    path = checkpoints.make(case.kind, folder / "model", **case.made).folder
+    path = checkpoints.build_checkpoint(
+        case.kind, folder / "model", **case.checkpoint_options
+    ).folder
     checkpoints.change_json(path / "config.json", **case.config)
     options = {
         "dtype": "float32",

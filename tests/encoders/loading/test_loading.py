@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoints import load
+from helpers.checkpoints import load_on_cpu
 from safetensors.torch import load_file, save_file
 
 from llmcond.encoders import MODELS, EncoderInput, EncoderOptions, find_model, resolve
@@ -82,7 +82,7 @@ def test_missing_weights_are_counted_and_named(bert):
     change_weights(bert, drop)
     first = "encoder.layer.1.attention.output.LayerNorm.bias"
     with pytest.raises(LlmcondError, match=rf"lacks 16 weights \({first}, .*, …\)") as raised:
-        load(bert)
+        load_on_cpu(bert)
     assert "random weights would be noise" in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -96,7 +96,7 @@ def test_renamed_weight_is_reported_under_both_names(bert):
     change_weights(bert, rename)
     expected = r"lacks 1 weights \(.*output\.dense\.weight\).* has 1 weights \(.*\.thick\.weight\)"
     with pytest.raises(LlmcondError, match=expected):
-        load(bert)
+        load_on_cpu(bert)
 
 
 def test_unexpected_weights_are_named(bert):
@@ -106,7 +106,7 @@ def test_unexpected_weights_are_named(bert):
     change_weights(bert, add)
     expected = r"has 1 weights \(encoder\.layer\.7\.output\.dense\.bias\).*\(bert\) does not have"
     with pytest.raises(LlmcondError, match=expected):
-        load(bert)
+        load_on_cpu(bert)
 
 
 @pytest.mark.parametrize("quantize", [None, "8bit", "4bit"])
@@ -116,13 +116,13 @@ def test_config_with_wrong_number_of_layers_is_rejected(bert, layers, verb, quan
         pytest.importorskip("bitsandbytes")
     change_json(bert / "config.json", num_hidden_layers=layers)
     with pytest.raises(LlmcondError, match=rf"{verb} weights \(encoder\.layer\.[12]\..*, …\)"):
-        load(bert, quantize=quantize)
+        load_on_cpu(bert, quantize=quantize)
 
 
 def test_weights_of_wrong_size_are_rejected(bert):
     change_json(bert / "config.json", intermediate_size=192)
     with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
-        load(bert)
+        load_on_cpu(bert)
     assert "\n" not in str(raised.value)
 
 
@@ -133,7 +133,7 @@ def test_truncated_weights_are_rejected(bert, quantize):
     path = bert / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
-        load(bert, quantize=quantize)
+        load_on_cpu(bert, quantize=quantize)
     assert "\n" not in str(raised.value)
 
 
@@ -162,8 +162,8 @@ def test_task_heads_are_not_loaded(make_checkpoint, base_class, task_class, conf
     without_head = shutil.copytree(with_head, with_head.parent / "without")
     base.save_pretrained(without_head)
     options = {"pooling": "mean", "normalize": True}
-    vectors = load(with_head, **options).encode(INPUTS)
-    np.testing.assert_array_equal(vectors, load(without_head, **options).encode(INPUTS))
+    vectors = load_on_cpu(with_head, **options).encode(INPUTS)
+    np.testing.assert_array_equal(vectors, load_on_cpu(without_head, **options).encode(INPUTS))
 
 
 @pytest.mark.matrix
@@ -181,9 +181,9 @@ def test_task_heads_are_not_loaded(make_checkpoint, base_class, task_class, conf
     ],
 )
 def test_known_unused_weights_are_ignored(bert, key):
-    expected = load(bert).encode(INPUTS)
+    expected = load_on_cpu(bert).encode(INPUTS)
     change_weights(bert, lambda weights: weights.update({key: torch.ones(64)}))
-    np.testing.assert_array_equal(load(bert).encode(INPUTS), expected)
+    np.testing.assert_array_equal(load_on_cpu(bert).encode(INPUTS), expected)
 
 
 @pytest.mark.parametrize(
@@ -193,25 +193,25 @@ def test_known_unused_weights_are_ignored(bert, key):
 def test_pooler_weights_are_required_only_for_pooler_pooling(bert, pooling, quantize):
     if quantize:
         pytest.importorskip("bitsandbytes")
-    with_pooler = load(bert, pooling=pooling, quantize=quantize).encode(INPUTS)
+    with_pooler = load_on_cpu(bert, pooling=pooling, quantize=quantize).encode(INPUTS)
 
     def drop(weights):
         del weights["pooler.dense.weight"], weights["pooler.dense.bias"]
 
     change_weights(bert, drop)
-    encoder = load(bert, pooling=pooling, quantize=quantize)
+    encoder = load_on_cpu(bert, pooling=pooling, quantize=quantize)
     np.testing.assert_array_equal(encoder.encode(INPUTS), with_pooler)
     with pytest.raises(LlmcondError, match=r"lacks 2 weights \(pooler\.dense\.bias, pooler\."):
-        load(bert, pooling="pooler", quantize=quantize)
+        load_on_cpu(bert, pooling="pooler", quantize=quantize)
 
 
 def test_unused_pooler_is_not_created(bert):
-    assert load(bert, pooling="mean").engine.model.network.pooler is None
-    assert load(bert, pooling="pooler").engine.model.network.pooler is not None
+    assert load_on_cpu(bert, pooling="mean").engine.model.network.pooler is None
+    assert load_on_cpu(bert, pooling="pooler").engine.model.network.pooler is not None
 
 
 def test_network_is_in_inference_mode(bert):
-    network = load(bert, dtype="bfloat16").engine.model.network
+    network = load_on_cpu(bert, dtype="bfloat16").engine.model.network
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
     assert {parameter.dtype for parameter in network.parameters()} == {torch.bfloat16}
@@ -315,7 +315,7 @@ def test_quantised_weights_from_pickle_match_safetensors(bert, quantize):
 
 @QUANTIZATIONS
 def test_pooler_is_not_quantised(bert, quantize):
-    network = load(bert, quantize=quantize, pooling="pooler").engine.model.network
+    network = load_on_cpu(bert, quantize=quantize, pooling="pooler").engine.model.network
     assert type(network.pooler.dense) is torch.nn.Linear
     assert type(network.encoder.layer[0].output.dense) is not torch.nn.Linear
 
@@ -457,7 +457,7 @@ def set_free_memory(monkeypatch):
 def test_insufficient_memory_is_reported_before_download(bert, set_free_memory):
     set_free_memory(cpu=200_000)
     with pytest.raises(LlmcondError) as raised:
-        load(bert)
+        load_on_cpu(bert)
     message = str(raised.value)
     size = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
     assert type(raised.value) is LlmcondError
@@ -473,17 +473,17 @@ def test_model_too_large_in_4bit_suggests_smaller_model(bert, set_free_memory):
     pytest.importorskip("bitsandbytes")
     set_free_memory(cpu=1_000)
     with pytest.raises(LlmcondError, match=r"quantize 4bit, it needs .* Try a smaller model\.$"):
-        load(bert, quantize="4bit")
+        load_on_cpu(bert, quantize="4bit")
 
 
 def test_sufficient_memory_starts_download(bert, set_free_memory):
     size = measure_footprint(build_on_meta(load_config(resolve(str(bert), CPU).checkpoint)))
     set_free_memory(cpu=size.loading("float32", "none"))
     with pytest.raises(DownloadStartedError):
-        load(bert)
+        load_on_cpu(bert)
     set_free_memory(cpu=size.loading("float32", "none") - 1)
     with pytest.raises(LlmcondError, match="does not fit"):
-        load(bert)
+        load_on_cpu(bert)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_pickle_among_weights_is_never_run(bert, pickle_weights, marker, write, 
     path, weights = pickle_weights
     write(path, marker, weights)
     with pytest.raises(LlmcondError):
-        load(bert, quantize=quantize)
+        load_on_cpu(bert, quantize=quantize)
     assert not marker.exists()
 
 
@@ -587,7 +587,7 @@ def test_pickle_among_weights_is_rejected_in_one_line(bert, pickle_weights, mark
     path, weights = pickle_weights
     write(path, marker, weights)
     with pytest.raises(LlmcondError, match=r"the weights of .* cannot be loaded") as raised:
-        load(bert)
+        load_on_cpu(bert)
     assert "\n" not in str(raised.value)
 
 
@@ -597,7 +597,7 @@ def test_error_does_not_explain_how_to_run_pickle(bert, marker, protocol):
     (bert / "model.safetensors").unlink()
     (bert / "pytorch_model.bin").write_bytes(pickle.dumps(FileCreator(marker), protocol=protocol))
     with pytest.raises(LlmcondError) as raised:
-        load(bert)
+        load_on_cpu(bert)
     for advice in ("can still be loaded", "weights_only", "will likely succeed", "\x1b"):
         assert advice not in str(raised.value)
 
@@ -606,7 +606,9 @@ def test_pickle_format_weights_without_code_are_loaded(bert, pickle_weights, mak
     path, weights = pickle_weights
     torch.save(weights, path)
     original = make_checkpoint("BertModel", "whole")
-    np.testing.assert_array_equal(load(bert).encode(INPUTS), load(original).encode(INPUTS))
+    np.testing.assert_array_equal(
+        load_on_cpu(bert).encode(INPUTS), load_on_cpu(original).encode(INPUTS)
+    )
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "2_Dense/model.safetensors"])
@@ -619,18 +621,18 @@ def test_pickle_named_safetensors_is_rejected_and_not_run(bert, marker, name):
         json.dumps({"activation_function": "torch.nn.modules.linear.Identity"})
     )
     save_file({"linear.weight": torch.ones(8, 64)}, bert / "2_Dense" / "model.safetensors")
-    assert load(bert).dim == 8
+    assert load_on_cpu(bert).dim == 8
     write_pickle(bert / name, marker, {})
     with pytest.raises(LlmcondError, match="cannot be loaded"):
-        load(bert)
+        load_on_cpu(bert)
     assert not marker.exists()
 
 
 def test_pickles_next_to_weights_are_ignored(bert, marker):
-    expected = load(bert).encode(INPUTS)
+    expected = load_on_cpu(bert).encode(INPUTS)
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "model.pkl"):
         write_pickle(bert / name, marker, {})
-    np.testing.assert_array_equal(load(bert).encode(INPUTS), expected)
+    np.testing.assert_array_equal(load_on_cpu(bert).encode(INPUTS), expected)
     assert not marker.exists()
 
 

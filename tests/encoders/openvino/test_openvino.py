@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import checkpoints
-from helpers.adapters import tune
-from helpers.vectors import near
+from helpers.adapters import save_adapter
+from helpers.vectors import assert_close
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, MPNetConfig, MPNetModel
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
@@ -61,7 +61,9 @@ def load_both_runtimes(folder, **options):
 @pytest.fixture(scope="module")
 def mpnet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mpnet")
-    shutil.copytree(checkpoints.make("simcse-bert", folder / "bert").folder, folder / "model")
+    shutil.copytree(
+        checkpoints.build_checkpoint("simcse-bert", folder / "bert").folder, folder / "model"
+    )
     for name in ("pytorch_model.bin", "config.json"):
         (folder / "model" / name).unlink()
     torch.manual_seed(0)
@@ -90,17 +92,21 @@ def test_vectors_match_pytorch(tmp_path, request, kind, pooling):
     if kind == "mpnet":
         folder = request.getfixturevalue("mpnet")
     else:
-        folder = "minilm" if kind == "minilm" else checkpoints.make(kind, tmp_path / "m").folder
+        folder = (
+            "minilm"
+            if kind == "minilm"
+            else checkpoints.build_checkpoint(kind, tmp_path / "m").folder
+        )
     if kind == "minilm":
         options.pop("normalize")
     encoder, reference = load_both_runtimes(folder, **options)
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
 def test_pooler_pooling_matches_pytorch(tmp_path):
-    folder = checkpoints.make("simcse-bert", tmp_path / "model").folder
+    folder = checkpoints.build_checkpoint("simcse-bert", tmp_path / "model").folder
     encoder, reference = load_both_runtimes(folder, pooling="pooler")
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
 @pytest.mark.parametrize("activation", ["Identity", "Tanh", "ReLU", "GELU"])
@@ -116,7 +122,7 @@ def test_dense_layers_after_pooling_match_pytorch(tiny_checkpoint, tmp_path, act
     weights = {"linear.weight": torch.randn(8, 32), "linear.bias": torch.randn(8)}
     save_file(weights, folder / "2_Dense/model.safetensors")
     encoder, reference = load_both_runtimes(folder)
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
     assert encoder.dim == 8
 
 
@@ -126,7 +132,7 @@ def test_vectors_match_pytorch_for_all_token_counts(minilm):
     with pytest.warns(UserWarning, match="2 of 11 inputs"):
         vectors = minilm.encode(make_inputs(texts))
     with pytest.warns(UserWarning, match="2 of 11 inputs"):
-        near(vectors, reference.encode(make_inputs(texts)))
+        assert_close(vectors, reference.encode(make_inputs(texts)))
 
 
 def test_windows_pairs_and_routers_match_pytorch():
@@ -142,16 +148,18 @@ def test_windows_pairs_and_routers_match_pytorch():
         EncoderInput("", "two dogs", router=plain_router),
         EncoderInput("", "the place"),
     ]
-    near(encoder.encode(items), reference.encode(items))
+    assert_close(encoder.encode(items), reference.encode(items))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapter_is_merged_without_peft(tiny_checkpoint, tmp_path, rslora):
     network = BertModel.from_pretrained(tiny_checkpoint(), add_pooling_layer=False)
     targets = ["query", "dense"]
-    tune(network, tmp_path / "tuned", tiny_checkpoint(), target_modules=targets, use_rslora=rslora)
+    save_adapter(
+        network, tmp_path / "tuned", tiny_checkpoint(), target_modules=targets, use_rslora=rslora
+    )
     encoder, reference = load_both_runtimes(tmp_path / "tuned")
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
     base_vectors = load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs())
     assert np.abs(encoder.encode(make_inputs()) - base_vectors).max() > 0.01
 
@@ -159,7 +167,7 @@ def test_adapter_is_merged_without_peft(tiny_checkpoint, tmp_path, rslora):
 def test_bundled_models_match_pytorch(minilm):
     for name in ("minilm-conditions", "minilm-csts"):
         encoder, reference = load_both_runtimes(name)
-        near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+        assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
         assert encoder.identity == reference.identity
 
 
@@ -170,7 +178,7 @@ def test_16_bit_weights_and_legacy_names_are_read(tiny_checkpoint, tmp_path):
         {name: tensor.bfloat16() for name, tensor in weights.items()}, folder / "model.safetensors"
     )
     encoder, reference = load_both_runtimes(folder)
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
     (folder / "model.safetensors").unlink()
     legacy_weights = {
         f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
@@ -182,7 +190,7 @@ def test_16_bit_weights_and_legacy_names_are_read(tiny_checkpoint, tmp_path):
         {**legacy_weights, "cls.predictions.bias": torch.ones(3)}, folder / "pytorch_model.bin"
     )
     vectors = load_encoder(str(folder), **FLOAT32, runtime="openvino").encode(make_inputs())
-    near(vectors, load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs()))
+    assert_close(vectors, load_encoder(str(tiny_checkpoint()), **FLOAT32).encode(make_inputs()))
 
 
 def test_relative_position_buckets_match_transformers():
@@ -244,7 +252,7 @@ def test_tokenizer_matches_transformers(tmp_path, minilm, kind):
 
     folder = minilm.resolved.checkpoint.folder
     if kind != "minilm":
-        folder = checkpoints.make(kind, tmp_path / "model").folder
+        folder = checkpoints.build_checkpoint(kind, tmp_path / "model").folder
     assert can_read(folder)
     tokenizer, reference = JsonTokenizer(folder, kind), AutoTokenizer.from_pretrained(folder)
     for name in ("unk_token_id", "sep_token_id", "pad_token_id", "eos_token_id", "unk_token"):
@@ -265,7 +273,7 @@ def test_tokenizer_rebuilt_by_transformers_is_left_to_transformers(minilm, tmp_p
     checkpoints.change_json(folder / "tokenizer_config.json", do_lower_case=False)
     assert not can_read(folder)
     encoder, reference = load_both_runtimes(folder)  # OpenVINO still runs the network
-    near(encoder.encode(make_inputs()), reference.encode(make_inputs()))
+    assert_close(encoder.encode(make_inputs()), reference.encode(make_inputs()))
 
 
 # -- what is left to PyTorch -------------------------------------------------------------------
@@ -409,7 +417,9 @@ def test_interrupted_run_leaves_nothing_running(minilm, monkeypatch):
     calls = count()
     with pytest.raises(KeyboardInterrupt):
         list(minilm.engine.run(tokens, interrupt))
-    near(minilm.encode(make_inputs()), load_encoder("minilm", **FLOAT32).encode(make_inputs()))
+    assert_close(
+        minilm.encode(make_inputs()), load_encoder("minilm", **FLOAT32).encode(make_inputs())
+    )
 
 
 # -- telemetry ---------------------------------------------------------------------------------

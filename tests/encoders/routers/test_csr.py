@@ -34,7 +34,7 @@ STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encode
 def load(name, folder, mode="paper", layers=2, **options):
     case = CASES[name]
     if not (folder / "model").exists():
-        checkpoints.make(case.kind, folder / "model", **case.made)
+        checkpoints.build_checkpoint(case.kind, folder / "model", **case.checkpoint_options)
         checkpoints.change_json(folder / "model/config.json", **case.config)
     case_options = case.options if mode not in RELEASED_MODES else {}
     router = {"router": "csr", "router_mode": mode, "router_layers": layers}
@@ -350,7 +350,7 @@ def test_invalid_router_settings_are_rejected(name, options, message, tmp_path):
 
 def load_architecture(name, folder, kind="xlm-r", **config):
     """Load an architecture that no known model uses, with a router in its last two layers."""
-    path = checkpoints.make(kind, folder / "model").folder
+    path = checkpoints.build_checkpoint(kind, folder / "model").folder
     config |= {"vocab_size": 3_000, "hidden_size": 32, "num_hidden_layers": 3}
     config |= {"num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
     network = getattr(transformers, f"{name}Model")(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from safetensors.torch import load_file
 
 import llmcond
@@ -28,15 +28,15 @@ ITEMS = [
 
 
 @pytest.fixture
-def train(tiny, write_rows, small_rows, tmp_path, capsys):
+def train(tiny_bert, write_rows, small_rows, tmp_path, capsys):
     """A function that runs the command on small data and returns its output."""
     defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
     defaults += " --router csr --router-layers 2 --head none --learning-rate 1e-2"
     data = write_rows(small_rows)
 
-    def run_train_lora(folder, *arguments, command=ok):
+    def run_train_lora(folder, *arguments, command=run_json):
         options = ["--data", data, "--run", tmp_path / folder, *defaults.split(), *arguments]
-        return command(capsys, "train-lora", "--model", tiny, *options)
+        return command(capsys, "train-lora", "--model", tiny_bert, *options)
 
     return run_train_lora
 
@@ -55,19 +55,19 @@ def test_trained_folder_records_its_router(train, tmp_path, capsys, mode, option
     assert (folder / "router.safetensors").exists() == (mode == "heavy")
     vectors = encoder.encode(ITEMS)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-6
-    scores = ok(capsys, "evaluate", "--run", folder, "--split", "dev")["results"]
+    scores = run_json(capsys, "evaluate", "--run", folder, "--split", "dev")["results"]
     (spearman,) = (row["spearman"] for row in scores if row["name"] == "none@routed+c")
     assert spearman == next(
         score["spearman"] for score in report["scores"] if score["split"] == "dev"
     )
-    message = refused(capsys, "models", "--check", folder, "--router", "none")
+    message = run_rejected(capsys, "models", "--check", folder, "--router", "none")
     assert "was trained with --router csr" in message
     with pytest.raises(llmcond.UserError, match="was trained with --router csr"):
         llmcond.load_encoder(folder, router="none")
 
 
 def test_router_that_no_prompt_uses_is_rejected(train, tmp_path):
-    message = train("idle", "--head", "hadamard", "--prompt", "separate", command=refused)
+    message = train("idle", "--head", "hadamard", "--prompt", "separate", command=run_rejected)
     assert "the prompt separate names no router" in message
     assert not (tmp_path / "idle").exists()
 
@@ -86,9 +86,9 @@ def test_heavy_router_is_trained_and_depends_on_seed(train, tmp_path):
 
 
 def test_joint_prompts_are_rejected(train):
-    message = train("run", "--prompt", "concat-sent-cond", command=refused)
+    message = train("run", "--prompt", "concat-sent-cond", command=run_rejected)
     assert "it puts the condition into the text, but the encoder expects it in a router" in message
-    message = train("run", "--prompt", "pair-cond", command=refused)
+    message = train("run", "--prompt", "pair-cond", command=run_rejected)
     assert "(--prompt routed)" in message
 
 
@@ -102,7 +102,7 @@ def test_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["paper", "heavy", "released-tri"])
-def test_gradient_checkpointing_gives_the_same_gradients(tiny, mode):
+def test_gradient_checkpointing_gives_the_same_gradients(tiny_bert, mode):
     gradients = []
     for checkpointing in (False, True):
         options = EncoderOptions(
@@ -110,7 +110,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(tiny, mode):
             pooling=None if mode == "released-tri" else "mean",
         )  # fmt: skip
         settings = TuneSettings(rank=0, gradient_checkpointing=checkpointing)
-        trainable = load_trainable(resolve(str(tiny), options), settings, seed=0)
+        trainable = load_trainable(resolve(str(tiny_bert), options), settings, seed=0)
         trainable.network.eval()
         for module in trainable.network.modules():
             module.training = hasattr(module, "gradient_checkpointing")

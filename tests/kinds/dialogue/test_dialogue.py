@@ -6,8 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import embedded, ok, refused
-from helpers.dialogues import dialogue, write_dialogues
+from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.dialogues import make_dialogue, write_dialogues
 
 import llmcond
 from llmcond import cli
@@ -30,45 +30,48 @@ def run(dialogue_run, tmp_path):
 
 def test_each_distinct_utterance_is_encoded_once(capsys, data, dialogue_run, model, tmp_path):
     command = ("extract", "--data", data, "--model", model, *ENCODER)
-    texts = {turn for number in range(72) for turn in dialogue(number)}
+    texts = {turn for number in range(72) for turn in make_dialogue(number)}
     new_run = ("--task", "dialogue", "--run", tmp_path / "run")
-    prompts = ok(capsys, *command, *new_run)["prompts"]
+    prompts = run_json(capsys, *command, *new_run)["prompts"]
     assert list(prompts) == ["separate"]
     assert prompts["separate"]["n_inputs"] == prompts["separate"]["n_computed"] == len(texts)
-    assert ok(capsys, *command, "--run", tmp_path / "run")["prompts"]["separate"]["n_computed"] == 0
+    assert (
+        run_json(capsys, *command, "--run", tmp_path / "run")["prompts"]["separate"]["n_computed"]
+        == 0
+    )
     manifest = json.loads((dialogue_run / "run.json").read_text())
     assert (manifest["kind"], manifest["task"]) == ("dialogue", "dialogue")
 
 
 def test_router_is_rejected_for_utterances(capsys, data, model, tmp_path):
     command = ("extract", "--data", data, "--model", model, *ENCODER, "--run", tmp_path / "run")
-    message = refused(capsys, *command, "--task", "dialogue", "--router", "csr")
+    message = run_rejected(capsys, *command, "--task", "dialogue", "--router", "csr")
     assert "encodes utterances, which have none. Leave out --router." in message
 
 
 def test_run_rejects_other_data_and_options(capsys, data, model, run, tmp_path):
     command = ("extract", "--model", model, "--run", run, *ENCODER)
-    assert "run of the task dialogue, not kgc" in refused(capsys, *command, "--task", "kgc")
-    assert "with other options" in refused(capsys, *command, "--drop-leaks")
+    assert "run of the task dialogue, not kgc" in run_rejected(capsys, *command, "--task", "kgc")
+    assert "with other options" in run_rejected(capsys, *command, "--drop-leaks")
     small_data = tmp_path / "few"
     shutil.copytree(data, small_data)
     lines = (data / "test.txt").read_text().splitlines()
     (small_data / "dev.txt").write_text("\n".join(lines[:4]) + "\nsad __eou__ happy __eou__\n")
     new_run = ("extract", "--task", "dialogue", "--data", small_data, "--model", model, *ENCODER)
-    first = ok(capsys, *new_run, "--run", tmp_path / "kept")
+    first = run_json(capsys, *new_run, "--run", tmp_path / "kept")
     # The results differ because the second call encodes nothing.
-    assert ok(capsys, *new_run, "--run", tmp_path / "kept") != first
-    ok(capsys, *new_run, "--run", tmp_path / "dropped", "--drop-leaks")
+    assert run_json(capsys, *new_run, "--run", tmp_path / "kept") != first
+    run_json(capsys, *new_run, "--run", tmp_path / "dropped", "--drop-leaks")
     rows = [
         json.loads((tmp_path / name / "run.json").read_text())["data"]["rows"]["dev"]
         for name in ("kept", "dropped")
     ]
     assert rows == [5, 1]
     # The run remembers how its data was read.
-    ok(capsys, *new_run, "--run", tmp_path / "dropped")
+    run_json(capsys, *new_run, "--run", tmp_path / "dropped")
     rated_run = ("extract", "--model", model, "--run", tmp_path / "new", *ENCODER, "--drop-leaks")
-    assert "--drop-leaks is for dialogues" in refused(capsys, *rated_run)
-    assert "--drop-leaks is for dialogues" in refused(capsys, *rated_run, "--task", "kgc")
+    assert "--drop-leaks is for dialogues" in run_rejected(capsys, *rated_run)
+    assert "--drop-leaks is for dialogues" in run_rejected(capsys, *rated_run, "--task", "kgc")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_run_rejects_other_data_and_options(capsys, data, model, run, tmp_path):
     ],
 )
 def test_commands_of_other_tasks_reject_dialogue_run(capsys, dialogue_run, command):
-    message = refused(capsys, *command, "--run", dialogue_run)
+    message = run_rejected(capsys, *command, "--run", dialogue_run)
     assert "run of the task dialogue" in message
 
 
@@ -90,22 +93,24 @@ def test_prompt_must_encode_utterance_alone(capsys, data, model, tmp_path):
         ("concat-sent-cond", "encodes no sentence without its condition"),
         ("control-no-condition", "control for conditions"),
     ):
-        message = refused(capsys, *command, "--prompt", prompt, "--run", tmp_path / "run")
+        message = run_rejected(capsys, *command, "--prompt", prompt, "--run", tmp_path / "run")
         assert expected in message
         assert not (tmp_path / "run").exists()
 
 
 def test_default_head_has_lowest_average_rank(capsys, run):
-    rows = {row["name"]: row for row in ok(capsys, "heads", "--run", run)["heads"]}
+    rows = {row["name"]: row for row in run_json(capsys, "heads", "--run", run)["heads"]}
     assert list(rows) == ["rank@separate", "weighted@separate"]
     scores = {name: row["dev_average_rank"] for name, row in rows.items()}
     (default_name,) = (name for name, row in rows.items() if row["taken"])
     assert scores[default_name] == min(scores.values())
-    ok(capsys, "heads", "--run", run, "--default", default_name)
+    run_json(capsys, "heads", "--run", run, "--default", default_name)
     card = heads_card(open_any_run(run))  # as pushed if the encoder is from the Hub
     assert f"`load_dialogue` uses `{default_name}`" in card
     assert f"| no | 32 | {scores[default_name]:.1f} |" in card
-    refitted = ok(capsys, "fit-head", "--run", run, "--head", "rank", *FAST_FIT, "--name", "again")
+    refitted = run_json(
+        capsys, "fit-head", "--run", run, "--head", "rank", *FAST_FIT, "--name", "again"
+    )
     assert (refitted["n_train"], refitted["n_dev"]) == (40, 16)
     assert refitted["dev_average_rank"] == scores["rank@separate"]
     record = json.loads((run / "heads/again/head.json").read_text())
@@ -114,14 +119,14 @@ def test_default_head_has_lowest_average_rank(capsys, run):
 
 
 def test_evaluate_lists_zero_shot_scores_and_heads(capsys, dialogue_run):
-    rows = ok(capsys, "evaluate", "--run", dialogue_run)["results"]
+    rows = run_json(capsys, "evaluate", "--run", dialogue_run)["results"]
     assert [(row["head"], row["score"]) for row in rows] == [
         *(("none", score) for score in ("last:2", "average", "bi", "maxsim")),
         ("rank", "average"),
         ("weighted", "weighted"),
     ]
     assert len({row["name"] for row in rows}) == len(rows)
-    lengths = [len(dialogue(number)) for number in range(56, 72)]
+    lengths = [len(make_dialogue(number)) for number in range(56, 72)]
     # With a single dialogue the answer is the only candidate, so there is nothing to rank.
     histories = [h for h in range(2, 11) if sum(n > h for n in lengths) > 1]
     for row in rows:
@@ -143,30 +148,36 @@ def test_evaluate_lists_zero_shot_scores_and_heads(capsys, dialogue_run):
 
 def test_candidates_ties_and_histories_can_be_set(capsys, dialogue_run, tmp_path):
     command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--history", "2,4")
-    (same_depth,) = ok(capsys, *command, "--score", "bi", "maxsim")["results"][2:3]
+    (same_depth,) = run_json(capsys, *command, "--score", "bi", "maxsim")["results"][2:3]
     assert (same_depth["head"], same_depth["score"], same_depth["name"]) == (
         "rank",
         "bi",
         "rank@separate bi",
     )
     assert list(same_depth["by_history"]) == ["2", "4"]
-    (all_answers,) = ok(capsys, *command, "--score", "bi", "--candidates", "all")["results"][1:]
+    (all_answers,) = run_json(capsys, *command, "--score", "bi", "--candidates", "all")["results"][
+        1:
+    ]
     assert all_answers["average_rank"] > same_depth["average_rank"]
     ties = {
-        rule: ok(capsys, *command, "--score", "bi", "--ties", rule)["results"][1]["average_rank"]
+        rule: run_json(capsys, *command, "--score", "bi", "--ties", rule)["results"][1][
+            "average_rank"
+        ]
         for rule in ("optimistic", "realistic", "pessimistic")
     }
     assert ties["realistic"] == pytest.approx((ties["optimistic"] + ties["pessimistic"]) / 2)
     assert ties["optimistic"] < ties["pessimistic"]
     # The file holds each of these texts once, and one text that occurs in no dialogue.
     pool = tmp_path / "pool.txt"
-    answers = {dialogue(i)[h] for i in range(56, 72) for h in (2, 4) if len(dialogue(i)) > h}
+    answers = {
+        make_dialogue(i)[h] for i in range(56, 72) for h in (2, 4) if len(make_dialogue(i)) > h
+    }
     pool.write_text("\n".join([*sorted(answers), "children ride in the rain"]))
-    (from_file,) = ok(capsys, *command, "--score", "bi", "--candidates", pool)["results"][1:]
+    (from_file,) = run_json(capsys, *command, "--score", "bi", "--candidates", pool)["results"][1:]
     assert from_file["candidates"] == str(pool)
     assert from_file["average_rank"] <= all_answers["average_rank"]
     pool.write_text("sad\nhappy\n")
-    message = refused(capsys, *command, "--candidates", pool)
+    message = run_rejected(capsys, *command, "--candidates", pool)
     assert "the candidates lack" in message
 
 
@@ -202,13 +213,13 @@ def test_candidates_ties_and_histories_can_be_set(capsys, dialogue_run, tmp_path
 )
 def test_invalid_arguments_are_rejected(capsys, data, dialogue_run, arguments, message):
     arguments = [text.replace("DATA", str(data)) for text in arguments]
-    assert message in refused(capsys, "evaluate", "--run", dialogue_run, *arguments)
+    assert message in run_rejected(capsys, "evaluate", "--run", dialogue_run, *arguments)
 
 
 def test_dialogue_options_are_rejected_for_rated_pairs(capsys, tiny_run):
-    message = refused(capsys, "evaluate", "--run", tiny_run, "--history", "2-4")
+    message = run_rejected(capsys, "evaluate", "--run", tiny_run, "--history", "2-4")
     assert "--history is for dialogues" in message
-    assert "--plan is for dialogues" in refused(
+    assert "--plan is for dialogues" in run_rejected(
         capsys, "evaluate", "--run", tiny_run, "--plan", "random"
     )
 
@@ -216,15 +227,17 @@ def test_dialogue_options_are_rejected_for_rated_pairs(capsys, tiny_run):
 def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
     ranks, page = tmp_path / "ranks.csv", tmp_path / "page.html"
     command = ("evaluate", "--run", dialogue_run, "--head", "rank", "--predictions", ranks)
-    results = ok(capsys, *command, "--history", "1-3", "--report", page)["results"]
+    results = run_json(capsys, *command, "--history", "1-3", "--report", page)["results"]
     with ranks.open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["row"] for row in rows] == [str(i) for i in range(1, results[0]["n"] + 1)]
     example = next(row for row in rows if row["history"] == "3")
     number = 56 + int(example["dialogue"]) - 1
-    assert [example[key] for key in ("turn_before", "last_turn", "answer")] == dialogue(number)[1:4]
+    assert [example[key] for key in ("turn_before", "last_turn", "answer")] == make_dialogue(
+        number
+    )[1:4]
     assert {row["turn_before"] for row in rows if row["history"] == "1"} == {""}
-    data = embedded(page)
+    data = read_page_data(page)
     assert data["texts"][data["rows"]["heading"][rows.index(example)]] == (
         f"dialogue {example['dialogue']}, history 3"
     )
@@ -235,43 +248,48 @@ def test_predictions_and_report_list_each_query(capsys, dialogue_run, tmp_path):
             result["name"]
         ] == row_ranks
     plan = (*command, "--plan", "same-depth", "--history", "2", "--distance", "2")
-    (_, _, _, goal) = ok(capsys, *plan, "--report", page)["results"]
+    (_, _, _, goal) = run_json(capsys, *plan, "--report", page)["results"]
     with ranks.open() as stream:
         rows = list(csv.DictReader(stream))
     assert np.mean([float(row[goal["name"]]) <= 5 for row in rows]) == goal["hits@5"]
     number = 56 + int(rows[0]["dialogue"]) - 1
-    assert (rows[0]["distance"], rows[0]["goal"]) == ("2", dialogue(number)[4])
+    assert (rows[0]["distance"], rows[0]["goal"]) == ("2", make_dialogue(number)[4])
     assert "By turns before + turns to the goal" in page.read_text()
 
 
 def test_dialogues_of_file_rank_like_those_of_run(capsys, data, run, tmp_path):
     command = ("evaluate", "--run", run, "--history", "2-4")
-    expected = ok(capsys, *command)
-    assert ok(capsys, *command, "--data", data / "test.txt") == expected
-    assert ok(capsys, *command, "--data", data) == expected
+    expected = run_json(capsys, *command)
+    assert run_json(capsys, *command, "--data", data / "test.txt") == expected
+    assert run_json(capsys, *command, "--data", data) == expected
     plan = ("evaluate", "--run", run, "--history", "2", "--distance", "1", "--plan", "retrieved")
-    assert ok(capsys, *plan, "--data", data / "test.txt") == ok(capsys, *plan)
+    assert run_json(capsys, *plan, "--data", data / "test.txt") == run_json(capsys, *plan)
     path = tmp_path / "new.jsonl"
-    turns = [[*dialogue(0)[:2], "hat", "coat"], ["two men walk", "sad", "red hat"], dialogue(4)]
+    turns = [
+        [*make_dialogue(0)[:2], "hat", "coat"],
+        ["two men walk", "sad", "red hat"],
+        make_dialogue(4),
+    ]
     path.write_text("".join(f"{json.dumps({'utterances': utterances})}\n" for utterances in turns))
     pool = tmp_path / "pool.txt"
-    pool.write_text("hat\ncoat\nred hat\nblue hat\n" + "\n".join(dialogue(4)))
+    pool.write_text("hat\ncoat\nred hat\nblue hat\n" + "\n".join(make_dialogue(4)))
     assert cli.run([*map(str, command[:3]), "--data", str(path), "--candidates", str(pool)]) == 0
     log = capsys.readouterr().err
     assert "separate: 5 of 5 inputs encoded" in log
     assert f"warning: 1 of 3 dialogues of {path} are in the run's train split" in log
     assert "ranking 5 next turns of test" in log
     assert (
-        ok(capsys, *command[:3], "--data", path, "--split", "dev")["results"][0]["split"] == "dev"
+        run_json(capsys, *command[:3], "--data", path, "--split", "dev")["results"][0]["split"]
+        == "dev"
     )
-    message = refused(capsys, *command, "--data", path)
+    message = run_rejected(capsys, *command, "--data", path)
     assert "of 3 the longest have 7 and 4 turns" in message
 
 
 @pytest.mark.parametrize("pool", ["retrieved", "same-depth", "random"])
 def test_planning_includes_baseline_without_goal(capsys, dialogue_run, pool):
     command = ("evaluate", "--run", dialogue_run, "--plan", pool, "--history", "2,3")
-    rows = ok(capsys, *command, "--distance", "1-2", "--head", "rank")["results"]
+    rows = run_json(capsys, *command, "--distance", "1-2", "--head", "rank")["results"]
     assert [(row["head"], row["goal"], row["score"]) for row in rows] == [
         ("none", False, "last:2"),
         ("none", True, "plan"),
@@ -288,7 +306,7 @@ def test_planning_includes_baseline_without_goal(capsys, dialogue_run, pool):
 
 def test_subtract_is_rejected_for_dialogues(capsys, dialogue_run):
     for command in (("fit-head", "--head", "rank"), ("sweep", "--head", "none", "rank")):
-        message = refused(capsys, *command, "--subtract", "--run", dialogue_run)
+        message = run_rejected(capsys, *command, "--subtract", "--run", dialogue_run)
         assert message.endswith("there is nothing to subtract. Leave out --subtract.")
     with pytest.raises(llmcond.UserError, match="nothing to subtract"):
         llmcond.fit_head(run=dialogue_run, head="weighted", subtract=True)
@@ -297,10 +315,10 @@ def test_subtract_is_rejected_for_dialogues(capsys, dialogue_run):
 def test_sweep_sorts_by_average_rank(capsys, run):
     command = ("sweep", "--run", run, "--head", "rank", "--seeds", "1", *FAST_FIT, "--workers", "1")
     command += ("--vary", "learning_rate=0.0001,0.1", "--keep")
-    result = ok(capsys, *command)
+    result = run_json(capsys, *command)
     ranks = [row["average_rank"] for row in result["results"]]
     assert ranks == sorted(ranks)
-    assert ok(capsys, *command)["results"] == result["results"]
+    assert run_json(capsys, *command)["results"] == result["results"]
 
 
 def test_compare_prompts_evaluates_dialogues(capsys, run, model, tmp_path):
@@ -311,19 +329,19 @@ def test_compare_prompts_evaluates_dialogues(capsys, run, model, tmp_path):
     )
     command = ("compare-prompts", "--model", model, "--run", run, *ENCODER, "--heads", "rank")
     command += ("--seeds", "1", *FAST_FIT, "--workers", "1", "--prompts", "separate", prompt)
-    rows = {row["name"]: row for row in ok(capsys, *command)["results"]}
+    rows = {row["name"]: row for row in run_json(capsys, *command)["results"]}
     assert set(rows) == {"none@separate", "none@said", "rank@separate", "rank@said"}
     difference = rows["rank@said"]["difference"]["average_rank"]
     assert difference["value"] == pytest.approx(
         rows["rank@said"]["average_rank"] - rows["rank@separate"]["average_rank"]
     )
-    ok(capsys, *command, "--report", tmp_path / "page.html")
-    page = embedded(tmp_path / "page.html")
+    run_json(capsys, *command, "--report", tmp_path / "page.html")
+    page = read_page_data(tmp_path / "page.html")
     # The lowest rank is the best and comes first.
     assert page["chosen"] == [
         min(rows, key=lambda name: rows[name]["average_rank"]),
         "none@separate",
     ]
     assert page["conditions"]["better"] == "below"
-    message = refused(capsys, *command[:-2], "concat-sent-cond")
+    message = run_rejected(capsys, *command[:-2], "concat-sent-cond")
     assert message.endswith("in the task dialogue. Prompts that can be used: separate.")

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from helpers.commands import ok, refused
-from helpers.dialogues import dialogue
+from helpers.commands import run_json, run_rejected
+from helpers.dialogues import make_dialogue
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -37,7 +37,7 @@ def run(dialogue_run, tmp_path):
 def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, causal_model):
     command = ("evaluate", "--run", run, "--generate", causal_model, "--samples", "4")
     command += ("--history", "5", "--distance", "1", "--head", "rank")
-    rows = ok(capsys, *command)["results"]
+    rows = run_json(capsys, *command)["results"]
     assert [(row["head"], row["goal"]) for row in rows] == [
         ("none", False),
         ("none", True),
@@ -47,20 +47,20 @@ def test_generated_candidates_are_stored_and_used_for_planning(capsys, run, caus
     (path,) = (run / "generated").glob("*.jsonl")
     text = path.read_text()
     samples = [json.loads(line) for line in text.splitlines()]
-    long_dialogues = [number for number in range(56, 72) if len(dialogue(number)) > 5]
+    long_dialogues = [number for number in range(56, 72) if len(make_dialogue(number)) > 5]
     assert [(row["dialogue"], row["history"]) for row in samples] == [
         (str(number - 55), 5) for number in long_dialogues
     ]
     assert all(1 <= len(row["candidates"]) <= 4 for row in samples)
-    assert ok(capsys, *command)["results"] == rows
+    assert run_json(capsys, *command)["results"] == rows
     # After an interruption within a line, whole lines stay and the rest is generated again.
     lines = text.splitlines(keepends=True)
     path.write_text("".join([*lines[:2], lines[2][:20]]))
-    assert ok(capsys, *command)["results"] == rows
+    assert run_json(capsys, *command)["results"] == rows
     assert path.read_text() == text
     # The file can be passed to --plan like any other file of samples.
     plan_command = (*command[:3], "--plan", path, *command[7:])
-    assert ok(capsys, *plan_command)["results"][1]["hits@5"] == rows[1]["hits@5"]
+    assert run_json(capsys, *plan_command)["results"][1]["hits@5"] == rows[1]["hits@5"]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,6 @@ def test_invalid_generation_arguments_are_rejected(
     weights.rename(pickled / "pytorch_model.bin")
     paths = {"MODEL": causal_model, "PICKLED": pickled}
     command = ("evaluate", "--run", dialogue_run, "--history", "3", "--distance", "1")
-    assert message in refused(
+    assert message in run_rejected(
         capsys, *command, *(paths.get(argument, argument) for argument in arguments)
     )

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
-from helpers.dialogues import PLACES, dialogue
+from helpers.commands import run_json, run_rejected
+from helpers.dialogues import LOCATIONS, make_dialogue
 
 import llmcond
 
@@ -27,11 +27,11 @@ def test_reply_ranks_candidates(capsys, dialogue_run, replies):
         "--run",
         dialogue_run,
     )
-    result = ok(capsys, *command, "--head", "weighted", "-k", "2")
+    result = run_json(capsys, *command, "--head", "weighted", "-k", "2")
     assert (result["head"], result["score"]) == ("weighted@separate", "weighted")
     assert [row["rank"] for row in result["results"]] == [1, 2]
     assert result["results"][0]["score"] >= result["results"][1]["score"]
-    planned = ok(capsys, *command, "--goal", "the park on red", "-k", "9")
+    planned = run_json(capsys, *command, "--goal", "the park on red", "-k", "9")
     assert planned["score"] == "plan"
     assert len(planned["results"]) == planned["n_candidates"] == 3
 
@@ -53,34 +53,34 @@ def test_reply_ranks_candidates(capsys, dialogue_run, replies):
 )
 def test_invalid_arguments_are_rejected(capsys, dialogue_run, replies, arguments, message):
     command = ("reply", *arguments, "--candidates", replies, "--run", dialogue_run)
-    assert message in refused(capsys, *command)
+    assert message in run_rejected(capsys, *command)
 
 
 def test_candidates_need_readable_file_with_two_texts(capsys, dialogue_run, tmp_path):
     path = tmp_path / "one.txt"
     command = ("reply", "sad", "--run", dialogue_run, "--candidates", path)
-    assert "is not a file" in refused(capsys, *command)
+    assert "is not a file" in run_rejected(capsys, *command)
     path.write_text("only one\n\n")
-    assert "contains 1 candidates; a choice needs at least 2" in refused(capsys, *command)
+    assert "contains 1 candidates; a choice needs at least 2" in run_rejected(capsys, *command)
     path.write_bytes(b"caf\xe9\nsad\n")
-    assert "not UTF-8: byte 0xe9" in refused(capsys, *command)
+    assert "not UTF-8: byte 0xe9" in run_rejected(capsys, *command)
     table = tmp_path / "replies.csv"
     table.write_text("text,score\nsad,1\nhappy,2\n")
-    assert ok(capsys, *command[:-1], table)["n_candidates"] == 2
+    assert run_json(capsys, *command[:-1], table)["n_candidates"] == 2
     table.write_text('text\nsad\n" "\nhappy\n')
-    assert "row 2 of" in refused(capsys, *command[:-1], table)
+    assert "row 2 of" in run_rejected(capsys, *command[:-1], table)
 
 
 def test_reply_needs_run_of_dialogues(capsys, tiny_run, replies):
-    message = refused(capsys, "reply", "sad", "--candidates", replies, "--run", tiny_run)
+    message = run_rejected(capsys, "reply", "sad", "--candidates", replies, "--run", tiny_run)
     assert "which has no dialogues" in message
 
 
 @pytest.mark.parametrize("score", ["average", "last:2", "bi", "neighbours", "maxsim", "weighted"])
 def test_incremental_state_scores_like_all_turns_at_once(dialogue_run, score):
     model = llmcond.load_dialogue(dialogue_run, "weighted", score=score, device="cpu")
-    pool = model.candidates([f"{place} ride" for place in PLACES])
-    turns = dialogue(4)
+    pool = model.candidates([f"{place} ride" for place in LOCATIONS])
+    turns = make_dialogue(4)
     state = model.start(turns[:1])
     for turn in turns[1:]:
         state = state.add(turn)
@@ -94,7 +94,7 @@ def test_dialogue_state_is_shared_by_threads(dialogue_run):
     pool = model.candidates(["sad", "happy", "the park on red"])
     state = model.start(["two men ?", "in the park ."])
     before = model.score(state, pool)
-    next_turns = [f"{place} ride" for place in PLACES]
+    next_turns = [f"{place} ride" for place in LOCATIONS]
     expected = [model.score(state.add(turn), pool) for turn in next_turns]
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda turn: model.score(state.add(turn), pool), next_turns * 4))

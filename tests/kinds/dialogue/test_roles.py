@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.heads import quiet
-from helpers.vectors import unit
+from helpers.heads import ignore_progress
+from helpers.vectors import normalize
 
 from llmcond.errors import UserError
 from llmcond.heads import fit_recipe, load_head, load_recipe, save_head
@@ -115,7 +115,7 @@ def compute_roles(module, x):
         hidden = torch.from_numpy(x * D**0.5 @ p[f"{name}_hidden"].T + p[f"{name}_hidden_bias"])
         return x + torch.nn.functional.gelu(hidden).numpy() @ p[name].T + p[f"{name}_bias"]
 
-    return role("b1"), role("b2"), unit(role("a"))
+    return role("b1"), role("b2"), normalize(role("a"))
 
 
 def compute_ccl_loss(module, roles, rows, others):
@@ -125,11 +125,11 @@ def compute_ccl_loss(module, roles, rows, others):
         for j, u in enumerate(context):
             if u < 0:
                 continue
-            errors.append(unit(b2[u]) @ after[target] - (1 - (w - 1 - j) / w))
+            errors.append(normalize(b2[u]) @ after[target] - (1 - (w - 1 - j) / w))
             if u != target:
-                errors.append(unit(b2[target]) @ after[u])
+                errors.append(normalize(b2[target]) @ after[u])
             if others[0][m][j] not in (*context, target):
-                errors.append(unit(b2[u]) @ after[others[0][m][j]])
+                errors.append(normalize(b2[u]) @ after[others[0][m][j]])
     return np.mean(np.square(errors))
 
 
@@ -141,15 +141,15 @@ def compute_c3l_loss(module, roles, rows, others):
         for i, j in list_pairs(context):
             s = 2 - (w - 1 - i + w - 1 - j) / w
             label = 1 / w + (1 - 1 / w) * (s - low) / (top - low) if settings.curved else 1
-            errors.append(unit(b1[context[i]] + b2[context[j]]) @ after[target] - label)
+            errors.append(normalize(b1[context[i]] + b2[context[j]]) @ after[target] - label)
         for j, u in enumerate(context):
             if u < 0 or not settings.hard_negatives:
                 continue
             r1, r2 = others[0][m][j], others[1][m][j]
             valid1, valid2 = (r not in (*context, target) for r in (r1, r2))
-            errors += [unit(b1[u] + b2[r2]) @ after[target]] if valid2 else []
-            errors += [unit(b1[r1] + b2[u]) @ after[target]] if valid1 else []
-            errors += [unit(b1[r1] + b2[r2]) @ after[target]] if valid1 and valid2 else []
+            errors += [normalize(b1[u] + b2[r2]) @ after[target]] if valid2 else []
+            errors += [normalize(b1[r1] + b2[u]) @ after[target]] if valid1 else []
+            errors += [normalize(b1[r1] + b2[r2]) @ after[target]] if valid1 and valid2 else []
     return np.mean(np.square(errors))
 
 
@@ -157,15 +157,15 @@ def compute_rank_loss(module, roles, rows, others):
     b1, b2, after = roles
     n, entropies, is_weighted = rows.shape[1] - 1, [], module.settings.objective == "weighted"
     for m, (*context, target) in enumerate(rows.tolist()):
-        pairs = [unit(b1[context[i]] + b2[context[j]]) for i, j in list_pairs(context)]
+        pairs = [normalize(b1[context[i]] + b2[context[j]]) for i, j in list_pairs(context)]
         query = np.mean(pairs, axis=0)
         if is_weighted:
             raw = [module.pair_weights[n - i - 1, n - j - 1].item() for i, j in list_pairs(context)]
             query = np.logaddexp(0, 10 * np.array(raw) + 0.5413) @ pairs
             for j, u in enumerate(context):
                 weight = np.logaddexp(0, 10 * module.single_weights[n - j - 1].item() - 3)
-                query += weight * unit(b2[u]) if u >= 0 else 0
-            query = unit(query)
+                query += weight * normalize(b2[u]) if u >= 0 else 0
+            query = normalize(query)
         negatives = [k for k in range(len(rows)) if k == m or rows[k, -1] != target]
         scores = after[rows[negatives, -1]] @ query / module.settings.temperature
         entropies.append(
@@ -211,7 +211,7 @@ def test_loss_matches_formula(name, changes):
     settings = module.settings
     positions = windows(arrays.starts, settings.window, 2)
     used, rows = distinct_utterances(np.append(arrays.turns, -1)[positions])
-    x = unit(arrays.utterances[used].astype(np.float64))
+    x = normalize(arrays.utterances[used].astype(np.float64))
     generator = RecordingGenerator(3)
     loss = module.loss(torch.from_numpy(x), torch.from_numpy(rows), generator)
     expected = compute_loss(module, x, rows, generator.draws)
@@ -225,7 +225,7 @@ def test_loss_matches_formula(name, changes):
 
 def test_equal_texts_are_not_negatives():
     module = make_module("c3l-released")
-    x = unit(np.random.default_rng(0).normal(size=(3, D)))
+    x = normalize(np.random.default_rng(0).normal(size=(3, D)))
     # With a single window, every random utterance comes from that window itself.
     window = torch.tensor([[-1, 0, 1, 0, 2]])
     loss = module.loss(torch.from_numpy(x), window, np.random.default_rng(0))
@@ -241,7 +241,7 @@ def test_equal_texts_are_not_negatives():
 @pytest.mark.parametrize("name", ["ccl", "c3l-released", "rank", "weighted"])
 def test_windows_of_one_dialogue_are_not_negatives_of_each_other(name):
     module = make_module(name, window=3)
-    x = torch.from_numpy(unit(np.random.default_rng(0).normal(size=(8, D))))
+    x = torch.from_numpy(normalize(np.random.default_rng(0).normal(size=(8, D))))
     rows, groups = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([0, 0])
 
     def get_loss(rows, groups):
@@ -270,7 +270,7 @@ def test_roles_equal_features_at_start(name, role_map):
     head = FittedRoleHead("roles", RoleHead, module.finished(), 0)
     x = make_dialogues().utterances
     for role in (*head.before(x), head.after(x)):
-        np.testing.assert_allclose(role, unit(x.astype(np.float32)), atol=1e-6)
+        np.testing.assert_allclose(role, normalize(x.astype(np.float32)), atol=1e-6)
         assert role.dtype == np.float32
     if head.weights is not None:
         np.testing.assert_allclose(head.weights.pairs, 1, atol=1e-4)
@@ -281,7 +281,7 @@ def test_roles_equal_features_at_start(name, role_map):
 def test_same_seed_gives_bit_identical_head(name, role_map):
     def fit(seed):
         recipe = make_recipe(name, map=role_map, dropout=0.2)
-        return fit_turns(recipe, make_dialogues(), None, seed, quiet, "cpu")
+        return fit_turns(recipe, make_dialogues(), None, seed, ignore_progress, "cpu")
 
     first, repeated, other = fit(1), fit(1), fit(2)
     assert all((first.tensors[key] == repeated.tensors[key]).all() for key in first.tensors)
@@ -297,14 +297,19 @@ def test_best_epoch_on_dev_is_selected():
 
     recipe = make_recipe("rank", epochs=9, patience=2)
     head = fit_turns(
-        recipe, make_dialogues(), DevScore(METRICS["average_rank"], score_on_dev), 0, quiet, "cpu"
+        recipe,
+        make_dialogues(),
+        DevScore(METRICS["average_rank"], score_on_dev),
+        0,
+        ignore_progress,
+        "cpu",
     )
     assert head.fit.record["best_epoch"] == 2
     assert head.fit.record["selected_on"] == "dev"
     assert [entry["dev_score"] for entry in head.fit.record["curve"]] == [5.0, 3.0, 4.0, 6.0]
     for key, value in head.tensors.items():
         np.testing.assert_array_equal(value, heads[1].tensors[key])
-    without_dev = fit_turns(recipe, make_dialogues(), None, 0, quiet, "cpu")
+    without_dev = fit_turns(recipe, make_dialogues(), None, 0, ignore_progress, "cpu")
     assert without_dev.fit.record["selected_on"] is None
 
 
@@ -313,7 +318,7 @@ def make_learnable_dialogues(seed, n=240):
     rng = np.random.default_rng(seed)
     basis = np.linalg.qr(rng.normal(size=(16, 16)))[0]
     first, second = np.unravel_index(rng.permutation(64)[np.arange(n) % 64], (8, 8))
-    replies = unit(np.random.default_rng(9).normal(size=(64, 16)))
+    replies = normalize(np.random.default_rng(9).normal(size=(64, 16)))
     return TurnArrays(
         np.concatenate([basis, replies]),
         np.stack([first, 8 + second, 16 + 8 * first + second], axis=1).reshape(-1),
@@ -325,14 +330,14 @@ def make_learnable_dialogues(seed, n=240):
 def test_fitting_reduces_loss(name):
     arrays = make_learnable_dialogues(0)
     recipe = make_recipe(name, epochs=8, batch_size=64, learning_rate=1e-2, dropout=0.0, window=3)
-    head = fit_turns(recipe, arrays, None, 0, quiet, "cpu")
+    head = fit_turns(recipe, arrays, None, 0, ignore_progress, "cpu")
     curve = [entry["loss"] for entry in head.fit.record["curve"]]
     assert curve[-1] < 0.6 * curve[0]
 
 
 def test_loaded_head_gives_same_roles(tmp_path):
     arrays = make_dialogues()
-    head = fit_turns(make_recipe("weighted", window=6), arrays, None, 3, quiet, "cpu")
+    head = fit_turns(make_recipe("weighted", window=6), arrays, None, 3, ignore_progress, "cpu")
     save_head(head, tmp_path / "head", {"made": "here"})
     loaded, record = load_roles_head(tmp_path / "head")
     assert record["made"] == "here"
@@ -350,7 +355,7 @@ def test_loaded_head_gives_same_roles(tmp_path):
 
 def test_dialogue_state_uses_score_of_head():
     arrays = make_dialogues()
-    head = fit_turns(make_recipe("weighted"), arrays, None, 0, quiet, "cpu")
+    head = fit_turns(make_recipe("weighted"), arrays, None, 0, ignore_progress, "cpu")
     x = arrays.utterances[:4]
     b1, b2 = (role[None] for role in head.before(x))
     after = head.after(arrays.utterances)
@@ -359,15 +364,15 @@ def test_dialogue_state_uses_score_of_head():
         np.testing.assert_allclose(scored_head.start(x).query, expected, atol=1e-5)
         np.testing.assert_allclose(scored_head.start(x).scores(after), after @ expected, atol=1e-5)
     with pytest.raises(UserError, match="the score weighted needs a head with learned weights"):
-        fit_turns(make_recipe("none"), arrays, None, 0, quiet).with_score("weighted")
+        fit_turns(make_recipe("none"), arrays, None, 0, ignore_progress).with_score("weighted")
 
 
 def test_identity_head_returns_features(tmp_path):
     arrays = make_dialogues()
-    head = fit_turns(make_recipe("none"), arrays, None, 0, quiet)
+    head = fit_turns(make_recipe("none"), arrays, None, 0, ignore_progress)
     assert head.is_identity
     assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
-    x = unit(arrays.utterances.astype(np.float32))
+    x = normalize(arrays.utterances.astype(np.float32))
     np.testing.assert_allclose(head.before(arrays.utterances)[0], x, atol=1e-6)
     save_head(head, tmp_path, {})
     assert load_roles_head(tmp_path)[0].is_identity
@@ -391,16 +396,20 @@ def test_inconsistent_settings_are_rejected(name, changes, message):
 def test_unsupported_fits_are_rejected():
     short = make_dialogues(lengths=(2, 2, 1))
     with pytest.raises(UserError, match="no dialogue of the training split has more than 2 utter"):
-        fit_turns(make_recipe("rank"), short, None, 0, quiet)
-    assert fit_turns(make_recipe("ccl"), short, None, 0, quiet).fit.record["n_windows"] == 2
+        fit_turns(make_recipe("rank"), short, None, 0, ignore_progress)
+    assert (
+        fit_turns(make_recipe("ccl"), short, None, 0, ignore_progress).fit.record["n_windows"] == 2
+    )
     with pytest.raises(UserError, match="the head linear does not map utterances to roles"):
-        fit_turns(load_recipe("linear"), short, None, 0, quiet)
+        fit_turns(load_recipe("linear"), short, None, 0, ignore_progress)
     pairs = PairArrays(np.ones((3, D)), np.ones((3, D)), np.array([0, 0.5, 1]))
     with pytest.raises(UserError, match="it cannot be fitted on rated pairs"):
-        fit_recipe(make_recipe("rank"), pairs, None, 0, quiet)
+        fit_recipe(make_recipe("rank"), pairs, None, 0, ignore_progress)
     with pytest.raises(UserError, match="no parameters, but the objective weighted"):
-        fit_turns(make_recipe("none", objective="weighted"), make_dialogues(), None, 0, quiet)
-    head = fit_turns(make_recipe("rank"), make_dialogues(), None, 0, quiet)
+        fit_turns(
+            make_recipe("none", objective="weighted"), make_dialogues(), None, 0, ignore_progress
+        )
+    head = fit_turns(make_recipe("rank"), make_dialogues(), None, 0, ignore_progress)
     with pytest.raises(UserError, match="have 4 dimensions, but this roles head was fitted on 6"):
         head.after(np.ones((2, 4)))
 

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 
 import llmcond
@@ -40,7 +40,7 @@ def test_summary_matches_evaluate(capsys, trained, model):
     assert summary["head"] == "weighted@separate"
     assert [scores["split"] for scores in summary["scores"]] == ["dev", "test"]
     for scores in summary["scores"]:
-        rows = ok(capsys, "evaluate", "--run", trained, "--split", scores["split"])["results"]
+        rows = run_json(capsys, "evaluate", "--run", trained, "--split", scores["split"])["results"]
         assert scores in rows
     record = json.loads((trained / "heads/weighted@separate/head.json").read_text())
     assert record["dev_average_rank"] == summary["scores"][0]["average_rank"]
@@ -57,20 +57,20 @@ def test_summary_matches_evaluate(capsys, trained, model):
 def test_trained_run_replies_and_is_not_trained_again(capsys, trained, data, model, tmp_path):
     texts = tmp_path / "replies.txt"
     texts.write_text("sad\nthe park on red\n")
-    reply = ok(capsys, "reply", "two men ?", "sad", "--candidates", texts, "--run", trained)
+    reply = run_json(capsys, "reply", "two men ?", "sad", "--candidates", texts, "--run", trained)
     assert reply["head"] == "weighted@separate"
     arguments = make_arguments(data, model, trained, "--head", "weighted")
     before = (trained / "training.json").read_text()
-    assert ok(capsys, "train-lora", *arguments)["scores"]
+    assert run_json(capsys, "train-lora", *arguments)["scores"]
     assert (trained / "training.json").read_text() == before
-    assert "seed: 1, not 0" in refused(capsys, "train-lora", *arguments, "--seed", "1")
+    assert "seed: 1, not 0" in run_rejected(capsys, "train-lora", *arguments, "--seed", "1")
 
 
 def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, tmp_path):
     run_copy = shutil.copytree(trained, tmp_path / "copy")
     settings = ("--set", "epochs=1", "batch_size=16")
-    assert ok(capsys, "fit-head", "--run", run_copy, "--head", "rank", *settings)["name"]
-    heads = [row["head"] for row in ok(capsys, "evaluate", "--run", run_copy)["results"]]
+    assert run_json(capsys, "fit-head", "--run", run_copy, "--head", "rank", *settings)["name"]
+    heads = [row["head"] for row in run_json(capsys, "evaluate", "--run", run_copy)["results"]]
     assert {"none", "weighted", "rank"} <= set(heads)
 
 
@@ -90,7 +90,9 @@ def test_training_starts_from_fitted_head(capsys, data, dialogue_run, model, tmp
     # The learning rate is so small that the trained head equals the one it started from.
     tiny_steps = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
     folder = tmp_path / "run"
-    ok(capsys, "train-lora", *make_arguments(data, model, folder, "--start", start, *tiny_steps))
+    run_json(
+        capsys, "train-lora", *make_arguments(data, model, folder, "--start", start, *tiny_steps)
+    )
     before, _ = load_roles_head(start)
     after, record = load_roles_head(folder / "heads" / "rank@separate")
     for name, value in before.tensors.items():
@@ -117,5 +119,5 @@ def test_training_starts_from_fitted_head(capsys, data, dialogue_run, model, tmp
 def test_invalid_arguments_are_rejected(capsys, data, model, tmp_path, arguments, message):
     arguments = [str(data) if argument == "DIALOGUES" else argument for argument in arguments]
     command = make_arguments(data, model, tmp_path / "run", *arguments)
-    assert message in refused(capsys, "train-lora", *command)
+    assert message in run_rejected(capsys, "train-lora", *command)
     assert not (tmp_path / "run").exists()

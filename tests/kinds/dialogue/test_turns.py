@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from helpers.vectors import unit
+from helpers.vectors import normalize
 
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.turns import (
@@ -45,11 +45,11 @@ def score_by_pairs(b1, b2, candidate, score, weights):
     total = 0.0
     for j in range(n):
         if score == "bi" or n == 1:
-            total += unit(b2[j]) @ candidate
+            total += normalize(b2[j]) @ candidate
         elif score == "weighted":
-            total += weights.singles[distance_index(j)] * unit(b2[j]) @ candidate
+            total += weights.singles[distance_index(j)] * normalize(b2[j]) @ candidate
         for i in range(j):
-            cosine = unit((b1[i] + b2[j]) / 2) @ candidate
+            cosine = normalize((b1[i] + b2[j]) / 2) @ candidate
             if score == "weighted":
                 total += weights.pairs[distance_index(i), distance_index(j)] * cosine
             elif (
@@ -67,10 +67,10 @@ def test_query_vector_gives_sum_over_pairs(score, n, weights):
     b1, b2, after = (
         random_vectors(3, n, K),
         2 * random_vectors(3, n, K, seed=1),
-        unit(random_vectors(5, K, seed=2)),
+        normalize(random_vectors(5, K, seed=2)),
     )
     if score == "weighted" and n == 1:
-        expected = [[weights.singles[0] * unit(b2[m, 0]) @ a for a in after] for m in range(3)]
+        expected = [[weights.singles[0] * normalize(b2[m, 0]) @ a for a in after] for m in range(3)]
     else:
         expected = [
             [score_by_pairs(b1[m], b2[m], a, score, weights) for a in after] for m in range(3)
@@ -100,12 +100,12 @@ def test_maxsim_matches_algorithm_1(monkeypatch, n, block):
     b1, b2, after = (
         random_vectors(3, n, K),
         random_vectors(3, n, K, seed=1),
-        unit(random_vectors(7, K, seed=2)),
+        normalize(random_vectors(7, K, seed=2)),
     )
     expected = [
         [
             run_algorithm_1(
-                {(i, j): unit(b1[m, i] + b2[m, j]) @ a for j in range(n) for i in range(j)}, n
+                {(i, j): normalize(b1[m, i] + b2[m, j]) @ a for j in range(n) for i in range(j)}, n
             )
             for a in after
         ]
@@ -117,7 +117,7 @@ def test_maxsim_matches_algorithm_1(monkeypatch, n, block):
 
 @pytest.mark.parametrize("score", [*PAIR_SUMS, "maxsim"])
 def test_state_matches_recomputation_at_every_turn(score, weights):
-    vectors, after = random_vectors(20, K), unit(random_vectors(9, K, seed=2))
+    vectors, after = random_vectors(20, K), normalize(random_vectors(9, K, seed=2))
     matrix = random_vectors(2, K, K, seed=3)
 
     def map_roles(x):
@@ -134,7 +134,7 @@ def test_state_matches_recomputation_at_every_turn(score, weights):
 
 
 def test_states_are_immutable_and_shared_by_threads():
-    vectors, after = random_vectors(40, K), unit(random_vectors(5, K, seed=1))
+    vectors, after = random_vectors(40, K), normalize(random_vectors(5, K, seed=1))
     start = ContextState(lambda x: (x, x), ContextScore("average")).add(vectors[0]).add(vectors[1])
     before = start.scores(after)
     with ThreadPoolExecutor(8) as pool:
@@ -148,12 +148,12 @@ def test_plan_scores_match_equation_4():
     b1, candidates, goal = (
         random_vectors(3, 4, K),
         random_vectors(3, 6, K, seed=1),
-        unit(random_vectors(3, K, seed=2)),
+        normalize(random_vectors(3, K, seed=2)),
     )
     expected = np.array(
         [
             [
-                unit(c) @ goal[m] + np.mean([unit((u + c) / 2) @ goal[m] for u in b1[m]])
+                normalize(c) @ goal[m] + np.mean([normalize((u + c) / 2) @ goal[m] for u in b1[m]])
                 for c in candidates[m]
             ]
             for m in range(3)
@@ -173,7 +173,7 @@ def test_opposite_vectors_have_no_weight():
     b1 = random_vectors(1, 3, K)
     b2 = random_vectors(1, 3, K, seed=1)
     b2[0, 1] = -b1[0, 0]
-    expected = unit(b1[0, 0] + b2[0, 2]) + unit(b1[0, 1] + b2[0, 2])
+    expected = normalize(b1[0, 0] + b2[0, 2]) + normalize(b1[0, 1] + b2[0, 2])
     np.testing.assert_allclose(query_vectors(b1, b2, "average")[0], expected, atol=1e-5)
     np.testing.assert_array_equal(query_vectors(0 * b1, 0 * b2, "average"), np.zeros((1, K)))
     roles = [torch.from_numpy(role).requires_grad_() for role in (b1, b2)]

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.heads import quiet
-from helpers.heads import recipe as pair_recipe
-from helpers.vectors import unit
+from helpers.heads import ignore_progress
+from helpers.heads import make_recipe as pair_recipe
+from helpers.vectors import normalize
 
 from llmcond.arrays import DenseMatrix
 from llmcond.errors import LlmcondError, UserError
@@ -67,7 +67,7 @@ def make_recipe(name, **changes):
 
 def fit(name, arrays, score_on_dev=None, seed=0, **changes):
     dev = score_on_dev and DevScore(METRICS["mrr"], score_on_dev)
-    return fit_queries(make_recipe(name, **changes), arrays, dev, seed, quiet, "cpu")
+    return fit_queries(make_recipe(name, **changes), arrays, dev, seed, ignore_progress, "cpu")
 
 
 def make_mrr_scorer(arrays, rows=None):
@@ -94,7 +94,7 @@ def list_neighbours(arrays, entity, drop=None):
 
 
 def average_neighbours(arrays, entity, drop=None):
-    vectors = unit(arrays.entities.astype(np.float64))
+    vectors = normalize(arrays.entities.astype(np.float64))
     linked = list_neighbours(arrays, entity, drop)
     return vectors[linked].mean(axis=0) if linked else np.zeros(D)
 
@@ -108,7 +108,7 @@ def test_neighbour_means_exclude_other_end(streamed, monkeypatch):
     full = features.entities(all_entities, neighbours=True).numpy()
     expected = [average_neighbours(arrays, entity) for entity in range(N)]
     np.testing.assert_allclose(full[:, D:], expected, atol=1e-6)
-    np.testing.assert_allclose(full[:, :D], unit(arrays.entities.astype(float)), atol=1e-6)
+    np.testing.assert_allclose(full[:, :D], normalize(arrays.entities.astype(float)), atol=1e-6)
     assert not full[N - 1, D:].any()  # it has no links
 
     head, _, tail = arrays.triples.astype(np.int64).T
@@ -169,7 +169,7 @@ def map_query(head, x, relation, arrays):
         return weights["map.weight2"] @ hidden
     condition = np.eye(2 * R)[relation]
     if settings.relations == "features":
-        condition = unit(arrays.relations.astype(np.float64))[relation]
+        condition = normalize(arrays.relations.astype(np.float64))[relation]
         condition = condition @ weights["basis"] if "basis" in weights else condition
     if kind == "query-hadamard":
         return x * (weights["map.transform"] @ condition + weights["map.transform_bias"])
@@ -212,7 +212,7 @@ def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
         changes |= {"dim": D} if "dim" in SIZES[name] else {}
     head = fit(name, arrays, **changes)
     rows = arrays.queries()
-    vectors = unit(arrays.entities.astype(np.float64))
+    vectors = normalize(arrays.entities.astype(np.float64))
 
     def add_neighbours(vector, entity):
         return (
@@ -221,8 +221,8 @@ def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
             else vector
         )
 
-    def normalize(embedded):
-        return unit(embedded) if score == "cosine" else embedded
+    def scale_for_score(embedded):
+        return normalize(embedded) if score == "cosine" else embedded
 
     queries = head.queries(rows[:, 0], rows[:, 1])
     assert queries.dtype == np.float32
@@ -230,11 +230,13 @@ def test_fitted_head_matches_equation(name, candidate, with_neighbours, score):
         vector = vectors[h]
         if name in JOINT:
             position = np.searchsorted(arrays.joint_input_keys, h * 2 * R + r)
-            vector = unit(arrays.joint.astype(np.float64))[position]
-        expected = normalize(map_query(head, add_neighbours(vector, h), r, arrays))
+            vector = normalize(arrays.joint.astype(np.float64))[position]
+        expected = scale_for_score(map_query(head, add_neighbours(vector, h), r, arrays))
         np.testing.assert_allclose(actual, expected, atol=2e-5)
     for entity, actual in enumerate(head.candidates()[:]):
-        expected = normalize(map_candidate(head, add_neighbours(vectors[entity], entity), arrays))
+        expected = scale_for_score(
+            map_candidate(head, add_neighbours(vectors[entity], entity), arrays)
+        )
         np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
@@ -290,7 +292,7 @@ def test_relation_coordinates_give_same_hypernetwork():
     basis, small = head.tensors["basis"], head.tensors["map.matrix"]
     assert (basis.shape, small.shape) == ((40, 2 * R), (D * 4, 2 * R))
     np.testing.assert_allclose(basis.T @ basis, np.eye(2 * R), atol=1e-5)
-    features = unit(arrays.relations)
+    features = normalize(arrays.relations)
     np.testing.assert_allclose(
         features @ (small @ basis.T).T, (features @ basis) @ small.T, atol=1e-6
     )
@@ -409,12 +411,14 @@ def test_best_epoch_is_restored_and_patience_stops_fitting():
 
 def test_head_without_parameters_returns_features():
     arrays = make_arrays(joint=True)
-    head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, quiet)
+    head = fit_queries(load_recipe("none", "kgc"), arrays, None, 0, ignore_progress)
     rows = arrays.queries()
     positions = np.searchsorted(arrays.joint_input_keys, rows[:, 0] * 2 * R + rows[:, 1])
-    expected = unit(arrays.joint.astype(np.float64))[positions]
+    expected = normalize(arrays.joint.astype(np.float64))[positions]
     np.testing.assert_allclose(head.queries(rows[:, 0], rows[:, 1]), expected, atol=1e-5)
-    np.testing.assert_allclose(head.candidates()[:], unit(arrays.entities.astype(float)), atol=1e-5)
+    np.testing.assert_allclose(
+        head.candidates()[:], normalize(arrays.entities.astype(float)), atol=1e-5
+    )
     assert head.is_identity
     assert head.fit.notes == ("the head has no parameters, so nothing is fitted",)
 
@@ -529,11 +533,11 @@ def test_missing_features_and_triples_are_rejected():
     with pytest.raises(
         UserError, match="the head mlp compares rated pairs and cannot rank candidates"
     ):
-        fit_queries(pair_recipe("mlp"), arrays, None, 0, quiet)
+        fit_queries(pair_recipe("mlp"), arrays, None, 0, ignore_progress)
     with pytest.raises(
         UserError, match="the head hypernet ranks candidates; it cannot be fitted on rated"
     ):
-        fit_recipe(make_recipe("hypernet"), None, None, 0, quiet)
+        fit_recipe(make_recipe("hypernet"), None, None, 0, ignore_progress)
 
 
 def test_recipes_depend_on_task():
@@ -564,7 +568,9 @@ def test_custom_head_maps_queries(tmp_path):
         "learning_rate = 1e-3\nbatch_size = 32\nepochs = 1\npatience = 1\n"
     )
     arrays = make_arrays(joint=True)
-    head = fit_queries(load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, quiet)
+    head = fit_queries(
+        load_recipe(str(tmp_path / "mine.toml"), "kgc"), arrays, None, 0, ignore_progress
+    )
     save_head(head, tmp_path / "saved", {})
     assert load_query_head(tmp_path / "saved")[0].kind == "query-own.py:Own"
 

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.commands import embedded, ok, refused
+from helpers.commands import read_page_data, run_json, run_rejected
 from helpers.graphs import write_graph
 
 import llmcond
@@ -33,13 +33,15 @@ def run(extracted, tmp_path):
 def test_each_text_is_encoded_once(capsys, graph, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
-    prompts = ok(capsys, *command, "--task", "kgc")["prompts"]
+    prompts = run_json(capsys, *command, "--task", "kgc")["prompts"]
     # Entities are sentences and candidates at once; relations have two directions.
     assert list(prompts) == ["separate"]
     assert prompts["separate"]["n_inputs"] == prompts["separate"]["n_computed"] == 24 + 6
-    joint = ok(capsys, *command, "--prompt", "concat-sent-cond")["prompts"]["concat-sent-cond"]
+    joint = run_json(capsys, *command, "--prompt", "concat-sent-cond")["prompts"][
+        "concat-sent-cond"
+    ]
     assert joint["n_inputs"] - joint["n_computed"] == 24 + 6
-    assert ok(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
+    assert run_json(capsys, *command)["prompts"]["separate"]["n_computed"] == 0
 
 
 def test_router_needs_joint_features(capsys, graph, model, tmp_path):
@@ -47,22 +49,24 @@ def test_router_needs_joint_features(capsys, graph, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--data", graph, "--model", model, "--run", folder, *ENCODER)
     routed = (*command, "--task", "kgc", "--router", "csr", "--router-layers", "2")
-    message = refused(capsys, *routed, "--prompt", "separate")
+    message = run_rejected(capsys, *routed, "--prompt", "separate")
     assert "--router csr would have no effect" in message
     assert not folder.exists()
-    assert list(ok(capsys, *routed)["prompts"]) == ["routed"]
-    message = refused(capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode")
+    assert list(run_json(capsys, *routed)["prompts"]) == ["routed"]
+    message = run_rejected(
+        capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode"
+    )
     assert "Add --router csr" in message
 
 
 def test_run_rejects_other_task_and_graph(capsys, run, graph, model, tmp_path):
     command = ("extract", "--model", model, "--run", run, *ENCODER)
-    assert "run of the task kgc, not csts" in refused(capsys, *command, "--task", "csts")
+    assert "run of the task kgc, not csts" in run_rejected(capsys, *command, "--task", "csts")
     other = write_graph(tmp_path / "other")
     (other / "relations.tsv").write_text("_is_at\there\n_does\tdoes\n_sits_with\twith\n")
-    assert "has other examples" in refused(capsys, *command, "--data", other)
-    assert "with other options" in refused(capsys, *command, "--columns", "label=x")
-    message = refused(capsys, *command, "--data", graph, "--split-seed", "1")
+    assert "has other examples" in run_rejected(capsys, *command, "--data", other)
+    assert "with other options" in run_rejected(capsys, *command, "--columns", "label=x")
+    message = run_rejected(capsys, *command, "--data", graph, "--split-seed", "1")
     assert "--split-seed splits a single file" in message
 
 
@@ -76,7 +80,7 @@ def test_run_rejects_other_task_and_graph(capsys, run, graph, model, tmp_path):
 )
 def test_commands_for_pairs_reject_run_of_graph(capsys, run, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
-    message = refused(capsys, *command, "--run", run)
+    message = run_rejected(capsys, *command, "--run", run)
     assert "this command needs rated pairs" in message
 
 
@@ -84,7 +88,7 @@ def test_damaged_run_is_reported(capsys, run):
     manifest = json.loads((run / "run.json").read_text())
     triples = (run / "triples.parquet").read_bytes()
     (run / "triples.parquet").write_bytes(triples[:-9])
-    assert "cannot be read" in refused(capsys, "evaluate", "--run", run)
+    assert "cannot be read" in run_rejected(capsys, "evaluate", "--run", run)
     del manifest["data"]["digest"]
     (run / "run.json").write_text(json.dumps(manifest))
     assert cli.run(["evaluate", "--run", str(run)]) == 1
@@ -96,7 +100,9 @@ def test_run_records_kind_of_task(capsys, run):
     assert manifest.pop("kind") == "ranking"
     # Older runs have a flag instead of the name of the kind.
     (run / "run.json").write_text(json.dumps({**manifest, "ranking": True}))
-    assert ok(capsys, "evaluate", "--run", run, "--head", "none")["results"][0]["task"] == "kgc"
+    assert (
+        run_json(capsys, "evaluate", "--run", run, "--head", "none")["results"][0]["task"] == "kgc"
+    )
     (run / "run.json").write_text(json.dumps({**manifest, "kind": "odd"}))
     assert cli.run(["evaluate", "--run", str(run)]) == 1
     error = capsys.readouterr().err
@@ -106,15 +112,15 @@ def test_run_records_kind_of_task(capsys, run):
 
 def test_heads_are_fitted_and_selected_on_dev(capsys, run):
     fit = ("fit-head", "--run", run, "--set", "epochs=3", "batch_size=16")
-    full = ok(capsys, *fit, "--head", "hypernet-full")
+    full = run_json(capsys, *fit, "--head", "hypernet-full")
     assert full["name"] == "hypernet-full@separate"
     assert (full["n_train"], full["n_dev"], full["subtract"]) == (42, 7, False)
     assert 0 < full["dev_mrr"] <= 1
-    linear = ok(capsys, *fit, "--head", "linear")
+    linear = run_json(capsys, *fit, "--head", "linear")
     assert linear["name"] == "linear@concat-sent-cond+c"
-    refitted = ok(capsys, *fit, "--head", "hypernet-full", "--name", "again")
+    refitted = run_json(capsys, *fit, "--head", "hypernet-full", "--name", "again")
     assert refitted["dev_mrr"] == full["dev_mrr"]
-    listed = ok(capsys, "heads", "--run", run)["heads"]
+    listed = run_json(capsys, "heads", "--run", run)["heads"]
     assert {row["name"]: row["dev_mrr"] for row in listed} == {
         row["name"]: row["dev_mrr"] for row in (full, linear, refitted)
     }
@@ -141,7 +147,7 @@ def fitted(extracted, tmp_path_factory):
 
 
 def test_evaluate_lists_zero_shot_rule_and_heads(capsys, fitted):
-    rows = {row["name"]: row for row in ok(capsys, "evaluate", "--run", fitted)["results"]}
+    rows = {row["name"]: row for row in run_json(capsys, "evaluate", "--run", fitted)["results"]}
     assert list(rows) == [
         "none@separate",
         "none@concat-sent-cond+c",
@@ -170,9 +176,9 @@ def test_evaluate_lists_zero_shot_rule_and_heads(capsys, fitted):
 
 def test_graph_options_are_recorded_in_results(capsys, fitted):
     command = ("evaluate", "--run", fitted, "--head", "hypernet-full", "--split", "dev")
-    (plain,) = (r for r in ok(capsys, *command)["results"] if r["head"] == "hypernet-full")
+    (plain,) = (r for r in run_json(capsys, *command)["results"] if r["head"] == "hypernet-full")
     options = ("--rerank", "1:0.2:no-head", "--exclude-head", "--reverse", "--by-relation")
-    rows = ok(capsys, *command, *options, "--ties", "pessimistic")["results"]
+    rows = run_json(capsys, *command, *options, "--ties", "pessimistic")["results"]
     assert [row["head"] for row in rows] == ["none", "rule:reverse", "hypernet-full"]
     for row in (rows[0], rows[2]):
         assert (row["ties"], row["rerank"]) == ("pessimistic", "1:0.2:no-head")
@@ -184,7 +190,7 @@ def test_graph_options_are_recorded_in_results(capsys, fitted):
 
 def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
     files = ("--predictions", tmp_path / "ranks.csv", "--report", tmp_path / "page.html")
-    results = ok(capsys, "evaluate", "--run", fitted, "--by-relation", *files)["results"]
+    results = run_json(capsys, "evaluate", "--run", fitted, "--by-relation", *files)["results"]
     with (tmp_path / "ranks.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     about = ["row", "direction", "head", "relation", "answer"]
@@ -195,7 +201,7 @@ def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
         ["forward", "p05", "_sits_with", "p01", "people"],
         ["backward", "p01", "_sits_with", "p05", "inverse people"],
     ]
-    data = embedded(tmp_path / "page.html")
+    data = read_page_data(tmp_path / "page.html")
     ranks = {system["name"]: system["rank"] for system in data["systems"]}
     by_relation = data["conditions"]
     position = [data["texts"][i] for i in by_relation["text"]].index("inverse people")
@@ -213,18 +219,18 @@ def test_predictions_and_report_list_each_query(capsys, fitted, tmp_path):
 
 def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
     fit = ("fit-head", "--run", run, "--head", "linear", "--set", "epochs=1", "batch_size=16")
-    ok(capsys, *fit)
+    run_json(capsys, *fit)
     command = ("evaluate", "--run", run, "--exclude-head", "--reverse")
-    expected = ok(capsys, *command)
-    assert ok(capsys, *command, "--data", graph / "test.tsv") == expected
-    assert ok(capsys, *command, "--data", graph) == expected
-    assert ok(capsys, *command, "--data", graph, "--split", "dev") == ok(
+    expected = run_json(capsys, *command)
+    assert run_json(capsys, *command, "--data", graph / "test.tsv") == expected
+    assert run_json(capsys, *command, "--data", graph) == expected
+    assert run_json(capsys, *command, "--data", graph, "--split", "dev") == run_json(
         capsys, *command, "--split", "dev"
     )
     # No split asks where activities are: bi-encoders need new inputs, and both tails are answers.
     path = tmp_path / "new.tsv"
     path.write_text("d0\t_is_at\tl0\nd0\t_is_at\tl1\nd0\t_is_at\tl1\np00\t_is_at\tl0\n")
-    results = ok(capsys, *command, "--data", path)["results"]
+    results = run_json(capsys, *command, "--data", path)["results"]
     assert {row["n"] for row in results} == {6}
     assert all(row["mrr"] > 0 for row in results)
     assert cli.run([str(argument) for argument in (*command, "--data", path)]) == 0
@@ -232,7 +238,7 @@ def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
     assert "new.tsv: duplicate triples, counted once: 1" in log
     assert "warning: 1 of 3 triples of new.tsv are in the run's train split" in log
     path.write_text("d0\t_is_at\tl9\np77\t_is_at\tl0\n")
-    message = refused(capsys, *command, "--data", path)
+    message = run_rejected(capsys, *command, "--data", path)
     assert "entities that the run's graph lacks, 2 in all: 'l9', 'p77' (triples: 2" in message
 
 
@@ -258,42 +264,42 @@ def test_triples_of_file_rank_like_those_of_run(capsys, graph, run, tmp_path):
 )
 def test_invalid_arguments_are_rejected(capsys, fitted, graph, arguments, message):
     arguments = [text.replace("GRAPH", str(graph)) for text in arguments]
-    assert message in refused(capsys, "evaluate", "--run", fitted, *arguments)
+    assert message in run_rejected(capsys, "evaluate", "--run", fitted, *arguments)
 
 
 def test_ranking_options_are_rejected_for_rated_pairs(capsys, tiny_run):
-    message = refused(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
+    message = run_rejected(capsys, "evaluate", "--run", tiny_run, "--exclude-head")
     assert "--exclude-head is for knowledge graphs" in message
-    message = refused(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
+    message = run_rejected(capsys, "evaluate", "--run", tiny_run, "--ties", "optimistic")
     assert "--ties is for tasks that rank candidates" in message
 
 
 def test_sweep_sorts_by_mrr_and_resumes(capsys, run, tmp_path):
     command = ("sweep", "--run", run, "--head", "concat", "hadamard", "--seeds", "2")
     command += ("--vary", "learning_rate=0.001,0.01", "--set", "epochs=2", "batch_size=16")
-    result = ok(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
+    result = run_json(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
     assert "MRR on dev" in (tmp_path / "steps.svg").read_text()
     rows = result["results"]
     assert len(rows) == 4
     assert result["failures"] == []
     assert [row["mrr"] for row in rows] == sorted((row["mrr"] for row in rows), reverse=True)
     assert all(row["n"] == 14 and "spearman" not in row for row in rows)
-    assert ok(capsys, *command) == result
+    assert run_json(capsys, *command) == result
 
 
 def test_compare_prompts_evaluates_queries(capsys, run, model, tmp_path):
     command = ("compare-prompts", "--model", model, "--run", run, *ENCODER, "--heads", "linear")
     command += ("--prompts", "concat-sent-cond", "concat-cond-sent", "control-no-condition")
     command += ("--seeds", "1", "--set", "epochs=2", "batch_size=16", "--workers", "1")
-    result = ok(capsys, *command, "--baseline", "concat-sent-cond", "--keep")
+    result = run_json(capsys, *command, "--baseline", "concat-sent-cond", "--keep")
     rows = {row["name"]: row for row in result["results"]}
     assert rows["linear@concat-cond-sent+c"]["against"] == "linear@concat-sent-cond+c"
     difference = rows["linear@concat-cond-sent+c"]["difference"]["mrr"]
     assert difference["low"] <= difference["value"] <= difference["high"]
-    assert "dev_mrr" in ok(capsys, "heads", "--run", run)["heads"][0]
+    assert "dev_mrr" in run_json(capsys, "heads", "--run", run)["heads"][0]
     page = tmp_path / "page.html"
-    assert ok(capsys, *command, "--baseline", "concat-sent-cond", "--report", page) == result
-    data = embedded(page)
+    assert run_json(capsys, *command, "--baseline", "concat-sent-cond", "--report", page) == result
+    data = read_page_data(page)
     assert {system["name"] for system in data["systems"]} == set(rows)
     html = page.read_text()
     assert "Each system is compared with the baseline" in html
@@ -303,19 +309,21 @@ def test_compare_prompts_evaluates_queries(capsys, run, model, tmp_path):
 def test_triple_is_completed_by_name_or_id(capsys, fitted):
     command = ("complete", "--run", fitted, "--head", "hypernet-full")
     head = (*command, "--head-entity", "p01", "--relation", "_is_at")
-    result = ok(capsys, *head, "-k", "3", "--no-filtered")
+    result = run_json(capsys, *head, "-k", "3", "--no-filtered")
     assert result["head"] == "hypernet-full@separate"
     rows = result["results"]
     assert [row["rank"] for row in rows] == [1, 2, 3]
     assert rows[0]["score"] >= rows[1]["score"] >= rows[2]["score"]
     assert "p01" not in {row["id"] for row in rows}
     by_name = (*command, "--head-entity", "two men, red coat", "--relation", "_sits_with")
-    all_rows = ok(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
+    all_rows = run_json(capsys, *by_name, "-k", "99", "--no-filtered")["results"]
     assert {row["id"] for row in all_rows if row["known"]} == {"p04"}
     assert len(all_rows) == 23
-    unknown = ok(capsys, *by_name, "-k", "99")["results"]
+    unknown = run_json(capsys, *by_name, "-k", "99")["results"]
     assert {row["id"] for row in all_rows} - {row["id"] for row in unknown} == {"p04"}
-    tail = ok(capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered")
+    tail = run_json(
+        capsys, *command, "--tail-entity", "l1", "--relation", "_is_at", "--no-filtered"
+    )
     known = {row["id"] for row in tail["results"] if row["known"]}
     assert known <= {f"p{i:02}" for i in range(1, 16, 4)}
 
@@ -327,7 +335,7 @@ def test_completer_ranks_like_evaluate(capsys, fitted, graph, head):
     ranks = completer.rank(rows)
     (row,) = (
         row
-        for row in ok(capsys, "evaluate", "--run", fitted, "--reverse")["results"]
+        for row in run_json(capsys, "evaluate", "--run", fitted, "--reverse")["results"]
         if row["head"] == head
     )
     for column, side in enumerate(("forward", "backward")):
@@ -368,19 +376,19 @@ def test_query_outside_all_splits_is_encoded(fitted):
 )
 def test_invalid_completion_arguments_are_rejected(capsys, fitted, arguments, message):
     command = ("complete", "--run", fitted, "--relation", "_is_at")
-    assert message in refused(capsys, *command, *arguments)
+    assert message in run_rejected(capsys, *command, *arguments)
 
 
 def test_complete_needs_run_of_graph(capsys, tiny_run):
     command = ("complete", "--run", tiny_run, "--head-entity", "a", "--relation", "b")
-    assert "has no knowledge graph" in refused(capsys, *command)
+    assert "has no knowledge graph" in run_rejected(capsys, *command)
 
 
 def test_sample_graph_is_used_without_data(capsys, model, tmp_path):
     folder = tmp_path / "run"
     command = ("extract", "--task", "kgc", "--model", model, "--run", folder, *ENCODER)
-    assert ok(capsys, *command)["prompts"]["separate"]["n_inputs"] == 270 + 2 * 9
-    rows = ok(capsys, "evaluate", "--run", folder, "--exclude-head")["results"]
+    assert run_json(capsys, *command)["prompts"]["separate"]["n_inputs"] == 270 + 2 * 9
+    rows = run_json(capsys, "evaluate", "--run", folder, "--exclude-head")["results"]
     assert [(row["head"], row["n"]) for row in rows] == [("none", 720), ("rule:reverse", 720)]
     # Things are queried with all nine relations, so that zero-shot, which ignores them, is at
     # chance.

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.training import alone, on_cpu, resumed
+from helpers.training import compute_alone, cpu_accelerator, resume_training
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
@@ -39,10 +39,10 @@ def make_recipe(name, **changes):
     return recipe.with_settings({**sizes, **SIZES.get(name, {}), **changes}, "test")
 
 
-def make_trainable(tiny, **settings):
+def make_trainable(tiny_bert, **settings):
     tuning = TuneSettings(rank=4, batch_size=20, checkpoint_steps=2, **settings)
     options = EncoderOptions(dtype="float32", device="cpu", pooling="mean")
-    return load_trainable(resolve(str(tiny), options), tuning, seed=5), tuning
+    return load_trainable(resolve(str(tiny_bert), options), tuning, seed=5), tuning
 
 
 def make_inputs(trainable):
@@ -62,8 +62,8 @@ def make_inputs(trainable):
     )
 
 
-def make_model(tiny, name="hypernet-full", start=None, seed=5, **changes):
-    trainable, _ = make_trainable(tiny)
+def make_model(tiny_bert, name="hypernet-full", start=None, seed=5, **changes):
+    trainable, _ = make_trainable(tiny_bert)
     train, dev = make_inputs(trainable)
     return (
         QueryModel(trainable.engine, make_recipe(name, **changes), train, seed, start),
@@ -82,8 +82,8 @@ def encode_arrays(model, inputs):
 
 @pytest.mark.parametrize("name", ["hypernet-full", "hypernet", "matrices", "hadamard", "linear"])
 @pytest.mark.parametrize("negatives", [True, False])
-def test_loss_matches_cached_features(tiny, name, negatives):
-    model, inputs, _ = make_model(tiny, name, self_negatives=negatives, dropout=0.0)
+def test_loss_matches_cached_features(tiny_bert, name, negatives):
+    model, inputs, _ = make_model(tiny_bert, name, self_negatives=negatives, dropout=0.0)
     model.eval()
     rows = np.array([0, 4, 5, 30, 59])
     queries = both_directions(TRAIN[rows], R)
@@ -111,10 +111,10 @@ def test_loss_matches_cached_features(tiny, name, negatives):
     assert "head.contrast.log_scale" in trained_names
 
 
-def test_random_candidates_and_relations_depend_on_seed(tiny):
+def test_random_candidates_and_relations_depend_on_seed(tiny_bert):
     changes = {"random_candidates": 9, "relation_negatives": 2, "dropout": 0.0}
-    model, inputs, _ = make_model(tiny, **changes)
-    plain = make_model(tiny, dropout=0.0)[0]
+    model, inputs, _ = make_model(tiny_bert, **changes)
+    plain = make_model(tiny_bert, dropout=0.0)[0]
     rows = np.arange(6)
     losses = [float(model(inputs, rows, seed).detach()) for seed in ([5, 0], [5, 0], [5, 1])]
     assert losses[0] == losses[1] != losses[2]
@@ -122,8 +122,8 @@ def test_random_candidates_and_relations_depend_on_seed(tiny):
 
 
 @pytest.mark.parametrize("name", ["hypernet-full", "matrices", "linear"])
-def test_score_is_filtered_mrr_on_dev(tiny, name):
-    model, _, dev = make_model(tiny, name)
+def test_score_is_filtered_mrr_on_dev(tiny_bert, name):
+    model, _, dev = make_model(tiny_bert, name)
     fitted = model.fitted_head().bind(encode_arrays(model, dev))
     reciprocal = []
     for h, r, t in both_directions(DEV, R):
@@ -132,48 +132,48 @@ def test_score_is_filtered_mrr_on_dev(tiny, name):
         others[dev.known.gather([h], [r])[1]] = False
         above, tied = (scores[others] > scores[t]).sum(), (scores[others] == scores[t]).sum()
         reciprocal.append(1 / (1 + above + tied / 2))
-    assert model.score(dev, alone) == pytest.approx(np.mean(reciprocal), abs=1e-6)
+    assert model.score(dev, compute_alone) == pytest.approx(np.mean(reciprocal), abs=1e-6)
 
 
-def test_score_samples_dev_triples_and_candidates(tiny, monkeypatch):
+def test_score_samples_dev_triples_and_candidates(tiny_bert, monkeypatch):
     monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_TRIPLES", 3)
     monkeypatch.setattr("llmcond.kinds.ranking.model._DEV_CANDIDATES", 5)
-    model, _, dev = make_model(tiny)
+    model, _, dev = make_model(tiny_bert)
     counts = []
 
     def record_count(n, compute):
         counts.append(n)
-        return alone(n, compute)
+        return compute_alone(n, compute)
 
-    first_score = make_model(tiny)[0].score(replace(dev), record_count)
+    first_score = make_model(tiny_bert)[0].score(replace(dev), record_count)
     assert counts[0] <= 3 * 2 + 5 + 2 * R
     assert first_score == model.score(dev, record_count)  # both samples are fixed
     assert 0 < first_score <= 1
 
 
-def make_trainer(tiny, folder, name="hypernet-full", changes=(), **settings):
-    trainable, tuning = make_trainable(tiny, **settings)
+def make_trainer(tiny_bert, folder, name="hypernet-full", changes=(), **settings):
+    trainable, tuning = make_trainable(tiny_bert, **settings)
     train, dev = make_inputs(trainable)
     model = QueryModel(trainable.engine, make_recipe(name, **dict(changes)), train, 5)
     state = TrainingState(folder, {"settings": tuning.to_json()})
-    return Trainer(model, train, dev, tuning, on_cpu(), state)
+    return Trainer(model, train, dev, tuning, cpu_accelerator(), state)
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("hypernet", {"random_candidates": 3, "dropout": 0.2}), ("linear", {})],
 )
-def test_resumed_training_is_bit_identical(tiny, tmp_path, name, changes):
+def test_resumed_training_is_bit_identical(tiny_bert, tmp_path, name, changes):
     settings = {"epochs": 2, "adapter_dropout": 0.1}
-    uninterrupted = make_trainer(tiny, tmp_path / "whole", name, changes, **settings)
+    uninterrupted = make_trainer(tiny_bert, tmp_path / "whole", name, changes, **settings)
     uninterrupted.run(lambda *_: None)
     expected = {key: value.clone() for key, value in uninterrupted.model.head.state_dict().items()}
     expected |= {
         key: value.clone() for key, value in uninterrupted.model.trained_parameters().items()
     }
     for stop in (1, 3, 5):
-        restarted = resumed(
-            partial(make_trainer, tiny, tmp_path / str(stop), name, changes, **settings), stop
+        restarted = resume_training(
+            partial(make_trainer, tiny_bert, tmp_path / str(stop), name, changes, **settings), stop
         )
         assert restarted.progress.step < stop
         restarted.run(lambda *_: None)
@@ -185,23 +185,23 @@ def test_resumed_training_is_bit_identical(tiny, tmp_path, name, changes):
 
 
 @pytest.mark.parametrize("name", ["hypernet-full", "none"])
-def test_training_reduces_loss_and_restores_best_weights(tiny, tmp_path, name):
+def test_training_reduces_loss_and_restores_best_weights(tiny_bert, tmp_path, name):
     settings = {"epochs": 6, "learning_rate": 5e-3, "encoder_dropout": False}
-    trainer = make_trainer(tiny, tmp_path / "run", name, **settings)
+    trainer = make_trainer(tiny_bert, tmp_path / "run", name, **settings)
     trainer.run(lambda *_: None)
     curve = trainer.progress.curve
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.2
     assert trainer.progress.best_score == max(entry["dev_score"] for entry in curve)
     trainer.load_best_weights()
-    assert trainer.model.score(trainer._dev, alone) == trainer.progress.best_score
+    assert trainer.model.score(trainer._dev, compute_alone) == trainer.progress.best_score
 
 
-def test_training_starts_from_head_on_cached_features(tiny):
-    model, inputs, dev = make_model(tiny)
+def test_training_starts_from_head_on_cached_features(tiny_bert):
+    model, inputs, dev = make_model(tiny_bert)
     arrays = encode_arrays(model, inputs)
     settings = {"epochs": 3, "batch_size": 30}
     fitted = fit_queries(make_recipe("hypernet-full", **settings), arrays, None, 0, lambda *_: None)
-    started = make_model(tiny, start=fitted)[0]
+    started = make_model(tiny_bert, start=fitted)[0]
     for name, value in fitted.module.state_dict().items():
         assert torch.equal(started.head.state_dict()[name], value)
     bound = fitted.bind(encode_arrays(started, dev))
@@ -210,7 +210,7 @@ def test_training_starts_from_head_on_cached_features(tiny):
     answer_scores = scores[np.arange(len(rows)), rows[:, 2]][:, None]
     allowed = ~dev.known.mask(rows[:, 0], rows[:, 1], np.arange(N))
     expected = float((1 / (1 + ((scores > answer_scores) & allowed).sum(1))).mean())
-    assert started.score(dev, alone) == pytest.approx(expected, abs=1e-6)
+    assert started.score(dev, compute_alone) == pytest.approx(expected, abs=1e-6)
     narrow = replace(inputs, n_relations=2)
     with pytest.raises(UserError, match=r"the graph has 2 relations; this .* was fitted on 3"):
         QueryModel(model.engine, make_recipe("hypernet-full"), narrow, 0, fitted)
@@ -228,6 +228,6 @@ def test_training_starts_from_head_on_cached_features(tiny):
         ("linear", {"relation_negatives": 1}, "needs a head that reads relations separately"),
     ],
 )
-def test_settings_for_cached_features_are_rejected(tiny, name, changes, message):
+def test_settings_for_cached_features_are_rejected(tiny_bert, name, changes, message):
     with pytest.raises(UserError, match=message):
-        make_model(tiny, name, **changes)
+        make_model(tiny_bert, name, **changes)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.graphs import small_graph
+from helpers.graphs import random_graph
 
 from llmcond.evaluation.ranking import rank, score_rankings
 from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions, read_graph
@@ -20,7 +20,7 @@ from llmcond.kinds.ranking.rules import (
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return small_graph()
+    return random_graph()
 
 
 def find_within(graph: Graph, head: int, hops: int) -> set[int]:
@@ -33,7 +33,7 @@ def find_within(graph: Graph, head: int, hops: int) -> set[int]:
 
 @pytest.mark.parametrize("hops", [0, 1, 2, 3])
 def test_neighbourhood_matches_walk(hops):
-    graph = small_graph(sizes=(18, 5, 5))
+    graph = random_graph(sizes=(18, 5, 5))
     heads = np.array([4, 0, 4, 29])
     row, entity = TrainGraph.from_graph(graph).find_neighbourhood(heads, hops)
     for position, head in enumerate(heads.tolist()):
@@ -73,7 +73,7 @@ def test_rule_ranks_reversed_edge_first():
         "dev": np.array([[3, 0, 2]], dtype=np.int32),
         "test": np.array([[1, 0, 0], [5, 0, 4]], dtype=np.int32),
     }
-    graph = replace(small_graph(6, 2, (1, 1, 1)), splits=triples)
+    graph = replace(random_graph(6, 2, (1, 1, 1)), splits=triples)
     ranks = rank_rule(TrainGraph.from_graph(graph), graph.queries("test"), KnownTriples(graph))
 
     # Another relation links the second pair, which the rule ignores: all six entities are tied.
@@ -129,7 +129,7 @@ def test_reverse_weights_are_zero_without_reversed_edges(graph):
 
 
 def test_subsets_cover_queries():
-    graph = small_graph(sizes=(18, 5, 5))
+    graph = random_graph(sizes=(18, 5, 5))
     subsets = query_subsets(graph, "test")
     n = len(graph.queries("test"))
     train = set(graph.splits["train"][:, [0, 2]].reshape(-1).tolist())
@@ -158,7 +158,7 @@ def test_categories_depend_on_answers_of_each_side():
         *((i, 3, j) for i in range(3) for j in range(3)),
     ]
     splits = {"train": np.array(train, dtype=np.int32)}
-    assert relation_categories(replace(small_graph(20, 4), splits=splits)) == [
+    assert relation_categories(replace(random_graph(20, 4), splits=splits)) == [
         "1-1",
         "1-N",
         "N-1",

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -38,7 +38,7 @@ def test_summary_matches_evaluate(capsys, trained):
     assert 0 < summary["dev_score"] <= 1
     assert [scores["split"] for scores in summary["scores"]] == ["dev", "test"]
     for scores in summary["scores"]:
-        rows = ok(capsys, "evaluate", "--run", trained, "--split", scores["split"])["results"]
+        rows = run_json(capsys, "evaluate", "--run", trained, "--split", scores["split"])["results"]
         assert scores in rows
         assert "rule:reverse" in [row["head"] for row in rows]
     record = json.loads((trained / "heads/hypernet-full@separate/head.json").read_text())
@@ -54,22 +54,24 @@ def test_run_has_card_but_cannot_be_pushed_without_graph(capsys, trained):
     assert "| split | queries | MRR | 95 % interval |" in card
     assert f"| dev | {scores[0]['n']} | {100 * scores[0]['mrr']:.1f} |" in card
     assert 'llmcond.load_completer("FOLDER")' in card
-    assert "data, which is never pushed" in refused(capsys, "push", "ada/graph", "--run", trained)
+    assert "data, which is never pushed" in run_rejected(
+        capsys, "push", "ada/graph", "--run", trained
+    )
 
 
 def test_finished_run_is_not_trained_again(capsys, trained, graph, model):
     arguments = make_arguments(graph, model, trained, "--head", "hypernet-full")
     before = (trained / "training.json").read_text()
-    assert ok(capsys, "train-lora", *arguments)["scores"]
+    assert run_json(capsys, "train-lora", *arguments)["scores"]
     assert (trained / "training.json").read_text() == before
-    assert "seed: 1, not 0" in refused(capsys, "train-lora", *arguments, "--seed", "1")
+    assert "seed: 1, not 0" in run_rejected(capsys, "train-lora", *arguments, "--seed", "1")
 
 
 def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, graph, model, tmp_path):
     fit = ("fit-head", "--run", trained, "--head", "hypernet-full", *FAST_FIT)
-    result = ok(capsys, *fit, "neighbours=true", "--name", "near")
+    result = run_json(capsys, *fit, "neighbours=true", "--name", "near")
     assert result["name"] == "near"
-    rows = ok(capsys, "evaluate", "--run", trained, "--reverse")["results"]
+    rows = run_json(capsys, "evaluate", "--run", trained, "--reverse")["results"]
     assert {row["name"]: row["neighbours"] for row in rows}["near"] is True
     encoder = llmcond.load_encoder(trained)
     base = llmcond.load_encoder(model, dtype="float32", pooling="mean")
@@ -80,32 +82,40 @@ def test_heads_are_fitted_on_the_trained_encoder(capsys, trained, graph, model, 
 @pytest.mark.parametrize("head", ["none", "linear", "matrices"])
 def test_bi_encoder_and_free_matrices_are_trained(capsys, graph, model, tmp_path, head):
     folder = tmp_path / "run"
-    result = ok(
+    result = run_json(
         capsys, "train-lora", *make_arguments(graph, model, folder, "--head", head, "--epochs", "1")
     )
     prompt = "separate" if head == "matrices" else "concat-sent-cond"
     assert result["prompt"] == prompt
-    rows = ok(capsys, "evaluate", "--run", folder)["results"]
+    rows = run_json(capsys, "evaluate", "--run", folder)["results"]
     assert result["scores"][-1]["mrr"] in [row["mrr"] for row in rows if row["head"] == head]
 
 
 def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
     options = ["--task", "kgc", "--data", graph, "--model", model, "--run", tmp_path / "frozen"]
     encoder_options = ("--pooling", "mean", "--dtype", "float32", "--device", "cpu")
-    ok(capsys, "extract", *options, *encoder_options)
-    ok(capsys, "fit-head", "--run", tmp_path / "frozen", "--head", "hypernet", *FAST_FIT, "rank=8")
+    run_json(capsys, "extract", *options, *encoder_options)
+    run_json(
+        capsys, "fit-head", "--run", tmp_path / "frozen", "--head", "hypernet", *FAST_FIT, "rank=8"
+    )
     start = tmp_path / "frozen" / "heads" / "hypernet@separate"
     # The learning rate is so small that the trained head equals the one it started from.
     tiny_steps = ("--learning-rate", "1e-12", "--set", "learning_rate=1e-12", "--epochs", "1")
     folder = tmp_path / "run"
-    ok(capsys, "train-lora", *make_arguments(graph, model, folder, "--start", start, *tiny_steps))
+    run_json(
+        capsys, "train-lora", *make_arguments(graph, model, folder, "--start", start, *tiny_steps)
+    )
     before, _ = load_query_head(start)
     after, record = load_query_head(folder / "heads" / "hypernet@separate")
     for name, value in before.tensors.items():
         np.testing.assert_allclose(after.tensors[name], value, atol=1e-6)
     assert record["recipe"]["name"] == "hypernet"
     scores = [
-        next(r for r in ok(capsys, "evaluate", "--run", path)["results"] if r["head"] == "hypernet")
+        next(
+            r
+            for r in run_json(capsys, "evaluate", "--run", path)["results"]
+            if r["head"] == "hypernet"
+        )
         for path in (tmp_path / "frozen", folder)
     ]
     assert scores[0]["mrr"] == pytest.approx(scores[1]["mrr"], abs=1e-3)
@@ -134,12 +144,12 @@ def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
 )
 def test_invalid_arguments_are_rejected(capsys, graph, model, tmp_path, arguments, message):
     command = make_arguments(graph, model, tmp_path / "run", *arguments)
-    assert message in refused(capsys, "train-lora", *command)
+    assert message in run_rejected(capsys, "train-lora", *command)
     assert not (tmp_path / "run").exists()
 
 
 def test_cross_encoder_is_rejected_for_graph(capsys, graph, model, tmp_path):
-    message = refused(capsys, "train-cross", *make_arguments(graph, model, tmp_path / "run"))
+    message = run_rejected(capsys, "train-cross", *make_arguments(graph, model, tmp_path / "run"))
     assert "ranks candidates" in message
     assert "llmcond train-lora" in message
 

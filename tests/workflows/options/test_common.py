@@ -1,7 +1,7 @@
 """``--values`` with ``--condition``; index, search and serve have their own tests."""
 
 import pytest
-from helpers.commands import ok, refused
+from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond.cli import run
@@ -18,17 +18,17 @@ def command(tiny_run):
 def test_values_change_similarity_under_condition(command, tiny_run, capsys):
     location, people = ("--condition", "the place"), ("--condition", "the number of people")
     options = (*location, *people, "--values", 'park, "Paris, Texas"', "--values", "")
-    first, second = ok(capsys, *command, *options)["similarities"]
+    first, second = run_json(capsys, *command, *options)["similarities"]
     assert (first["condition"], first["values"]) == ("the place", [*VALUES])
     assert set(second) == {"condition", "similarity"}
     embedder = llmcond.load_embedder(tiny_run, device="cpu")
     expected = embedder.similarity(*PAIR, llmcond.Condition("the place", VALUES))
     assert first["similarity"] == pytest.approx(expected, abs=1e-5)
-    (without_values,) = ok(capsys, *command, *location)["similarities"]
+    (without_values,) = run_json(capsys, *command, *location)["similarities"]
     assert abs(without_values["similarity"] - first["similarity"]) > 1e-4
     # A condition that contains the values as text gives the same similarity.
     full_condition = ("--condition", "the place, such as park, Paris, Texas")
-    (equivalent,) = ok(capsys, *command, *full_condition)["similarities"]
+    (equivalent,) = run_json(capsys, *command, *full_condition)["similarities"]
     assert equivalent["similarity"] == first["similarity"]
 
 
@@ -52,4 +52,4 @@ def test_table_has_values_column_if_any(command, capsys):
 )
 def test_invalid_values_are_rejected(command, capsys, options, message):
     conditions = [word for text in "abc" for word in ("--condition", text)]
-    assert message in refused(capsys, *command, *conditions, *options)
+    assert message in run_rejected(capsys, *command, *conditions, *options)
