@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class DialogueRun(UnratedRun):
     """A run of the dialogue task."""
 
-    kind, own_command = "dialogue", "reply"
+    kind, task_command = "dialogue", "reply"
     task: DialogueTask
     data: Dialogues
 

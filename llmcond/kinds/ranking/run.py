@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RankingRun(UnratedRun):
     """A run of a task that ranks candidates for queries."""
 
-    kind, own_command = "ranking", "complete"
+    kind, task_command = "ranking", "complete"
     task: RankingTask[Any]
     data: QueryData
 

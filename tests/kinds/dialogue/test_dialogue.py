@@ -85,6 +85,7 @@ def test_run_rejects_other_data_and_options(capsys, data, model, run, tmp_path):
 def test_commands_of_other_tasks_reject_dialogue_run(capsys, dialogue_run, command):
     message = run_rejected(capsys, *command, "--run", dialogue_run)
     assert "run of the task dialogue" in message
+    assert message.endswith("compare-prompts, heads and reply.") or command[0] == "complete"
 
 
 def test_prompt_must_encode_utterance_alone(capsys, data, model, tmp_path):

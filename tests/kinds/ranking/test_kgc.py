@@ -82,6 +82,7 @@ def test_commands_for_pairs_reject_run_of_graph(capsys, run, graph, command):
     command = [graph / "entities.tsv" if word == "FILE" else word for word in command]
     message = run_rejected(capsys, *command, "--run", run)
     assert "this command needs rated pairs" in message
+    assert message.endswith("compare-prompts, heads and complete.")
 
 
 def test_damaged_run_is_reported(capsys, run):
