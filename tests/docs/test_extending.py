@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-import llmcond
 from llmcond import plugins
 from llmcond.cli import run
 
@@ -68,4 +67,3 @@ def test_page_runs(tmp_path, monkeypatch, capsys, forget_plugins):
         forget_plugins()
         assert run(["evaluate", "--head", "none", "--run", run_folder]) == 2
         assert "--plugin" in capsys.readouterr().err
-    assert llmcond.Task is not None

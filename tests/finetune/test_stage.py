@@ -192,7 +192,8 @@ def test_changed_stage_settings_are_rejected(command, staged, capsys):
     message = run_rejected(capsys, *command, "--then-epochs", 2, "--run", staged)
     assert "then.then_epochs: 2, not 1" in message
     message = run_rejected(capsys, *command[: command.index("--then")], "--run", staged)
-    assert "then" in message
+    assert "trained with other settings" in message
+    assert "then: None, not {'then': 'dev'," in message
 
 
 @pytest.mark.parametrize(
