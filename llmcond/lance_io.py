@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 READ_ERRORS = (OSError, ValueError, KeyError)
 #: Number of versions that are kept for concurrent readers. A store makes more commits between two
 #: merges, so that the next merge removes what the last one replaced.
-_KEPT_VERSIONS = 16
+_RETAINED_VERSIONS = 16
 #: Names of the files that a killed process leaves of a transaction or version being written.
 _STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
 #: Number of rows per batch of a merge, which bounds its memory.
@@ -177,7 +177,7 @@ def clean_up(uri: str, dataset: Any, *, alone: bool) -> None:
             killed processes leave, are removed too. Otherwise Lance removes them after some days.
     """
     if dataset is not None:
-        dataset.cleanup_old_versions(retain_versions=_KEPT_VERSIONS, delete_unverified=alone)
+        dataset.cleanup_old_versions(retain_versions=_RETAINED_VERSIONS, delete_unverified=alone)
     # Lance's clean-up skips metadata files whose writing was interrupted.
     for name in ("_transactions", "_versions") if alone else ():
         for path in Path(uri, name).glob("*"):

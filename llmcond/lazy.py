@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from llmcond.deprecation import warn_renamed
 
 
 def lazy_getattr(
@@ -24,11 +25,7 @@ def lazy_getattr(
 
     def load(name: str) -> Any:
         if name in renamed:
-            warnings.warn(
-                f"{package}.{name} is now {package}.{renamed[name]}; the old name will be removed.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+            warn_renamed(f"{package}.{name}", f"{package}.{renamed[name]}")
             name = renamed[name]
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond import plugins
+from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, first_line
 
 Floats = NDArray[np.float64]
@@ -26,6 +27,7 @@ Indices = NDArray[np.int64]
 MetricFunction = Callable[[Floats, Floats, Indices], float]
 
 
+@renamed_methods(of_json="from_json")
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A value with its 95 % confidence interval.
@@ -46,7 +48,7 @@ class Estimate:
     high: float = math.nan
 
     @classmethod
-    def of_json(cls, value: float | None, interval: Sequence[float | None]) -> Estimate:
+    def from_json(cls, value: float | None, interval: Sequence[float | None]) -> Estimate:
         """Create an estimate from the JSON of results.
 
         Args:

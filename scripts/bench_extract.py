@@ -292,7 +292,7 @@ class LlmcondWay(Way):
 
     def count_computed(self, inputs: list[EncoderInput]) -> int:
         """Return the number of computed tokens, including padding."""
-        return self.encoder.encode_counted(inputs).n_computed
+        return self.encoder.encode_with_counts(inputs).n_computed
 
 
 #: Classes of the other libraries; every other kind is a mode of llmcond.

@@ -111,7 +111,7 @@ class Bench:
         sampled = np.random.default_rng(0).permutation(len(triples))[:n_triples]
         self.queries = both_directions(triples[sampled], graph.n_relations)
         distinct = np.unique(self.queries[:, :2].astype(np.int64), axis=0)
-        texts = replace(task.texts(graph), asked=distinct)
+        texts = replace(task.texts(graph), query_pairs=distinct)
         self.joint_of = distinct[:, 0] * (2 * graph.n_relations) + distinct[:, 1]
         self.separate = QueryInputs(texts, load_prompt("separate"))
         self.joined = QueryInputs(texts, load_prompt("concat-sent-cond"))

@@ -77,11 +77,11 @@ class CountingEncoder:
         self.encoder, self.file = encoder, file
         self.concurrency = encoder.concurrency
 
-    def encode_counted(self, inputs: Any, queries: Any = None) -> Any:
-        """Encode inputs as ``Encoder.encode_counted`` does, and log their number."""
+    def encode_with_counts(self, inputs: Any, queries: Any = None) -> Any:
+        """Encode inputs as ``Encoder.encode_with_counts`` does, and log their number."""
         with self.file.open("a") as stream:
             print(len(inputs), file=stream)
-        return self.encoder.encode_counted(inputs, queries)
+        return self.encoder.encode_with_counts(inputs, queries)
 
     def queries(self, texts: Any) -> Any:
         """Return the queries of texts as ``Encoder.queries`` does."""

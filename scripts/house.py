@@ -86,7 +86,7 @@ class House:
         cycles_typing: import cycles when imports under TYPE_CHECKING count as well.
         mentions: number of modules that mention each word of ``WORDS``.
         costs: shipped files that mention the example of each kind of addition.
-        kinds_told_apart: ``isinstance`` calls outside ``kinds/`` that ask for the kind of task.
+        kind_checks: ``isinstance`` calls outside ``kinds/`` that ask for the kind of task.
     """
 
     files: int
@@ -102,7 +102,7 @@ class House:
     cycles_typing: list[list[str]]
     mentions: dict[str, int]
     costs: dict[str, list[str]]
-    kinds_told_apart: list[str]
+    kind_checks: list[str]
 
 
 def measure(package: Path) -> House:
@@ -148,7 +148,7 @@ def measure(package: Path) -> House:
         cycles_typing=cycles(edges["load"], edges["lazy"], edges["typing"]),
         mentions={word: sum(mentions(word, text) for text in sources.values()) for word in WORDS},
         costs={what: files_with(word, package) for what, word in EXAMPLES.items()},
-        kinds_told_apart=[
+        kind_checks=[
             f"{name}: {ast.unparse(node)}"
             for name, tree in trees.items()
             if not name.startswith(f"{package.name}.kinds.")
@@ -328,7 +328,7 @@ def rows(house: House) -> dict[str, str]:
     }
     table[f"functions with {MANY} or more parameters"] = str(len(house.many_parameters))
     table["options declared twice"] = str(len(house.declared_twice))
-    table["checks for the kind of task outside `kinds/`"] = str(len(house.kinds_told_apart))
+    table["checks for the kind of task outside `kinds/`"] = str(len(house.kind_checks))
     cycle_groups = {
         "import cycles": house.cycles_load,
         "import cycles, lazy imports included": house.cycles_lazy,

@@ -122,15 +122,15 @@ def run_check(name: str, bound: float, measure: Measure) -> Check:
 def _list_checks(bench: CheckEnvironment) -> Iterator[tuple[str, float, Measure]]:
     exact = BOUNDS["float32"]
     dtype: DtypeOrAuto = "auto" if bench.cuda else "bfloat16"
-    measure_own, compare_with = partial(_measure_encoder, bench), partial(_compare_encoders, bench)
+    measure, compare_with = partial(_measure_encoder, bench), partial(_compare_encoders, bench)
     for shape in get_args(Shape):
-        yield f"{shape}: packed = padded", exact, partial(measure_own, packing_difference, shape)
+        yield f"{shape}: packed = padded", exact, partial(measure, packing_difference, shape)
         # The attention kernel for variable lengths supports 16 bit only.
-        in_16_bit = partial(measure_own, packing_difference, shape, dtype)
+        in_16_bit = partial(measure, packing_difference, shape, dtype)
         yield f"{shape}: packed = padded, 16 bit", BOUNDS["bfloat16"], in_16_bit
-        yield f"{shape}: alone = in a batch", exact, partial(measure_own, alone_difference, shape)
+        yield f"{shape}: alone = in a batch", exact, partial(measure, alone_difference, shape)
         yield f"{shape}: CUDA = CPU", exact, partial(compare_with, shape, device="cpu")
-    shared = partial(measure_own, sharing_difference, "mistral-7b")
+    shared = partial(measure, sharing_difference, "mistral-7b")
     yield "mistral-7b: shared prefixes = not shared", exact, shared
     folded = partial(compare_with, "nv-embed-v2", fold_latents=False)
     yield "nv-embed-v2: folded = not folded", exact, folded
@@ -173,18 +173,18 @@ def packing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tupl
     if not torch_engine(encoder).packs:
         raise RuntimeError("packed rows had wrong vectors when it was loaded, so rows are padded")
     with engine_settings(torch_engine(encoder)):
-        packed = encoder.encode_counted(inputs).vectors
+        packed = encoder.encode_with_counts(inputs).vectors
     with engine_settings(torch_engine(encoder), packs=False):
-        padded = encoder.encode_counted(inputs).vectors
+        padded = encoder.encode_with_counts(inputs).vectors
     return distance(packed, padded), torch_engine(encoder).kernel_name
 
 
 def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return the distance of vectors with and without shared prefixes, and the saved tokens."""
     with engine_settings(torch_engine(encoder), shares=True):
-        shared = encoder.encode_counted(inputs)
+        shared = encoder.encode_with_counts(inputs)
     with engine_settings(torch_engine(encoder)):
-        whole = encoder.encode_counted(inputs)
+        whole = encoder.encode_with_counts(inputs)
     if not shared.n_computed < whole.n_computed:
         raise RuntimeError("no prefix was shared")
     saved = f"{whole.n_computed / shared.n_computed:.1f} times fewer tokens"
@@ -193,8 +193,8 @@ def sharing_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tupl
 
 def alone_difference(encoder: Encoder, inputs: Sequence[EncoderInput]) -> tuple[float, str]:
     """Return the distance of vectors of a batch and of inputs that are encoded one by one."""
-    together = encoder.encode_counted(inputs).vectors
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in inputs])
+    together = encoder.encode_with_counts(inputs).vectors
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in inputs])
     return distance(together, alone), ""
 
 
@@ -381,14 +381,14 @@ def _compare_halved(bench: CheckEnvironment) -> tuple[float, str]:
     encoder = Encoder(bench.resolve("mistral-7b", max_tokens_per_batch=2**16, max_length=512))
     inputs = long_inputs(64, instruct=True)
     with engine_settings(torch_engine(encoder)):
-        whole = encoder.encode_counted(inputs).vectors
+        whole = encoder.encode_with_counts(inputs).vectors
         before = torch_engine(encoder).budget
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(bench.device).total_memory
         limit = (torch.cuda.memory_reserved(bench.device) + _SPARE_BYTES) / total
         try:
             torch.cuda.set_per_process_memory_fraction(limit, bench.device)
-            halved = encoder.encode_counted(inputs).vectors
+            halved = encoder.encode_with_counts(inputs).vectors
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
     if torch_engine(encoder).budget >= before:
@@ -408,4 +408,4 @@ def _compare_two_processes(bench: CheckEnvironment) -> tuple[float, str]:
 
 
 def _encode(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> Vectors:
-    return Encoder(resolved).encode_counted(inputs).vectors
+    return Encoder(resolved).encode_with_counts(inputs).vectors

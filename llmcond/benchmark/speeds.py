@@ -238,9 +238,9 @@ def _run_checks(loaded: _Loaded, must_pack: bool) -> Iterator[Check]:
         return packing_difference(encoder, inputs)
 
     def folded() -> tuple[float, str]:
-        vectors = encoder.encode_counted(inputs).vectors
+        vectors = encoder.encode_with_counts(inputs).vectors
         with loaded.unfolded():
-            return distance(vectors, encoder.encode_counted(inputs).vectors), ""
+            return distance(vectors, encoder.encode_with_counts(inputs).vectors), ""
 
     yield run_check(f"{loaded.title}: packed = padded", bound, packed)
     alone = partial(alone_difference, encoder, inputs)
@@ -260,7 +260,7 @@ def _list_ways(loaded: _Loaded) -> Iterator[_Way]:
     engine = torch_engine(encoder)
 
     def computed(inputs: Sequence[EncoderInput]) -> int:
-        return encoder.encode_counted(inputs).n_computed
+        return encoder.encode_with_counts(inputs).n_computed
 
     def engine_way(name: str, within: Callable[[], AbstractContextManager[Any]]) -> _Way:
         return _Way(name, encoder.encode, computed, within)
@@ -348,7 +348,7 @@ def _measure(
                 memory[way.name] = peak_memory(device)
     if not working_ways:
         return
-    tokens = int(encoder.encode_counted(inputs).n_tokens.sum())
+    tokens = int(encoder.encode_with_counts(inputs).n_tokens.sum())
     flops = linear_flops(encoder.resolved)
     for way in working_ways:
         seconds = statistics.median(turn for turn, _ in turns[way.name])
@@ -379,7 +379,7 @@ def _measure(
 
 def _median_ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
     pairs = zip(turns, others, strict=True)
-    return statistics.median(other_time / own_time for (own_time, _), (other_time, _) in pairs)
+    return statistics.median(peer_time / time for (time, _), (peer_time, _) in pairs)
 
 
 def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:
@@ -390,7 +390,7 @@ def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile
         engine_settings(torch_engine(encoder)),
         torch.profiler.profile(activities=kinds) as profiler,
     ):
-        encoder.encode_counted(inputs)
+        encoder.encode_with_counts(inputs)
         synchronize(encoder.resolved.device)
     timed = [
         (event.key, event.self_device_time_total if gpu else event.self_cpu_time_total, event.count)

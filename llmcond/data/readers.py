@@ -198,9 +198,9 @@ class MissingColumnError(UserError):
         finding: the sentence about the missing column, without advice.
     """
 
-    def __init__(self, found: str, advice: str) -> None:
-        super().__init__(f"{found} {advice}")
-        self.finding = found
+    def __init__(self, finding: str, advice: str) -> None:
+        super().__init__(f"{finding} {advice}")
+        self.finding = finding
 
 
 def suffix_of(path: str) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_list
+from llmcond.deprecation import renamed_methods
 from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
 from llmcond.encoders.engine.routing import (
     group_routed_inputs,
@@ -118,6 +119,7 @@ def _load_engines(
     return loaded
 
 
+@renamed_methods(encode_counted="encode_with_counts")
 class Encoder:
     """A frozen encoder on one device, as returned by ``load_encoder``.
 
@@ -250,7 +252,7 @@ class Encoder:
             )
         return vectors
 
-    def encode_counted(
+    def encode_with_counts(
         self,
         inputs: Sequence[EncoderInput],
         queries: RouterQueries | None = None,

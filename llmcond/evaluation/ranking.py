@@ -397,9 +397,9 @@ def score_rankings(
         return [
             QuerySubset(0, {metric.name: Estimate(np.nan) for metric in metrics}) for _ in systems
         ]
-    chosen_ranks, strata = (
+    selected_ranks, strata = (
         [system[:, mask] for system in systems],
         np.asarray(stratum[mask], float),
     )
-    resampled = bootstrap_metrics(chosen_ranks, strata, group[mask], metrics, resamples)
+    resampled = bootstrap_metrics(selected_ranks, strata, group[mask], metrics, resamples)
     return [QuerySubset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]

@@ -224,7 +224,7 @@ class PartEncoder:
     def encode(self, part: EncodingPart) -> Encoded:
         """Return the vectors of a part."""
         if not part.units:
-            return self._encoder.encode_counted(part.inputs)
+            return self._encoder.encode_with_counts(part.inputs)
         # The limit covers at least one window, as each of its parts may need nearly all its
         # routers.
         if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
@@ -234,7 +234,7 @@ class PartEncoder:
             queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
                 self._encoder, texts
             )
-        return self._encoder.encode_counted(part.inputs, queries)
+        return self._encoder.encode_with_counts(part.inputs, queries)
 
 
 class _RoutingUnit:

@@ -138,8 +138,8 @@ class BucketLocation:
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = parent.lstat()
-            is_own = not hasattr(os, "getuid") or state.st_uid == os.getuid()
-            if not (is_own and stat.S_ISDIR(state.st_mode)) or state.st_mode & 0o022:
+            is_owner = not hasattr(os, "getuid") or state.st_uid == os.getuid()
+            if not (is_owner and stat.S_ISDIR(state.st_mode)) or state.st_mode & 0o022:
                 raise UserError(
                     f"{parent} is the folder of locks and temporary files, but it is not your "
                     "folder, or other users can write to it. Remove it, or set TMPDIR to another "

@@ -92,7 +92,7 @@ class TrainedModel(nn.Module, Generic[R, F]):
         """Return a copy of the current head as a fitted head."""
         # Dropout is seeded again before each use, and some generators cannot be copied.
         self.head.seed_dropout(None)
-        module, family = copy.deepcopy(self.head).finished(), type(self.head)
+        module, family = copy.deepcopy(self.head).freeze(), type(self.head)
         fitted: Any = fitted_class(family)
         head: F = fitted(self.kind, family, module, self.seed, FitReport(record or {}))
         return head

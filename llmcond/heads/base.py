@@ -31,7 +31,7 @@ class FittedModule:
     Attributes:
         kind: name of its family in recipes and in head.json.
         family: class of the module, or of each member of an ensemble.
-        module: the module with its parameters, as ``HeadModule.finished`` returns it.
+        module: the module with its parameters, as ``HeadModule.freeze`` returns it.
         seed: random seed of initialisation, dropout and row order.
         fit: record of the fit.
         Sizes: dataclass of the sizes that the module's constructor takes besides its settings; they

@@ -121,13 +121,13 @@ class HeadTrainer(ABC, Generic[M, H]):
         """Return additional entries of the fit's record for this kind of head."""
         return {}
 
-    def finished_copy(self) -> M:
+    def frozen_copy(self) -> M:
         """Return a copy of the module for a fitted head; the state of dropout is unchanged."""
         state = {name: value.clone() for name, value in self.module.state_dict().items()}
         with torch.device("meta"):
             copied = HeadTrainer.create_module(self)
         copied.load_state_dict(state, assign=True)
-        return copied.finished()
+        return copied.freeze()
 
     def run(self, on_epoch: OnEpoch) -> tuple[M, FitReport]:
         """Fit the module; return it on the CPU, as it was after the best epoch, and the record.
@@ -138,7 +138,7 @@ class HeadTrainer(ABC, Generic[M, H]):
         module, groups, settings = self.module, self.parameter_groups(), self.settings
         if not any(value.numel() for value in groups[0]["params"]):
             note = "the head has no parameters, so nothing is fitted"
-            return module.finished(), FitReport({"selected_on": None}, (note,))
+            return module.freeze(), FitReport({"selected_on": None}, (note,))
         module.seed_dropout(self.seed)
         module.multiply_in_bfloat16(self.in_bfloat16())
         module.to(self.device)
@@ -158,7 +158,7 @@ class HeadTrainer(ABC, Generic[M, H]):
             **self.record(),
             "curve": curve,
         }
-        return module.finished(), FitReport(record)
+        return module.freeze(), FitReport(record)
 
     def _run_epochs(
         self, optimiser: torch.optim.Optimizer, on_epoch: OnEpoch
@@ -220,7 +220,7 @@ def fit_members(
     if members == 1:
         return module, fit
     curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
-    ensemble = Ensemble([module for module, _ in fitted]).finished()
+    ensemble = Ensemble([module for module, _ in fitted]).freeze()
     return ensemble, FitReport({**fit.record, "members": curves}, fit.notes)
 
 
@@ -385,7 +385,7 @@ def fit_recipe(
     else:
         module = family(recipe.settings, pairs.dim, pairs.dim_condition)
         fit = module.solve(pairs, seed)
-        module.finished()
+        module.freeze()
     return FittedHead(recipe.kind, family, module, seed, fit)
 
 

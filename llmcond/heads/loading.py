@@ -97,7 +97,7 @@ def restore_head(files: HeadFiles, expected_class: type[F]) -> F:
     except (ArithmeticError, KeyError, RuntimeError, SafetensorError, ValueError) as error:
         raise damaged_weights_error(path, kind, error) from error
     return restored(
-        kind, family, module.finished(), description["seed"], FitReport(description["fit"])
+        kind, family, module.freeze(), description["seed"], FitReport(description["fit"])
     )
 
 

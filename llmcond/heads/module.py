@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from typing_extensions import override
 
 from llmcond.arrays import Array, MatrixLike
+from llmcond.deprecation import renamed_methods
 from llmcond.heads.numpy_heads import DenseLayer
 from llmcond.heads.pairs import FitReport, PairArrays
 from llmcond.heads.settings import Activation
@@ -56,6 +57,7 @@ class Batch(NamedTuple):
         return Batch(*moved)  # type: ignore[arg-type]
 
 
+@renamed_methods(finished="freeze")
 class HeadModule(nn.Module):
     """Base class of heads, which map features of sentences, and of conditions, to embeddings.
 
@@ -315,7 +317,7 @@ class HeadModule(nn.Module):
             )
         return values * scale.mul_(65_536 / threshold)
 
-    def finished(self) -> Self:
+    def freeze(self) -> Self:
         """Prepare the module for a fitted head: on the CPU, in eval mode, without gradients.
 
         Returns:

@@ -88,7 +88,7 @@ def _conditions_table(rows: JsonRows, scope: str) -> Table:
 def _format_score(metric: Metric, row: Mapping[str, Any], key: str) -> str:
     if row[key] is None:
         return "–"
-    return estimate_text(metric, Estimate.of_json(row[key], row[f"{key}_ci"]))
+    return estimate_text(metric, Estimate.from_json(row[key], row[f"{key}_ci"]))
 
 
 def _examples_table(head: Mapping[str, Any], side: str) -> Table:

@@ -170,7 +170,7 @@ def _format_folds(folds: Mapping[str, Any]) -> dict[str, Any]:
 
     def format_score(scores: Mapping[str, Any]) -> str:
         interval = scores[f"{metric.name}_ci"]
-        return estimate_text(metric, Estimate.of_json(scores[metric.name], interval))
+        return estimate_text(metric, Estimate.from_json(scores[metric.name], interval))
 
     return {
         "n": folds["folds"],
@@ -197,7 +197,7 @@ def _score_cells(row: Mapping[str, Any], metrics: Sequence[Metric]) -> list[str]
     for metric in metrics:
         cells.append(metric.format(row[metric.name]))
         if not metric.secondary:
-            estimate = Estimate.of_json(row[metric.name], row[f"{metric.name}_ci"])
+            estimate = Estimate.from_json(row[metric.name], row[f"{metric.name}_ci"])
             cells.append(range_text(metric, estimate.low, estimate.high) or "–")
     return cells
 

@@ -12,6 +12,7 @@ import numpy as np
 from llmcond.arrays import Matrix, SharedRows, as_list
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
+from llmcond.deprecation import renamed_methods
 from llmcond.encoders import resolve_base
 from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart, FeatureView
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from llmcond.heads.base import ConditionCache
 
 
+@renamed_methods(encode_counted="encode_with_counts")
 @dataclass(frozen=True, slots=True, repr=False)
 class Embedder(SimilarityModel):
     """A model that embeds texts under conditions.
@@ -166,7 +168,7 @@ class Embedder(SimilarityModel):
         vectors = self.encoder.encode(distinct, show_progress=show_progress)
         return self.embed_vectors(texts, distinct, vectors)
 
-    def encode_counted(self, rows: Sequence[tuple[str, str]]) -> Encoded:
+    def encode_with_counts(self, rows: Sequence[tuple[str, str]]) -> Encoded:
         """Embed (sentence, condition) rows and count their tokens, on the calling thread.
 
         The embeddings are not normalised; see ``normalise_vectors``. A row's token count covers all
@@ -184,7 +186,7 @@ class Embedder(SimilarityModel):
         """
         inputs = list(self.view.inputs(rows))
         distinct = list(dict.fromkeys(inputs))
-        encoded = self.encoder.encode_counted(distinct)
+        encoded = self.encoder.encode_with_counts(distinct)
         position = {item: index for index, item in enumerate(distinct)}
         positions = np.array([position[item] for item in inputs]).reshape(len(rows), -1)
         return replace(

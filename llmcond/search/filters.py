@@ -138,8 +138,8 @@ class _Parser:
         """Raise an error about the character at ``start``, by default that of the next token."""
         if start is None:
             token = self._tokens[self._next]
-            start, found_text = token.start, shortened_repr(token.text) if token.text else "the end"
-            problem = f"{problem}, got {found_text}"
+            start, token_text = token.start, shortened_repr(token.text) if token.text else "the end"
+            problem = f"{problem}, got {token_text}"
         problem += "" if problem.endswith("?") else "."
         raise UserError(
             f"the filter {shortened_repr(self._text)} cannot be applied: character {start + 1}: "

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 from llmcond.arrays import as_list
 from llmcond.conditions import Condition
 from llmcond.data.guides import LabelledTexts, check_labelled
+from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.evaluation.condition_checks import (
     MOST_TEXTS,
@@ -71,6 +72,7 @@ class SearchOptions(TypedDict, total=False):
     prepare: bool
 
 
+@renamed_methods(follow="add_guide")
 class Index:
     """A collection of texts on disk that is searched under any condition.
 
@@ -400,9 +402,9 @@ class Index:
                 if the folder cannot be written.
             DiskFullError: if there is not enough space.
         """
-        self.follow(check_labelled(condition, as_list(texts), as_list(labels)))
+        self.add_guide(check_labelled(condition, as_list(texts), as_list(labels)))
 
-    def follow(self, labelled: LabelledTexts) -> None:
+    def add_guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide on labelled texts and save it, as ``guide`` does.
 
         Args:

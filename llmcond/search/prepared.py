@@ -75,9 +75,9 @@ class PreparedSearch:
         mask = None if where is None else version.table.match_filter(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
         if n < k:
-            where_found = "in the index" if mask is None else "that match the filter"
+            origin = "in the index" if mask is None else "that match the filter"
             log.info(
-                f"only {format_count(n, 'text')} {where_found}: fewer than the {k:,} hits requested"
+                f"only {format_count(n, 'text')} {origin}: fewer than the {k:,} hits requested"
             )
         return cls(version, weights, mask, n, min(k, n), explain)
 

@@ -57,11 +57,11 @@ class ServedModel:
         counted.
 
         Raises:
-            LlmcondError: for the reasons of ``Embedder.encode_counted`` or
+            LlmcondError: for the reasons of ``Embedder.encode_with_counts`` or
                 ``CrossEncoder.similarity``.
         """
         if isinstance(self.model, Embedder):
-            return self.model.encode_counted([(text, condition) for text, condition in rows])
+            return self.model.encode_with_counts([(text, condition) for text, condition in rows])
         from llmcond.encoders.encoder import Encoded
 
         similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from llmcond import plugins
 from llmcond.data.datasets import DataOptions
+from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError
 from llmcond.metrics import Metric, choose_metrics
 
@@ -52,6 +53,12 @@ class Data(Protocol):
 D = TypeVar("D", bound=Data)
 
 
+@renamed_methods(
+    counted="count_examples",
+    refuse_leaks_option="reject_leaks_option",
+    refuse_column_options="reject_column_options",
+    refuse_rated_options="reject_rated_options",
+)
 class AnyTask(ABC, Generic[D]):
     """Base class of all tasks.
 
@@ -113,7 +120,7 @@ class AnyTask(ABC, Generic[D]):
             LlmcondError: the stored dataset does not match the record.
         """
 
-    def refuse_leaks_option(self, data: DataOptions) -> None:
+    def reject_leaks_option(self, data: DataOptions) -> None:
         """Raise an error for ``--drop-leaks``, which only dialogues support.
 
         Args:
@@ -127,7 +134,7 @@ class AnyTask(ABC, Generic[D]):
                 f"--drop-leaks is for dialogues, but the task is {self.name}. Leave it out."
             )
 
-    def refuse_column_options(self, data: DataOptions) -> None:
+    def reject_column_options(self, data: DataOptions) -> None:
         """Raise an error for column names and a rating range, which only rated pairs support.
 
         Args:
@@ -142,7 +149,7 @@ class AnyTask(ABC, Generic[D]):
                 f"{self.name} has none. Leave them out."
             )
 
-    def refuse_rated_options(self, data: DataOptions, fields_text: str) -> None:
+    def reject_rated_options(self, data: DataOptions, fields_text: str) -> None:
         """Raise an error for options that only rated rows support.
 
         Args:
@@ -152,7 +159,7 @@ class AnyTask(ABC, Generic[D]):
         Raises:
             UserError: columns or a rating range were given, or the template names a column.
         """
-        self.refuse_column_options(data)
+        self.reject_column_options(data)
         if data.extra:
             raise UserError(
                 f"the template names the column {data.extra[0]!r}, but the task {self.name} has "
@@ -160,7 +167,7 @@ class AnyTask(ABC, Generic[D]):
             )
 
     @abstractmethod
-    def counted(self, dataset: D) -> str:
+    def count_examples(self, dataset: D) -> str:
         """Return the number of examples in each split, for messages.
 
         Args:

@@ -54,11 +54,11 @@ class Task(AnyTask[Dataset]):
         Raises:
             UserError: an option is for another kind of task.
         """
-        self.refuse_leaks_option(data)
+        self.reject_leaks_option(data)
         return data.with_defaults(DataOptions(None, asdict(self.columns), asdict(self.scale)))
 
     @override
-    def refuse_column_options(self, data: DataOptions) -> None:
+    def reject_column_options(self, data: DataOptions) -> None:
         """Accept column names and a rating range, which rated pairs support."""
 
     @override
@@ -104,7 +104,7 @@ class Task(AnyTask[Dataset]):
         )
 
     @override
-    def counted(self, dataset: Dataset) -> str:
+    def count_examples(self, dataset: Dataset) -> str:
         return ", ".join(f"{len(rows):,} {n}" for n, rows in dataset.splits.items()) + " rows"
 
     def _with_conditioned(self, rows: Rows) -> Rows:

@@ -103,8 +103,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         clusterings=clusterings,
     )
     if out is not None:
-        kept_columns = {name: collection.columns[name] for name in keep}
-        _write_table(out, {column: collection.texts, **kept_columns}, clusterings, columns)
+        extra_columns = {name: collection.columns[name] for name in keep}
+        _write_table(out, {column: collection.texts, **extra_columns}, clusterings, columns)
     _log_quality(clusterings, method, guide is not None)
     if options.check and guide is None:
         _log_condition_checks(conditions, samples, run_folder)

@@ -258,17 +258,17 @@ def _write_parquet(
     import pyarrow.parquet as pq
 
     text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
-    kept_columns = {name: to_arrow(values) for name, values in texts.extra.items()}
-    types = {name: column.type for name, column in kept_columns.items()}
+    extra_columns = {name: to_arrow(values) for name, values in texts.extra.items()}
+    types = {name: column.type for name, column in extra_columns.items()}
     schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
     with pq.ParquetWriter(path.absolute(), schema) as writer:
         for vectors in blocks:
             stop = start + len(vectors)
             flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
             embedding = pa.FixedSizeListArray.from_arrays(flat, dim)
-            kept_slices = [column[start:stop] for column in kept_columns.values()]
+            extra_slices = [column[start:stop] for column in extra_columns.values()]
             columns = [
-                *kept_slices,
+                *extra_slices,
                 texts.sentences[start:stop],
                 texts.conditions[start:stop],
                 embedding,

@@ -139,7 +139,7 @@ class StreamModel:
         """
         embedder, dtype = self.embedder, self._model.run.manifest["store_dtype"]
         distinct = list(dict.fromkeys(self.view.inputs(rows)))
-        encoded = embedder.encoder.encode_counted(distinct, threads=True)
+        encoded = embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
             features = encoded.vectors.astype(dtype)
         finite = np.isfinite(features).all(axis=1)
@@ -262,10 +262,10 @@ class UnitEmbedder:
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
         dim = vectors.shape[1]
         flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
-        kept_columns = [table[name] for name in columns.keep.names]
+        extra_columns = [table[name] for name in columns.keep.names]
         new_columns = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
         written = self._output.write_unit(
-            unit, pa.table([*kept_columns, *new_columns], job.schema(dim))
+            unit, pa.table([*extra_columns, *new_columns], job.schema(dim))
         )
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
         return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)

@@ -105,7 +105,7 @@ def _combine_members(job: RatedJob, members: Sequence[dict[str, Any]]) -> dict[s
     selected_on = "dev" if is_selected_on_dev(members[0]) else None
     record = {"selected_on": selected_on, **job.record_fields()}
     member_head, _ = load_head(folders[0] / "heads" / members[0]["head"])
-    module = member_head.family(member_head.settings, len(members) * member_head.dim_in).finished()
+    module = member_head.family(member_head.settings, len(members) * member_head.dim_in).freeze()
     head = FittedHead(member_head.kind, member_head.family, module, job.seed, FitReport(record))
     log.info(f"the ensemble of {len(members)}:")
     trained_head, seconds = job.save(head), sum(member["seconds"] for member in members)

@@ -164,7 +164,7 @@ def _choose_rows(run: Run, options: DataOptions, split: str | None) -> tuple[Row
 def _check_options(run: AnyRun, options: EvaluateOptions) -> None:
     """Raise a UserError for options that another kind of task than the run's has."""
     data = options.data_options()
-    run.task.refuse_column_options(data)
+    run.task.reject_column_options(data)
     if data.source is None and (data.columns or data.scale):
         raise UserError(
             "--columns, --rating-range and --unrated say how the file of --data is read, and "
@@ -197,7 +197,7 @@ def read_ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]
     if options.data is None:
         split = run.scored_split(options.split)
         return run.data, split, split
-    data, split = run.task.with_others(run.data, options.data_options(), options.split)
+    data, split = run.task.add_external_data(run.data, options.data_options(), options.split)
     return data, OTHER_SPLIT, split
 
 

@@ -268,7 +268,8 @@ def read_data(task: AnyTask[D], data: DataOptions) -> D:
     """Read a dataset, and log its size, decisions made while reading, and oddities."""
     dataset = task.read(data)
     sample = "the bundled sample, as no --data is given"
-    log.info(f"data: {sample if data.source is None else dataset.source} ({task.counted(dataset)})")
+    source = sample if data.source is None else dataset.source
+    log.info(f"data: {source} ({task.count_examples(dataset)})")
     for text in dataset.notes:
         log.info(text)
     find_kind(task.kind).log_data(dataset)

@@ -96,7 +96,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
             **model_options,
         )
     for guide_texts in labelled:
-        index.follow(guide_texts)
+        index.add_guide(guide_texts)
     if _removes_guide(guide):
         for condition in conditions:
             index.unguide(condition)

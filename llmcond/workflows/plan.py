@@ -290,7 +290,7 @@ def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[Enco
     count = workers.concurrency.threads
     parts = [part for part in (inputs[first::count] for first in range(count)) if part]
     began = time.monotonic()
-    list(workers.map(encoder.encode_counted, parts))
+    list(workers.map(encoder.encode_with_counts, parts))
     return time.monotonic() - began
 
 

@@ -89,7 +89,7 @@ class TrainingResult(Displayed):
         """The scores on test, or on dev if there is no test split; empty without rated rows."""
         scores = self.record.get("scores", ())[-1:]
         return {
-            name: Estimate.of_json(row[name], row[f"{name}_ci"])
+            name: Estimate.from_json(row[name], row[f"{name}_ci"])
             for row in scores
             for name in row
             if f"{name}_ci" in row

@@ -185,22 +185,22 @@ def test_full_shapes_have_parameter_counts_of_their_models(tmp_path):
 
 
 def test_inputs_have_lengths_of_their_names(mistral):
-    counts = mistral.encode_counted(csts_inputs(100, instruct=True)).n_tokens
+    counts = mistral.encode_with_counts(csts_inputs(100, instruct=True)).n_tokens
     assert 30 < counts.mean() < 60
     long = long_inputs(3, instruct=True)
-    assert mistral.encode_counted(long).n_tokens.min() > 512
+    assert mistral.encode_with_counts(long).n_tokens.min() > 512
     shortened = [
         shorten_input(item, 512, lambda candidate: mistral._tokenizer([candidate])[0].n_tokens)
         for item in long
     ]
-    tokens = mistral.encode_counted(shortened).n_tokens
+    tokens = mistral.encode_with_counts(shortened).n_tokens
     assert 490 < tokens.min() <= tokens.max() <= 512
     inputs = branching_inputs(32, 8, instruct=True)
     assert len({item.instruction for item in inputs}) == 4
     assert len({item.text for item in inputs[:8]}) == 8
     with checks.engine_settings(mistral.engine, shares=True):
-        shared = mistral.encode_counted(inputs).n_computed
-    assert mistral.encode_counted(inputs).n_tokens.sum() > 3 * shared
+        shared = mistral.encode_with_counts(inputs).n_computed
+    assert mistral.encode_with_counts(inputs).n_tokens.sum() > 3 * shared
 
 
 def test_peers_compute_same_vectors(mistral):

@@ -40,7 +40,7 @@ def test_each_check_passes_on_gpu(gpu: StandIn, tmp_path: Path, name: str) -> No
 
 def encode_on_gpu(resolved: ResolvedEncoder, inputs: Sequence[EncoderInput]) -> checks.Vectors:
     with StandIn() as gpu:
-        vectors = Encoder(resolved).encode_counted(inputs).vectors
+        vectors = Encoder(resolved).encode_with_counts(inputs).vectors
         assert gpu.n_launches > 0
     return vectors
 

@@ -47,7 +47,7 @@ def test_host_waits_once_per_batch(
         inputs = [dataclasses.replace(item, instruction="", router=router) for item in inputs]
     gpu.reset()
 
-    encoder.encode_counted(inputs, queries)
+    encoder.encode_with_counts(inputs, queries)
 
     assert not gpu.waits, gpu.report()
     assert not gpu.unpinned, gpu.report()
@@ -60,7 +60,7 @@ def test_launches_do_not_grow_with_inputs(gpu: StandIn, tmp_path: Path, shape: s
     launches = []
     for n in (32, 256):
         gpu.reset()
-        encoder.encode_counted(make_inputs(encoder.resolved, n))
+        encoder.encode_with_counts(make_inputs(encoder.resolved, n))
         launches.append(gpu.n_launches)
     assert launches[1] == launches[0]
 
@@ -71,7 +71,7 @@ def test_launches_at_most_double_without_varlen_attention(gpu: StandIn, tmp_path
         encoder = load_gpu_encoder(tmp_path, "minilm", dtype)
         inputs = make_inputs(encoder.resolved, 256)
         gpu.reset()
-        encoder.encode_counted(inputs)
+        encoder.encode_with_counts(inputs)
         launches[dtype] = gpu.n_launches
     assert launches["float32"] <= 2 * launches["bfloat16"]
 
@@ -95,7 +95,7 @@ def test_router_inside_encoder_matches_cpu(tmp_path: Path, name: str, mode: str)
             encoder = load_encoder(
                 str(tmp_path / "model"), like=case.like, dtype="float32", device=device, **options
             )
-            vectors.append(encoder.encode_counted(inputs).vectors)
+            vectors.append(encoder.encode_with_counts(inputs).vectors)
     assert distance(*vectors) <= 1e-4
     assert distance(vectors[0][0::2], vectors[0][1::2]) > 0
 
@@ -103,12 +103,12 @@ def test_router_inside_encoder_matches_cpu(tmp_path: Path, name: str, mode: str)
 def test_encoder_and_batches_free_their_memory(gpu: StandIn, tmp_path: Path) -> None:
     encoder = load_gpu_encoder(tmp_path, "minilm", "bfloat16")
     inputs = make_inputs(encoder.resolved)
-    encoder.encode_counted(inputs)
+    encoder.encode_with_counts(inputs)
     gc.collect()
     used_by_weights = gpu.used[0]
 
     for _ in range(3):
-        encoder.encode_counted(inputs)
+        encoder.encode_with_counts(inputs)
     gc.collect()
 
     assert gpu.used[0] == used_by_weights
@@ -148,7 +148,7 @@ def test_memory_of_batch_stays_within_estimate(gpu: StandIn, tmp_path: Path, sha
     gpu.reset()
     before = gpu.used[0]
 
-    encoder.encode_counted(inputs)
+    encoder.encode_with_counts(inputs)
 
     expected = measure_footprint(encoder.engine.model.network).batch("bfloat16", 2_048)
     assert 0.3 * expected <= gpu.peak[0] - before <= expected
@@ -183,13 +183,13 @@ def test_encoder_on_several_gpus_packs_and_matches_cpu(
     inputs = csts_inputs(24, instruct=False)
     options = {"dtype": "float32", "pooling": "mean", "runtime": "torch"}
     cpu_encoder = load_encoder(folder, device="cpu", **options)
-    expected = cpu_encoder.encode_counted(inputs).vectors
+    expected = cpu_encoder.encode_with_counts(inputs).vectors
     size = measure_footprint(cpu_encoder.engine.model.network).weights(dtype, "none")
 
     with StandIn(gpus=2, gib=0.9 * size / 2**30) as gpu:
         encoder = load_encoder(folder, device=device, dtype=dtype, pooling="mean")
         assert min(gpu.used) > 0.1 * size
-        actual = encoder.encode_counted(inputs).vectors
+        actual = encoder.encode_with_counts(inputs).vectors
         assert encoder.engine.packs
         kernel = "varlen_attn" if dtype == "bfloat16" else "scaled_dot_product_attention"
         assert encoder.engine.kernel_name == kernel
@@ -237,10 +237,10 @@ def test_dtype_and_kernel_suit_gpu(
 ) -> None:
     resolved = CheckEnvironment("cpu", tmp_path).resolve(shape)
     inputs = make_inputs(resolved, 24)
-    expected = Encoder(resolved).encode_counted(inputs).vectors
+    expected = Encoder(resolved).encode_with_counts(inputs).vectors
     with StandIn(gib=16, capability=capability):
         encoder = load_gpu_encoder(tmp_path, shape, "auto")
-        actual = encoder.encode_counted(inputs).vectors
+        actual = encoder.encode_with_counts(inputs).vectors
     assert (encoder.identity.dtype, encoder.engine.kernel_name) == (dtype, kernel)
     assert distance(actual, expected) <= 0.1
 

@@ -56,13 +56,15 @@ def test_pooling_with_different_routers_and_settings_matches_cpu() -> None:
 def test_encoder_matches_cpu(tmp_path: Path) -> None:
     inputs = _make_inputs(20, ["the place", "how many people there are"])
     on_cpu = (
-        Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm")).encode_counted(inputs).vectors
+        Encoder(CheckEnvironment("cpu", tmp_path).resolve("minilm"))
+        .encode_with_counts(inputs)
+        .vectors
     )
 
     with StandIn():
         on_gpu = (
             Encoder(CheckEnvironment("cuda:0", tmp_path).resolve("minilm"))
-            .encode_counted(inputs)
+            .encode_with_counts(inputs)
             .vectors
         )
 
@@ -81,7 +83,7 @@ def test_launches_do_not_grow_with_inputs_or_routers(tmp_path: Path) -> None:
         ):
             queries = encoder.queries({item.router.text for item in inputs if item.router})
             gpu.reset()
-            encoder.encode_counted(inputs, queries)
+            encoder.encode_with_counts(inputs, queries)
             launches.append(gpu.n_launches)
 
     assert max(launches) <= 1.1 * launches[0], launches

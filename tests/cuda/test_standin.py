@@ -36,7 +36,7 @@ def test_copy_read_before_its_event_is_detected(
     copy_to_cpu = engine.copy_to_cpu
     monkeypatch.setattr(engine, "copy_to_cpu", lambda values: (copy_to_cpu(values)[0], None))
     with pytest.raises(RuntimeError, match=r"read before its event, encoders/engine/engine\.py"):
-        encoder.encode_counted(INPUTS)
+        encoder.encode_with_counts(INPUTS)
 
 
 def test_copy_from_unpinned_memory_is_detected(
@@ -48,7 +48,7 @@ def test_copy_from_unpinned_memory_is_detected(
     encoder = load(tmp_path)
     monkeypatch.setattr(forward, "move_to_device", copy_unpinned)
     with pytest.raises(RuntimeError, match="memory that is not pinned"):
-        encoder.encode_counted(INPUTS)
+        encoder.encode_with_counts(INPUTS)
 
 
 def test_wait_of_host_is_counted(
@@ -62,10 +62,10 @@ def test_wait_of_host_is_counted(
         return finish(instance, pooled)
 
     gpu.reset()
-    encoder.encode_counted(INPUTS)
+    encoder.encode_with_counts(INPUTS)
     assert not gpu.waits
     monkeypatch.setattr(engine.Engine, "finish", finish_with_wait)
-    encoder.encode_counted(INPUTS)
+    encoder.encode_with_counts(INPUTS)
     assert gpu.waits.total() == 1
 
 
@@ -82,7 +82,7 @@ def test_memory_of_retained_tensors_is_counted(
     gc.collect()
     before = gpu.used[0]
     monkeypatch.setattr(engine.Engine, "finish", finish_and_retain)
-    encoder.encode_counted(INPUTS)
+    encoder.encode_with_counts(INPUTS)
     gc.collect()
     assert gpu.used[0] == before + 8 * encoder.dim * 4
 

@@ -49,7 +49,7 @@ def test_guided_embeddings_follow_the_labels(embedder):
     assert (guided.encode(TEXTS, MOOD) == embedder.encode(TEXTS, MOOD)).all()
     similar = guided.similarity(TEXTS[8], TEXTS[9], LOCATION)
     assert similar == pytest.approx(float(after[0] @ after[1]), abs=1e-5)
-    assert guided.encode_counted([(TEXTS[8], LOCATION)]).vectors == pytest.approx(
+    assert guided.encode_with_counts([(TEXTS[8], LOCATION)]).vectors == pytest.approx(
         after[:1], abs=1e-4
     )
     # A guide replaces another one of the same condition, and is added to those of other conditions.

@@ -183,7 +183,7 @@ def short_encoder(tiny_checkpoint):
 
 
 def test_truncated_inputs_are_counted(short_encoder):
-    encoded = short_encoder.encode_counted(
+    encoded = short_encoder.encode_with_counts(
         plain_inputs(["red hat", "red " * 20, "red " * 6, "red " * 7])
     )
     assert encoded.n_tokens.tolist() == [4, 22, 8, 9]  # [CLS] and [SEP] included
@@ -191,10 +191,10 @@ def test_truncated_inputs_are_counted(short_encoder):
 
 
 def test_truncated_text_keeps_its_special_tokens(short_encoder):
-    truncated = short_encoder.encode_counted(
+    truncated = short_encoder.encode_with_counts(
         plain_inputs(["red green blue hat coat rain sun dogs people"])
     ).vectors
-    whole = short_encoder.encode_counted(plain_inputs(["red green blue hat coat rain"])).vectors
+    whole = short_encoder.encode_with_counts(plain_inputs(["red green blue hat coat rain"])).vectors
     np.testing.assert_array_equal(truncated, whole)
 
 
@@ -210,7 +210,7 @@ def test_vectors_of_windows_are_averaged(short_encoder, normalize):
     options = {"dtype": "float32", "device": "cpu", "max_length": 8, "normalize": normalize}
     encoder = load_encoder(folder, **options, long_texts="windows")
     windows = ["red green blue hat", "coat rain sun dogs people", "two three men women children"]
-    encoded = encoder.encode_counted(plain_inputs(["red hat", " ".join(windows)]))
+    encoded = encoder.encode_with_counts(plain_inputs(["red hat", " ".join(windows)]))
     assert (encoded.n_tokens.tolist(), encoded.truncated.any()) == ([4, 16], False)
     expected = encoder.encode(plain_inputs(windows)).mean(axis=0)
     if normalize:
@@ -229,7 +229,7 @@ def test_empty_text_without_special_tokens_gets_vector(tiny_checkpoint, tmp_path
     path = folder / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": None}))
     encoder = load_encoder(str(folder), dtype="float32", device="cpu")
-    encoded = encoder.encode_counted(plain_inputs(["", "red hat"]))
+    encoded = encoder.encode_with_counts(plain_inputs(["", "red hat"]))
     assert encoded.n_tokens.tolist() == [0, 2]
     np.testing.assert_allclose(np.linalg.norm(encoded.vectors, axis=1), 1, atol=1e-5)
 

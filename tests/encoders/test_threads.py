@@ -331,7 +331,7 @@ def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
     expected = [
         np.concatenate(
             [
-                encoder.encode_counted(items[start : start + 50]).vectors
+                encoder.encode_with_counts(items[start : start + 50]).vectors
                 for start in range(0, len(items), 50)
             ]
         )
@@ -350,7 +350,7 @@ def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
         user.join(PATIENCE)
     for number, items in enumerate(batches):
         np.testing.assert_allclose(vectors[number], expected[number], rtol=0, atol=1e-5)
-        encoded = encoder.encode_counted(items)
+        encoded = encoder.encode_with_counts(items)
         lengths = [len(item.text.split()) + 2 for item in items]
         assert encoded.n_tokens.tolist() == lengths
         assert 0 < encoded.n_computed <= sum(lengths)
@@ -368,7 +368,7 @@ def test_error_in_worker_is_raised_by_encode(encoders, monkeypatch):
             encoder.encode(items)
     finally:
         hook.remove()
-    assert np.isfinite(encoder.encode_counted(items).vectors).all()
+    assert np.isfinite(encoder.encode_with_counts(items).vectors).all()
 
 
 def test_cancelled_extraction_stops_between_batches(encoders):
@@ -386,7 +386,7 @@ def test_cancelled_extraction_stops_between_batches(encoders):
     hook = encoder.engine.model.network.register_forward_pre_hook(slow, with_kwargs=True)
     try:
         workers = WorkerThreads(encoder.concurrency)
-        results = workers.map(encoder.encode_counted, [[items[0]], items, items])
+        results = workers.map(encoder.encode_with_counts, [[items[0]], items, items])
         timer = threading.Timer(0.2, released.set)
         timer.start()
         next(results)
@@ -397,4 +397,4 @@ def test_cancelled_extraction_stops_between_batches(encoders):
     assert begun.is_set()
     # Without cancellation there would be hundreds.
     assert len(forwards) < 100
-    assert encoder.encode_counted(items[:5]).vectors.shape == (5, encoder.dim)
+    assert encoder.encode_with_counts(items[:5]).vectors.shape == (5, encoder.dim)

@@ -72,9 +72,9 @@ class RecordingEncoder:
         self.encoder = encoder
         self.batches = []
 
-    def encode_counted(self, inputs):
+    def encode_with_counts(self, inputs):
         self.batches.append(list(inputs))
-        return self.encoder.encode_counted(inputs)
+        return self.encoder.encode_with_counts(inputs)
 
 
 class LoggingEncoder:
@@ -83,10 +83,10 @@ class LoggingEncoder:
     def __init__(self, encoder, log):
         self.encoder, self.log, self.concurrency = encoder, log, encoder.concurrency
 
-    def encode_counted(self, inputs):
+    def encode_with_counts(self, inputs):
         with self.log.open("ab") as stream:
             stream.write(b"".join(item.key for item in inputs))
-        return self.encoder.encode_counted(inputs)
+        return self.encoder.encode_with_counts(inputs)
 
 
 class FailingEncoder:
@@ -97,7 +97,7 @@ class FailingEncoder:
         self.other_started, self.failing = threading.Event(), threading.Event()
         self.other = []
 
-    def encode_counted(self, inputs):
+    def encode_with_counts(self, inputs):
         if self.bad_input in inputs:
             assert self.other_started.wait(PATIENCE)
             self.failing.set()
@@ -108,7 +108,7 @@ class FailingEncoder:
             assert self.failing.wait(PATIENCE)
             # The error must be raised before these vectors are computed.
             time.sleep(0.1)
-        return self.encoder.encode_counted(inputs)
+        return self.encoder.encode_with_counts(inputs)
 
 
 def fail_to_load():
@@ -227,7 +227,7 @@ def test_stored_vectors_match_the_encoder(tmp_path, checkpoint, encoder):
     result = extract(
         [*inputs, *inputs[:10]], store, lambda: encoder, SilentProgress(), Chunking(CHUNK)
     )
-    expected = encoder.encode_counted(inputs)
+    expected = encoder.encode_with_counts(inputs)
     np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
     assert (result.n_inputs, result.n_computed, result.n_truncated) == (50, 50, 0)
     assert result.n_tokens == expected.n_tokens.sum()
@@ -289,9 +289,9 @@ def test_reported_time_excludes_loading(tmp_path, checkpoint, encoder, monkeypat
     monkeypatch.setattr("llmcond.features.extract.time", fake_time)
 
     class TimedEncoder(RecordingEncoder):
-        def encode_counted(self, inputs):
+        def encode_with_counts(self, inputs):
             clock[0] += 2
-            return super().encode_counted(inputs)
+            return super().encode_with_counts(inputs)
 
     def load():
         clock[0] += 100
@@ -442,7 +442,7 @@ def test_inputs_may_come_from_a_generator(tmp_path, checkpoint, encoder):
     # The number of inputs of a generator is unknown.
     assert progress.started == [(None, None)]
     assert sum(row[0] for row in progress.advanced) == 150
-    expected = encoder.encode_counted(inputs)
+    expected = encoder.encode_with_counts(inputs)
     assert (result.n_inputs, result.n_computed) == (150, 150)
     assert result.n_tokens == expected.n_tokens.sum()
     np.testing.assert_allclose(store.lookup(inputs).read(), expected.vectors, atol=1e-6)
@@ -479,7 +479,7 @@ def test_repeats_across_windows_are_encoded_and_counted_once(tmp_path, checkpoin
     encoded = [item for batch in recorder.batches for item in batch]
     assert sorted(encoded, key=INPUTS.index) == INPUTS[:96]
     assert (result.n_inputs, result.n_computed) == (96, 96)
-    assert result.n_tokens == encoder.encode_counted(INPUTS[:96]).n_tokens.sum()
+    assert result.n_tokens == encoder.encode_with_counts(INPUTS[:96]).n_tokens.sum()
     assert sum(row[0] for row in progress.advanced) == 96
 
 
@@ -649,7 +649,7 @@ def test_sharing_prefixes_changes_no_vector(tmp_path):
             Chunking(12, by_prefix=shared),
         )
         stores.append(store)
-        n_computed.append(encoder.encode_counted(inputs).n_computed)
+        n_computed.append(encoder.encode_with_counts(inputs).n_computed)
     assert stores[0].folder.name == stores[1].folder.name
     np.testing.assert_allclose(
         stores[0].lookup(inputs).read(), stores[1].lookup(inputs).read(), atol=1e-5

@@ -64,7 +64,7 @@ def test_rows_stored_meanwhile_are_not_added_again(store):
 
 def test_merging_keeps_files_of_active_writers(store, monkeypatch):
     monkeypatch.setattr("llmcond.features.fragments._MERGED_FRAGMENTS", 3)
-    monkeypatch.setattr("llmcond.lance_io._KEPT_VERSIONS", 1)
+    monkeypatch.setattr("llmcond.lance_io._RETAINED_VERSIONS", 1)
     other = FeatureStore(store.folder.parent, IDENTITY, "float32")
     with store.fragment_writer_claim(), other.fragment_writer_claim():
         fragment, files_of_writer = write_fragment_rows(store, range(8, 20)), list_data_files(store)

@@ -196,7 +196,7 @@ def test_dataset_is_created_only_once(store, other_machine):
 def test_merging_preserves_row_positions(bucket, store, monkeypatch):
     for name, value in (("_MERGED_FRAGMENTS", 4), ("_LARGEST_PART", 2), ("_FULL_ROWS", 60)):
         monkeypatch.setattr(fragments_module, name, value)
-    monkeypatch.setattr(lance_io, "_KEPT_VERSIONS", 2)
+    monkeypatch.setattr(lance_io, "_RETAINED_VERSIONS", 2)
     order = np.random.default_rng(2).permutation(100).tolist()
     add_rows(store, order[:5])
     old = FeatureStore(bucket, IDENTITY, "float32")

@@ -222,7 +222,7 @@ MANY_VECTORS = np.random.default_rng(1).normal(size=(600, 6)).astype(np.float32)
 
 
 #: Settings that merge after every few commits, and that keep no old version.
-EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_KEPT_VERSIONS": 1}
+EAGER = {"_MERGED_FRAGMENTS": 4, "_LARGEST_PART": 2, "_FULL_ROWS": 60, "_RETAINED_VERSIONS": 1}
 
 
 def merge_eagerly(set_attribute):

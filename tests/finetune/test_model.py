@@ -769,7 +769,7 @@ def train_briefly(trainable, steps=3):
 
 def has_changed(trainable, items, expected):
     """Return whether training changed the vectors by more than rounding does."""
-    before = Encoder(trainable.resolved).encode_counted(items).vectors
+    before = Encoder(trainable.resolved).encode_with_counts(items).vectors
     return are_different(before, expected)
 
 
@@ -788,7 +788,7 @@ def test_saved_adapter_gives_vectors_of_trained_network(name, prepare, tmp_path)
         for matrix in "AB"
     }
     assert replace(encoder.identity, weights="") == replace(trainable.resolved.identity, weights="")
-    assert_close(encoder.encode_counted(items).vectors, expected)
+    assert_close(encoder.encode_with_counts(items).vectors, expected)
     assert has_changed(trainable, items, expected)
 
 
@@ -804,7 +804,7 @@ def test_merged_adapter_gives_vectors_of_trained_network(name, prepare, tmp_path
         key for key in read_tensor_names(tmp_path / "out" / "model.safetensors") if "lora" in key
     ]
     assert not (tmp_path / "out" / "adapter_config.json").exists()
-    assert_close(encoder.encode_counted(items).vectors, expected, 1e-4)
+    assert_close(encoder.encode_with_counts(items).vectors, expected, 1e-4)
     if CASES[name].kind != "nv-embed":
         assert_transformers_loads(trainable, tmp_path / "out")
 
@@ -832,7 +832,7 @@ def test_fully_trained_encoder_gives_same_vectors_after_loading(name, prepare, t
     expected = compute_vectors(trainable, items)
     encoder = save_and_load(trainable, tmp_path / "out")
     # NV-Embed's latents are trained as they are, and folded when they are loaded.
-    assert_close(encoder.encode_counted(items).vectors, expected)
+    assert_close(encoder.encode_with_counts(items).vectors, expected)
     assert has_changed(trainable, items, expected)
     if CASES[name].kind != "nv-embed":
         assert_transformers_loads(trainable, tmp_path / "out")
@@ -868,10 +868,10 @@ def test_adapter_trained_on_4_bit_weights_is_loaded_again(prepare, name, tmp_pat
     encoder = save_and_load(trainable, tmp_path / "out", quantize="4bit")
     assert encoder.identity.quantize == "4bit"
     # For inference, some CPUs multiply 4-bit weights in bfloat16 whatever the dtype.
-    assert_close(encoder.encode_counted(items).vectors, expected, 0.05)
+    assert_close(encoder.encode_with_counts(items).vectors, expected, 0.05)
     monkeypatch.setattr(bits.nn.modules, "has_avx512bf16", lambda: False)
     encoder = save_and_load(trainable, tmp_path / "out", quantize="4bit")
-    assert_close(encoder.encode_counted(items).vectors, expected, 1e-4)
+    assert_close(encoder.encode_with_counts(items).vectors, expected, 1e-4)
     # Loading onto a base other than that of training is reported, and not rejected.
     assumed = save_and_load(trainable, tmp_path / "out").resolved.assumed
     assert "unquantised weights of the base, although its adapter was trained on 4bit" in str(

@@ -59,7 +59,7 @@ def test_sizes_cycles_and_mentions_are_counted(house, package):
     assert ["tiny.room.c", "tiny.room.d"] in result.cycles_typing
     assert result.mentions == {"sentence1": 1, "spearman": 0, "pool_over": 0, "add_argument": 0}
     assert result.many_parameters == ["tiny.workflows.paint.many"]
-    assert result.kinds_told_apart == ["tiny.room.told: isinstance(run, (int, DialogueRun))"]
+    assert result.kind_checks == ["tiny.room.told: isinstance(run, (int, DialogueRun))"]
     assert result.costs["kind of task"] == ["tiny/room/told.py"]
     assert result.declared_twice == ["tiny.workflows.paint.paint: coats"]
     assert result.costs["head"] == ["heads/hadamard.toml", "tiny/room/c.py"]

@@ -445,20 +445,20 @@ def test_server_without_keys_accepts_only_local_hosts(client, embedder):
 
 
 class BlockedEncoding:
-    """Makes ``Embedder.encode_counted`` wait until ``go`` is set."""
+    """Makes ``Embedder.encode_with_counts`` wait until ``go`` is set."""
 
     def __init__(self, monkeypatch, embedder):
         self.started, self.go = threading.Semaphore(0), threading.Event()
         self.rows = 0
-        original = Embedder.encode_counted
+        original = Embedder.encode_with_counts
 
-        def encode_counted(embedder, rows):
+        def encode_with_counts(embedder, rows):
             self.started.release()
             assert self.go.wait(PATIENCE)
             self.rows += len(rows)
             return original(embedder, rows)
 
-        self.block = lambda: monkeypatch.setattr(Embedder, "encode_counted", encode_counted)
+        self.block = lambda: monkeypatch.setattr(Embedder, "encode_with_counts", encode_with_counts)
 
 
 @pytest.fixture
@@ -534,14 +534,14 @@ def test_work_of_disconnected_client_is_dropped(embedder, blocked_encoding):
 
 
 def test_model_error_fails_one_request_and_discloses_nothing(embedder, monkeypatch, request_log):
-    original = Embedder.encode_counted
+    original = Embedder.encode_with_counts
 
-    def encode_counted(embedder, rows):
+    def encode_with_counts(embedder, rows):
         if any(text == "secret text" for text, _ in rows):
             raise ZeroDivisionError("secret text")
         return original(embedder, rows)
 
-    monkeypatch.setattr(Embedder, "encode_counted", encode_counted)
+    monkeypatch.setattr(Embedder, "encode_with_counts", encode_with_counts)
     with serve(ServedModel(embedder)) as (client, _):
         response = client.post("/v1/embeddings", {"input": "secret text", "condition": CONDITION})
         assert (response.status, response.error["type"]) == (500, "server_error")

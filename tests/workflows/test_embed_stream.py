@@ -644,7 +644,7 @@ def test_long_condition_is_reported_with_its_row(capsys, fitted, source):
 def test_nan_is_reported_with_its_row(capsys, fitted, source, monkeypatch):
     from llmcond.encoders.encoder import Encoder
 
-    original = Encoder.encode_counted
+    original = Encoder.encode_with_counts
 
     def encode_with_nan(self, inputs, *args, **kwargs):
         encoded = original(self, inputs, *args, **kwargs)
@@ -653,6 +653,6 @@ def test_nan_is_reported_with_its_row(capsys, fitted, source, monkeypatch):
                 encoded.vectors[index] = np.nan
         return encoded
 
-    monkeypatch.setattr(Encoder, "encode_counted", encode_with_nan)
+    monkeypatch.setattr(Encoder, "encode_with_counts", encode_with_nan)
     line = run_rejected(capsys, *embed_command("out.lance", fitted))
     assert re.match(r"row (22|59|96) of a/1.parquet: .* NaN or infinity", line)

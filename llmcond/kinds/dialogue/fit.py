@@ -110,7 +110,7 @@ class _TurnFitting(HeadTrainer[RoleHead, FittedRoleHead]):
         return {"n_windows": self.n_rows}
 
     def current_head(self) -> FittedRoleHead:
-        module = self.finished_copy()
+        module = self.frozen_copy()
         return FittedRoleHead(self.recipe.kind, type(module), module, self.seed)
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save as save_tensors
 
 from llmcond.arrays import Array
 from llmcond.bundled import DEFAULT_RUN
+from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError, first_line
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.kinds.dialogue.examples import resolve_head
@@ -77,7 +78,7 @@ class Candidates:
 
     Example:
         >>> import llmcond
-        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in talks]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
@@ -167,12 +168,12 @@ class DialogueState:
 
     Example:
         >>> import llmcond
-        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in talks]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
-        >>> talk = model.start(["Hello!"]).add("Shall we meet?")
-        >>> talk.turns
+        >>> dialogue = model.start(["Hello!"]).add("Shall we meet?")
+        >>> dialogue.turns
         ('Hello!', 'Shall we meet?')
     """
 
@@ -193,7 +194,7 @@ class DialogueState:
             UserError: The turn is empty.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        return self.model.follow(self, [turn])
+        return self.model.add_turns(self, [turn])
 
     def __len__(self) -> int:
         return len(self.turns)
@@ -202,6 +203,7 @@ class DialogueState:
         return f"DialogueState({', '.join(map(repr, self.turns))})"
 
 
+@renamed_methods(follow="add_turns")
 class DialogueModel:
     """Ranks candidates for the next turn of a dialogue.
 
@@ -216,19 +218,19 @@ class DialogueModel:
 
     Example:
         >>> import llmcond
-        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in talks]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
         >>> model
         DialogueModel(minilm, head none@separate, score last:2)
         >>> pool = model.candidates(["Yes, at noon.", "It is red."])
-        >>> talk = model.start(["Hello!", "Shall we meet?"])
-        >>> model.top(talk, pool, k=1)[0].text
+        >>> dialogue = model.start(["Hello!", "Shall we meet?"])
+        >>> model.top(dialogue, pool, k=1)[0].text
         'Yes, at noon.'
-        >>> model.score(talk, pool).shape
+        >>> model.score(dialogue, pool).shape
         (2,)
-        >>> [reply.rank for reply in model.plan(talk, pool, goal="See you then.")]
+        >>> [reply.rank for reply in model.plan(dialogue, pool, goal="See you then.")]
         [1, 2]
     """
 
@@ -284,32 +286,32 @@ class DialogueModel:
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         turn_list = [turns] if isinstance(turns, str) else turns
-        return self.follow(DialogueState(self, (), self.head.start(np.empty((0, 0)))), turn_list)
+        return self.add_turns(DialogueState(self, (), self.head.start(np.empty((0, 0)))), turn_list)
 
-    def follow(self, talk: DialogueState, turns: Sequence[str]) -> DialogueState:
+    def add_turns(self, dialogue: DialogueState, turns: Sequence[str]) -> DialogueState:
         """Add several turns to a dialogue.
 
         Args:
-            talk: the dialogue.
+            dialogue: the dialogue.
             turns: texts of the new turns, in order.
 
         Returns:
-            The dialogue with the new turns; ``talk`` does not change.
+            The dialogue with the new turns; ``dialogue`` does not change.
 
         Raises:
             UserError: A turn is empty.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        state = talk.state
+        state = dialogue.state
         for vector in self._encode(turns, "turn") if turns else ():
             state = state.add(vector)
-        return replace(talk, turns=(*talk.turns, *turns), state=state)
+        return replace(dialogue, turns=(*dialogue.turns, *turns), state=state)
 
-    def score(self, talk: DialogueState, pool: Candidates) -> Array:
+    def score(self, dialogue: DialogueState, pool: Candidates) -> Array:
         """Score candidates as the next turn.
 
         Args:
-            talk: the dialogue.
+            dialogue: the dialogue.
             pool: the candidates.
 
         Returns:
@@ -319,14 +321,14 @@ class DialogueModel:
             UserError: The dialogue or the candidates were encoded by another model, or the dialogue
                 has no turn.
         """
-        self._check_model(talk, pool)
-        return talk.state.scores(pool.after)
+        self._check_model(dialogue, pool)
+        return dialogue.state.scores(pool.after)
 
-    def top(self, talk: DialogueState, pool: Candidates, k: int = 3) -> list[Reply]:
+    def top(self, dialogue: DialogueState, pool: Candidates, k: int = 3) -> list[Reply]:
         """Find the candidates that fit best as the next turn.
 
         Args:
-            talk: the dialogue.
+            dialogue: the dialogue.
             pool: the candidates.
             k: number of candidates to return.
 
@@ -336,15 +338,15 @@ class DialogueModel:
         Raises:
             UserError: ``k`` is below 1, or as for ``score``.
         """
-        return _select_best(self.score(talk, pool), pool, k)
+        return _select_best(self.score(dialogue, pool), pool, k)
 
-    def plan(self, talk: DialogueState, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
+    def plan(self, dialogue: DialogueState, pool: Candidates, goal: str, k: int = 3) -> list[Reply]:
         """Find the candidates that are most likely to lead to a later turn.
 
         The score is equation 4 of Triple-Encoders (ACL 2024).
 
         Args:
-            talk: the dialogue.
+            dialogue: the dialogue.
             pool: the candidates.
             goal: text of the later turn.
             k: number of candidates to return.
@@ -356,14 +358,14 @@ class DialogueModel:
             UserError: The goal is empty, or as for ``top``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        self._check_model(talk, pool)
+        self._check_model(dialogue, pool)
         (goal_vector,) = self.head.after(self._encode([goal], "goal"))
-        return _select_best(talk.state.plan(pool.before, goal_vector), pool, k)
+        return _select_best(dialogue.state.plan(pool.before, goal_vector), pool, k)
 
-    def _check_model(self, talk: DialogueState, pool: Candidates) -> None:
+    def _check_model(self, dialogue: DialogueState, pool: Candidates) -> None:
         for label, fingerprint in (
             ("candidates", pool.model),
-            ("dialogue", talk.model.fingerprint),
+            ("dialogue", dialogue.model.fingerprint),
         ):
             if fingerprint != self.fingerprint:
                 raise UserError(
@@ -433,7 +435,7 @@ def load_dialogue(
 
     Example:
         >>> import llmcond
-        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in talks]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues", score="average")

@@ -69,13 +69,17 @@ def reply(options: ReplyOptions) -> Replies:
         score=options.score,
         device=options.device,
     )
-    talk, pool = model.start(options.turns), model.candidates(texts)
-    if options.goal is None and len(talk) == 1 and model.head.score.kind not in ("bi", "weighted"):
+    dialogue, pool = model.start(options.turns), model.candidates(texts)
+    if (
+        options.goal is None
+        and len(dialogue) == 1
+        and model.head.score.kind not in ("bi", "weighted")
+    ):
         log.info("a single turn has no pairs: candidates are compared with it, as by the score bi")
     if options.goal is None:
-        replies = model.top(talk, pool, options.k)
+        replies = model.top(dialogue, pool, options.k)
     else:
-        replies = model.plan(talk, pool, options.goal, options.k)
+        replies = model.plan(dialogue, pool, options.goal, options.k)
     about = {
         "head": model.name,
         "score": "plan" if options.goal is not None else str(model.head.score),

@@ -29,10 +29,10 @@ class DialogueTask(AnyTask[Dialogues]):
 
     @override
     def read(self, data: DataOptions) -> Dialogues:
-        self.refuse_rated_options(data, "utterances")
+        self.reject_rated_options(data, "utterances")
         return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
 
-    def with_others(
+    def add_external_data(
         self, dataset: Dialogues, data: DataOptions, split: str | None
     ) -> tuple[Dialogues, str]:
         """Return a dataset with dialogues from another source; see ``add_external_split``.
@@ -40,7 +40,7 @@ class DialogueTask(AnyTask[Dialogues]):
         Raises:
             UserError: An option is only for rated rows, or the dialogues are invalid.
         """
-        self.refuse_rated_options(data, "utterances")
+        self.reject_rated_options(data, "utterances")
         return add_external_split(dataset, data.source, split)
 
     @override
@@ -48,6 +48,6 @@ class DialogueTask(AnyTask[Dialogues]):
         return Dialogues.load(folder)
 
     @override
-    def counted(self, dataset: Dialogues) -> str:
+    def count_examples(self, dataset: Dialogues) -> str:
         splits = ", ".join(f"{len(turns):,} {name}" for name, turns in dataset.splits.items())
         return f"{splits} dialogues of {len(dataset.texts):,} distinct utterances"

@@ -107,8 +107,8 @@ def _add_figures(
     """Return results with their metrics, on all queries and on each subset of queries."""
     seeded = [system_ranks[None] for system_ranks in ranks]
 
-    def figures(chosen: NDArray[np.bool_] | None = None) -> list[QuerySubset]:
-        return score_rankings(seeded, group, metrics, mask=chosen)
+    def figures(mask: NDArray[np.bool_] | None = None) -> list[QuerySubset]:
+        return score_rankings(seeded, group, metrics, mask=mask)
 
     overall = figures()
     subset_figures: dict[str, list[QuerySubset]] = {}

@@ -42,7 +42,7 @@ def create_zero_shot_head(dim: int, reads_joint: bool) -> FittedQueryHead:
     recipe = load_recipe("none", "kgc")
     module: Any = recipe.family(replace(recipe.settings, score="dot"), dim)
     module.reads_joint = reads_joint
-    return FittedQueryHead(recipe.kind, recipe.family, module.finished(), 0)
+    return FittedQueryHead(recipe.kind, recipe.family, module.freeze(), 0)
 
 
 class QueryExamples(Examples):
@@ -90,7 +90,7 @@ class QueryExamples(Examples):
                     lambda prompt, _: self._read_column(prompt, "conditions")
                 ),
                 joint=None if separate else view.sentence_features(self._read_sentences),
-                asked=self.texts.asked,
+                query_pairs=self.texts.query_pairs,
             )
             self._features[view] = QueryFeatures(arrays)
         return self._features[view]
@@ -103,7 +103,7 @@ class QueryExamples(Examples):
         table = self._read_column(
             prompt, "conditions" if prompt.subtracts_condition else "sentences"
         )
-        return SharedRows(table, self.texts.asked[:, column], unique_table=False)
+        return SharedRows(table, self.texts.query_pairs[:, column], unique_table=False)
 
     def _read_column(self, prompt: Prompt, name: str) -> Matrix:
         key = prompt.digest, name

@@ -101,7 +101,7 @@ class _QueryFitting(HeadTrainer[QueryHead, FittedQueryHead]):
         return {"temperature": 1 / self.module.scale}
 
     def current_head(self) -> FittedQueryHead:
-        module = self.finished_copy()
+        module = self.frozen_copy()
         return FittedQueryHead(self.recipe.kind, type(module), module, self.seed, data=self.data)
 
     def loss(self, batch: Positions) -> Tensor:

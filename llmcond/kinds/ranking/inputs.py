@@ -43,7 +43,7 @@ class QueryInputs:
 
         For separate features these are the inputs of the sentences, e(s), like ``sentences``.
         """
-        texts, pairs = self.texts, self.texts.asked.tolist()
+        texts, pairs = self.texts, self.texts.query_pairs.tolist()
         rows = [(texts.sentences[s], texts.conditions[c]) for s, c in pairs]
         if self.prompt.control == "shuffled":
             shuffled_conditions = shuffle_conditions(
@@ -96,7 +96,7 @@ class QueryInputs:
             if item in inputs:
                 position = inputs.index(item)
                 if column == "joint":
-                    return self._describe_query(*self.texts.asked[position].tolist())
+                    return self._describe_query(*self.texts.query_pairs[position].tolist())
                 label, texts = tables[column]
                 return f"the {label} {texts[position]!r}"
         return None
@@ -110,8 +110,8 @@ class QueryInputs:
         for position, item in enumerate(self.joint):
             earlier_position = seen.setdefault(item.key, position)
             (s, c), (earlier_sentence, earlier_condition) = (
-                texts.asked[position].tolist(),
-                texts.asked[earlier_position].tolist(),
+                texts.query_pairs[position].tolist(),
+                texts.query_pairs[earlier_position].tolist(),
             )
             if texts.conditions[c] == texts.conditions[earlier_condition]:
                 continue

@@ -43,7 +43,7 @@ class Kgc(RankingTask[Graph]):
         return read_graph(data.source)
 
     @override
-    def with_others(
+    def add_external_data(
         self, dataset: Graph, data: DataOptions, split: str | None
     ) -> tuple[Graph, str]:
         self._check_data(data)
@@ -82,7 +82,7 @@ class Kgc(RankingTask[Graph]):
         return Graph.load(folder)
 
     @override
-    def counted(self, dataset: Graph) -> str:
+    def count_examples(self, dataset: Graph) -> str:
         splits = ", ".join(f"{len(triples):,} {name}" for name, triples in dataset.splits.items())
         n, relations = dataset.n_entities, dataset.n_relations
         return f"{splits} triples of {n:,} entities and {relations:,} relations"
@@ -96,7 +96,7 @@ class Kgc(RankingTask[Graph]):
             sentences=entities,
             conditions=[*relations.texts, *relations.inverse],
             candidates=entities,
-            asked=np.unique(queries[:, :2].astype(np.int64), axis=0),
+            query_pairs=np.unique(queries[:, :2].astype(np.int64), axis=0),
             names=("entity", "relation", "entity"),
         )
 
@@ -110,7 +110,7 @@ class Kgc(RankingTask[Graph]):
         candidates: MatrixLike,
         conditions: MatrixLike | None,
         joint: MatrixLike | None,
-        asked: NDArray[np.int64],
+        query_pairs: NDArray[np.int64],
     ) -> QueryArrays:
         """Return the arrays of the graph; only answers in train are known in training."""
         from llmcond.kinds.ranking.arrays import QueryArrays, joint_keys
@@ -118,5 +118,7 @@ class Kgc(RankingTask[Graph]):
         n, n_relations = dataset.n_entities, dataset.n_relations
         train = dataset.splits["train"]
         known = KnownTriples(both_directions(train, n_relations), n)
-        keys = None if joint is None else joint_keys(asked[:, 0], asked[:, 1], n_relations)
+        keys = (
+            None if joint is None else joint_keys(query_pairs[:, 0], query_pairs[:, 1], n_relations)
+        )
         return QueryArrays(candidates, train, n_relations, known, conditions, joint, keys)

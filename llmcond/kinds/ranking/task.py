@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import KnownAnswers, QueryRows
+from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError
 from llmcond.metrics import RANKING_NAMES
 from llmcond.tasks.base import AnyTask, Data
@@ -30,14 +31,14 @@ class QueryTexts:
         conditions: conditions of the queries.
         candidates: texts that are ranked. If it is the same object as ``sentences``, both are the
             same things.
-        asked: positions of the sentence and the condition of each distinct query, (n, 2).
+        query_pairs: positions of the sentence and the condition of each distinct query, (n, 2).
         names: nouns for a sentence, a condition and a candidate in messages, such as ``entity``.
     """
 
     sentences: Sequence[str]
     conditions: Sequence[str]
     candidates: Sequence[str]
-    asked: NDArray[np.int64]
+    query_pairs: NDArray[np.int64]
     names: tuple[str, str, str] = ("sentence", "condition", "candidate")
 
 
@@ -55,6 +56,7 @@ class QueryData(Data, Protocol):
 Q = TypeVar("Q", bound=QueryData)
 
 
+@renamed_methods(with_others="add_external_data")
 class RankingTask(AnyTask[Q]):
     """A task that ranks candidates for queries, each of which is a text under a condition.
 
@@ -85,7 +87,7 @@ class RankingTask(AnyTask[Q]):
         candidates: MatrixLike,
         conditions: MatrixLike | None,
         joint: MatrixLike | None,
-        asked: NDArray[np.int64],
+        query_pairs: NDArray[np.int64],
     ) -> QueryArrays:
         """Return the arrays on which heads are fitted.
 
@@ -94,7 +96,8 @@ class RankingTask(AnyTask[Q]):
             candidates: features of all candidates, (n, d).
             conditions: features of all conditions, (c, d), for heads that read them.
             joint: features of sentences under conditions, (m, d), for heads that read them.
-            asked: positions of the sentence and the condition of each row of ``joint``, (m, 2).
+            query_pairs: positions of the sentence and the condition of each row of ``joint``,
+                (m, 2).
         """
 
     def rows(self, dataset: Q, split: str) -> QueryRows:
@@ -108,7 +111,7 @@ class RankingTask(AnyTask[Q]):
         }
         return QueryRows(columns, ("condition",), ("sentence", "answer"), group_column="condition")
 
-    def with_others(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
+    def add_external_data(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
         """Return a dataset with an additional split, ``OTHER_SPLIT``, of queries from elsewhere.
 
         These queries have sentences, conditions and candidates of the dataset. Their answers are
@@ -127,13 +130,13 @@ class RankingTask(AnyTask[Q]):
         """
         raise UserError(
             f"--data: the task {self.name} can only read the queries of the run. Leave it out, or "
-            "implement with_others() for the task."
+            "implement add_external_data() for the task."
         )
 
     def check_options(self, data: DataOptions) -> None:
         """Raise a UserError for options that are only for rated rows or dialogues."""
-        self.refuse_leaks_option(data)
-        self.refuse_rated_options(data, "sentences and conditions")
+        self.reject_leaks_option(data)
+        self.reject_rated_options(data, "sentences and conditions")
         if data.split_seed is not None:
             raise UserError(
                 f"--split-seed splits a single file of rows; the task {self.name} reads its splits "

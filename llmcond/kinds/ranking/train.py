@@ -66,7 +66,9 @@ class _QueryJob(RankingJob):
             known=KnownTriples(directions, graph.n_entities),
             n_relations=graph.n_relations,
             joint=tokenizer(inputs.joint) if joint else (),
-            joint_of=joint_keys(texts.asked[:, 0], texts.asked[:, 1], graph.n_relations),
+            joint_of=joint_keys(
+                texts.query_pairs[:, 0], texts.query_pairs[:, 1], graph.n_relations
+            ),
         )
         dev = None
         if len(graph.splits.get("dev", ())):

@@ -250,7 +250,7 @@ def test_known_model_matches_transformers(known, known_encoder):
 
 
 def test_known_model_counts_tokens_as_its_tokenizer_does(known, known_encoder):
-    counts = known_encoder.encode_counted(inputs(TEXTS)).n_tokens
+    counts = known_encoder.encode_with_counts(inputs(TEXTS)).n_tokens
     assert counts.tolist() == [len(known.ids(text)) for text in TEXTS]
 
 
@@ -378,7 +378,7 @@ def capture_ids(encoder, items):
     hook = encoder.engine.model.network.register_forward_pre_hook(record_ids, with_kwargs=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "shares_prefixes", False)
-        encoder.encode_counted(items)
+        encoder.encode_with_counts(items)
     hook.remove()
     return rows
 

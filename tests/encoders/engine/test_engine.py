@@ -72,13 +72,13 @@ def encode_padded(encoder, items):
     """Encode without packing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "packs", False)
-        return encoder.encode_counted(items)
+        return encoder.encode_with_counts(items)
 
 
 def encode_with_budget(encoder, budget, items):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.engine, "budget", budget)
-        return encoder.encode_counted(items)
+        return encoder.encode_with_counts(items)
 
 
 def count_unshared_tokens(encoder, encoded):
@@ -116,8 +116,8 @@ def test_packed_vectors_equal_padded_vectors(name, get_encoder, budget):
 def test_packed_vectors_equal_vectors_of_single_inputs(name, get_encoder):
     encoder = get_encoder(name)
     items = sample_inputs(encoder, seed=1, n_inputs=20)
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
-    assert_close(encoder.encode_counted(items).vectors, alone)
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
+    assert_close(encoder.encode_with_counts(items).vectors, alone)
     single = np.concatenate([encode_padded(encoder, [item]).vectors for item in items])
     assert_close(alone, single)
 
@@ -149,7 +149,7 @@ def test_packing_computes_no_padding(name, get_encoder):
     items = sample_inputs(encoder, seed=2)
     if CASES[name].window < MAX_LENGTH:
         items = [EncoderInput("", text) for text in ("", "dogs", "a", "")]
-    packed, padded = encoder.encode_counted(items), encode_padded(encoder, items)
+    packed, padded = encoder.encode_with_counts(items), encode_padded(encoder, items)
     if CASES[name].shares_prefixes:
         assert packed.n_computed < count_unshared_tokens(encoder, packed)
     else:
@@ -165,7 +165,7 @@ def test_only_inputs_beyond_the_window_are_padded(get_encoder):
         with_kwargs=True,
     )
     items = [EncoderInput("", " ".join(WORDS[index : index + index % 9])) for index in range(40)]
-    encoded = encoder.encode_counted(items)
+    encoded = encoder.encode_with_counts(items)
     hook.remove()
     assert {packed for packed, _ in forwards} == {False, True}
     assert all(ids.shape[1] > window for packed, ids in forwards if not packed)
@@ -182,10 +182,10 @@ def test_text_with_padding_token_is_packed_correctly(get_encoder, name):
     items = [EncoderInput("", text) for text in texts]
     rows = encoder._tokenizer(items)
     assert any(row.ids[1:-1].count(1) > 1 for row in rows)
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     assert_close(vectors, encode_padded(encoder, items).vectors)
     assert_close(
-        vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+        vectors, np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     )
 
 
@@ -217,9 +217,10 @@ def test_pairs_are_packed_with_their_token_types(make_folder):
     assert any(types is not None and 0 < types.float().mean() < 1 for types in batches)
     assert_close(packed.vectors, encode_padded(encoder, items).vectors)
     assert_close(
-        packed.vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+        packed.vectors,
+        np.concatenate([encoder.encode_with_counts([item]).vectors for item in items]),
     )
-    untyped = encoder.encode_counted([EncoderInput("", item.text) for item in items])
+    untyped = encoder.encode_with_counts([EncoderInput("", item.text) for item in items])
     assert np.abs(untyped.vectors - packed.vectors).max() > 0.01
 
 
@@ -237,10 +238,10 @@ def test_pairs_of_a_decoder_are_packed_correctly(make_folder, name):
     assert encoder.engine.shares_prefixes == (pooling == "last")
     contexts = [None, "", "the color of the dress", "the color of the sky"]
     items = [EncoderInput("", text, context) for text in WORDS[:8] for context in contexts]
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     assert_close(vectors, encode_padded(encoder, items).vectors)
     assert_close(
-        vectors, np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+        vectors, np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     )
 
 
@@ -248,7 +249,7 @@ def test_minilm_is_packed_without_padding():
     minilm = load_encoder("minilm", dtype="float32", device="cpu", runtime="torch")
     assert minilm.engine.packs
     items = sample_inputs(minilm, seed=3, n_inputs=12)
-    packed = minilm.encode_counted(items)
+    packed = minilm.encode_with_counts(items)
     assert_close(packed.vectors, encode_padded(minilm, items).vectors)
     assert packed.n_computed == count_unshared_tokens(minilm, packed)
 
@@ -258,10 +259,10 @@ def test_vectors_of_many_inputs_are_in_input_order(get_encoder):
     encoder = get_encoder("simcse-bert")
     texts = [f"{WORDS[index % 60]} {WORDS[index % 7]} {index}" for index in range(600)]
     items = [EncoderInput("", text) for text in texts]
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     assert_close(vectors, encode_with_budget(encoder, 100_000, items).vectors)
     for index in (0, 255, 256, 599):
-        assert_close(vectors[[index]], encoder.encode_counted([items[index]]).vectors)
+        assert_close(vectors[[index]], encoder.encode_with_counts([items[index]]).vectors)
 
 
 # -- shared prefixes ---------------------------------------------------------------------------
@@ -284,12 +285,12 @@ def test_shared_prefixes_save_tokens_and_keep_vectors(make_folder, get_encoder, 
     assert encoder.engine.shares_prefixes
     assert not unshared.engine.shares_prefixes
     for items in (prompts(), sample_inputs(encoder, seed=4)):
-        shared, expected = encoder.encode_counted(items), unshared.encode_counted(items)
+        shared, expected = encoder.encode_with_counts(items), unshared.encode_with_counts(items)
         assert_close(shared.vectors, expected.vectors)
         assert shared.n_tokens.tolist() == expected.n_tokens.tolist()
         assert expected.n_computed == count_unshared_tokens(unshared, expected)
         assert shared.n_computed < expected.n_computed
-    assert encoder.encode_counted(prompts()).n_computed < 0.6 * expected.n_tokens.sum()
+    assert encoder.encode_with_counts(prompts()).n_computed < 0.6 * expected.n_tokens.sum()
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.shares_prefixes])
@@ -300,7 +301,10 @@ def test_encoder_that_cannot_share_prefixes_exactly_does_not(make_folder, get_en
         for item in prompts(3)
     ]
     assert not get_encoder(name).engine.shares_prefixes
-    encoded, expected = get_encoder(name).encode_counted(items), unshared.encode_counted(items)
+    encoded, expected = (
+        get_encoder(name).encode_with_counts(items),
+        unshared.encode_with_counts(items),
+    )
     assert encoded.n_computed == expected.n_computed
     assert_close(encoded.vectors, expected.vectors)
 
@@ -316,9 +320,11 @@ def check_padded(make_folder, name, monkeypatch):
     encoder = load(make_folder(name), CASES[name])
     assert not encoder.engine.packs
     items = sample_inputs(encoder, seed=5, n_inputs=15)
-    padded = encoder.encode_counted(items)
+    padded = encoder.encode_with_counts(items)
     monkeypatch.undo()
-    assert_close(padded.vectors, load(make_folder(name), CASES[name]).encode_counted(items).vectors)
+    assert_close(
+        padded.vectors, load(make_folder(name), CASES[name]).encode_with_counts(items).vectors
+    )
     return padded
 
 
@@ -375,7 +381,7 @@ def test_padding_token_without_embedding_does_not_change_vectors(
     assert other._tokenizer.pad_id == rows  # one after the last embedding
     items = sample_inputs(encoder, seed=8, n_inputs=15)
     assert_close(encode_padded(other, items).vectors, encode_padded(encoder, items).vectors)
-    assert_close(other.encode_counted(items).vectors, encoder.encode_counted(items).vectors)
+    assert_close(other.encode_with_counts(items).vectors, encoder.encode_with_counts(items).vectors)
     with pytest.raises(UserError, match=f"token id {rows},.*embeddings for the ids 0 to"):
         other.encode([EncoderInput("", "dogs [NEWPAD]")])
 
@@ -398,8 +404,8 @@ def test_encoder_with_eager_attention_is_padded(tmp_path, make_folder):
     assert encoder.engine.model.network.config._attn_implementation == "eager"
     assert not encoder.engine.packs
     items = sample_inputs(encoder, seed=6, n_inputs=15)
-    expected = load(make_folder("e5-mistral"), CASES["e5-mistral"]).encode_counted(items)
-    assert_close(encoder.encode_counted(items).vectors, expected.vectors)
+    expected = load(make_folder("e5-mistral"), CASES["e5-mistral"]).encode_with_counts(items)
+    assert_close(encoder.encode_with_counts(items).vectors, expected.vectors)
 
 
 # -- kernels for variable lengths --------------------------------------------------------------
@@ -419,7 +425,8 @@ def test_varlen_kernel_gives_the_same_vectors(make_folder, get_encoder, monkeypa
     assert encoder.engine._runtime.kernel is reference_attention
     items = sample_inputs(encoder, seed=7, n_inputs=15)
     assert_close(
-        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+        encoder.encode_with_counts(items).vectors,
+        get_encoder(name).encode_with_counts(items).vectors,
     )
 
 
@@ -447,8 +454,8 @@ def test_incorrect_kernel_is_not_used(make_folder, get_encoder, monkeypatch, inc
     assert encoder.engine._runtime.kernel is None
     assert encoder.engine.kernel_name == "scaled_dot_product_attention"
     assert_close(
-        encoder.encode_counted(prompts(4)).vectors,
-        get_encoder("e5-mistral").encode_counted(prompts(4)).vectors,
+        encoder.encode_with_counts(prompts(4)).vectors,
+        get_encoder("e5-mistral").encode_with_counts(prompts(4)).vectors,
     )
     # The next kernel is tried.
     encoder = load_with_kernels(
@@ -490,7 +497,8 @@ def test_kernels_of_older_torch_versions_are_used(
     assert encoder.engine.kernel_name == "varlen_attn"
     items = sample_inputs(encoder, seed=7, n_inputs=15)
     assert_close(
-        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+        encoder.encode_with_counts(items).vectors,
+        get_encoder(name).encode_with_counts(items).vectors,
     )
 
 
@@ -502,7 +510,8 @@ def test_flash_attn_is_called_with_its_signature(make_folder, get_encoder, monke
     assert encoder.engine.kernel_name == "flash_attn"
     items = sample_inputs(encoder, seed=7, n_inputs=15)
     assert_close(
-        encoder.encode_counted(items).vectors, get_encoder(name).encode_counted(items).vectors
+        encoder.encode_with_counts(items).vectors,
+        get_encoder(name).encode_with_counts(items).vectors,
     )
 
 
@@ -574,15 +583,15 @@ class LimitedMemory:
 @pytest.mark.parametrize("name", ["e5-mistral", "simcse-bert", "gemma-wider", "nv-embed"])
 def test_batches_are_halved_until_they_fit(make_folder, get_encoder, name, error):
     items = sample_inputs(get_encoder(name), seed=8)
-    expected = get_encoder(name).encode_counted(items).vectors
+    expected = get_encoder(name).encode_with_counts(items).vectors
     for limit in (MAX_LENGTH, 150, 400):
         encoder = load(make_folder(name), CASES[name], max_tokens_per_batch=3_000)
         with LimitedMemory(encoder, limit, error) as memory:
-            assert_close(encoder.encode_counted(items).vectors, expected)
+            assert_close(encoder.encode_with_counts(items).vectors, expected)
             assert memory.errors > 0
             assert 1 <= encoder.engine.budget < 3_000
             before, budget = memory.errors, encoder.engine.budget
-            assert_close(encoder.encode_counted(items).vectors, expected)
+            assert_close(encoder.encode_with_counts(items).vectors, expected)
             assert memory.errors == before
             assert encoder.engine.budget == budget
             assert len(memory.runs) == 2
@@ -590,11 +599,11 @@ def test_batches_are_halved_until_they_fit(make_folder, get_encoder, name, error
 
 def test_padded_batches_are_halved_too(make_folder, get_encoder, monkeypatch):
     items = sample_inputs(get_encoder("e5-mistral"), seed=9)
-    expected = get_encoder("e5-mistral").encode_counted(items).vectors
+    expected = get_encoder("e5-mistral").encode_with_counts(items).vectors
     encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
     monkeypatch.setattr(encoder.engine, "packs", False)
     with LimitedMemory(encoder, 200) as memory:
-        assert_close(encoder.encode_counted(items).vectors, expected)
+        assert_close(encoder.encode_with_counts(items).vectors, expected)
     assert memory.errors > 0
 
 
@@ -625,7 +634,7 @@ def test_batches_begun_ahead_are_yielded_in_order(make_folder, get_encoder, ahea
     assert sorted(order) == list(range(len(items)))
     lengths = [len(rows[index].ids) for index in order]
     assert lengths == sorted(lengths, reverse=True)
-    assert_close(vectors, get_encoder("simcse-bert").encode_counted(items).vectors)
+    assert_close(vectors, get_encoder("simcse-bert").encode_with_counts(items).vectors)
 
 
 def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encoder):
@@ -633,7 +642,7 @@ def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encode
         EncoderInput("", f"{' '.join(WORDS[index % 70 : index % 70 + index % 19])} {index}")
         for index in range(700)
     ]
-    expected = get_encoder("simcse-bert").encode_counted(items).vectors
+    expected = get_encoder("simcse-bert").encode_with_counts(items).vectors
     torch.set_num_threads(3)
     encoder = load(make_folder("simcse-bert"), CASES["simcse-bert"], max_tokens_per_batch=3_000)
     torch.set_num_threads(1)
@@ -647,9 +656,10 @@ def test_out_of_memory_in_several_threads_loses_no_input(make_folder, get_encode
 def test_identical_inputs_fit_into_limited_memory(make_folder, get_encoder):
     items = [EncoderInput("", "the dogs " * 12)] * 50
     encoder = load(make_folder("e5-mistral"), CASES["e5-mistral"], max_tokens_per_batch=3_000)
-    expected = get_encoder("e5-mistral").encode_counted(items[:1]).vectors
-    with LimitedMemory(encoder, 70):
-        assert_close(encoder.encode_counted(items).vectors, np.repeat(expected, 50, axis=0))
+    expected = get_encoder("e5-mistral").encode_with_counts(items[:1]).vectors
+    with LimitedMemory(encoder, 70) as memory:
+        assert_close(encoder.encode_with_counts(items).vectors, np.repeat(expected, 50, axis=0))
+    assert memory.errors == 0
 
 
 @pytest.mark.parametrize("error", [cuda_error, cpu_error])
@@ -665,7 +675,7 @@ def test_single_input_beyond_memory_reports_its_length(make_folder, monkeypatch,
             match=r"out of memory on cpu with a single input of 50 tokens\. Reduce max_length",
         ) as raised,
     ):
-        encoder.encode_counted(items)
+        encoder.encode_with_counts(items)
     assert encoder.name in str(raised.value)
     assert "llmcond models --check" in str(raised.value)
 
@@ -674,9 +684,9 @@ def test_inputs_of_one_token_beyond_memory_raise(make_folder):
     """A row of one token cannot be halved, even if several inputs share it."""
     encoder = load(make_folder("qwen3"), CASES["qwen3"])
     items = [EncoderInput("", "")] * 2
-    assert encoder.encode_counted(items).n_tokens.tolist() == [1, 1]
+    assert encoder.encode_with_counts(items).n_tokens.tolist() == [1, 1]
     with LimitedMemory(encoder, 0), pytest.raises(LlmcondError, match="out of memory"):
-        encoder.encode_counted(items)
+        encoder.encode_with_counts(items)
 
 
 def test_other_errors_are_not_treated_as_out_of_memory(make_folder):
@@ -688,6 +698,6 @@ def test_other_errors_are_not_treated_as_out_of_memory(make_folder):
         ) as memory,
         pytest.raises(RuntimeError, match="mat1 and mat2 shapes differ"),
     ):
-        encoder.encode_counted([EncoderInput("", "dogs"), EncoderInput("", "a man")])
+        encoder.encode_with_counts([EncoderInput("", "dogs"), EncoderInput("", "a man")])
     assert memory.errors == 1
     assert encoder.engine.budget == budget

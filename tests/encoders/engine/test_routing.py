@@ -104,7 +104,7 @@ def reference_vector(encoder, item):
 @pytest.mark.matrix
 def test_vectors_match_equation(encoder):
     items = mixed_inputs(n=4)
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     for item, vector in zip(items, vectors, strict=True):
         if item.router is not None:
             np.testing.assert_allclose(vector, reference_vector(encoder, item), atol=1e-5)
@@ -113,11 +113,13 @@ def test_vectors_match_equation(encoder):
 @pytest.mark.matrix
 def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
     items = mixed_inputs(1)
-    vectors = encoder.encode_counted(items).vectors
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    vectors = encoder.encode_with_counts(items).vectors
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
     monkeypatch.setattr(encoder.engine, "packs", False)
-    np.testing.assert_allclose(encoder.encode_counted(items).vectors, vectors, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        encoder.encode_with_counts(items).vectors, vectors, rtol=0, atol=1e-5
+    )
 
 
 def test_gradients_are_finite_for_identical_tokens():
@@ -143,8 +145,8 @@ def test_sentences_and_conditions_are_encoded_once(e5_encoder):
     conditions = [f"{a} {b}" for a in WORDS[:10] for b in WORDS[10:20]]
     items = [routed_input(text, condition) for text in texts for condition in set(conditions)]
     random.Random(0).shuffle(items)
-    encoded = e5_encoder.encode_counted(items, e5_encoder.queries(conditions))
-    alone = e5_encoder.encode_counted([EncoderInput("", text) for text in texts])
+    encoded = e5_encoder.encode_with_counts(items, e5_encoder.queries(conditions))
+    alone = e5_encoder.encode_with_counts([EncoderInput("", text) for text in texts])
     assert encoded.n_computed == alone.n_computed
     assert len(encoded.vectors) == len(items) > 2 * UNIT // 4
     assert (encoded.n_tokens.reshape(-1) > 0).all()
@@ -175,15 +177,18 @@ def test_router_text_that_is_also_an_input_is_encoded_once(encoder):
     items = mixed_inputs(n=3)
     conditions = [EncoderInput("", text) for text in CONDITIONS]
     queries = encoder.queries(CONDITIONS)
-    encoded, alone = encoder.encode_counted(items, queries), encoder.encode_counted(conditions)
+    encoded, alone = (
+        encoder.encode_with_counts(items, queries),
+        encoder.encode_with_counts(conditions),
+    )
     for condition, vector, n_tokens in zip(conditions, alone.vectors, alone.n_tokens, strict=True):
         np.testing.assert_allclose(encoded.vectors[items.index(condition)], vector, atol=1e-5)
         assert encoded.n_tokens[items.index(condition)] == n_tokens
     others = [item for item in items if item not in conditions]
-    assert encoded.n_computed == encoder.encode_counted(others, queries).n_computed
+    assert encoded.n_computed == encoder.encode_with_counts(others, queries).n_computed
     # A router text beyond the maximum length is truncated like any other input.
     long = [EncoderInput("", "the man " * 80), routed_input("a text", "the man " * 80)]
-    assert encoder.encode_counted(long, encoder.queries([long[0].text])).truncated[0]
+    assert encoder.encode_with_counts(long, encoder.queries([long[0].text])).truncated[0]
 
 
 class Killed(Exception):  # noqa: N818 - simulates a kill
@@ -205,11 +210,11 @@ class FailingEncoder:
         self.routers += texts
         return self.encoder.queries(texts)
 
-    def encode_counted(self, *arguments):
+    def encode_with_counts(self, *arguments):
         self.left -= 1
         if self.left < 0:
             raise Killed
-        return self.encoder.encode_counted(*arguments)
+        return self.encoder.encode_with_counts(*arguments)
 
 
 def many_routed_inputs(n=40):

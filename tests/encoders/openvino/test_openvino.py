@@ -203,8 +203,8 @@ def test_relative_position_buckets_match_transformers():
 def test_vector_does_not_depend_on_batch(dtype):
     items = make_inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(60)])
     encoder = load_encoder("minilm", dtype=dtype, device="cpu")
-    expected = encoder.encode_counted(items).vectors
-    np.testing.assert_array_equal(encoder.encode_counted(items, threads=True).vectors, expected)
+    expected = encoder.encode_with_counts(items).vectors
+    np.testing.assert_array_equal(encoder.encode_with_counts(items, threads=True).vectors, expected)
     encoder.engine.budget = 100
     np.testing.assert_array_equal(encoder.encode(items[::-1])[::-1], expected)
     single_vectors = np.concatenate([encoder.encode([item]) for item in items[::7]])

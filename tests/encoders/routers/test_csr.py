@@ -147,7 +147,7 @@ class EagerReference:
 @pytest.mark.matrix
 def test_vectors_match_equation_of_paper(encoder):
     items = [item for item in mixed_inputs(n=3) if item.router]
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     reference = EagerReference(encoder)
     for item, vector in zip(items, vectors, strict=True):
         np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
@@ -156,14 +156,14 @@ def test_vectors_match_equation_of_paper(encoder):
 @pytest.mark.matrix
 def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
     items = mixed_inputs(1)
-    encoded = encoder.encode_counted(items)
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    encoded = encoder.encode_with_counts(items)
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     np.testing.assert_allclose(encoded.vectors, alone, rtol=0, atol=1e-5)
     assert encoder.engine.packs
     monkeypatch.setattr(encoder.engine, "packs", False)
-    padded = encoder.encode_counted(items).vectors
+    padded = encoder.encode_with_counts(items).vectors
     np.testing.assert_allclose(padded, encoded.vectors, rtol=0, atol=1e-5)
-    unrouted = encoder.encode_counted([EncoderInput("", item.text) for item in items]).vectors
+    unrouted = encoder.encode_with_counts([EncoderInput("", item.text) for item in items]).vectors
     changes = np.abs(unrouted - encoded.vectors).max(axis=1)
     assert all(changes[index] > 1e-4 for index, item in enumerate(items) if item.router)
 
@@ -231,7 +231,7 @@ def test_released_modes_match_authors_code(name, mode, layers, tmp_path):
     encoder = load(name, tmp_path, mode, layers)
     assert encoder.identity.pooling == "cls"
     items = [item for item in mixed_inputs(3, n=4) if item.router and len(item.text.split()) < 60]
-    vectors = encoder.encode_counted(items).vectors
+    vectors = encoder.encode_with_counts(items).vectors
     compute_reference = released_tri if mode == "released-tri" else released_bi
     for item, vector in zip(items, vectors, strict=True):
         expected = compute_reference(encoder, item, layers=layers)
@@ -244,8 +244,8 @@ def test_released_modes_match_authors_code(name, mode, layers, tmp_path):
 def test_released_modes_do_not_depend_on_batch(mode, tmp_path):
     encoder = load("simcse-roberta", tmp_path, mode)
     items = mixed_inputs(4)
-    vectors = encoder.encode_counted(items).vectors
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    vectors = encoder.encode_with_counts(items).vectors
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
 
 
@@ -264,7 +264,7 @@ def test_layers_before_router_are_computed_once_per_sentence(tmp_path):
     queries = encoder.queries(CONDITIONS)
     for sizes in sizes_per_layer:
         sizes.clear()
-    encoder.encode_counted(items, queries)
+    encoder.encode_with_counts(items, queries)
     (first_size,), (second_size,) = sizes_per_layer
     assert second_size == len(CONDITIONS) * first_size
 
@@ -272,8 +272,8 @@ def test_layers_before_router_are_computed_once_per_sentence(tmp_path):
 def test_condition_affects_only_vectors_routed_by_it(tmp_path):
     encoder = load("simcse-bert", tmp_path)
     texts = ["two dogs run over wet grass", "the man sits", "the gun is gone"]
-    before = encoder.encode_counted([routed_input(text, "the mood") for text in texts]).vectors
-    after = encoder.encode_counted(
+    before = encoder.encode_with_counts([routed_input(text, "the mood") for text in texts]).vectors
+    after = encoder.encode_with_counts(
         [
             routed_input(text, "dogs" if index == 1 else "the mood")
             for index, text in enumerate(texts)
@@ -390,12 +390,14 @@ def test_router_supports_other_architectures(name, config, tmp_path):
     encoder = load_architecture(name, tmp_path, **config)
     assert encoder.engine.passes.first_layer == 1
     items = [item for item in mixed_inputs(5) if len(item.text) < 100]
-    vectors = encoder.encode_counted(items).vectors
-    alone = np.concatenate([encoder.encode_counted([item]).vectors for item in items])
+    vectors = encoder.encode_with_counts(items).vectors
+    alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
     np.testing.assert_allclose(vectors, alone, rtol=0, atol=1e-5)
     assert encoder.engine.packs
     encoder.engine.packs = False
-    np.testing.assert_allclose(encoder.encode_counted(items).vectors, vectors, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        encoder.encode_with_counts(items).vectors, vectors, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["MPNet", "Albert"])

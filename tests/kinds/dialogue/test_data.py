@@ -257,7 +257,9 @@ def test_saved_dialogues_are_loaded_unchanged(folder: Path, tmp_path: Path):
     for split, turns in data.splits.items():
         np.testing.assert_array_equal(loaded.splits[split].starts, turns.starts)
         assert loaded.splits[split].ids == turns.ids
-    assert task.counted(loaded) == "4 train, 4 dev, 4 test dialogues of 17 distinct utterances"
+    assert (
+        task.count_examples(loaded) == "4 train, 4 dev, 4 test dialogues of 17 distinct utterances"
+    )
     assert data.to_json()["utterances"] == {"train": 12, "dev": 12, "test": 12}
 
 

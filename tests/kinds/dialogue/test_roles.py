@@ -267,7 +267,7 @@ def test_windows_of_one_dialogue_are_not_negatives_of_each_other(name):
 def test_roles_equal_features_at_start(name, role_map):
     module = seeded(lambda: RoleHead(make_recipe(name, map=role_map).settings, D), 0)[0]
     module.start_at_identity()
-    head = FittedRoleHead("roles", RoleHead, module.finished(), 0)
+    head = FittedRoleHead("roles", RoleHead, module.freeze(), 0)
     x = make_dialogues().utterances
     for role in (*head.before(x), head.after(x)):
         np.testing.assert_allclose(role, normalize(x.astype(np.float32)), atol=1e-6)

@@ -255,7 +255,7 @@ def test_embeddings_equal_features_at_start(name, with_neighbours):
         module.initialise(features.relations)
         return module
 
-    module = seeded(build, 0)[0].finished()
+    module = seeded(build, 0)[0].freeze()
     x = features.heads(rows[:, 0], rows[:, 1], name in JOINT, with_neighbours)
     queries = module.query(x, features.relations, torch.from_numpy(rows[:, 1]))
     torch.testing.assert_close(queries, x[:, :D], rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ TEXTS = QueryTexts(
     sentences=["two dogs", "children"],
     conditions=["the place", "people", "inverse the place", "inverse people"],
     candidates=["two dogs", "children"],
-    asked=np.array([[0, 0], [0, 3], [1, 0]]),
+    query_pairs=np.array([[0, 0], [0, 3], [1, 0]]),
     names=("entity", "relation", "entity"),
 )
 
@@ -76,8 +76,8 @@ def test_graph_is_queried_in_both_directions(tmp_path):
     assert len(texts.conditions) == 2 * graph.n_relations == 6
     assert texts.candidates is texts.sentences
     queries = np.concatenate([graph.queries(split) for split in graph.splits])
-    assert set(map(tuple, texts.asked)) == set(map(tuple, queries[:, :2]))
-    assert task.counted(graph).endswith("triples of 24 entities and 3 relations")
+    assert set(map(tuple, texts.query_pairs)) == set(map(tuple, queries[:, :2]))
+    assert task.count_examples(graph).endswith("triples of 24 entities and 3 relations")
     graph.save(tmp_path)
     loaded = task.load(tmp_path, graph.to_json())
     assert (loaded.digest, task.texts(loaded).conditions) == (graph.digest, texts.conditions)

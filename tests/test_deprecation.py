@@ -1,0 +1,59 @@
+"""Former names of methods keep working, with a warning that gives the current name."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import pytest
+
+import llmcond
+from llmcond.deprecation import renamed_methods
+from llmcond.encoders import EncoderInput
+
+
+@renamed_methods(counted="count_examples")
+class Task(ABC):
+    """A class with an abstract method whose name has changed."""
+
+    @abstractmethod
+    def count_examples(self) -> int:
+        """Return a number."""
+
+    def describe(self) -> str:
+        return f"{self.count_examples()} examples"
+
+
+class CurrentTask(Task):
+    def count_examples(self) -> int:
+        return 2
+
+
+def test_former_name_calls_current_method():
+    with pytest.warns(
+        DeprecationWarning, match=r"CurrentTask\.counted is now CurrentTask\.count_e"
+    ):
+        assert CurrentTask().counted() == 2
+
+
+def test_override_by_former_name_is_used():
+    with pytest.warns(DeprecationWarning, match=r"FormerTask\.counted is now"):
+
+        class FormerTask(Task):
+            def counted(self) -> int:
+                return 3
+
+    assert FormerTask().describe() == "3 examples"
+    assert FormerTask().counted() == 3
+
+
+def test_warning_names_the_line_of_the_caller(recwarn):
+    CurrentTask().counted()
+    assert [warning.filename for warning in recwarn] == [__file__]
+
+
+def test_former_names_of_public_classes_work(minilm):
+    with pytest.warns(DeprecationWarning, match="Estimate.from_json"):
+        assert llmcond.Estimate.of_json(0.5, (0.4, 0.6)) == llmcond.Estimate(0.5, 0.4, 0.6)
+    items = [EncoderInput("", "two dogs")]
+    with pytest.warns(DeprecationWarning, match="Encoder.encode_with_counts"):
+        former = minilm.encode_counted(items)
+    np.testing.assert_array_equal(former.vectors, minilm.encode_with_counts(items).vectors)
