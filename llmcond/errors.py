@@ -71,6 +71,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, names) or f"Known: {', '.join(names) or 'none'}."
 
 
+def name_legal(name: str, known: Iterable[str], legal: Iterable[str] | None = None) -> str:
+    """Return a sentence that lists the legal values, after a suggestion if one of them is near.
+
+    Args:
+        name: the invalid value.
+        known: names that may be suggested.
+        legal: the values as they are listed; None: ``known``.
+    """
+    known = list(known)
+    listed = f"Legal: {', '.join(known if legal is None else legal)}."
+    return f"{did_you_mean(name, known)} {listed}".lstrip()
+
+
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 

@@ -25,7 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from llmcond.errors import UserError, did_you_mean, nearest, shortened_repr
+from llmcond.errors import UserError, did_you_mean, name_legal, shortened_repr
 
 try:
     from annotated_types import Ge, Lt
@@ -189,9 +189,7 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
         return Path(value)
     if origin is Literal and value not in get_args(kind):
         legal = [str(choice) for choice in get_args(kind)]
-        raise UserError(
-            f"{flag} is {value!r}. {nearest(str(value), legal)} Legal: {', '.join(legal)}."
-        )
+        raise UserError(f"{flag} is {value!r}. {name_legal(str(value), legal)}")
     if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
         value = (value,)
     if origin is Mapping:

@@ -20,7 +20,7 @@ from llmcond.config import STRICT, build, check_name, read_toml, resolve_toml
 from llmcond.encoders.poolings import ROUTED_POOLINGS, get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, Router, Span
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError, name_legal
 from llmcond.files import digest_text
 
 PLACEHOLDERS = ("sentence", "condition")
@@ -369,10 +369,10 @@ def placeholders(template: str, source: str, known: Sequence[str], advice: str =
                 f"{source} has {{{full_field}}}, but texts are inserted verbatim; write {{{name}}}."
             )
         if name not in known:
-            legal = ", ".join(f"{{{known_name}}}" for known_name in known)
+            legal = [f"{{{known_name}}}" for known_name in known]
             raise UserError(
-                f"{source} has the unknown placeholder {{{name}}}. {nearest(name, known)} "
-                f"Legal: {legal}.{advice}"
+                f"{source} has the unknown placeholder {{{name}}}. "
+                f"{name_legal(name, known, legal)}{advice}"
             )
         names.add(name)
     return names

@@ -74,6 +74,7 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
         (("--device", "gpu"), "Legal: auto, cpu, cuda"),
         (("--device", "cuda:99"), "PyTorch sees"),
         (("--quantize", "3bit"), "Legal: none, 8bit, 4bit"),
+        (("--shape", "gpt"), "--shape is 'gpt'. Legal: nv-embed-v2, mistral-7b"),
         (("--out", "page.html"), r"name a \.md file"),
     ],
 )
