@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return did_you_mean(name, names) or f"Known: {', '.join(names) or 'none'}."
 
 
-def name_legal(name: str, known: Iterable[str], legal: Iterable[str] | None = None) -> str:
+def list_legal_values(name: str, known: Iterable[str], legal: Iterable[str] | None = None) -> str:
     """Return a sentence that lists the legal values, after a suggestion if one of them is near.
 
     Args:

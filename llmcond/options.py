@@ -25,7 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from llmcond.errors import UserError, did_you_mean, name_legal, shortened_repr
+from llmcond.errors import UserError, did_you_mean, list_legal_values, shortened_repr
 
 try:
     from annotated_types import Ge, Lt
@@ -55,8 +55,7 @@ class Option:
     """The declaration of a field as a flag of the command line.
 
     Attributes:
-        help: help text, without a full stop and, unless ``help_with`` cannot know it, without the
-            default.
+        help: help text without a full stop. It names the default only if ``help_with`` cannot.
         metavar: name of the value in help texts; None: derived from the type.
         flag: name of the flag if it differs from the field's; ``""`` for a positional argument.
         parse: function that converts the text of the command line; None: convert by the type.
@@ -189,7 +188,7 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
         return Path(value)
     if origin is Literal and value not in get_args(kind):
         legal = [str(choice) for choice in get_args(kind)]
-        raise UserError(f"{flag} is {value!r}. {name_legal(str(value), legal)}")
+        raise UserError(f"{flag} is {value!r}. {list_legal_values(str(value), legal)}")
     if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
         value = (value,)
     if origin is Mapping:

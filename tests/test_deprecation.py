@@ -45,6 +45,42 @@ def test_override_by_former_name_is_used():
     assert FormerTask().counted() == 3
 
 
+def test_override_by_former_name_may_call_the_base_class():
+    with pytest.warns(DeprecationWarning, match=r"FormerTask\.counted is now"):
+
+        class FormerTask(CurrentTask):
+            def counted(self) -> int:
+                return super().counted() + 1
+
+    with pytest.warns(DeprecationWarning, match=r"FormerTask\.counted is now"):
+        assert FormerTask().describe() == "3 examples"
+
+
+def test_class_with_both_names_keeps_both(recwarn):
+    class CompatibleTask(Task):
+        def count_examples(self) -> int:
+            return 4
+
+        counted = count_examples
+
+    assert CompatibleTask().counted() == CompatibleTask().count_examples() == 4
+    assert not recwarn
+
+
+def test_base_class_need_not_define_the_method():
+    @renamed_methods(with_others="add_external_data")
+    class Base:
+        pass
+
+    class Derived(Base):
+        def add_external_data(self) -> str:
+            return "added"
+
+    with pytest.warns(DeprecationWarning, match=r"Derived\.with_others is now"):
+        assert Derived().with_others() == "added"
+    assert not hasattr(Base, "with_others")
+
+
 def test_warning_names_the_line_of_the_caller(recwarn):
     CurrentTask().counted()
     assert [warning.filename for warning in recwarn] == [__file__]

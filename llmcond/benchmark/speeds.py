@@ -379,7 +379,7 @@ def _measure(
 
 def _median_ratio(turns: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
     pairs = zip(turns, others, strict=True)
-    return statistics.median(peer_time / time for (time, _), (peer_time, _) in pairs)
+    return statistics.median(other / seconds for (seconds, _), (other, _) in pairs)
 
 
 def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile:

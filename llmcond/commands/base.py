@@ -26,7 +26,7 @@ from typing import (
 )
 
 from llmcond import plugins
-from llmcond.errors import LlmcondError, UserError, did_you_mean, escaped_json, name_legal
+from llmcond.errors import LlmcondError, UserError, did_you_mean, escaped_json, list_legal_values
 from llmcond.options import (
     Option,
     Options,
@@ -256,7 +256,7 @@ class Parser(argparse.ArgumentParser):
             legal = [str(choice) for choice in action.choices]
             command = action.dest in ("command", "subcommand")
             name = "command" if command else (action.option_strings or [action.dest])[0]
-            raise UserError(f"{name} is {value!r}. {name_legal(str(value), legal)}")
+            raise UserError(f"{name} is {value!r}. {list_legal_values(str(value), legal)}")
 
 
 def run_command(cls: type[Command], arguments: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from llmcond.encoders.routers.settings import (
     check_router,
 )
 from llmcond.encoders.spec import Attention, Dtype, Quantize, Runtime
-from llmcond.errors import LlmcondError, UserError, name_legal
+from llmcond.errors import LlmcondError, UserError, list_legal_values
 from llmcond.files import digest_bytes
 from llmcond.options import Option, declaration_of, option
 from llmcond.system import native_bfloat16
@@ -582,7 +582,7 @@ def pooled_tokens(settings: Mapping[str, Any]) -> str:
 
 def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
-        raise UserError(f"{name} is {value!r}. {name_legal(value, legal)}")
+        raise UserError(f"{name} is {value!r}. {list_legal_values(value, legal)}")
 
 
 def _check_instruction_format(template: str) -> None:

@@ -23,7 +23,7 @@ from llmcond.encoders.loading.loading import load_model
 from llmcond.encoders.loading.memory import POOLING_MODULES
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.routers.passes import passes_class
-from llmcond.errors import LlmcondError, UserError, first_line, name_legal
+from llmcond.errors import LlmcondError, UserError, first_line, list_legal_values
 from llmcond.finetune.settings import TuneSettings
 
 #: Names of attention projections; all other projections belong to the group ``mlp``.
@@ -222,7 +222,7 @@ def select_projections(network: nn.Module, target: Sequence[str], encoder: str) 
         )
         if not matches:
             ends = [projection.rpartition(".")[2] for projection in legal]
-            advice = name_legal(name, [*legal, *ends, *GROUPS], [*GROUPS, *legal])
+            advice = list_legal_values(name, [*legal, *ends, *GROUPS], [*GROUPS, *legal])
             raise UserError(f"--target is {name!r}, which {encoder} does not have. {advice}")
         selected.update(dict.fromkeys(matches))
     return [projection for projection in legal if projection in selected]

@@ -20,7 +20,7 @@ from llmcond.config import STRICT, build, check_name, read_toml, resolve_toml
 from llmcond.encoders.poolings import ROUTED_POOLINGS, get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, Router, Span
-from llmcond.errors import UserError, name_legal
+from llmcond.errors import UserError, list_legal_values
 from llmcond.files import digest_text
 
 PLACEHOLDERS = ("sentence", "condition")
@@ -372,7 +372,7 @@ def placeholders(template: str, source: str, known: Sequence[str], advice: str =
             legal = [f"{{{known_name}}}" for known_name in known]
             raise UserError(
                 f"{source} has the unknown placeholder {{{name}}}. "
-                f"{name_legal(name, known, legal)}{advice}"
+                f"{list_legal_values(name, known, legal)}{advice}"
             )
         names.add(name)
     return names

@@ -55,6 +55,7 @@ D = TypeVar("D", bound=Data)
 
 @renamed_methods(
     counted="count_examples",
+    with_others="add_external_data",
     refuse_leaks_option="reject_leaks_option",
     refuse_column_options="reject_column_options",
     refuse_rated_options="reject_rated_options",

@@ -79,7 +79,7 @@ class Candidates:
     Example:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
-        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> rows = [{"utterances": turns} for turns in dialogues]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
         >>> pool = model.candidates(["Yes, at noon.", "It is red."])
@@ -169,7 +169,7 @@ class DialogueState:
     Example:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
-        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> rows = [{"utterances": turns} for turns in dialogues]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
         >>> dialogue = model.start(["Hello!"]).add("Shall we meet?")
@@ -219,7 +219,7 @@ class DialogueModel:
     Example:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
-        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> rows = [{"utterances": turns} for turns in dialogues]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues")
         >>> model
@@ -436,7 +436,7 @@ def load_dialogue(
     Example:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
-        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> rows = [{"utterances": turns} for turns in dialogues]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> model = llmcond.load_dialogue("dialogues", score="average")
         >>> pool = model.candidates(["Yes, at noon.", "It is red."])

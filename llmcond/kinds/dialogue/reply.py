@@ -26,8 +26,8 @@ class Replies(Displayed):
     Example:
         >>> import llmcond
         >>> from pathlib import Path
-        >>> talks = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
-        >>> rows = [{"utterances": turns} for turns in talks]
+        >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
+        >>> rows = [{"utterances": turns} for turns in dialogues]
         >>> _ = llmcond.extract(task="dialogue", data=rows, model="minilm", run="dialogues")
         >>> _ = Path("candidates.txt").write_text("Yes, at noon.\nIt is red.\n")
         >>> result = llmcond.reply(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
 from llmcond.data.queries import KnownAnswers, QueryRows
-from llmcond.deprecation import renamed_methods
 from llmcond.errors import UserError
 from llmcond.metrics import RANKING_NAMES
 from llmcond.tasks.base import AnyTask, Data
@@ -56,7 +55,6 @@ class QueryData(Data, Protocol):
 Q = TypeVar("Q", bound=QueryData)
 
 
-@renamed_methods(with_others="add_external_data")
 class RankingTask(AnyTask[Q]):
     """A task that ranks candidates for queries, each of which is a text under a condition.
 
