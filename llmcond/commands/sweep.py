@@ -52,7 +52,8 @@ class Sweep(SweepOptions, Command):
             >>> len(swept.results)
             2
         """
-        from llmcond.report.sweeps import check_plot, plot_settings, plot_steps
+        from llmcond.report.figures import check_figure
+        from llmcond.report.sweeps import plot_settings, plot_steps
         from llmcond.workflows.sweep import sweep
 
         several = [self.head, self.prompt, *self.varied().values()]
@@ -65,7 +66,7 @@ class Sweep(SweepOptions, Command):
         if len({path.absolute() for path in plots}) < len(plots):
             raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
         for path in plots:
-            check_plot(path)
+            check_figure(path)
         swept = sweep(self)
         if self.plot is not None:
             plot_settings(swept.results, Path(self.plot))

@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError, escape_control_characters, install_command
-from llmcond.files import replace_atomically
+from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
+
+#: The legal suffixes of a figure.
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 #: An x value, a score and both ends of its interval; NaN in the last three leaves a gap.
 Point = tuple[Any, float, float, float]
@@ -44,6 +47,13 @@ _STYLE: Any = {
 
 _DPI = 200
 
+# Without a date and a version, the same data give the same file.
+_METADATA: Any = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
 # With more points than this, an SVG would be too large to open, so they are embedded as an image.
 _MAX_VECTOR_POINTS = 5_000
 
@@ -64,18 +74,24 @@ def plot_clusters(
 ) -> None:
     """Plot vectors before and after a head, coloured by condition (Hyper-CL, figure 4).
 
+    The points are also written as CSV; see ``data_path``.
+
     Args:
         before: (n, 2) the encoder's vectors projected onto a plane.
         after: (n, 2) the head's embeddings projected onto a plane, in the same order.
         labels: (n,) the condition of each vector, as an index into ``names``.
         names: the conditions.
-        path: the .png or .svg file to write.
+        path: the .png, .svg or .pdf file to write.
         titles: the titles of the two panels.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    with _picture(path, (9.0, 4.6)) as figure:
+    columns = ("condition", "before_x", "before_y", "after_x", "after_y")
+    rows = (
+        (names[label], *point) for label, *point in zip(labels, *before.T, *after.T, strict=True)
+    )
+    with draw_figure(path, (9.0, 4.6), columns, rows) as figure:
         panels = figure.subplots(1, 2)
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
             _scatter(axes, points, labels, len(names))
@@ -93,9 +109,11 @@ def plot_curve(
 ) -> None:
     """Plot scores with a band against dimensions or steps (CASE, figures 3 and 4).
 
+    The points are also written as CSV; see ``data_path``.
+
     Args:
         series: the points of each series by its name, in any order of x.
-        path: the .png or .svg file to write.
+        path: the .png, .svg or .pdf file to write.
         xlabel: the label of the x axis.
         ylabel: the label of the y axis.
         log_x: whether the x axis is logarithmic; every x is then above 0.
@@ -106,7 +124,9 @@ def plot_curve(
     """
     ordered = {name: sorted(set(points)) for name, points in series.items()}
     curves = {name: np.array(points, dtype=np.float64).T for name, points in ordered.items()}
-    with _picture(path, (7.0, 4.6)) as figure:
+    columns = ("series", xlabel, ylabel, "low", "high")
+    rows = ((name, *point) for name, points in ordered.items() for point in points)
+    with draw_figure(path, (7.0, 4.6), columns, rows) as figure:
         axes = figure.subplots()
         for i, (x, mean, low, high) in enumerate(curves.values()):
             colour, shape = _style_of(i)
@@ -128,7 +148,6 @@ def plot_curve(
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         _legend(figure, list(curves), lines=True)
-    log.info(f"picture -> {path}")
 
 
 def has_matplotlib() -> bool:
@@ -145,9 +164,41 @@ def check_matplotlib() -> None:
         )
 
 
+def check_figure(path: Path) -> None:
+    """Check, before long work, that a figure and its data can be written.
+
+    Raises:
+        UserError: the path has another suffix than ``FIGURE_SUFFIXES``, it cannot be written, or
+            matplotlib is not installed.
+    """
+    check_output(path, FIGURE_SUFFIXES)
+    check_output(data_path(path), (".csv",))
+    check_matplotlib()
+
+
+def data_path(path: Path) -> Path:
+    """Return the file of the numbers that a figure shows: ``steps-data.csv`` for ``steps.svg``."""
+    return path.with_name(f"{path.stem}-data.csv")
+
+
 @contextmanager
-def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a figure of ``size`` inches to draw on, and save it as a .png or .svg file."""
+def draw_figure(
+    path: Path,
+    size: tuple[float, float],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+) -> Iterator[Any]:
+    """Yield a matplotlib figure to draw on, and save it and its data at the end of the block.
+
+    Args:
+        path: the .png, .svg or .pdf file to write.
+        size: the width and height in inches.
+        columns: the headings of the data.
+        rows: the data, one row for each point or bar of the figure.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     kind = path.suffix.lower()
     check_matplotlib()
     import matplotlib as mpl
@@ -159,10 +210,10 @@ def _picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
         # pyplot is avoided, because it keeps every figure in memory and may open a window.
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         yield figure
-        # Without a date and a version, the same data give the same file.
-        metadata = {"Date": None} if kind == ".svg" else {"Software": None}
         with replace_atomically(path) as temporary:
-            figure.savefig(temporary, format=kind[1:], metadata=metadata)
+            figure.savefig(temporary, format=kind[1:], metadata=_METADATA[kind])
+    write_csv(data_path(path), columns, rows)
+    log.info(f"picture -> {path}")
 
 
 def _style_of(i: int) -> tuple[str, str]:

@@ -11,11 +11,10 @@ from typing import Any
 from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
-from llmcond.files import check_output
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.log import log
 from llmcond.metrics import Metric, get_metric
-from llmcond.report.figures import Point, check_matplotlib, plot_curve
+from llmcond.report.figures import Point, plot_curve
 from llmcond.report.format import factors_text, interval_notes, range_text
 from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table, plain_text
 
@@ -55,17 +54,6 @@ def _format_settings(settings: Mapping[str, Any]) -> str:
 
 def _line_name(result: SweptResult, settings: Mapping[str, Any]) -> str:
     return f"{result.name} {_format_settings(settings)}".rstrip()
-
-
-def check_plot(path: Path) -> None:
-    """Check, before hours of work, that a picture can be written.
-
-    Raises:
-        UserError: the path cannot be written, it is neither .png nor .svg, or matplotlib is not
-            installed.
-    """
-    check_output(path, (".png", ".svg"))
-    check_matplotlib()
 
 
 def plot_settings(results: Swept, path: Path) -> None:

@@ -183,7 +183,6 @@ def _analyse_clusters(
         path = out / f"clusters-{head.name}.png"
         before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
         plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
-        log.info(f"picture -> {path}")
     return results
 
 

@@ -1,5 +1,6 @@
 """Analyses: compared with slow reference implementations, at extremes, and as figures."""
 
+import csv
 import itertools
 import math
 import shutil
@@ -436,13 +437,16 @@ def assert_image_is_complete(path):
     if path.suffix.lower() == ".png":
         assert data.startswith(b"\x89PNG")
         assert b"IEND" in data[-12:]
+    elif path.suffix.lower() == ".pdf":
+        assert data.startswith(b"%PDF")
+        assert b"%%EOF" in data[-8:]
     else:
         assert ET.fromstring(data).tag.endswith("svg")
 
 
 @pytest.mark.matrix
 @DRAWINGS
-@pytest.mark.parametrize("name", ["figure.png", "new/figure.svg", "figure.PNG"])
+@pytest.mark.parametrize("name", ["figure.png", "new/figure.svg", "figure.pdf", "figure.PNG"])
 def test_figure_file_is_complete_and_reproducible(draw, name, tmp_path):
     path = tmp_path / name
     draw(path)
@@ -450,7 +454,25 @@ def test_figure_file_is_complete_and_reproducible(draw, name, tmp_path):
     first = path.read_bytes()
     draw(path)
     assert path.read_bytes() == first
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert {p.name for p in path.parent.iterdir()} == {path.name, "figure-data.csv"}
+
+
+def read_data(path):
+    with path.open(encoding="utf-8", newline="") as stream:
+        return list(csv.reader(stream))
+
+
+def test_figure_data_has_the_plotted_points(tmp_path):
+    plot_curve({"b": [(2, 0.5, 0.4, 0.6), (1, 0.25, 0, 1)]}, tmp_path / "curve.svg", "steps", "MRR")
+    headings, *rows = read_data(tmp_path / "curve-data.csv")
+    assert headings == ["series", "steps", "MRR", "low", "high"]
+    assert rows == [["b", "1", "0.25", "0", "1"], ["b", "2", "0.5", "0.4", "0.6"]]
+    points = np.array([[0.5, 1.0], [2.0, 3.0]])
+    titles = ("before", "after")
+    plot_clusters(points, points + 1, np.array([1, 0]), NAMES[:2], tmp_path / "x.png", titles)
+    headings, *rows = read_data(tmp_path / "x-data.csv")
+    assert headings == ["condition", "before_x", "before_y", "after_x", "after_y"]
+    assert rows == [[NAMES[1], "0.5", "1.0", "1.5", "2.0"], [NAMES[0], "2.0", "3.0", "3.0", "4.0"]]
 
 
 @DRAWINGS
@@ -562,7 +584,7 @@ def test_failed_write_keeps_old_figure(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="disk is full"):
         draw_curves(path)
     assert path.read_bytes() == old
-    assert [p.name for p in tmp_path.iterdir()] == ["figure.png"]
+    assert {p.name for p in tmp_path.iterdir()} == {"figure.png", "figure-data.csv"}
 
 
 @pytest.mark.matrix

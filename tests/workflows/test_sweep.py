@@ -356,7 +356,7 @@ def test_table_explains_its_intervals(capsys, folder):
         (["--head", "mpl"], "Did you mean 'mlp'"),
         (["--head", "hadamard", "--vary", "dim=2,4"], "has no setting 'dim'"),
         (["--split", "tset"], "Did you mean 'test'"),
-        (["--vary", "dim=2,4", "--plot", "x.JPG"], "name a .png or .svg file"),
+        (["--vary", "dim=2,4", "--plot", "x.JPG"], "name a .png or .svg or .pdf file"),
         (["--vary", "dim=2,4", "--plot-steps", "x"], "has no suffix"),
         (["--vary", "dim=2,4", "--plot", "own"], "has no suffix"),
         (["--vary", "dim=2,4", "--plot", "small.toml/x.png"], "cannot write"),
@@ -579,7 +579,7 @@ def test_plots_are_complete_files(capsys, folder):
     assert messages.count("picture -> ") == 2
     assert is_complete_image(Path("pictures/dim.png"))
     assert is_complete_image(Path("steps.SVG"))
-    assert [path.name for path in Path("pictures").iterdir()] == ["dim.png"]
+    assert {path.name for path in Path("pictures").iterdir()} == {"dim.png", "dim-data.csv"}
 
 
 @pytest.fixture

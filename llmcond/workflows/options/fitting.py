@@ -126,13 +126,14 @@ class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOpt
     plot: str | Path | None = option(
         None,
         metavar="FILE",
-        help="image file (.png, .svg) for a plot of the main metric against the first setting that "
-        "has several numeric values",
+        help="figure (.png, .svg, .pdf) of the main metric against the first setting that has "
+        "several numeric values; the numbers are written next to it as CSV",
     )
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
-        help="image file (.png, .svg) for a plot of the dev score against training steps",
+        help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
+        "written next to it as CSV",
     )
 
     def varied(self) -> dict[str, list[str]]:
