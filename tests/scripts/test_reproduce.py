@@ -10,6 +10,7 @@ import pytest
 from helpers import checkpoints
 from helpers.paths import ROOT
 
+from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder
 
 pytestmark = [
@@ -148,6 +149,42 @@ def test_second_run_reuses_all_work(scripts, call, inputs, monkeypatch, tmp_path
         code, text, record = call(script, [inputs.bert], "--out", str(out))
         assert (code, text, record["sections"]) == (0, expected[1], expected[2]["sections"])
         assert out.read_text(encoding="utf-8").strip() == text.strip()
+
+
+# Protocols
+
+
+@pytest.mark.parametrize(("protocol", "scored"), [("9:1", "all"), ("70:30", "30 %")])
+def test_protocol_chooses_epochs_and_scores_on_different_rows(
+    protocol, scored, scripts, call, inputs, small_rows, tmp_path
+):
+    data = tmp_path / "data"
+    data.mkdir()
+    train, dev = small_rows[: len(small_rows) // 2], small_rows[len(small_rows) // 2 :]
+    write_csv(data / "train.csv", train)
+    write_csv(data / "dev.csv", dev)
+    out = tmp_path / "page.md"
+    options = ["--protocol", protocol, "--tables", "2", "--out", str(out)]
+    code, _, record = call(scripts.case, [inputs.bert], *options, data=str(data))
+    assert code == 0
+    assert (record["split"], record["protocol"]) == ("test", protocol)
+    assert json.loads(out.with_suffix(".json").read_text(encoding="utf-8")) == record
+    assert f"--protocol {protocol}" in record["command"]
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")
+    assert record["sections"][0]["command"] == "reproduce_case.py --tables 2"
+    n_dev = len({row[:2] for row in map(tuple, dev)})
+    run = open_run(inputs.folder / "runs" / protocol.replace(":", "-") / inputs.bert.split("/")[-1])
+    pairs = {name: set(run.rows(name).pair_keys()) for name in ("train", "dev", "test")}
+    assert not pairs["train"] & pairs["dev"]
+    assert not pairs["dev"] & pairs["test"]
+    expected = n_dev if scored == "all" else round(0.3 * n_dev)
+    assert abs(len(pairs["test"]) - expected) <= 1
+
+
+def test_protocol_is_rejected_if_test_is_rated(scripts, inputs, caplog):
+    options = ["--encoders", inputs.bert, "--data", inputs.data, "--protocol", "9:1"]
+    assert scripts.case.main(options) == 2
+    assert "rows.csv has a rated test split, which is scored" in caplog.text
 
 
 # Interrupts and invalid input
