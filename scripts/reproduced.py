@@ -1,0 +1,230 @@
+"""Write docs/reproduced/README.md: a row for each table and figure of the four papers.
+
+    python scripts/reproduced.py
+
+The figures are read from the JSON files in docs/reproduced, which reproduce_case.py,
+reproduce_hypercl.py, reproduce_graphs.py, reproduce_csr.py and reproduce_triple.py write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reproduce import markdown_table
+
+from llmcond.files import read_json, write_text
+
+FOLDER = Path(__file__).parents[1] / "docs" / "reproduced"
+HEADINGS = ("in the paper", "subject", "command", "paper", "ours", "what differs")
+NO_DATA = "an illustration without results"
+NO_BOOKS = "not done: the Children's Book Test was not measured"
+CBT = "llmcond extract --task dialogue --data FOLDER"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A table or figure of a paper, with what is shown if no script computes it.
+
+    Attributes:
+        table: its number, such as ``Table 1``.
+        subject: what it shows.
+        note: why there are no figures, or where they are.
+        command: the command that produces it.
+    """
+
+    table: str
+    subject: str
+    note: str = ""
+    command: str = ""
+
+
+#: The first words of a paper's name in the JSON files -> its reference, and its contents.
+PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
+    "CASE": (
+        "[CASE](https://arxiv.org/abs/2503.17279)",
+        (
+            Entry("Figure 1", "a sentence pair under two conditions", NO_DATA),
+            Entry("Figure 2", "the method", NO_DATA),
+            Entry("Table 1", "zero-shot"),
+            Entry("Figure 3", "Spearman by training step"),
+            Entry("Figure 4", "Spearman by number of dimensions"),
+            Entry("Table 2", "heads with 512 dimensions"),
+            Entry("Table 3", "similarities before and after a head"),
+            Entry("Table 4", "cosine with the mean vector"),
+            Entry("Table 5", "partition ratio"),
+            Entry("Figure 5", "histograms of cosines with the mean, encoders with instructions"),
+            Entry("Figure 6", "histograms of cosines with the mean, other encoders"),
+            Entry("Table 6", "poolings"),
+            Entry("Table 7", "earlier methods"),
+            Entry("Table 8", "similarity of a sentence and an answer word"),
+        ),
+    ),
+    "Hyper-CL": (
+        "[Hyper-CL](https://arxiv.org/abs/2403.09490) (ACL 2024)",
+        (
+            Entry("Figure 1", "two conditions of a sentence pair", NO_DATA),
+            Entry("Figure 2", "four architectures", NO_DATA),
+            Entry("Figure 3", "the training procedure", NO_DATA),
+            Entry("Table 1", "C-STS"),
+            Entry("Table 2", "knowledge graphs"),
+            Entry("Table 3", "time, cache and memory on C-STS"),
+            Entry("Table 4", "time, cache and memory on WN18RR"),
+            Entry("Section 5.2", "impurity of condition clusters"),
+            Entry("Figure 4", "clusters before and after projection"),
+            Entry("Table 5", "seen and unseen conditions"),
+            Entry("Table 6", "ablation of the contrastive objective"),
+            Entry("Section 5.4.1", "norms of the generated matrices"),
+            Entry("Table 7", "hyperparameters"),
+            Entry("Table 8", "ranks"),
+        ),
+    ),
+    "CSR": (
+        "[CSR](https://github.com/bigai-nlco/CSR) (EMNLP 2024 Findings)",
+        (
+            Entry("Figure 1", "architectures", NO_DATA),
+            Entry("Figures 2 and 3", "the method", NO_DATA),
+            Entry("Table 1", "C-STS"),
+            Entry("Figure 4", "score and time by number of layers with a router"),
+            Entry("Table 2", "knowledge graphs"),
+            Entry("Table 3", "weighting strategies"),
+            Entry("Table 4", "without training"),
+            Entry("Figure 5", "token weights without a router"),
+            Entry("Figure 6", "token weights with a router"),
+            Entry("Figure 7", "token weights under several conditions"),
+        ),
+    ),
+    "Triple-Encoders": (
+        "[Triple-Encoders](https://arxiv.org/abs/2402.12332) (ACL 2024)",
+        (
+            Entry("Figure 1", "the method", NO_DATA),
+            Entry("Figure 2", "a difficult example", NO_DATA),
+            Entry("Figure 3", "relative distances", NO_DATA),
+            Entry("Figure 4", "the architecture", NO_DATA),
+            Entry("Figure 5", "the relative time dimension", NO_DATA),
+            Entry("Table 1", "pairs of turns that are averaged", NO_DATA),
+            Entry("Figure 6", "average rank by history length"),
+            Entry("Table 2", "last rows of the pairs"),
+            Entry("Figure 7", "turns outside the training window"),
+            Entry("Table 3", "short-term planning"),
+            Entry("Table 4", "ablation of the objective"),
+            Entry("Table 5", "components of a triple encoder"),
+            Entry("Table 6", "mean similarity of the correct and of random utterances"),
+            Entry("Figure 8", "similarity by turn of the context"),
+            Entry("Table 7", "cost per step"),
+            Entry("Table 8", "last rows on the Children's Book Test", NO_BOOKS, CBT),
+            Entry("Figure 9", "next sentences on the Children's Book Test", NO_BOOKS, CBT),
+        ),
+    ),
+}
+
+
+def render(pages: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of the index.
+
+    Args:
+        pages: the record of each page, by the page's file name.
+    """
+    parts = [
+        "# The papers, reproduced",
+        "This page has a row for every table and figure of four papers. "
+        "`python scripts/reproduced.py` generates it from the JSON files in this folder, which the "
+        "scripts write together with the pages that the first column links to.",
+        "Columns with figures have the range over a table's rows, in its first column of figures. "
+        '"What differs" has the differences that most of these rows have. No figure of a paper can '
+        "be reproduced exactly without its encoders; the scripts take any encoder "
+        "(`--encoders`).",
+    ]
+    for name, (reference, entries) in PAPERS.items():
+        records = {
+            page: record for page, record in pages.items() if record["paper"].startswith(name)
+        }
+        commands = "\n".join(record["command"] for record in records.values())
+        parts += [f"## {reference}", *([f"```bash\n{commands}\n```"] if commands else [])]
+        rows = [row for entry in entries for row in _rows(entry, records)]
+        parts.append(markdown_table(HEADINGS, rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(entry: Entry, records: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield a row for each section of an entry's table, or one without figures."""
+    sections = [
+        (page, section)
+        for page, record in records.items()
+        for section in record["sections"]
+        if section["table"] == entry.table
+    ]
+    for page, section in sections:
+        link = f"[{entry.table}]({page}#{_anchor(section)})"
+        yield [link, section["title"], f"`{section['command']}`", *_figures(section)]
+    if not sections:
+        command = f"`{entry.command}`" if entry.command else "–"
+        yield [entry.table, entry.subject, command, "–", "–", entry.note or "not done"]
+
+
+def _anchor(section: Mapping[str, Any]) -> str:
+    """Return the anchor of a section's heading, as GitHub makes it."""
+    heading = f"{section['table']}: {section['title']}".lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def _figures(section: Mapping[str, Any]) -> list[str]:
+    """Return the cells with the paper's figures, ours, and what differs."""
+    rows = section["rows"]
+    reasons = [row["reason"] for row in rows if row["reason"]]
+    for measure in section["measures"]:
+        key = measure["key"]
+        printed = [
+            figure
+            for row in rows
+            for figure in (
+                *([row["paper"][key]] if key in row["paper"] else []),
+                *row["paper_others"].get(key, []),
+            )
+        ]
+        ours = [
+            measure["scale"] * row["ours"][key]["value"]
+            for row in rows
+            if row["ours"] and key in row["ours"] and row["ours"][key]["value"] is not None
+        ]
+        if not printed and not ours:
+            continue
+        heading, digits = measure["heading"], measure["digits"]
+        counts = Counter(text for row in rows for text in row["set_up"] if row["ours"])
+        common = [text for text, count in counts.items() if 2 * count > len(ours)]
+        cells = [_range(printed, None), _range(ours, digits)]
+        texts = [f"{heading} {cell}" if cell != "–" else cell for cell in cells]
+        return [*texts, "; ".join(common) or (reasons[0] if reasons and not ours else "nothing")]
+    return ["–", "–", reasons[0] if reasons else "see the page"]
+
+
+def _range(figures: Sequence[float], digits: int | None) -> str:
+    if not figures:
+        return "–"
+    texts = [
+        f"{f:g}" if digits is None else f"{f:.{digits}f}" for f in (min(figures), max(figures))
+    ]
+    return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
+
+
+def read_pages(folder: Path) -> dict[str, Any]:
+    """Return the JSON record of each page in a folder, by the page's file name."""
+    return {path.with_suffix(".md").name: read_json(path) for path in sorted(folder.glob("*.json"))}
+
+
+def main() -> None:
+    """Write the index."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    write_text(FOLDER / "README.md", render(read_pages(FOLDER)))
+
+
+if __name__ == "__main__":
+    main()
