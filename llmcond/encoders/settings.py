@@ -25,6 +25,7 @@ from llmcond.encoders.routers.settings import (
     RELEASED_MODES,
     RouterKind,
     RouterMode,
+    RouterWeight,
     check_layers,
     check_router,
 )
@@ -336,8 +337,14 @@ class EncoderSettings(Generic[Auto, Open]):
     router_mode: RouterMode | Open = _setting(
         "paper",
         absent_with="router",
-        help="with --router csr: the method of the paper, a variant of it (hidden, heavy), or that "
-        "of its authors' code (released-tri, released-bi) (default: paper)",
+        help="with --router csr: the method of the paper, a variant of it (hidden, heavy, bi), or "
+        "that of its authors' code (released-tri, released-bi) (default: paper)",
+    )
+    router_weight: RouterWeight | Open = _setting(
+        "one-plus",
+        absent_with="router_weight",
+        help="with --router csr: how a weight w scales a token: by 1 + A w (one-plus), by A w "
+        "(only), or by 1 + A w with random weights (random) (default: one-plus)",
     )
     router_layers: int | Open = _setting(
         3,
@@ -350,8 +357,7 @@ class EncoderSettings(Generic[Auto, Open]):
         1.0,
         absent_with="router",
         metavar="A",
-        help="with --router csr: strength of the router; a token of weight w is scaled by 1 + A w "
-        "(default: 1)",
+        help="with --router csr: strength A of the router; see --router-weight (default: 1)",
     )
     instruction_format: str | Open = _setting(
         "",
@@ -382,7 +388,7 @@ SETTINGS: Mapping[str, Setting] = {
     for setting in fields(EncoderSettings)
     if isinstance(declared := declaration_of(setting), Setting)
 }
-ROUTER_SETTINGS = tuple(name for name, s in SETTINGS.items() if s.absent_with == "router")
+ROUTER_SETTINGS = tuple(name for name in SETTINGS if name.startswith("router"))
 
 
 def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], type[_T]]:

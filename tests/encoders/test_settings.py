@@ -3,7 +3,7 @@
 import inspect
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -44,13 +44,26 @@ def test_invalid_value_reports_legal_values(name):
         EncoderOptions(**{name: "flot32"})
 
 
+def test_router_identities_are_those_of_earlier_versions():
+    """Runs from before ``router_weight`` keep their features."""
+    options = {"dtype": "float32", "quantize": "none", "pooling": "mean", "max_length": 8}
+    options |= {"normalize": True, "instruction_format": "", "attention": "bidirectional"}
+    identity = EncoderIdentity(weights="sha256:0", router="csr", **options)
+    assert identity.fingerprint == "b73506ff885d6c7a"
+    assert "router_weight" not in identity.to_json()
+    changed = [replace(identity, router_weight=weight) for weight in ("only", "random")]
+    assert len({identity.fingerprint, *(each.fingerprint for each in changed)}) == 3
+    assert EncoderIdentity.from_json(changed[0].to_json(), "run.json") == changed[0]
+
+
 def test_quantize_none_has_two_spellings():
     assert EncoderOptions(quantize=None) == EncoderOptions(quantize="none") == EncoderOptions()
 
 
 def test_recorded_model_settings_are_unchanged():
     router_settings = {
-        "router": str, "router_mode": str, "router_layers": int, "router_strength": float,
+        "router": str, "router_mode": str, "router_weight": str, "router_layers": int,
+        "router_strength": float,
     }  # fmt: skip
     # Settings of a router are recorded only if the encoder has one.
     assert router_settings.items() <= MODEL_SETTINGS.items()

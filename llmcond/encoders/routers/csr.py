@@ -9,8 +9,8 @@ token, before the output projection::
 
     w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
 
-``RouterMode`` (llmcond/encoders/routers/settings.py) says what the modes use as q and k_i. The
-layers before the routed ones do not depend on the condition. In a packed row, they are computed
+``RouterMode`` (llmcond/encoders/routers/settings.py) says what the modes use as q and k_i, and
+``RouterWeight`` says what else may replace 1 + strength w_i. The layers before the routed ones do not depend on the condition. In a packed row, they are computed
 once per sentence, however many conditions it has.
 """
 
@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -42,7 +43,7 @@ from llmcond.encoders.engine.forward import (
     plan_row_attention,
 )
 from llmcond.encoders.engine.tokenizing import Tokens
-from llmcond.encoders.routers.settings import RELEASED_MODES
+from llmcond.encoders.routers.settings import READING_MODES, RELEASED_MODES, RouterMode
 from llmcond.encoders.settings import EncoderIdentity
 from llmcond.errors import LlmcondError, UserError
 from llmcond.system import move_to_device
@@ -77,6 +78,7 @@ class CsrPasses(Passes):
 
     Attributes:
         mode: The router mode.
+        weight: How weights scale tokens.
         causal: Whether a token sees only itself and the tokens before it.
         first_layer: Index of the first routed layer.
     """
@@ -91,9 +93,10 @@ class CsrPasses(Passes):
                 few layers or no trained router.
         """
         self.mode, self._strength = identity.router_mode, identity.router_strength
+        self.weight = identity.router_weight
         self.causal, self.reads_routers = (
             identity.attention == "causal",
-            self.mode in RELEASED_MODES,
+            self.mode in READING_MODES,
         )
         self._heavy: HeavyRouter | None = getattr(network, _ROUTER_ATTRIBUTE, None)
         if self.mode == "heavy" and self._heavy is None:
@@ -111,10 +114,10 @@ class CsrPasses(Passes):
         self.first_layer = count - identity.router_layers
         self._layer_of = {module: layer for layer, module in enumerate(modules)}
         layers = _find_layers(network, modules, name)
-        # In these modes, the condition's final states are keys in every layer. With rotary
+        # In released-tri, the condition's final states are keys in every layer. With rotary
         # positions, they would have no position to be rotated to.
         rotary = "position_embeddings" in inspect.signature(modules[0].forward).parameters
-        if self.reads_routers and (self.causal or rotary):
+        if self.mode in RELEASED_MODES and (self.causal or rotary):
             raise UserError(
                 f"router_mode is {self.mode!r}, which is for bidirectional encoders that add "
                 f"positions to their embeddings, as BERT and RoBERTa do; {name} does not. "
@@ -150,8 +153,7 @@ class CsrPasses(Passes):
         if not routes:
             return super().forward(runtime, rows, batch)
         if self.reads_routers:
-            forward_class = _TriEncoderForward if self.mode == "released-tri" else _BiEncoderForward
-            return forward_class(self, runtime, rows, routes)
+            return _READING_FORWARDS[self.mode](self, runtime, rows, routes)
         if batch is None:
             return _RoutedForward(self, PaddedForward(runtime, rows), routes)
         groups = [list(group) for _, group in groupby(batch.inputs, key=lambda i: id(rows[i]))]
@@ -203,13 +205,36 @@ class CsrPasses(Passes):
         """Return whether the layer with this attention module is routed."""
         return self._layer_of[module] >= self.first_layer
 
+    def routed_index(self, module: nn.Module) -> int:
+        """Return the index of a routed layer among the routed ones."""
+        return self._layer_of[module] - self.first_layer
+
+    def draw_weights(self, texts: Sequence[Sequence[int]], width: int) -> Tensor | None:
+        """Draw the random weights of texts; None if the router computes its own weights.
+
+        Args:
+            texts: The token ids of each text, which are the seed of its weights.
+            width: Number of tokens to pad to; the weights of padding are 0.
+
+        Returns:
+            The weights, (routed layers, texts, width), on the CPU. Those of a text add up to 1.
+        """
+        if self.weight != "random":
+            return None
+        n_layers = len(self._layer_of) - self.first_layer
+        weights = torch.zeros(n_layers, len(texts), width)
+        for index, ids in enumerate(texts):
+            scores = np.random.default_rng(ids).standard_normal((n_layers, len(ids)))
+            weights[:, index, : len(ids)] = torch.from_numpy(scores).softmax(dim=1)
+        return weights
+
     def scores(self, module: nn.Module, queries: Tensor, keys: Tensor) -> Tensor:
         """Compute q . k_i / sqrt(d), (m, n) float32, for queries (m, dq) and keys (m, n, dk)."""
         with torch.autocast(keys.device.type, enabled=False):
             queries, keys = queries.to(keys.device).float(), keys.float()
             width = queries.shape[1]
             if self._heavy is not None:
-                layer = self._layer_of[module] - self.first_layer
+                layer = self.routed_index(module)
                 queries = linear(queries, self._heavy.query[layer])
                 keys = linear(keys, self._heavy.key[layer])
             elif keys.shape[2] != width:
@@ -220,8 +245,10 @@ class CsrPasses(Passes):
             return scores
 
     def scale(self, attended: Tensor, weights: Tensor) -> Tensor:
-        """Compute (1 + strength w_i) h'_i, with the weights w as (batch, tokens)."""
-        factor = 1 + self._strength * weights.to(attended.device)
+        """Scale h'_i as the router's ``weight`` says, with the weights w as (batch, tokens)."""
+        factor = self._strength * weights.to(attended.device)
+        if self.weight != "only":
+            factor = 1 + factor
         return attended * factor.to(attended.dtype)[..., None, None]
 
 
@@ -459,6 +486,7 @@ class _SentenceRouter(_Router):
         real: Tensor,
         positions: Tensor,
         n: int,
+        drawn: Tensor | None,
     ) -> None:
         """Create the router of m sentences.
 
@@ -470,8 +498,10 @@ class _SentenceRouter(_Router):
             positions: The positions of each sentence's tokens among those of the pass,
                 (m, longest), on the CPU.
             n: Number of tokens of the pass.
+            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
         """
         super().__init__(csr)
+        self._drawn = drawn
         # For each token of the pass, the index of its weight among m * longest weights. Tokens
         # outside the sentences have the zero that is appended to the weights.
         weight_indices = torch.full((n,), real.numel())
@@ -485,13 +515,17 @@ class _SentenceRouter(_Router):
 
     @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        all_keys = self.keys(k)
-        positions = self._positions.to(all_keys.device)
-        keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
-        scores = self.csr.scores(module, self._queries, keys)
-        weights = scores.masked_fill(~self._real.to(all_keys.device), float("-inf")).softmax(dim=1)
+        if self._drawn is None:
+            all_keys = self.keys(k)
+            positions = self._positions.to(all_keys.device)
+            keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
+            scores = self.csr.scores(module, self._queries, keys)
+            hidden = ~self._real.to(all_keys.device)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=1)
+        else:
+            weights = move_to_device(self._drawn[self.csr.routed_index(module)], q.device)
         token_weights = pad(weights.flatten(), (0, 1)).index_select(
-            0, self._weight_indices.to(all_keys.device)
+            0, self._weight_indices.to(weights.device)
         )
         return token_weights.view(len(q), -1)
 
@@ -559,7 +593,8 @@ class _RoutedForward:
         real = offsets < lengths[:, None]
         positions = torch.where(real, starts[:, None] + offsets, 0)
         queries = torch.stack([torch.as_tensor(query) for query in self._queries])
-        arguments = self._csr, device, queries, real, positions, self.n_tokens
+        drawn = self._csr.draw_weights([row.ids for row in forward.rows], len(offsets))
+        arguments = self._csr, device, queries, real, positions, self.n_tokens, drawn
         if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
             forward.arguments["router"] = _SentenceRouter(*arguments)
             return
@@ -578,7 +613,7 @@ class _RoutedForward:
         return self._forward.pooled()
 
 
-# -- the variants in the authors' code -------------------------------------------------------------
+# -- sentences that are read together with their conditions --------------------------------------
 
 
 class _TriEncoderForward(PaddedForward):
@@ -620,7 +655,8 @@ class _TriEncoderForward(PaddedForward):
         states = conditions.hidden().index_select(0, indices)
         masks = conditions.arguments["attention_mask"].index_select(0, indices)
         visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
-        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible)
+        drawn = self._csr.draw_weights([row.ids for row in self.rows], self.width)
+        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible, drawn)
         return super().pooled()
 
 
@@ -635,10 +671,19 @@ def _prepend_separator(row: Tokens, runtime: ForwardSettings) -> Tokens:
 class _TriEncoderRouter(_Router):
     """The router of the tri-encoder, which adds the condition's states to those of sentences."""
 
-    def __init__(self, csr: CsrPasses, condition: Tensor, visible: Tensor) -> None:
-        """Create the router from conditions' states, (m, c, d), and a mask of keys, (m, c + n)."""
+    def __init__(
+        self, csr: CsrPasses, condition: Tensor, visible: Tensor, drawn: Tensor | None
+    ) -> None:
+        """Create the router.
+
+        Args:
+            csr: The router's settings, layers and formula.
+            condition: The states of each sentence's condition, (m, c, d).
+            visible: A mask of keys, (m, c + n).
+            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
+        """
         super().__init__(csr)
-        self._condition, self._visible = condition, visible[:, None, None]
+        self._condition, self._visible, self._drawn = condition, visible[:, None, None], drawn
         self._n = condition.shape[1]
 
     @override
@@ -661,8 +706,11 @@ class _TriEncoderRouter(_Router):
         attended = scaled_dot_product_attention(queries, k, v, attn_mask=visible, scale=scale)
         attended = attended.transpose(1, 2)
         if self.csr.is_routed(module):
-            weights = _attention_weights(queries[:, :, :1], k, visible, scale)
-            attended = self.csr.scale(attended, weights[:, self._n :])
+            if self._drawn is None:
+                weights = _attention_weights(queries[:, :, :1], k, visible, scale)[:, self._n :]
+            else:
+                weights = self._drawn[self.csr.routed_index(module)]
+            attended = self.csr.scale(attended, weights)
         # The module expects as many tokens as there were states. leave_attention removes those of
         # the condition again.
         return pad(attended, (0, 0, 0, 0, self._n, 0))
@@ -673,11 +721,11 @@ class _TriEncoderRouter(_Router):
 
 
 class _BiEncoderForward(PaddedForward):
-    """The bi-encoder of the authors' code: sentence and condition in one sequence.
+    """The paper's bi-encoder: the tokens of sentence and condition in one sequence.
 
-    No other token attends to the condition's first token. The weights of the sentence's tokens are
-    the attention of that token to them, averaged over heads. The state of the sentence's first
-    token is the vector.
+    The weights of the sentence's tokens are the attention of the condition's first token to them,
+    or of its last token in a causal encoder, averaged over heads and divided by their sum. Tokens
+    of the condition are not scaled. The encoder pools the whole sequence.
     """
 
     def __init__(
@@ -687,64 +735,142 @@ class _BiEncoderForward(PaddedForward):
         rows: Sequence[Tokens],
         queries: Sequence[Any],
     ) -> None:
-        joined_rows, lengths = [], []
-        for row, condition in zip(rows, queries, strict=True):
-            room = runtime.max_length - len(condition.ids) - 1
-            if room < 2:
-                raise UserError(
-                    "router_mode is 'released-bi', which reads sentence and condition as one text, "
-                    f"but a condition has {len(condition.ids)} of the {runtime.max_length} tokens "
-                    "that the encoder takes. Shorten it, or encode with a larger max_length "
-                    "(llmcond extract --max-length)."
-                )
-            sentence = row.ids if len(row.ids) <= room else [*row.ids[: room - 1], row.ids[-1]]
-            ids = [*sentence, row.ids[-1], *condition.ids]
-            lengths.append(len(sentence))
-            joined_rows.append(replace(row, ids=ids, first=0, last=len(sentence), second=len(ids)))
-        super().__init__(runtime, joined_rows)
-        self._csr, self._lengths = csr, torch.tensor(lengths)
+        pairs = [
+            (_cut_sentence(row, condition, csr, runtime), condition)
+            for row, condition in zip(rows, queries, strict=True)
+        ]
+        super().__init__(runtime, [self.join(*pair) for pair in pairs])
+        self._csr, self._sentences = csr, [sentence.ids for sentence, _ in pairs]
+        self.lengths = torch.tensor([len(ids) for ids in self._sentences])
+        # The positions of the tokens whose attention weights the sentences.
+        if csr.causal:
+            self.query_positions = torch.tensor([len(row.ids) - 1 for row in self.rows])
+        else:
+            n_condition = torch.tensor([len(condition.ids) for condition in queries])
+            self.query_positions = torch.tensor([len(row.ids) for row in self.rows]) - n_condition
+
+    @staticmethod
+    def join(sentence: Tokens, condition: Tokens) -> Tokens:
+        """Return the tokens of a sentence and its condition as one text."""
+        ids = [*sentence.ids, *condition.ids]
+        last = len(sentence.ids) + condition.last
+        return replace(sentence, ids=ids, last=last, second=len(ids))
 
     @override
     def prepare(self) -> None:
         super().prepare()
         device = self.runtime.device
         real = self.arguments["attention_mask"].bool()
-        lengths, offsets = (
-            move_to_device(self._lengths, device),
-            torch.arange(self.width, device=device),
+        lengths = move_to_device(self.lengths, device)
+        in_sentence = torch.arange(self.width, device=device) < lengths[:, None]
+        self.arguments["router"] = _BiEncoderRouter(
+            self._csr,
+            move_to_device(self.query_positions, device),
+            real,
+            in_sentence,
+            self._csr.draw_weights(self._sentences, self.width),
         )
-        first = lengths + 1
-        is_first = offsets == first[:, None]
+
+
+def _cut_sentence(
+    row: Tokens, condition: Tokens, csr: CsrPasses, runtime: ForwardSettings
+) -> Tokens:
+    """Return a sentence that fits the encoder together with its condition and a separator.
+
+    Raises:
+        UserError: If the condition leaves no room for a sentence.
+    """
+    room = runtime.max_length - len(condition.ids) - 1
+    if room < 2:
+        raise UserError(
+            f"router_mode is {csr.mode!r}, which reads sentence and condition as one text, "
+            f"but a condition has {len(condition.ids)} of the {runtime.max_length} tokens "
+            "that the encoder takes. Shorten it, or encode with a larger max_length "
+            "(llmcond extract --max-length)."
+        )
+    if len(row.ids) <= room:
+        return row
+    return replace(row, ids=[*row.ids[: room - 1], row.ids[-1]], last=min(row.last, room))
+
+
+class _ReleasedBiEncoderForward(_BiEncoderForward):
+    """The bi-encoder of the authors' code.
+
+    In addition to ``_BiEncoderForward``, a second separator is between sentence and condition, no
+    other token attends to the condition's first token, and the state of the sentence's first token
+    is the vector.
+    """
+
+    @staticmethod
+    @override
+    def join(sentence: Tokens, condition: Tokens) -> Tokens:
+        ids = [*sentence.ids, sentence.ids[-1], *condition.ids]
+        return replace(sentence, ids=ids, first=0, last=len(sentence.ids), second=len(ids))
+
+    @override
+    def prepare(self) -> None:
+        super().prepare()
+        device = self.runtime.device
+        real = self.arguments["attention_mask"].bool()
+        offsets = torch.arange(self.width, device=device)
+        is_query = offsets == move_to_device(self.query_positions, device)[:, None]
         # (m, queries, keys): all real tokens are visible, but the condition's first token is
         # visible to itself only.
-        visible = real[:, None] & (~is_first[:, None] | is_first[:, :, None])
+        visible = real[:, None] & (~is_query[:, None] | is_query[:, :, None])
         # Padding must see something too, or its states would be NaN.
         visible |= ~real[:, :, None]
         mask = torch.zeros(visible.shape, dtype=self.runtime.dtype, device=device)
         self.arguments["attention_mask"] = mask.masked_fill(~visible, float("-inf"))[:, None]
-        self.arguments["router"] = _BiEncoderRouter(
-            self._csr, first, real, offsets < lengths[:, None]
-        )
 
 
 class _BiEncoderRouter(_Router):
     """The router of the bi-encoder."""
 
-    def __init__(self, csr: CsrPasses, first: Tensor, real: Tensor, sentence: Tensor) -> None:
+    def __init__(
+        self,
+        csr: CsrPasses,
+        query_positions: Tensor,
+        real: Tensor,
+        sentence: Tensor,
+        drawn: Tensor | None,
+    ) -> None:
         """Create the router.
 
         Args:
             csr: The router's settings, layers and formula.
-            first: Position of each condition's first token, (m,).
+            query_positions: Position of the token whose attention weights the sentence, (m,).
             real: Whether there is a token or padding, (m, tokens).
             sentence: Whether a token belongs to the sentence, (m, tokens).
+            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
         """
         super().__init__(csr)
-        self._first, self._real, self._sentence = first, real, sentence
+        self._positions, self._real, self._sentence = query_positions, real, sentence
+        self._drawn = drawn
+
+    @override
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Any,
+        attend_plain: PlainAttention,
+    ) -> Tensor:
+        attended = attend_plain()
+        if not self.csr.is_routed(module):
+            return attended
+        scaled = self.csr.scale(attended, self.weights(module, q, k, scale))
+        in_sentence = self._sentence.to(attended.device)[..., None, None]
+        return torch.where(in_sentence, scaled, attended)
 
     @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        queries = q[torch.arange(len(q), device=q.device), :, self._first.to(q.device)][:, :, None]
+        if self._drawn is not None:
+            return self._drawn[self.csr.routed_index(module)]
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # groups of heads share a key head
+        positions = self._positions.to(q.device)
+        queries = q[torch.arange(len(q), device=q.device), :, positions][:, :, None]
         weights = _attention_weights(queries, k, self._real.to(q.device)[:, None, None], scale)
         weights = weights * self._sentence.to(q.device)
         return weights / weights.sum(dim=1, keepdim=True)
@@ -756,3 +882,10 @@ def _attention_weights(query: Tensor, key: Tensor, visible: Tensor, scale: float
         scale = query.shape[3] ** -0.5 if scale is None else scale
         scores = (query.float() @ key.float().transpose(2, 3)) * scale
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=3).mean(dim=1)[:, 0]
+
+
+_READING_FORWARDS: Mapping[RouterMode, Callable[..., PaddedForward]] = {
+    "bi": _BiEncoderForward,
+    "released-tri": _TriEncoderForward,
+    "released-bi": _ReleasedBiEncoderForward,
+}

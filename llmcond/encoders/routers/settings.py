@@ -15,10 +15,17 @@ RouterKind = Literal["none", "csr"]
 #: causal encoder. ``paper`` compares this token's query in the last layer with the keys of the
 #: sentence's tokens (section 2). ``hidden`` compares the states from which queries and keys are
 #: projected, and ``heavy`` projects these states with trained matrices W_q and W_k (section 3.3).
+#: ``bi`` is the paper's bi-encoder, which reads sentence and condition as one text, and whose
+#: weights are the attention of the condition's token to the sentence (section 3.1).
 #: ``released-tri`` and ``released-bi`` are the variants in the authors' code, where sentences also
 #: attend to the condition in each layer.
-RouterMode = Literal["paper", "hidden", "heavy", "released-tri", "released-bi"]
+RouterMode = Literal["paper", "hidden", "heavy", "bi", "released-tri", "released-bi"]
 RELEASED_MODES: tuple[RouterMode, ...] = ("released-tri", "released-bi")
+#: Modes in which the encoder reads the condition's tokens along with each sentence.
+READING_MODES: tuple[RouterMode, ...] = ("bi", *RELEASED_MODES)
+#: How a weight w scales a token (table 3): ``one-plus`` by 1 + A w, ``only`` by A w, and ``random``
+#: by 1 + A w with random weights instead of the router's.
+RouterWeight = Literal["one-plus", "only", "random"]
 
 
 def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: str | None) -> None:
@@ -48,6 +55,14 @@ def check_router(name: str, options: Mapping[str, Any], trained: Any, pooling: s
         raise UserError(
             f"router_mode is {options['router_mode']!r}, which always uses the vector of the first "
             f"token, but pooling is {pooling!r}. Leave out --pooling."
+        )
+    elif options.get("router_weight") == "random" and options.get("router_mode") in (
+        "hidden",
+        "heavy",
+    ):
+        raise UserError(
+            "router_weight is 'random', which uses neither queries nor keys, so it cannot be "
+            f"combined with router_mode {options['router_mode']!r}. Use --router-mode paper."
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from llmcond.encoders import EncoderInput
 from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.engine.routing import embed_routed, router_inputs
 from llmcond.encoders.routers.csr import HeavyRouter
-from llmcond.encoders.routers.settings import RELEASED_MODES
+from llmcond.encoders.routers.settings import READING_MODES, RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ROUTABLE = [name for name in CASES if not name.startswith("gemma")]
 #: The authors' code is for encoders that add positions to their embeddings.
 ABSOLUTE = ["e5-xlm-r", "bge-m3", "simcse-roberta", "simcse-bert"]
+#: One encoder of each kind: bidirectional and causal, with absolute and rotary positions.
+WEIGHTED = ["simcse-bert", "sfr", "nv-embed"]
 CONDITIONS = ["the mood", "dogs", "how far away the man is and what he says of it", "the place"]
 STRENGTH = 5.0  # the paper's 1 hardly changes the vectors of tiny random encoders
 
@@ -47,9 +50,15 @@ def load(name, folder, mode="paper", layers=2, **options):
     return load_encoder(model, like=case.like, dtype="float32", device="cpu", **router)
 
 
-@pytest.fixture(params=[(name, mode) for name in ROUTABLE for mode in ("paper", "hidden", "heavy")])
+@pytest.fixture(
+    params=[
+        *[(name, mode, "one-plus") for name in ROUTABLE for mode in ("paper", "hidden", "heavy")],
+        *[(name, "paper", weight) for name in WEIGHTED for weight in ("only", "random")],
+    ]
+)
 def encoder(request, tmp_path):
-    return load(*request.param[:1], tmp_path, request.param[1])
+    name, mode, weight = request.param
+    return load(name, tmp_path, mode, router_weight=weight)
 
 
 def routed_input(text, condition):
@@ -68,6 +77,16 @@ def mixed_inputs(seed=0, n=8):
 
 
 # -- the paper's equation ----------------------------------------------------------------------
+
+
+def factor(identity, weights):
+    """Return the factor of each token with these weights."""
+    return (identity.router_weight != "only") + identity.router_strength * weights
+
+
+def random_weights(ids, layers):
+    scores = torch.from_numpy(np.random.default_rng(ids).standard_normal((layers, len(ids))))
+    return scores.softmax(dim=1).float()
 
 
 class EagerReference:
@@ -111,11 +130,13 @@ class EagerReference:
                 query = self.heavy.query[routed_layer] @ query
                 keys = keys @ self.heavy.key[routed_layer].T
             weights = (keys @ query / len(query) ** 0.5).softmax(0)
-            output = output * (1 + self.identity.router_strength * weights)[:, None, None]
+            if self.identity.router_weight == "random":
+                weights = random_weights(self.ids, self.identity.router_layers)[routed_layer]
+            output = output * factor(self.identity, weights)[:, None, None]
         return output[None], None
 
     def run(self, row, query):
-        self.query = query
+        self.query, self.ids = query, row.ids
         AttentionInterface.register("reference", self.attention)
         AttentionMaskInterface.register("reference", sdpa_mask)
         previous = self.network.config._attn_implementation
@@ -168,12 +189,95 @@ def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
     assert all(changes[index] > 1e-4 for index, item in enumerate(items) if item.router)
 
 
+def test_random_weights_depend_on_sentence_only(tmp_path):
+    encoder = load("simcse-bert", tmp_path, router_weight="random")
+    texts = ["two dogs run over wet grass", "over wet grass run two dogs"]
+    vectors = encoder.encode_with_counts(
+        [routed_input(text, condition) for text in texts for condition in CONDITIONS[:2]]
+    ).vectors
+    np.testing.assert_array_equal(vectors[0], vectors[1])
+    assert np.abs(vectors[0] - vectors[2]).max() > 1e-4
+    ids = [tokens.ids for tokens in encoder._tokenizer([EncoderInput("", t) for t in texts])]
+    drawn = encoder.engine.passes.draw_weights(ids, len(ids[0]) + 1)
+    assert drawn[:, :, -1].eq(0).all()
+    torch.testing.assert_close(drawn.sum(dim=2), torch.ones(2, 2))
+    assert not drawn[0, 0].equal(drawn[1, 0])  # each layer has its own
+
+
+# -- the paper's bi-encoder ----------------------------------------------------------------------
+
+
+class BiEncoderReference(EagerReference):
+    """The bi-encoder of section 3.1 in eager attention, for one text and without the engine."""
+
+    def attention(self, module, query, key, value, mask, scaling=None, **kwargs):
+        query, key, value = query[0], key[0], value[0]
+        key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
+        n = query.shape[1]
+        scores = query @ key.transpose(1, 2) * (scaling or query.shape[2] ** -0.5)
+        if self.causal:
+            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+        attention = scores.softmax(-1)
+        output = (attention @ value).transpose(0, 1)
+        layer = module.layer - self.n_layers + self.identity.router_layers
+        if layer >= 0:
+            row = n - 1 if self.causal else self.length
+            weights = attention.mean(0)[row, : self.length]
+            weights = weights / weights.sum()
+            if self.identity.router_weight == "random":
+                ids = self.ids[: self.length]
+                weights = random_weights(ids, self.identity.router_layers)[layer]
+            scale = torch.ones(n)
+            scale[: self.length] = factor(self.identity, weights)
+            output = output * scale[:, None, None]
+        return output[None], None
+
+    def vector(self, item):
+        sentence, condition = self.tokenizer(
+            [EncoderInput("", item.text), EncoderInput("", item.router.text)]
+        )
+        self.length = len(sentence.ids)
+        joined = replace(sentence, ids=[*sentence.ids, *condition.ids])
+        output = self.run(joined, None)
+        hidden = output.last_hidden_state[0]
+        pooled = {"cls": lambda: hidden[0], "last": lambda: hidden[len(joined.ids) - 1]}
+        pooled["pooler"] = lambda: output.pooler_output[0]
+        last = self.length + condition.last
+        vector = pooled.get(self.identity.pooling, lambda: hidden[sentence.first : last].mean(0))()
+        return (vector / vector.norm() if self.identity.normalize else vector).numpy()
+
+
+@pytest.mark.parametrize("weight", ["one-plus", "only", "random"])
+@pytest.mark.parametrize("name", ["e5-xlm-r", "simcse-bert", "sfr"])
+def test_bi_encoder_matches_section_31(name, weight, tmp_path):
+    encoder = load(name, tmp_path, "bi", router_weight=weight)
+    # Longer sentences would be cut.
+    items = [item for item in mixed_inputs(6, n=8) if item.router and len(item.text.split()) < 12]
+    vectors = encoder.encode_with_counts(items).vectors
+    reference = BiEncoderReference(encoder)
+    for item, vector in zip(items, vectors, strict=True):
+        np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
+
+
+def test_bi_encoder_cuts_sentence_and_not_condition(tmp_path):
+    encoder = load("simcse-bert", tmp_path, "bi")
+    text = "the man " * 80
+    vectors = encoder.encode_with_counts(
+        [routed_input(text, condition) for condition in ("the mood", "the place")]
+        + [routed_input(text + " dogs", "the mood")]
+    ).vectors
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-4
+    np.testing.assert_allclose(vectors[0], vectors[2], rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="router_mode is 'bi', which reads sentence and condition"):
+        encoder.encode_with_counts([routed_input("dogs", text)])
+
+
 # -- the released code ---------------------------------------------------------------------------
 
 
 def released_tri(encoder, item, *, layers):
     """Compute the released tri-encoder layer by layer."""
-    network, strength = encoder.engine.model.network, encoder.identity.router_strength
+    network = encoder.engine.model.network
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
     condition, row = (tokenised.ids for tokenised in tokens)
     with torch.inference_mode():
@@ -190,7 +294,10 @@ def released_tri(encoder, item, *, layers):
             context = (weights @ v).transpose(0, 1).flatten(1)
             if number >= len(network.encoder.layer) - layers:
                 m = weights.mean(0)[0, -len(x) :]
-                context = context * (1 + strength * m)[:, None]
+                if encoder.identity.router_weight == "random":
+                    ids = [row[-1], *row]
+                    m = random_weights(ids, layers)[number - len(network.encoder.layer) + layers]
+                context = context * factor(encoder.identity, m)[:, None]
             attended = layer.attention.output(context, x)
             x = layer.output(layer.intermediate(attended), attended)
     return x[0]
@@ -198,7 +305,7 @@ def released_tri(encoder, item, *, layers):
 
 def released_bi(encoder, item, *, layers):
     """Compute the released bi-encoder layer by layer."""
-    network, strength = encoder.engine.model.network, encoder.identity.router_strength
+    network = encoder.engine.model.network
     tokens = encoder._tokenizer([EncoderInput("", item.router.text), EncoderInput("", item.text)])
     condition, row = (tokenised.ids for tokenised in tokens)
     split = len(row) + 1
@@ -216,19 +323,28 @@ def released_bi(encoder, item, *, layers):
             weights = scores.softmax(-1)
             context = (weights @ v).transpose(0, 1).flatten(1)
             if number >= len(network.encoder.layer) - layers:
-                m = weights.mean(0)[split]
-                m[len(row) :] = 0
-                context = context * (1 + strength * m / m.sum())[:, None]
+                m = weights.mean(0)[split, : len(row)]
+                m = m / m.sum()
+                if encoder.identity.router_weight == "random":
+                    m = random_weights(row, layers)[number - len(network.encoder.layer) + layers]
+                scale = torch.ones(len(x))
+                scale[: len(row)] = factor(encoder.identity, m)
+                context = context * scale[:, None]
             attended = layer.attention.output(context, x)
             x = layer.output(layer.intermediate(attended), attended)
     return x[0]
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "layers", "weight"),
+    [
+        *[(name, layers, "one-plus") for name in ABSOLUTE for layers in (1, 2)],
+        *[("simcse-bert", 2, weight) for weight in ("only", "random")],
+    ],
+)
 @pytest.mark.parametrize("mode", RELEASED_MODES)
-@pytest.mark.parametrize("name", ABSOLUTE)
-def test_released_modes_match_authors_code(name, mode, layers, tmp_path):
-    encoder = load(name, tmp_path, mode, layers)
+def test_released_modes_match_authors_code(name, mode, layers, weight, tmp_path):
+    encoder = load(name, tmp_path, mode, layers, router_weight=weight)
     assert encoder.identity.pooling == "cls"
     items = [item for item in mixed_inputs(3, n=4) if item.router and len(item.text.split()) < 60]
     vectors = encoder.encode_with_counts(items).vectors
@@ -240,9 +356,10 @@ def test_released_modes_match_authors_code(name, mode, layers, tmp_path):
         np.testing.assert_allclose(vector, expected.numpy(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", RELEASED_MODES)
-def test_released_modes_do_not_depend_on_batch(mode, tmp_path):
-    encoder = load("simcse-roberta", tmp_path, mode)
+@pytest.mark.parametrize("weight", ["one-plus", "only", "random"])
+@pytest.mark.parametrize("mode", READING_MODES)
+def test_modes_that_read_conditions_do_not_depend_on_batch(mode, weight, tmp_path):
+    encoder = load("simcse-roberta", tmp_path, mode, router_weight=weight)
     items = mixed_inputs(4)
     vectors = encoder.encode_with_counts(items).vectors
     alone = np.concatenate([encoder.encode_with_counts([item]).vectors for item in items])
@@ -291,9 +408,16 @@ def test_equal_keys_have_equal_weights(tmp_path):
     torch.testing.assert_close(scores.softmax(1), torch.full((2, 5), 0.2))
 
 
-@pytest.mark.parametrize("mode", ["paper", "hidden", "heavy", *RELEASED_MODES])
-def test_gradients_match_finite_differences(mode, tmp_path):
-    encoder = load("e5-xlm-r", tmp_path, mode)
+@pytest.mark.parametrize(
+    ("mode", "weight"),
+    [
+        *[(mode, "one-plus") for mode in ("paper", "hidden", "heavy", *READING_MODES)],
+        ("paper", "only"),
+        ("bi", "random"),
+    ],
+)
+def test_gradients_match_finite_differences(mode, weight, tmp_path):
+    encoder = load("e5-xlm-r", tmp_path, mode, router_weight=weight)
     network = encoder.engine.model.network
     items = [
         routed_input(text, c)
@@ -341,6 +465,8 @@ def test_gradients_match_finite_differences(mode, tmp_path):
         ("nv-embed", {"mode": "released-bi"}, "router_mode is 'released-bi', which is for bidir"),
         ("e5-xlm-r", {"router": "none"}, "router_mode is 'paper', but the encoder has no router"),
         ("e5-xlm-r", {"mode": "released-bi", "pooling": "mean"}, "Leave out --pooling"),
+        ("e5-xlm-r", {"router_weight": "uniform"}, "router_weight is 'uniform'"),
+        ("e5-xlm-r", {"mode": "hidden", "router_weight": "random"}, "Use --router-mode paper"),
     ],
 )
 def test_invalid_router_settings_are_rejected(name, options, message, tmp_path):
