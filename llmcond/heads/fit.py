@@ -15,9 +15,9 @@ from torch import Tensor
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
-from llmcond.heads.base import FittedHead, fitted_class
+from llmcond.heads.base import FittedHead, FittedModule, fitted_class
 from llmcond.heads.batches import Loader, RatedRows
-from llmcond.heads.module import Ensemble, HeadModule, seeded
+from llmcond.heads.module import Ensemble, HeadModule, members_of, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import DEV_SCORE_KEY, DevScore, FitReport, H, OnEpoch, PairArrays
 from llmcond.heads.recipes import Recipe
@@ -208,20 +208,65 @@ class HeadTrainer(ABC, Generic[M, H]):
 
 
 def fit_members(
-    fitting: Callable[[int], HeadTrainer[M, H]], members: int, seed: int, on_epoch: OnEpoch
+    fitting: Callable[[int], HeadTrainer[M, H]],
+    members: int,
+    seed: int,
+    on_epoch: OnEpoch,
+    start: FittedModule | None = None,
 ) -> tuple[Any, FitReport]:
     """Fit one head, or the heads of an ensemble with different seeds; return the module and record.
 
-    ``fitting`` returns the ``HeadTrainer`` of one member, given its seed.
+    Args:
+        fitting: function that returns the ``HeadTrainer`` of one member, given its seed.
+        members: number of members.
+        seed: random seed of the first member.
+        on_epoch: function that is called with the progress.
+        start: fitted head with the initial parameters; None: new ones. Each member starts from the
+            same member of it.
+
+    Raises:
+        UserError: the parameters of ``start`` have other names or shapes, or as ``HeadTrainer``.
     """
-    seeds = ((seed + number * _SEED_STEP) % 2**32 for number in range(members))
-    fitted = [fitting(member_seed).run(on_epoch) for member_seed in seeds]
+    seeds = [(seed + number * _SEED_STEP) % 2**32 for number in range(members)]
+    starts: list[Any] = [None] * members if start is None else members_of(start.module)
+    if len(starts) != members:
+        raise UserError(
+            f"the head to start from has {len(starts)} members, but the new head has {members}. "
+            f"Set members to {len(starts)}, or start from another head."
+        )
+    fitted = []
+    for member_seed, start_module in zip(seeds, starts, strict=True):
+        trainer = fitting(member_seed)
+        if start_module is not None:
+            _load_start(trainer.module, start_module)
+        fitted.append(trainer.run(on_epoch))
     module, fit = fitted[0]
     if members == 1:
         return module, fit
     curves = [{key: fit.record.get(key) for key in ("best_epoch", "curve")} for _, fit in fitted]
     ensemble = Ensemble([module for module, _ in fitted]).freeze()
     return ensemble, FitReport({**fit.record, "members": curves}, fit.notes)
+
+
+def _load_start(module: HeadModule, start: HeadModule) -> None:
+    """Copy the parameters of a fitted module into a new one.
+
+    Raises:
+        UserError: their names or shapes differ.
+    """
+    state, new_state = start.start_state(), module.state_dict()
+    for name in {**state, **new_state}:
+        shapes = [
+            f"the shape {'x'.join(map(str, values[name].shape)) or 1}" if name in values else "none"
+            for values in (state, new_state)
+        ]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"the head to start from has other parameters than the new head: of {name}, it has "
+                f"{shapes[0]}, and the new head has {shapes[1]}. Give both heads the same "
+                "settings, such as dim, or start from another head."
+            )
+    module.load_state_dict(state)
 
 
 def entries_since_best(curve: Sequence[Mapping[str, Any]], key: str, metric: Metric) -> int:
@@ -265,6 +310,7 @@ def fit_by_gradient(
     on_epoch: OnEpoch,
     device: str = "cpu",
     metric: Metric = METRICS["spearman"],
+    start: FittedHead | None = None,
 ) -> tuple[HeadModule, FitReport]:
     """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
 
@@ -273,8 +319,9 @@ def fit_by_gradient(
     type; only batches are copied to float32.
 
     Raises:
-        UserError: the parameters do not fit into memory, an objective needs contrastive pairs and
-            there are none, or the loss became NaN or infinite.
+        UserError: the parameters do not fit into memory, those of ``start`` have other shapes, an
+            objective needs contrastive pairs and there are none, or the loss became NaN or
+            infinite.
     """
     target_device, dev_score, settings = torch.device(device), None, recipe.settings
     if dev is not None and len(dev):
@@ -287,7 +334,7 @@ def fit_by_gradient(
     fitting = partial(
         _PairFitting, recipe, dims, pairs, dev_score, target_device, score_name=score_name
     )
-    module, fit = fit_members(fitting, settings.members, seed, on_epoch)
+    module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
     if fit.notes:  # nothing was fitted
         return module, fit
     notes = []
@@ -312,6 +359,7 @@ def fit_recipe(
     on_epoch: OnEpoch,
     device: str = "auto",
     metric: Metric = METRICS["spearman"],
+    start: FittedHead | None = None,
 ) -> FittedHead:
     """Fit a head on rated pairs.
 
@@ -325,14 +373,17 @@ def fit_recipe(
             second epoch is done), the maximum number of epochs, and the dev score or None.
         device: device to fit on: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         metric: metric on dev that selects the epoch; Spearman correlation by default.
+        start: fitted head with the initial parameters; None: new ones. Heads that are fitted in
+            closed form ignore it.
 
     Returns:
         The fitted head, on the CPU.
 
     Raises:
         UserError: the recipe ranks candidates, its dim exceeds that of the features, it needs
-            features of conditions that are missing, the ratings or vectors are all equal, the loss
-            diverges, or the machine lacks the device.
+            features of conditions that are missing, the ratings or vectors are all equal, the
+            parameters of ``start`` have other shapes, the loss diverges, or the machine lacks the
+            device.
 
     Example:
         >>> import numpy as np
@@ -381,7 +432,7 @@ def fit_recipe(
             "Pass them with PairArrays(..., condition=...)."
         )
     if family.supervised:
-        module, fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch, device, metric)
+        module, fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch, device, metric, start)
     else:
         module = family(recipe.settings, pairs.dim, pairs.dim_condition)
         fit = module.solve(pairs, seed)

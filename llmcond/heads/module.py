@@ -126,6 +126,10 @@ class HeadModule(nn.Module):
         self._masks: np.random.Generator | None = None
         self._device_masks: torch.Generator | None = None
 
+    def start_state(self) -> dict[str, Tensor]:
+        """Return the parameters with which the fit of another head of this family may start."""
+        return self.state_dict()
+
     def solve(self, pairs: PairArrays, seed: int) -> FitReport:
         """Fit an unsupervised head in closed form.
 

@@ -61,9 +61,18 @@ class Examples(ABC):
 
     @abstractmethod
     def fit(
-        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        on_epoch: OnEpoch,
+        device: str,
+        start: Any = None,
     ) -> FittedModule:
-        """Fit a head on train. Dev chooses the epoch, if the run has it."""
+        """Fit a head on train. Dev chooses the epoch, if the run has it.
+
+        ``start`` is a fitted head of the same family whose parameters are the initial ones.
+        """
 
     @abstractmethod
     def score_on_dev(self, head: Any, view: FeatureView) -> float:

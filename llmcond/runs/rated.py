@@ -65,12 +65,18 @@ class RatedExamples(Examples):
 
     @override
     def fit(
-        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        on_epoch: OnEpoch,
+        device: str,
+        start: FittedHead | None = None,
     ) -> FittedHead:
         dev = self.rated(view, "dev") if self._dev_scores else None
         train = self.rated(view, "train")
         metric = get_metric(self.run.dev_metric)
-        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric)
+        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric, start)
 
     @override
     def score_on_dev(self, head: FittedHead, view: FeatureView) -> float:

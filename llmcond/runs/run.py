@@ -413,6 +413,20 @@ class AnyRun(ABC):
             UserError: Its features are from another encoder, prompt or setting.
         """
 
+    def load_head_folder(self, folder: Path) -> RunHead[Any]:
+        """Load a head from any folder, and check that it was fitted on features of this run.
+
+        Raises:
+            UserError: The folder holds no head, or as ``load_head``.
+        """
+        from llmcond.heads.base import FittedModule
+        from llmcond.heads.loading import restore_head
+        from llmcond.heads.storage import read_head
+
+        files = read_head(folder)
+        loaded = restore_head(files, FittedModule), files.description
+        return self._check_loaded_head(folder.name, loaded, f"the head in {folder}")
+
     def load_applied_head(self, name: str) -> RunHead[Any]:
         """Load a head to apply it to new texts. Some heads need no torch for this.
 
@@ -421,10 +435,15 @@ class AnyRun(ABC):
         """
         return self.load_head(name)
 
-    def _check_loaded_head(self, name: str, loaded: tuple[H_co, dict[str, Any]]) -> RunHead[H_co]:
-        """Check a head that was read from its folder, as ``load_head`` describes."""
+    def _check_loaded_head(
+        self, name: str, loaded: tuple[H_co, dict[str, Any]], where: str = ""
+    ) -> RunHead[H_co]:
+        """Check a head that was read from its folder, as ``load_head`` describes.
+
+        ``where`` names the head in messages; by default, it is a head of this run.
+        """
         head, record = loaded
-        where = f"the head {name} of {self.folder}"
+        where = where or f"the head {name} of {self.folder}"
         record = check_head_record(record, where)
         prompts = tuple(prompt_from_json(prompt, where) for prompt in record["prompts"])
         head_identity = EncoderIdentity.from_json(record["encoder"]["identity"], where)

@@ -13,14 +13,14 @@ from typing_extensions import override
 
 from llmcond.display import Displayed
 from llmcond.errors import UserError
-from llmcond.features.view import recipe_view
+from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable
-from llmcond.heads import FittedHead, load_recipe, save_head
+from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.log import log
 from llmcond.metrics import Estimate, finite_or_none, get_metric
 from llmcond.progress import FitBar
 from llmcond.report.format import dev_gain_text
-from llmcond.runs import AnyRun, head_name, head_record, open_any_run
+from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import load_examples
 from llmcond.runs.trials import Trial, TrialOutcome, size_recipe
@@ -93,19 +93,76 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
     dev_options = options if options.with_split else None
     recipe = load_recipe(options.head, run.task.recipes)
     recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), "--set"), "--set")
-    subtract = run.subtracts if options.subtract is None else options.subtract
-    view = recipe_view(recipe, run.find_prompts(options.prompt, recipe.features), subtract)
+    prompt, subtract, dim = options.prompt, options.subtract, options.dim
+    start = None
+    if options.start is not None:
+        start, start_folder = _load_start(run, options.start, recipe, dev_options)
+        prompt = start.view.name if prompt is None else prompt
+        subtract = start.view.subtract if subtract is None else subtract
+        if dim is None and recipe.dim is not None and "dim" not in (options.set or {}):
+            dim = getattr(start.head.settings, "dim", None)
+    subtract = run.subtracts if subtract is None else subtract
+    view = recipe_view(recipe, run.find_prompts(prompt, recipe.features), subtract)
+    if start is not None and view != start.view:
+        raise UserError(
+            f"the head to start from, {start.name}, reads other features than the new head: "
+            f"{_describe_view(start.view)}, not {_describe_view(view)}. Leave out --prompt and "
+            "--subtract, or start from another head."
+        )
     is_reserved = name is not None and (name == "none" or name.startswith("none@"))
     if is_reserved and not recipe.is_identity:
         raise UserError(f"the name {name!r} means zero-shot. Give the head another --name.")
-    trial = Trial(recipe, options.dim, view, options.seed, {})
-    return fit_and_save(
-        run, trial, name or head_name(recipe.name, view), options.device, dev_options
-    )
+    name = name or head_name(recipe.name, view)
+    if start is not None and start_folder.resolve() == run.head_folder(name).resolve():
+        raise UserError(
+            f"the new head would replace {name}, from which it starts, so that the same command "
+            "would give another head the next time. Give the new head another --name."
+        )
+    trial = Trial(recipe, dim, view, options.seed, {})
+    return fit_and_save(run, trial, name, options.device, dev_options, start)
+
+
+def _load_start(
+    run: AnyRun, reference: str | Path, recipe: Recipe, dev_options: DevOptions | None
+) -> tuple[RunHead[Any], Path]:
+    """Load the head that a fit starts from, a head of the run or of any folder, with its folder.
+
+    Raises:
+        UserError: There is no such head, it was fitted on other features than the run's, or its
+            parameters cannot be the initial ones of the recipe's head.
+    """
+    folder = Path(reference)
+    if not (folder / "head.json").is_file():
+        folder = run.head_folder(run.full_head_names([str(reference)])[0])
+    start = run.load_head_folder(folder)
+    problem = ""
+    if not recipe.family.supervised or recipe.is_identity:
+        problem = f"the head {recipe.name} is not fitted by gradient descent"
+    elif start.head.kind != recipe.kind:
+        problem = (
+            f"{start.name} is a {start.head.kind} head, and the recipe {recipe.name} is for a "
+            f"{recipe.kind} head"
+        )
+    elif "dev" in start.trained_on:
+        problem = f"{start.name} was fitted on dev as well, which is to choose the epoch"
+    elif dev_options is not None:
+        problem = "--with dev measures a fit that starts from new parameters"
+    if problem:
+        raise UserError(f"{problem}. Leave out --start, or name another head.")
+    return start, folder
+
+
+def _describe_view(view: FeatureView) -> str:
+    return f"{view.name} ({view.features}{', minus e(c)' if view.subtract else ''})"
 
 
 def fit_and_save(
-    run: AnyRun, trial: Trial, name: str, device: str, dev_options: DevOptions | None = None
+    run: AnyRun,
+    trial: Trial,
+    name: str,
+    device: str,
+    dev_options: DevOptions | None = None,
+    start: RunHead[Any] | None = None,
 ) -> FittedResult:
     """Fit a head on a run's training features, and save it in the run.
 
@@ -115,6 +172,7 @@ def fit_and_save(
         name: the name to save the head by.
         device: the device to fit on.
         dev_options: how to fit on dev as well; None: fit on train only.
+        start: the head whose parameters are the initial ones; None: new ones.
     """
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
@@ -125,7 +183,8 @@ def fit_and_save(
     began = time.monotonic()
     with FitBar(score=examples.epoch_score, show=metric.format) as bar:
         if dev_options is None:
-            fitted = examples.fit(recipe, view, seed, bar.on_epoch, device)
+            start_head = () if start is None else (start.head,)
+            fitted = examples.fit(recipe, view, seed, bar.on_epoch, device, *start_head)
         else:
             with_dev = examples.with_dev(
                 recipe, view, seed, device, dev_options.weight, bar.on_epoch
@@ -140,6 +199,11 @@ def fit_and_save(
         log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
     dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
     record_fields = {**head_record(run, view, recipe.to_json()), "counts": counts}
+    if start is not None:
+        record_fields["start"] = {
+            "name": start.name,
+            "weights_sha256": start.record["weights_sha256"],
+        }
     save_head(fitted, folder, {**record_fields, f"dev_{metric.name}": finite_or_none(dev_score)})
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     sample = f"{examples.dev_sample} of " if examples.dev_sample else ""

@@ -152,7 +152,13 @@ class DialogueExamples(Examples):
 
     @override
     def fit(
-        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        on_epoch: OnEpoch,
+        device: str,
+        start: FittedRoleHead | None = None,
     ) -> FittedRoleHead:
         train = self.data.turns_of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
@@ -161,7 +167,7 @@ class DialogueExamples(Examples):
             dev = DevScore(
                 get_metric(self.run.dev_metric), lambda head: self.score_on_dev(head, view)
             )
-        return fit_turns(recipe, arrays, dev, seed, on_epoch, device)
+        return fit_turns(recipe, arrays, dev, seed, on_epoch, device, start)
 
     @override
     def score_on_dev(self, head: FittedRoleHead, view: FeatureView) -> float:

@@ -43,20 +43,22 @@ def fit_turns(
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
+    start: FittedRoleHead | None = None,
 ) -> FittedRoleHead:
     """Fit a head on the windows of dialogues.
 
-    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The same seed
-    gives the same head on the same machine, bit for bit on one thread.
+    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The parameters
+    of ``start``, if it is given, are the initial ones. The same seed gives the same head on the
+    same machine, bit for bit on one thread.
 
     Raises:
         UserError: The recipe is for another task, no dialogue has enough turns, the parameters do
-            not fit into memory, or the loss diverges.
+            not fit into memory, those of ``start`` have other shapes, or the loss diverges.
     """
     family = check_turns(recipe)
     dims, torch_device = (int(arrays.utterances.shape[1]),), torch.device(choose_device(device))
     fitting = partial(_TurnFitting, recipe, dims, arrays, dev, torch_device)
-    module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch)
+    module, fit = fit_members(fitting, recipe.settings.members, seed, on_epoch, start)
     return FittedRoleHead(recipe.kind, family, module, seed, fit)
 
 

@@ -423,8 +423,9 @@ def load_dialogue(
             zero-shot if the run has no head.
         prompt: name of the prompt for zero-shot. A fitted head has its own prompt.
         score: score that compares dialogues with candidates: ``average``, ``last:L`` (such as
-            ``last:2``), ``bi``, ``neighbours``, ``maxsim`` or ``weighted``. By default, the score
-            of the head's recipe.
+            ``last:2``), ``neighbours``, ``bi``, ``maxsim``, ``weighted``, ``average+bi``,
+            ``average:b1``, ``average:b2``, ``bi:b1`` or ``bi:both``. By default, the score of the
+            head's recipe.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
 
     Returns:

@@ -28,6 +28,7 @@ from llmcond.heads.module import HeadModule
 from llmcond.heads.settings import GradientSettings, SizeOrNone
 from llmcond.heads.storage import read_head
 from llmcond.kinds.dialogue.turns import (
+    Coefficients,
     ContextScore,
     ContextState,
     DistanceWeights,
@@ -66,10 +67,14 @@ class RoleSettings(GradientSettings):
             s = 2 - (d_i + d_j) / w. It is mapped to the range from 1 / w to 1, either from the
             range of the window's ``actual`` pairs (released code), or from the range 1 / w to
             2 - 3 / w (``paper``).
-        curved: whether the target values of c3l decrease with the distance of a pair; otherwise
-            all of them are 1.
+        positives: positive examples of c3l: ``pairs``; or ``singles``, single utterances in both
+            roles before, with the target values of ccl (table 4: bi pos).
+        curved: whether the target values of ccl and c3l decrease with the distance from the target;
+            otherwise all of them are 1.
         hard_negatives: whether c3l has pairs with utterances of other windows, with the target
             value 0 (section 3.1).
+        directional_negatives: whether c3l has reversed pairs, with the target value 0: the pair of
+            an utterance and the target is compared with each earlier utterance (table 4).
         window: turns of a window, w, including the target.
         temperature: temperature of ``rank`` and ``weighted``.
         warmup: share of the steps in which the learning rate rises from 0.
@@ -81,8 +86,10 @@ class RoleSettings(GradientSettings):
     objective: Literal["ccl", "c3l", "rank", "weighted"]
     score: str
     norm: Literal["actual", "paper"] = "actual"
+    positives: Literal["pairs", "singles"] = "pairs"
     curved: bool = True
     hard_negatives: bool = True
+    directional_negatives: bool = False
     window: Annotated[int, Ge(3), Le(1_000)] = 5
     temperature: Annotated[float, Gt(0), Le(1_000_000)] = 0.05
     warmup: Annotated[float, Ge(0), Lt(1)] = 0.1
@@ -116,7 +123,7 @@ class RoleSettings(GradientSettings):
     @property
     def min_context(self) -> int:
         """The minimum number of utterances before a target: two if they are paired, else one."""
-        return 1 if self.objective == "ccl" or self.trained_score.kind == "bi" else 2
+        return 1 if self.objective == "ccl" or self.trained_score.kind in ("bi", "bi:both") else 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +252,17 @@ class RoleHead(HeadModule):
                 nn.init.zeros_(self.get_parameter(role))
             nn.init.zeros_(self.get_parameter(f"{role}_bias"))
 
+    @override
+    def start_state(self) -> dict[str, Tensor]:
+        state = super().start_state()
+        if self.settings.objective != "ccl":
+            return state
+        # A bi-encoder has a single role before, which is b2: b1 was not trained.
+        return {
+            name: state[name.replace("b1", "b2", 1)] if name.startswith("b1") else value
+            for name, value in state.items()
+        }
+
     def role(self, name: str, x: Tensor) -> Tensor:
         """Return one role (n, k) of utterances with features (n, dim) of unit length."""
         if self.is_identity:
@@ -325,6 +343,12 @@ def c3l_targets(settings: RoleSettings) -> Tensor:
     return 1 / w + (1 - 1 / w) * (closeness - lowest) / (highest - lowest)
 
 
+def ccl_targets(settings: RoleSettings) -> Tensor:
+    """Return the target values of single utterances in a full window, (w - 1,): 1 - d / w."""
+    w = settings.window
+    return 1 - torch.arange(w - 1, 0, -1) / w if settings.curved else torch.ones(w - 1)
+
+
 class _Windows:
     """The utterances of windows: contexts (m, n), the mask of their padding, and targets (m,)."""
 
@@ -380,10 +404,9 @@ def _ccl(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) -
 
     The negatives are reversed and random.
     """
-    w = head.settings.window
     before, after = normalize(head.role("b2", x)), head.after(x)
     context, target = batch.gather(before), after.index_select(0, batch.target)
-    targets = 1 - torch.arange(w - 1, 0, -1, device=x.device) / w
+    targets = ccl_targets(head.settings).to(x.device)
     reversed_products = before.index_select(0, batch.target)[:, None] * batch.gather(after)
     other, is_negative = batch.sample_others(rng, "after")
     random = after.index_select(0, other.flatten()).view(*other.shape, -1)
@@ -403,13 +426,25 @@ def _c3l(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) -
     The hard negatives of each utterance u (section 3.1) are the pairs (B1 u, B2 r), (B1 r, B2 u)
     and (B1 r, B2 r') with random utterances r and r'.
     """
-    before1, before2 = head.before(x)
-    target = head.after(x).index_select(0, batch.target)[..., None]
+    (before1, before2), after = head.before(x), head.after(x)
+    target = after.index_select(0, batch.target)[..., None]
     b1, b2 = batch.gather(before1), batch.gather(before2)
-    inverse = inverse_lengths(b1, b2)
-    cosines = (b1 @ target + (b2 @ target).mT) * inverse
-    errors = [(cosines - c3l_targets(head.settings).to(x.device), batch.pairs)]
-    if head.settings.hard_negatives:
+    settings, errors = head.settings, []
+    if settings.positives == "pairs":
+        cosines = (b1 @ target + (b2 @ target).mT) * inverse_lengths(b1, b2)
+        errors.append((cosines - c3l_targets(settings).to(x.device), batch.pairs))
+    else:
+        targets = ccl_targets(settings).to(x.device)
+        for role in (b1, b2):
+            cosines = (normalize(role, dim=2) @ target)[..., 0]
+            errors.append((cosines - targets, batch.present))
+    if settings.directional_negatives:
+        earlier, b2_of_target = batch.gather(after), before2.index_select(0, batch.target)
+        pairs = normalize(b1 + b2_of_target[:, None], dim=2)
+        is_different = batch.context[:, :, None] != batch.context[:, None, :]
+        is_different &= (batch.context != batch.target[:, None])[:, :, None]
+        errors.append((earlier @ pairs.mT, batch.pairs & is_different))
+    if settings.hard_negatives:
         (first, is_negative1), (second, is_negative2) = (
             batch.sample_others(rng, "before") for _ in range(2)
         )
@@ -428,12 +463,16 @@ def _rank(head: RoleHead, x: Tensor, batch: _Windows, rng: np.random.Generator) 
     """Return the cross-entropy of targets among those of the batch, without equal texts."""
     settings = head.settings
     weights, score = head.distance_weights, settings.trained_score
-    pairs, singles = score.coefficients(settings.window - 1, weights)
-    pairs, singles = pairs.to(x.device) * batch.pairs, singles.to(x.device) * batch.present
-    before1, before2 = head.before(x)
-    queries = sum_of_pairs(batch.gather(before1), batch.gather(before2), pairs, singles)
+    pairs, first, second = score.coefficients(settings.window - 1, weights)
+    coefficients = Coefficients(
+        pairs.to(x.device) * batch.pairs,
+        first.to(x.device) * batch.present,
+        second.to(x.device) * batch.present,
+    )
+    before1, before2 = score.select_roles(*head.before(x))
+    queries = sum_of_pairs(batch.gather(before1), batch.gather(before2), coefficients)
     if weights is None:
-        queries = queries / (pairs.sum(dim=(1, 2)) + singles.sum(dim=1)).clamp(min=1)[:, None]
+        queries = queries / coefficients.total.clamp(min=1)[:, None]
     else:
         queries = normalize(queries)
     targets = head.after(x).index_select(0, batch.target)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +30,44 @@ _MIN_SQUARED_LENGTH = 1e-6
 #: Number of values that MaxSim processes at once; it needs a few times this memory.
 _BLOCK = 2**22
 
+#: Names of scores, except ``last:L``.
+SCORES = (
+    "average",
+    "average+bi",
+    "average:b1",
+    "average:b2",
+    "neighbours",
+    "bi",
+    "bi:b1",
+    "bi:both",
+    "maxsim",
+    "weighted",
+)
+
 #: Maps features of utterances to the roles before-1 and before-2, (n, k) each.
 RoleMap = Callable[[Array], tuple[Array, Array]]
+
+V = TypeVar("V", Array, Tensor)
+
+
+class Coefficients(NamedTuple):
+    """Weights of the terms of a score, a sum over pairs and single utterances, as tensors.
+
+    Attributes:
+        pairs: weights of pairs (before-1, before-2), (n, n), or (m, n, n) for m contexts.
+        first: weights of before-1 alone, (n,) or (m, n).
+        second: weights of before-2 alone, (n,) or (m, n).
+    """
+
+    pairs: Tensor
+    first: Tensor
+    second: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of all weights, by which a score is divided to become a mean of cosines."""
+        pairs, first, second = self
+        return pairs.sum(dim=(-2, -1)) + first.sum(dim=-1) + second.sum(dim=-1)
 
 
 class DistanceWeights(NamedTuple):
@@ -56,16 +92,22 @@ class ContextScore:
     ``average`` sums over all pairs (equation 3; within a query, sum and mean give the same ranks).
     ``last:L`` sums over pairs whose before-2 is one of the last L utterances (section 4.1.2).
     ``neighbours`` sums over pairs of adjacent utterances, and ``bi`` over before-2 alone (table 5).
+    The other scores of table 5 are ``average+bi``, the sum of both; ``average:b1`` and
+    ``average:b2``, in which both utterances of a pair have the same role; ``bi:b1``, which sums
+    over before-1 alone; and ``bi:both``, which sums over both roles alone.
     ``weighted`` sums over pairs and before-2, with learned weights by distance. ``maxsim`` is
     algorithm 1 of appendix A. A single utterance has no pairs and is always compared like ``bi``.
 
     Attributes:
-        kind: name of the score, without a number.
+        kind: name of the score, without a number or role.
         last: L of ``last:L``; 0 for other scores.
+        role: role that utterances have in the place of the other one: ``b1``, ``b2``, or empty for
+            the usual roles.
     """
 
     kind: str
     last: int = 0
+    role: str = ""
 
     @classmethod
     def parse(cls, text: str) -> ContextScore:
@@ -77,20 +119,24 @@ class ContextScore:
         match = re.fullmatch(r"last:([1-9]\d{0,5})", text)
         if match:
             return cls("last", int(match[1]))
-        if text not in ("average", "bi", "neighbours", "maxsim", "weighted"):
+        if text not in SCORES:
             raise UserError(
-                f"unknown score {text!r}. Scores: average, last:L (such as last:2), bi, "
-                "neighbours, maxsim, weighted."
+                f"unknown score {text!r}. Scores: last:L (such as last:2), {', '.join(SCORES)}."
             )
-        return cls(text)
+        kind, _, role = text.partition(":")
+        return cls(text) if role == "both" else cls(kind, role=role)
 
     def __str__(self) -> str:
-        return f"last:{self.last}" if self.last else self.kind
+        return f"last:{self.last}" if self.last else f"{self.kind}{self.role and ':'}{self.role}"
 
-    def coefficients(self, n: int, weights: DistanceWeights | None = None) -> tuple[Any, Any]:
-        """Return the weights of pairs (n, n) and of before-2 alone (n,) for n utterances.
+    def select_roles(self, b1: V, b2: V) -> tuple[V, V]:
+        """Return what the score reads as before-1 and before-2, given both roles."""
+        return (b2 if self.role == "b2" else b1), (b1 if self.role == "b1" else b2)
 
-        They are tensors; gradients flow through weights that are trained.
+    def coefficients(self, n: int, weights: DistanceWeights | None = None) -> Coefficients:
+        """Return the weights of the score's terms for n utterances.
+
+        Gradients flow through weights that are trained.
 
         Raises:
             UserError: There are no utterances, the score ``weighted`` has no weights, or the score
@@ -112,14 +158,19 @@ class ContextScore:
             by_pair, by_single = (torch.as_tensor(array, dtype=torch.float32) for array in weights)
             distance = torch.arange(n, 0, -1, device=by_pair.device).clamp(max=len(by_single)) - 1
             by_pair = by_pair.index_select(0, distance).index_select(1, distance)
-            return by_pair * pairs.to(by_pair.device), by_single.index_select(0, distance)
-        if self.kind == "bi" or n == 1:
-            return torch.zeros(n, n), torch.ones(n)
-        if self.kind == "last":
+            by_single = by_single.index_select(0, distance)
+            pairs = by_pair * pairs.to(by_pair.device)
+            return Coefficients(pairs, torch.zeros_like(by_single), by_single)
+        no_pairs = self.kind in ("bi", "bi:both") or n == 1
+        first = torch.full((n,), float(self.kind == "bi:both"))
+        second = torch.full((n,), float(no_pairs or self.kind == "average+bi"))
+        if no_pairs:
+            pairs = torch.zeros(n, n)
+        elif self.kind == "last":
             pairs[:, : -self.last] = 0
         elif self.kind == "neighbours":
             pairs = pairs - pairs.triu(2)
-        return pairs, torch.zeros(n)
+        return Coefficients(pairs, first, second)
 
 
 def inverse_lengths(b1: Tensor, b2: Tensor) -> Tensor:
@@ -133,23 +184,23 @@ def inverse_lengths(b1: Tensor, b2: Tensor) -> Tensor:
     return torch.where(is_nonzero, squared, 1.0).rsqrt() * is_nonzero
 
 
-def sum_of_pairs(b1: Tensor, b2: Tensor, pairs: Tensor, singles: Tensor) -> Tensor:
-    """Return the weighted sum of the directions of pairs and of before-2 of contexts, (m, k).
+def sum_of_pairs(b1: Tensor, b2: Tensor, coefficients: Coefficients) -> Tensor:
+    """Return the weighted sum of the directions of pairs and single utterances of contexts, (m, k).
 
     This is equation 3 without the candidate.
 
     Args:
         b1: role before-1, (m, n, k).
         b2: role before-2, (m, n, k).
-        pairs: weights of pairs, (n, n) or (m, n, n), 0 for i >= j.
-        singles: weights of before-2 alone, (n,) or (m, n).
+        coefficients: weights of the terms; those of pairs are 0 for i >= j.
     """
-    return _sum_directions(b1, b2, inverse_lengths(b1, b2) * pairs, singles)
+    return _sum_directions(b1, b2, inverse_lengths(b1, b2), coefficients)
 
 
-def _sum_directions(b1: Tensor, b2: Tensor, scaled: Tensor, singles: Tensor) -> Tensor:
-    of_b1 = scaled.sum(dim=-1)
-    of_b2 = scaled.sum(dim=-2) + singles / b2.norm(dim=-1).clamp(min=1e-12)
+def _sum_directions(b1: Tensor, b2: Tensor, inverse: Tensor, coefficients: Coefficients) -> Tensor:
+    scaled = inverse * coefficients.pairs
+    of_b1 = scaled.sum(dim=-1) + coefficients.first / b1.norm(dim=-1).clamp(min=1e-12)
+    of_b2 = scaled.sum(dim=-2) + coefficients.second / b2.norm(dim=-1).clamp(min=1e-12)
     total: Tensor = of_b1[..., None, :] @ b1 + of_b2[..., None, :] @ b2
     return total[..., 0, :]
 
@@ -170,10 +221,9 @@ def query_vectors(
     Raises:
         UserError: As for ``ContextScore.coefficients``.
     """
-    first, second = _to_tensor(b1), _to_tensor(b2)
     parsed = ContextScore.parse(score) if isinstance(score, str) else score
-    coefficients = parsed.coefficients(first.shape[1], weights)
-    return sum_of_pairs(first, second, *coefficients).numpy()
+    first, second = map(_to_tensor, parsed.select_roles(b1, b2))
+    return sum_of_pairs(first, second, parsed.coefficients(first.shape[1], weights)).numpy()
 
 
 def maxsim(b1: Array, b2: Array, candidates: Array) -> Array:
@@ -273,7 +323,8 @@ class ContextState:
         weights: learned weights, for ``weighted``.
         b1: role before-1 of the utterances, (n, k).
         b2: role before-2 of the utterances, (n, k).
-        inverse: 1 / |B1_i + B2_j|, (n, n); only values with i < j are used.
+        inverse: 1 / |B1_i + B2_j|, (n, n), for the roles that the score reads; only values with
+            i < j are used.
     """
 
     before: RoleMap
@@ -294,7 +345,9 @@ class ContextState:
         if self.b1 is None or self.b2 is None or self.inverse is None:
             return replace(self, b1=new1, b2=new2, inverse=inverse)
         inverse[:n, :n] = self.inverse
-        inverse[:n, n:] = inverse_lengths(_to_tensor(self.b1), _to_tensor(new2)).numpy()
+        first, _ = self.score.select_roles(self.b1, self.b2)
+        _, second = self.score.select_roles(new1, new2)
+        inverse[:n, n:] = inverse_lengths(_to_tensor(first), _to_tensor(second)).numpy()
         b1, b2 = np.concatenate([self.b1, new1]), np.concatenate([self.b2, new2])
         return replace(self, b1=b1, b2=b2, inverse=inverse)
 
@@ -305,9 +358,10 @@ class ContextState:
         Raises:
             UserError: As for ``ContextScore.coefficients``.
         """
-        pairs, singles = self.score.coefficients(len(self), self.weights)
-        b1, b2, inverse = (_to_tensor(array) for array in self._require_vectors())
-        return np.asarray(_sum_directions(b1, b2, inverse * pairs, singles).numpy())
+        coefficients = self.score.coefficients(len(self), self.weights)
+        b1, b2, inverse = map(_to_tensor, self._require_vectors())
+        b1, b2 = self.score.select_roles(b1, b2)
+        return np.asarray(_sum_directions(b1, b2, inverse, coefficients).numpy())
 
     def scores(self, candidates: Array) -> Array:
         """Return the scores (c,) of candidates, whose role after is (c, k), as the next turn."""

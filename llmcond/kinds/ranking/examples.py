@@ -126,7 +126,13 @@ class QueryExamples(Examples):
 
     @override
     def fit(
-        self, recipe: Recipe, view: FeatureView, seed: int, on_epoch: OnEpoch, device: str
+        self,
+        recipe: Recipe,
+        view: FeatureView,
+        seed: int,
+        on_epoch: OnEpoch,
+        device: str,
+        start: FittedQueryHead | None = None,
     ) -> FittedQueryHead:
         arrays = self.features(view).arrays
         dev: DevScore[FittedQueryHead] | None = None
@@ -137,7 +143,7 @@ class QueryExamples(Examples):
                 sample = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
                 queries = queries[np.sort(sample)]
             dev = DevScore(get_metric(self.run.dev_metric), lambda head: self._score(head, queries))
-        return fit_queries(recipe, arrays, dev, seed, on_epoch, device)
+        return fit_queries(recipe, arrays, dev, seed, on_epoch, device, start)
 
     @override
     def score_on_dev(self, head: FittedQueryHead, view: FeatureView) -> float:

@@ -29,16 +29,18 @@ def fit_queries(
     seed: int,
     on_epoch: OnEpoch,
     device: str = "auto",
+    start: FittedQueryHead | None = None,
 ) -> FittedQueryHead:
     """Fit a head on the triples of a graph, in both directions.
 
-    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The same seed
-    gives the same head on the same machine, bit for bit on one thread.
+    The score on ``dev`` chooses the epoch; without ``dev`` the last epoch is kept. The parameters
+    of ``start``, if it is given, are the initial ones. The same seed gives the same head on the
+    same machine, bit for bit on one thread.
 
     Raises:
         UserError: The recipe is for rated pairs, there are no triples, features that the head reads
             are missing, ``dim`` exceeds the dimension of the features, the parameters do not fit
-            into memory, or the loss diverges.
+            into memory, those of ``start`` have other shapes, or the loss diverges.
     """
     family, settings = check_queries(recipe), recipe.settings
     if not len(arrays.triples):
@@ -57,7 +59,7 @@ def fit_queries(
         )
     dims = dim, family.dim_of_relations(settings, dim_condition), n_relations
     fitting = partial(_QueryFitting, recipe, dims, data, dev, torch_device)
-    module, fit = fit_members(fitting, settings.members, seed, on_epoch)
+    module, fit = fit_members(fitting, settings.members, seed, on_epoch, start)
     return FittedQueryHead(recipe.kind, family, module, seed, fit, data)
 
 

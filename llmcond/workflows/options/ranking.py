@@ -110,8 +110,9 @@ class DialogueOptions(TiesOption):
     score: Sequence[str] = option(
         (),
         metavar="NAME",
-        help="scoring functions: average, last:L (such as last:2), bi, neighbours, maxsim, "
-        "weighted (default: the one that the head was fitted for, or several for zero-shot)",
+        help="scoring functions: average, last:L (such as last:2), neighbours, bi, maxsim, "
+        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both (default: the one that the "
+        "head was fitted for, or several for zero-shot)",
         group=_DIALOGUE,
     )
     candidates: str | None = option(
@@ -173,7 +174,8 @@ class ReplyOptions(RunHeadOptions):
     score: str | None = option(
         None,
         metavar="NAME",
-        help="scoring function: average, last:L (such as last:2), bi, neighbours, maxsim, weighted "
-        "(default: the one that the head was fitted for)",
+        help="scoring function: average, last:L (such as last:2), neighbours, bi, maxsim, "
+        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both (default: the one that the "
+        "head was fitted for)",
     )
     k: Positive = option(3, flag="-k", metavar="K", help="number of candidates to show")

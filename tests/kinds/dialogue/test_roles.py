@@ -138,7 +138,18 @@ def compute_c3l_loss(module, roles, rows, others):
     settings, w, errors = module.settings, rows.shape[1], []
     top, low = 2 - 3 / w, 1 / w if settings.norm == "paper" else 2 - (2 * w - 3) / w
     for m, (*context, target) in enumerate(rows.tolist()):
-        for i, j in list_pairs(context):
+        if settings.directional_negatives:
+            errors += [
+                normalize(b1[context[j]] + b2[target]) @ after[context[i]]
+                for i, j in list_pairs(context)
+                if len({context[i], context[j], target}) == 3
+            ]
+        if settings.positives == "singles":
+            for j, u in enumerate(context):
+                label = 1 - (w - 1 - j) / w if settings.curved else 1
+                for role in (b1, b2):
+                    errors += [normalize(role[u]) @ after[target] - label] if u >= 0 else []
+        for i, j in list_pairs(context) if settings.positives == "pairs" else ():
             s = 2 - (w - 1 - i + w - 1 - j) / w
             label = 1 / w + (1 - 1 / w) * (s - low) / (top - low) if settings.curved else 1
             errors.append(normalize(b1[context[i]] + b2[context[j]]) @ after[target] - label)
@@ -156,6 +167,7 @@ def compute_c3l_loss(module, roles, rows, others):
 def compute_rank_loss(module, roles, rows, others):
     b1, b2, after = roles
     n, entropies, is_weighted = rows.shape[1] - 1, [], module.settings.objective == "weighted"
+    b1 = b2 if module.settings.score == "average:b2" else b1
     for m, (*context, target) in enumerate(rows.tolist()):
         pairs = [normalize(b1[context[i]] + b2[context[j]]) for i, j in list_pairs(context)]
         query = np.mean(pairs, axis=0)
@@ -201,8 +213,12 @@ def compute_loss(module, x, rows, draws):
         ("c3l-released", {}),
         ("c3l-released", {"curved": False, "map": "mlp", "hidden": 4}),
         ("c3l-released", {"hard_negatives": False, "window": 4}),
+        ("c3l-released", {"directional_negatives": True}),
+        ("c3l-paper", {"positives": "singles", "directional_negatives": True, "window": 4}),
+        ("c3l-released", {"positives": "singles", "curved": False}),
         ("rank", {}),
         ("rank", {"map": "mlp", "temperature": 0.2, "score": "maxsim"}),
+        ("rank", {"score": "average:b2"}),
         ("weighted", {"window": 6}),
     ],
 )
@@ -220,7 +236,8 @@ def test_loss_matches_formula(name, changes):
     without_gradient = {
         key for key, parameter in module.named_parameters() if parameter.grad is None
     }
-    assert without_gradient == ({"b1", "b1_bias"} if name == "ccl" else set())
+    is_untrained = name == "ccl" or changes.get("score") == "average:b2"
+    assert without_gradient == ({"b1", "b1_bias"} if is_untrained else set())
 
 
 def test_equal_texts_are_not_negatives():

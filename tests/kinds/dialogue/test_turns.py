@@ -9,6 +9,7 @@ from helpers.vectors import normalize
 
 from llmcond.errors import UserError
 from llmcond.kinds.dialogue.turns import (
+    Coefficients,
     ContextScore,
     ContextState,
     DistanceWeights,
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 K = 8
 PAIR_SUMS = ["average", "last:1", "last:2", "last:30", "bi", "neighbours", "weighted"]
+PAIR_SUMS += ["average+bi", "average:b1", "average:b2", "bi:b1", "bi:both"]
 
 
 def random_vectors(*shape, seed=0):
@@ -38,14 +40,16 @@ def weights():
 def score_by_pairs(b1, b2, candidate, score, weights):
     """Compute equation 3 and its variants for one candidate, pair by pair, in float64."""
     b1, b2, n = b1.astype(np.float64), b2.astype(np.float64), len(b1)
+    b1, b2 = (b2 if score.endswith(":b2") else b1), (b1 if score.endswith(":b1") else b2)
 
     def distance_index(i):
         return min(n - i, 4) - 1
 
     total = 0.0
     for j in range(n):
-        if score == "bi" or n == 1:
+        if score in ("bi", "bi:b1", "bi:both", "average+bi") or n == 1:
             total += normalize(b2[j]) @ candidate
+            total += normalize(b1[j]) @ candidate * (score == "bi:both")
         elif score == "weighted":
             total += weights.singles[distance_index(j)] * normalize(b2[j]) @ candidate
         for i in range(j):
@@ -53,7 +57,7 @@ def score_by_pairs(b1, b2, candidate, score, weights):
             if score == "weighted":
                 total += weights.pairs[distance_index(i), distance_index(j)] * cosine
             elif (
-                score == "average"
+                score in ("average", "average+bi", "average:b1", "average:b2")
                 or (score.startswith("last") and j >= n - int(score[5:]))
                 or (score == "neighbours" and i == j - 1)
             ):
@@ -163,7 +167,8 @@ def test_plan_scores_match_equation_4():
     # All contexts may share the candidates, and a state takes its candidates as well.
     shared = plan_scores(b1, candidates[0], goal)
     np.testing.assert_allclose(shared[0], expected[0], atol=1e-5)
-    state = ContextState(lambda x: (x, x), ContextScore("average"))
+    # Plans read both roles, whatever the roles in the score of next turns.
+    state = ContextState(lambda x: (x, -x), ContextScore.parse("average:b2"))
     for vector in b1[0]:
         state = state.add(vector)
     np.testing.assert_allclose(state.plan(candidates[0], goal[0]), expected[0], atol=1e-5)
@@ -177,14 +182,17 @@ def test_opposite_vectors_have_no_weight():
     np.testing.assert_allclose(query_vectors(b1, b2, "average")[0], expected, atol=1e-5)
     np.testing.assert_array_equal(query_vectors(0 * b1, 0 * b2, "average"), np.zeros((1, K)))
     roles = [torch.from_numpy(role).requires_grad_() for role in (b1, b2)]
-    sum_of_pairs(*roles, torch.ones(3, 3).triu(1), torch.zeros(3)).sum().backward()
+    pairs = Coefficients(torch.ones(3, 3).triu(1), torch.zeros(3), torch.zeros(3))
+    sum_of_pairs(*roles, pairs).sum().backward()
     assert all(bool(role.grad.isfinite().all()) for role in roles)
 
 
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        ("last", r"unknown score 'last'. Scores: average, last:L \(such as last:2\), bi"),
+        ("last", r"unknown score 'last'. Scores: last:L \(such as last:2\), average, "),
+        ("average:both", "unknown score 'average:both'"),
+        ("last:2:b1", "unknown score 'last:2:b1'"),
         ("last:0", "unknown score 'last:0'"),
         ("weighted", "needs a head with learned weights"),
         ("maxsim", "maxsim is not a sum over pairs"),
