@@ -71,7 +71,7 @@ class Sweep(SweepOptions, Command):
         if self.plot is not None:
             plot_settings(swept.results, Path(self.plot))
         if self.plot_steps is not None:
-            plot_steps(swept.results, Path(self.plot_steps))
+            plot_steps(swept.results, Path(self.plot_steps), self.curve_split() or "dev")
         return swept
 
     def show(self, result: SweepResult, form: str) -> None:

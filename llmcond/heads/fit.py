@@ -19,9 +19,17 @@ from llmcond.heads.base import FittedHead, FittedModule, fitted_class
 from llmcond.heads.batches import Loader, RatedRows
 from llmcond.heads.module import Ensemble, HeadModule, members_of, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
-from llmcond.heads.pairs import DEV_SCORE_KEY, DevScore, FitReport, H, OnEpoch, PairArrays
+from llmcond.heads.pairs import (
+    DEV_SCORE_KEY,
+    DevScore,
+    FitReport,
+    H,
+    OnEpoch,
+    PairArrays,
+    score_key,
+)
 from llmcond.heads.recipes import Recipe
-from llmcond.metrics import METRICS, Metric
+from llmcond.metrics import METRICS, Metric, finite_or_none
 from llmcond.system import choose_device, free_memory, native_bfloat16
 
 M = TypeVar("M", bound=HeadModule)
@@ -176,8 +184,14 @@ class HeadTrainer(ABC, Generic[M, H]):
                     f"the loss became {loss} in epoch {epoch}. Lower learning_rate, to "
                     f"about {settings.learning_rate / 10:g}."
                 )
-            score = math.nan if dev is None else dev.compute(self.current_head())
-            curve.append({"epoch": epoch, "loss": loss, key: None if math.isnan(score) else score})
+            scores = {key: math.nan}
+            if dev is not None:
+                functions = {key: dev.compute, **dev.others}
+                head = self.current_head()
+                scores = {name: compute(head) for name, compute in functions.items()}
+            score = scores[key]
+            defined = {name: finite_or_none(value) for name, value in scores.items()}
+            curve.append({"epoch": epoch, "loss": loss, **defined})
             on_epoch(epoch, settings.epochs, score)
             since = 0 if dev is None else entries_since_best(curve, key, dev.metric)
             if not since:
@@ -311,12 +325,14 @@ def fit_by_gradient(
     device: str = "cpu",
     metric: Metric = METRICS["spearman"],
     start: FittedHead | None = None,
+    curve_splits: Mapping[str, PairArrays] | None = None,
 ) -> tuple[HeadModule, FitReport]:
     """Fit a head of rated pairs, or each head of an ensemble; return it on the CPU.
 
     The result has the weights of the epoch with the best ``metric`` on dev; without dev, those of
-    the last epoch. The learning curve contains the metric as ``dev_NAME``. Features keep their
-    type; only batches are copied to float32.
+    the last epoch. The learning curve contains the metric as ``dev_NAME``, and for each of
+    ``curve_splits`` as ``SPLIT_NAME``. Features keep their type; only batches are copied to
+    float32.
 
     Raises:
         UserError: the parameters do not fit into memory, those of ``start`` have other shapes, an
@@ -324,12 +340,18 @@ def fit_by_gradient(
             infinite.
     """
     target_device, dev_score, settings = torch.device(device), None, recipe.settings
+
+    def scorer(rows: PairArrays) -> Callable[[HeadModule], float]:
+        loader = Loader(rows, settings, torch.Generator(), torch.float32, target_device)
+        return partial(_compute_score, metric=metric, rows=rows, loader=loader)
+
     if dev is not None and len(dev):
-        loader = Loader(dev, settings, torch.Generator(), torch.float32, target_device)
-        dev_score = DevScore(
-            metric, partial(_compute_dev_score, metric=metric, dev=dev, loader=loader)
-        )
-    score_name = f"dev_{metric.name}"
+        others = {
+            score_key(split, metric.name): scorer(rows)
+            for split, rows in (curve_splits or {}).items()
+        }
+        dev_score = DevScore(metric, scorer(dev), others)
+    score_name = score_key("dev", metric.name)
     dims = pairs.dim, pairs.dim_condition
     fitting = partial(
         _PairFitting, recipe, dims, pairs, dev_score, target_device, score_name=score_name
@@ -360,6 +382,7 @@ def fit_recipe(
     device: str = "auto",
     metric: Metric = METRICS["spearman"],
     start: FittedHead | None = None,
+    curve_splits: Mapping[str, PairArrays] | None = None,
 ) -> FittedHead:
     """Fit a head on rated pairs.
 
@@ -375,6 +398,8 @@ def fit_recipe(
         metric: metric on dev that selects the epoch; Spearman correlation by default.
         start: fitted head with the initial parameters; None: new ones. Heads that are fitted in
             closed form ignore it.
+        curve_splits: pairs of other splits by name. If there are dev pairs, the learning curve also
+            has the metric on these splits after each epoch, which does not influence the fit.
 
     Returns:
         The fitted head, on the CPU.
@@ -426,13 +451,18 @@ def fit_recipe(
         # A saved head records the size of its conditions, so drop those that it does not read.
         pairs = replace(pairs, condition=None)
         dev = None if dev is None else replace(dev, condition=None)
+        curve_splits = {
+            split: replace(rows, condition=None) for split, rows in (curve_splits or {}).items()
+        }
     elif not pairs.dim_condition:
         raise UserError(
             f"the {recipe.kind} head needs the features of each condition, and none were given. "
             "Pass them with PairArrays(..., condition=...)."
         )
     if family.supervised:
-        module, fit = fit_by_gradient(recipe, pairs, dev, seed, on_epoch, device, metric, start)
+        module, fit = fit_by_gradient(
+            recipe, pairs, dev, seed, on_epoch, device, metric, start, curve_splits
+        )
     else:
         module = family(recipe.settings, pairs.dim, pairs.dim_condition)
         fit = module.solve(pairs, seed)
@@ -507,10 +537,8 @@ class _PairFitting(HeadTrainer[HeadModule, HeadModule]):
 
 
 @torch.no_grad()
-def _compute_dev_score(
-    module: HeadModule, metric: Metric, dev: PairArrays, loader: Loader
-) -> float:
-    """Return the dev score of a module's similarities; NaN if it is undefined."""
+def _compute_score(module: HeadModule, metric: Metric, rows: PairArrays, loader: Loader) -> float:
+    """Return the score of a module's similarities of rows; NaN if it is undefined."""
     module.eval()
     in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
     parts = [
@@ -518,4 +546,4 @@ def _compute_dev_score(
     ]
     module.in_bfloat16 = in_bfloat16
     similarity = np.concatenate(parts).astype(np.float64)
-    return metric(similarity, dev.rating, dev.groups)
+    return metric(similarity, rows.rating, rows.groups)

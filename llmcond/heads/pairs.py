@@ -18,6 +18,11 @@ H = TypeVar("H")
 DEV_SCORE_KEY = "dev_score"
 
 
+def score_key(split: str, metric: str = "score") -> str:
+    """Return the key of a split's score in learning curves, such as ``test_spearman``."""
+    return f"{split}_{metric}"
+
+
 @dataclass(frozen=True, slots=True)
 class PairArrays:
     """The rated pairs of a split, as the arrays that heads read.
@@ -95,13 +100,20 @@ class FitReport:
 
 @dataclass(frozen=True, slots=True)
 class DevScore(Generic[H]):
-    """A metric on dev that selects the epoch, and a function that scores a head on dev.
+    """A metric on dev that selects the epoch, and functions that score a head after each epoch.
 
     A score of NaN means undefined.
+
+    Attributes:
+        metric: The metric that selects the epoch.
+        compute: The function that scores a head on dev.
+        others: Functions that score a head on other splits, by their keys in the learning curve.
+            They do not influence the fit.
     """
 
     metric: Metric
     compute: Callable[[H], float]
+    others: Mapping[str, Callable[[H], float]] = field(default_factory=dict)
 
 
 #: Called after each epoch, and after each step within an epoch except the last. The arguments are

@@ -20,7 +20,7 @@ from llmcond.log import log
 #: The legal suffixes of a figure.
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
-#: An x value, a score and both ends of its interval; NaN in the last three leaves a gap.
+#: An x value, a score and both ends of its interval; NaN for what is undefined leaves a gap.
 Point = tuple[Any, float, float, float]
 
 # Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for lines.
@@ -135,16 +135,18 @@ def plot_curve(
             start = i * every // len(curves)
             marks = {"marker": shape, "markersize": 6, "markevery": (start, every)}
             axes.plot(x, mean, color=colour, **marks)
-            axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-            if every == 1:
+            known = np.isfinite(low) & np.isfinite(high)
+            axes.fill_between(x, low, high, where=known, color=colour, alpha=0.15, linewidth=0)
+            if every == 1 and known.any():
                 # A band has no width at an isolated point, so each point also has a vertical line.
-                axes.vlines(x, low, high, color=colour, alpha=0.5, linewidth=1.2)
+                ends = low[known], high[known]
+                axes.vlines(x[known], *ends, color=colour, alpha=0.5, linewidth=1.2)
         if log_x:
             axes.set_xscale("log")
         _set_ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
         axes.set_xlabel(_wrap_text(xlabel, 80))
         axes.set_ylabel(_wrap_text(ylabel, 44))
-        axes.set_title(band, fontsize="small", loc="left")
+        axes.set_title(_wrap_text(band, 90), fontsize="small", loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         _legend(figure, list(curves), lines=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -11,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from llmcond.evaluation.results import SweptResult
-from llmcond.heads.pairs import DEV_SCORE_KEY
+from llmcond.heads.pairs import score_key
 from llmcond.log import log
 from llmcond.metrics import Metric, get_metric
 from llmcond.report.figures import Point, plot_curve
@@ -74,15 +75,33 @@ def plot_settings(results: Swept, path: Path) -> None:
         name = _line_name(result, {k: v for k, v in result.settings.items() if k != key})
         # A requested dimension is limited to the size of the features, so plot the actual one.
         x = result.dim if key == "dim" else result.settings[key]
-        bounds = (value, value) if low is None or high is None else (low, high)
+        bounds = (math.nan, math.nan) if low is None or high is None else (low, high)
         series.setdefault(name, []).append((x, value, *bounds))
     if not series:
         log.info(f"{path} was not written: no score is defined")
         return
     x_values = sorted({point[0] for points in series.values() for point in points})
     log_x = x_values[0] > 0 and x_values[-1] / x_values[0] > 8
-    band = "line: mean over seeds; band: 95 % confidence interval over rows and seeds"
-    plot_curve(series, path, key.replace("_", " "), _axis_label(metric), log_x, band)
+    missing = [math.isnan(low) for points in series.values() for _, _, low, _ in points]
+    plot_curve(
+        series,
+        path,
+        key.replace("_", " "),
+        _axis_label(metric),
+        log_x,
+        _describe_intervals(results, missing),
+    )
+
+
+def _describe_intervals(results: Swept, missing: Sequence[bool]) -> str:
+    """Return the caption of a plot of intervals, some or all of which may be missing."""
+    one_seed = all(len(result.seeds) <= 1 for result in results)
+    line = "line: one seed" if one_seed else "line: mean over seeds"
+    if all(missing):
+        return f"{line}; no band, because two seeds or few rows give no interval"
+    rows = "rows" if one_seed else "rows and seeds"
+    band = f"{line}; band: 95 % confidence interval over {rows}"
+    return f"{band}; no band: two seeds or few rows give no interval" if any(missing) else band
 
 
 def _axis_label(metric: Metric, suffix: str = "") -> str:
@@ -100,15 +119,18 @@ def _find_numeric_setting(results: Swept) -> str | None:
     return None
 
 
-def plot_steps(results: Swept, path: Path) -> None:
-    """Plot the score on dev against training steps, with the range over seeds (CASE, figure 3)."""
+def plot_steps(results: Swept, path: Path, split: str = "dev") -> None:
+    """Plot the score on a split against training steps, with the range over seeds (CASE, figure 3).
+
+    The learning curves of the fits must have the scores on this split.
+    """
     series: dict[str, list[Point]] = {}
     for result in results:
         fits = [fit for fit in result.fits if fit.get("curve")]
         # A curve ends where its shortest seed ends.
         for epoch, epoch_logs in enumerate(zip(*(fit["curve"] for fit in fits), strict=False)):
-            key = f"dev_{result.primary.name}"
-            values = [epoch_log.get(key, epoch_log.get(DEV_SCORE_KEY)) for epoch_log in epoch_logs]
+            key, general_key = score_key(split, result.primary.name), score_key(split)
+            values = [epoch_log.get(key, epoch_log.get(general_key)) for epoch_log in epoch_logs]
             if None not in values:
                 steps = (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
@@ -121,5 +143,6 @@ def plot_steps(results: Swept, path: Path) -> None:
             "split"
         )
         return
-    band = "line: mean over seeds; band: range over seeds"
-    plot_curve(series, path, "steps", _axis_label(results[0].primary, " on dev"), band=band)
+    one_seed = all(len(result.fits) <= 1 for result in results)
+    band = "line: one seed" if one_seed else "line: mean over seeds; band: range over seeds"
+    plot_curve(series, path, "steps", _axis_label(results[0].primary, f" on {split}"), band=band)

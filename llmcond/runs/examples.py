@@ -68,10 +68,12 @@ class Examples(ABC):
         on_epoch: OnEpoch,
         device: str,
         start: Any = None,
+        curve_split: str | None = None,
     ) -> FittedModule:
         """Fit a head on train. Dev chooses the epoch, if the run has it.
 
-        ``start`` is a fitted head of the same family whose parameters are the initial ones.
+        ``start`` is a fitted head of the same family whose parameters are the initial ones. With
+        dev, the learning curve also has the score on ``curve_split``, if it is named.
         """
 
     @abstractmethod

@@ -72,11 +72,15 @@ class RatedExamples(Examples):
         on_epoch: OnEpoch,
         device: str,
         start: FittedHead | None = None,
+        curve_split: str | None = None,
     ) -> FittedHead:
         dev = self.rated(view, "dev") if self._dev_scores else None
         train = self.rated(view, "train")
         metric = get_metric(self.run.dev_metric)
-        return fit_recipe(recipe, train, dev or None, seed, on_epoch, device, metric, start)
+        curve_splits = {curve_split: self.rated(view, curve_split)} if curve_split else None
+        return fit_recipe(
+            recipe, train, dev or None, seed, on_epoch, device, metric, start, curve_splits
+        )
 
     @override
     def score_on_dev(self, head: FittedHead, view: FeatureView) -> float:

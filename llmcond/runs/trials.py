@@ -123,12 +123,18 @@ class TrialOutcome:
 
     @classmethod
     def read(
-        cls, path: Path, metrics: Sequence[Metric], n: int, dev_metric: str
+        cls,
+        path: Path,
+        metrics: Sequence[Metric],
+        n: int,
+        dev_metric: str,
+        curve_split: str | None = None,
     ) -> TrialOutcome | None:
         """Read an outcome from a file; None if it does not exist or lacks requested values.
 
-        The file must have ``n`` predictions, and the score by the run's ``dev_metric``. A damaged
-        file is treated as missing, with a warning, so that the fit is repeated.
+        The file must have ``n`` predictions, the score by the run's ``dev_metric``, and a learning
+        curve with the score on ``curve_split`` wherever it has the score on dev. A damaged file is
+        treated as missing, with a warning, so that the fit is repeated.
         """
         if not path.is_file():
             return None
@@ -140,6 +146,8 @@ class TrialOutcome:
                 return None
             figures = {name: record[name] for name in names}
             check_record({**record, "metrics": figures}, _TrialRecord, str(path))
+            if curve_split and not _has_scores(record["fit"].get("curve", ()), curve_split):
+                return None
         except LlmcondError as error:
             log.warning(f"{error} The fit is repeated.")
             return None
@@ -148,6 +156,13 @@ class TrialOutcome:
         if len(similarity) != n:
             return None
         return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
+
+
+def _has_scores(curve: Sequence[Mapping[str, Any]], split: str) -> bool:
+    """Return whether the epochs of a learning curve that were scored on dev were so on a split."""
+    scored_on_dev = (key for epoch in curve for key in epoch if key.startswith("dev_"))
+    keys = {split + key.removeprefix("dev") for key in scored_on_dev}
+    return all(key in epoch for epoch in curve for key in keys)
 
 
 def aggregate_seeds(
@@ -200,6 +215,7 @@ class _TrialSettings:
     split: str
     metrics: Sequence[str]
     device: str
+    curve_split: str | None
 
 
 def run_trials(
@@ -210,12 +226,14 @@ def run_trials(
     workers: int | None,
     metrics: Sequence[str] = (),
     device: str = "auto",
+    curve_split: str | None = None,
 ) -> tuple[dict[str, tuple[Trial, TrialOutcome]], list[str]]:
     """Run the trials that have no saved outcome yet. Equal trials are run once.
 
     Outcomes are saved in ``folder`` of the run. They hold the task's metrics and further
     ``metrics`` on ``split``, and the prediction of each row. ``workers`` is the number of parallel
-    fits; None: one per core, at most eight.
+    fits; None: one per core, at most eight. Learning curves have the score on dev, and that on
+    ``curve_split`` if it is named; outcomes that lack the latter are computed again.
 
     Returns:
         The trials with their outcomes by digest, in the order of the trials, and one line for each
@@ -230,7 +248,7 @@ def run_trials(
     n = len(load_examples(run).scored_rows(split).rated)
 
     def read_outcome(digest: str) -> TrialOutcome | None:
-        return TrialOutcome.read(paths[digest], computed, n, run.dev_metric)
+        return TrialOutcome.read(paths[digest], computed, n, run.dev_metric, curve_split)
 
     outcomes = {
         digest: previous for digest in by_digest if (previous := read_outcome(digest)) is not None
@@ -241,7 +259,7 @@ def run_trials(
     if missing:
         check_writable(next(iter(paths.values())))
     failures = []
-    job = _TrialSettings(run.folder, split, metrics, choose_device(device))
+    job = _TrialSettings(run.folder, split, metrics, choose_device(device), curve_split)
     # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it the
     # worker processes, alive.
     with closing(_run_missing(job, missing, workers)) as records:
@@ -291,7 +309,9 @@ class _Worker:
     def _fit(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
         split, examples, view = self._job.split, self._examples, trial.view
         recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view), quiet=True)
-        head = examples.fit(recipe, view, trial.seed, on_epoch, self._job.device)
+        head = examples.fit(
+            recipe, view, trial.seed, on_epoch, self._job.device, curve_split=self._job.curve_split
+        )
         saved = RunHead(trial.name, head, view, {"recipe": recipe.to_json()})
         predicted = examples.predict(saved, split)
         rows, task = examples.scored_rows(split), self._run.task.name

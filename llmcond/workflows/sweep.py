@@ -67,7 +67,7 @@ def sweep(options: SweepOptions) -> SweepResult:
     rows = load_examples(run).scored_rows(split)
     trials = list(_make_trials(run, options))
     outcomes, failures = run_trials(
-        run, split, trials, "sweep", options.workers, metrics, device=device
+        run, split, trials, "sweep", options.workers, metrics, device, options.curve_split()
     )
     points = _combine_seeds(outcomes.values(), run, split)
     selected_metrics = choose_metrics(run.task.metrics, metrics)

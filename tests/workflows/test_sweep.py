@@ -611,6 +611,7 @@ def make_row(settings, spearman, interval=(nan, nan), name="mlp@p", dim=32, fits
         dim=dim,
         fits=tuple(fits),
         settings=settings,
+        seeds=(0, 1, 2),
     )
 
 
@@ -626,13 +627,39 @@ def test_plot_shows_scores_with_intervals_by_setting(recorded_plots):
     (picture,) = recorded_plots
     assert (picture.x, picture.y, picture.log) == ("rank", "Spearman x 100", False)
     assert (
-        picture.band == "line: mean over seeds; band: 95 % confidence interval over rows and seeds"
+        picture.band == "line: mean over seeds; band: 95 % confidence interval over rows and seeds;"
+        " no band: two seeds or few rows give no interval"
     )
-    assert picture.lines == {
+    lines = {
         "mlp@p bias=True": [[4, 16], [40, 50], [30, 40], [45, 60]],
-        "mlp@p bias=False": [[4], [20], [20], [20]],
+        "mlp@p bias=False": [[4], [20], [nan], [nan]],
         "linear@p+c bias=True": [[4], [10], [10], [10]],
     }
+    assert picture.lines.keys() == lines.keys()
+    for name, columns in lines.items():
+        np.testing.assert_array_equal(picture.lines[name], columns)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "interval", "caption"),
+    [
+        ((0,), (0.4, 0.6), "line: one seed; band: 95 % confidence interval over rows"),
+        (
+            (0, 1),
+            (nan, nan),
+            "line: mean over seeds; no band, because two seeds or few rows give no interval",
+        ),
+        (
+            (0, 1, 2),
+            (0.4, 0.6),
+            "line: mean over seeds; band: 95 % confidence interval over rows and seeds",
+        ),
+    ],
+)
+def test_caption_says_what_band_is(recorded_plots, seeds, interval, caption):
+    rows = [replace(make_row({"rank": rank}, 0.5, interval), seeds=seeds) for rank in (4, 8)]
+    sweeps.plot_settings(rows, Path("x.png"))
+    assert recorded_plots[0].band == caption
 
 
 def test_wide_range_of_sizes_has_logarithmic_scale(recorded_plots):
@@ -708,6 +735,35 @@ def test_plots_show_results_of_sweep(capsys, folder, recorded_plots):
     assert by_dim.lines[f"small@{JOINT}"][:2] == [[2, 4], [scores[2], scores[4]]]
     assert by_step.lines[f"small@{JOINT} dim=4"][0] == [4, 8]
     assert {row["steps_per_epoch"] for row in rows} == {4}
+
+
+def test_steps_are_plotted_on_named_split(capsys, folder, fits, recorded_plots):
+    before, _ = run_sweep(capsys, folder, *DIMS, "--split", "test")
+    assert all("test_spearman" not in epoch for row in before for epoch in row["curves"][0])
+    plot = ("--split", "test", "--plot-steps", "steps.pdf")
+    rows, messages = run_sweep(capsys, folder, *DIMS, *plot)
+    # Only the learning curves are new: scoring test does not influence the fits.
+    assert "4 fits, 0 of them already done" in messages
+    assert [without_curves(row) for row in rows] == [without_curves(row) for row in before]
+    for fit in load_fits(folder).values():
+        best = fit["fit"]["curve"][fit["fit"]["best_epoch"] - 1]
+        assert best["test_spearman"] == pytest.approx(fit["spearman"], abs=1e-6)
+        assert best["dev_spearman"] == pytest.approx(fit["dev_spearman"], abs=1e-6)
+    (picture,) = recorded_plots
+    assert picture.y == "Spearman on test x 100"
+    (row,) = (row for row in rows if row["dim"] == 4)
+    means = np.mean([[e["test_spearman"] for e in curve] for curve in row["curves"]], axis=0)
+    np.testing.assert_allclose(picture.lines[f"small@{JOINT} dim=4"][1], 100 * means)
+
+    for options in (plot, ("--split", "test"), ("--plot-steps", "dev.png")):
+        _, messages = run_sweep(capsys, folder, *DIMS, *options)
+        assert "4 fits, 4 of them already done" in messages
+    assert recorded_plots[-1].y == "Spearman on dev x 100"
+    assert len(fits) == 8
+
+
+def without_curves(row):
+    return {key: value for key, value in row.items() if key != "curves"}
 
 
 # -- duplicates and names ------------------------------------------------------------------------

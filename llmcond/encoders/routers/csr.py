@@ -10,8 +10,9 @@ token, before the output projection::
     w = softmax_i(q . k_i / sqrt(d))        h_i = (1 + strength w_i) h'_i
 
 ``RouterMode`` (llmcond/encoders/routers/settings.py) says what the modes use as q and k_i, and
-``RouterWeight`` says what else may replace 1 + strength w_i. The layers before the routed ones do not depend on the condition. In a packed row, they are computed
-once per sentence, however many conditions it has.
+``RouterWeight`` says what else may replace 1 + strength w_i. The layers before the routed ones do
+not depend on the condition. In a packed row, they are computed once per sentence, however many
+conditions it has.
 """
 
 from __future__ import annotations

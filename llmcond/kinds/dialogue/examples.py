@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.dialogue.data import Dialogues
 from llmcond.kinds.dialogue.fit import TurnArrays, fit_turns
 from llmcond.kinds.dialogue.inputs import UtteranceInputs
@@ -159,23 +160,28 @@ class DialogueExamples(Examples):
         on_epoch: OnEpoch,
         device: str,
         start: FittedRoleHead | None = None,
+        curve_split: str | None = None,
     ) -> FittedRoleHead:
         train = self.data.turns_of("train")
         arrays = TurnArrays(self.features(view), train.utterances, train.starts)
         dev: DevScore[FittedRoleHead] | None = None
         if "dev" in self.data.splits:
-            dev = DevScore(
-                get_metric(self.run.dev_metric), lambda head: self.score_on_dev(head, view)
-            )
+            metric, others = get_metric(self.run.dev_metric), {}
+            if curve_split is not None:
+                others[score_key(curve_split)] = partial(self._score, view=view, split=curve_split)
+            dev = DevScore(metric, partial(self._score, view=view, split="dev"), others)
         return fit_turns(recipe, arrays, dev, seed, on_epoch, device, start)
 
     @override
     def score_on_dev(self, head: FittedRoleHead, view: FeatureView) -> float:
         if "dev" not in self.data.splits:
             return math.nan
-        roles = UtteranceRoles(head, self.features(view), self._distinct_utterances("dev"))
-        rank = rank_next(self._queries("dev"), roles.scores).resolve_ties()
-        queries = self.scored_rows("dev")
+        return self._score(head, view, "dev")
+
+    def _score(self, head: FittedRoleHead, view: FeatureView, split: str) -> float:
+        roles = UtteranceRoles(head, self.features(view), self._distinct_utterances(split))
+        rank = rank_next(self._queries(split), roles.scores).resolve_ties()
+        queries = self.scored_rows(split)
         return get_metric(self.run.dev_metric)(rank, queries.rating, queries.pair)
 
     @override

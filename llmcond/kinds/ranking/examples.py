@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads import Recipe, load_recipe
-from llmcond.heads.pairs import DevScore, OnEpoch
+from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.ranking.arrays import QueryFeatures
 from llmcond.kinds.ranking.fit import fit_queries
 from llmcond.kinds.ranking.heads import FittedQueryHead
@@ -32,8 +32,8 @@ from llmcond.prompts import Prompt
 from llmcond.runs.examples import Examples
 from llmcond.runs.predictors import AnyPredictor
 
-#: Maximum number of dev queries whose score chooses the epoch.
-_DEV_QUERIES = 1_000
+#: Maximum number of queries that are scored after each epoch. Those of dev choose the epoch.
+_EPOCH_QUERIES = 1_000
 
 
 @cache
@@ -120,9 +120,9 @@ class QueryExamples(Examples):
     @property
     @override
     def dev_sample(self) -> str:
-        if "dev" not in self.data.splits or len(self.data.queries("dev")) <= _DEV_QUERIES:
+        if "dev" not in self.data.splits or len(self.data.queries("dev")) <= _EPOCH_QUERIES:
             return ""
-        return f"{_DEV_QUERIES:,} queries"
+        return f"{_EPOCH_QUERIES:,} queries"
 
     @override
     def fit(
@@ -133,17 +133,26 @@ class QueryExamples(Examples):
         on_epoch: OnEpoch,
         device: str,
         start: FittedQueryHead | None = None,
+        curve_split: str | None = None,
     ) -> FittedQueryHead:
         arrays = self.features(view).arrays
         dev: DevScore[FittedQueryHead] | None = None
         if "dev" in self.data.splits:
-            queries = self.data.queries("dev")
-            if len(queries) > _DEV_QUERIES:
-                # The same sample in every fit.
-                sample = np.random.default_rng(0).permutation(len(queries))[:_DEV_QUERIES]
-                queries = queries[np.sort(sample)]
-            dev = DevScore(get_metric(self.run.dev_metric), lambda head: self._score(head, queries))
+            metric, others = get_metric(self.run.dev_metric), {}
+            if curve_split is not None:
+                queries = self._sample_queries(curve_split)
+                others[score_key(curve_split)] = partial(self._score, queries=queries)
+            score_dev = partial(self._score, queries=self._sample_queries("dev"))
+            dev = DevScore(metric, score_dev, others)
         return fit_queries(recipe, arrays, dev, seed, on_epoch, device, start)
+
+    def _sample_queries(self, split: str) -> NDArray[np.int32]:
+        """Return the queries of a split that are scored after each epoch: always the same ones."""
+        queries = self.data.queries(split)
+        if len(queries) <= _EPOCH_QUERIES:
+            return queries
+        sample = np.random.default_rng(0).permutation(len(queries))[:_EPOCH_QUERIES]
+        return queries[np.sort(sample)]
 
     @override
     def score_on_dev(self, head: FittedQueryHead, view: FeatureView) -> float:

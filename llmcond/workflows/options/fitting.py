@@ -139,9 +139,13 @@ class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOpt
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
-        help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
-        "written next to it as CSV",
+        help="figure (.png, .svg, .pdf) of the score against training steps, on dev or on the "
+        "split that --split names; the numbers are written next to it as CSV",
     )
+
+    def curve_split(self) -> str | None:
+        """Return the split to score after each epoch in addition to dev; None if there is none."""
+        return None if self.plot_steps is None or self.split == "dev" else self.split
 
     def varied(self) -> dict[str, list[str]]:
         """Return each varied setting with its values as text."""

@@ -313,10 +313,14 @@ def test_subtract_is_rejected_for_dialogues(capsys, dialogue_run):
         llmcond.fit_head(run=dialogue_run, head="weighted", subtract=True)
 
 
-def test_sweep_sorts_by_average_rank(capsys, run):
+def test_sweep_sorts_by_average_rank(capsys, run, tmp_path):
     command = ("sweep", "--run", run, "--head", "rank", "--seeds", "1", *FAST_FIT, "--workers", "1")
     command += ("--vary", "learning_rate=0.0001,0.1", "--keep")
-    result = run_json(capsys, *command)
+    steps = tmp_path / "steps.svg"
+    result = run_json(capsys, *command, "--split", "test", "--plot-steps", steps)
+    for row in result["results"]:
+        (curve,), (best,) = row["curves"], row["best_epochs"]
+        assert curve[best - 1]["test_score"] == pytest.approx(row["average_rank"])
     ranks = [row["average_rank"] for row in result["results"]]
     assert ranks == sorted(ranks)
     assert run_json(capsys, *command)["results"] == result["results"]

@@ -128,7 +128,7 @@ def test_heads_are_fitted_and_selected_on_dev(capsys, run):
 
 
 def test_score_on_dev_sample_reports_number_of_queries(capsys, monkeypatch, run):
-    monkeypatch.setattr("llmcond.kinds.ranking.examples._DEV_QUERIES", 2)
+    monkeypatch.setattr("llmcond.kinds.ranking.examples._EPOCH_QUERIES", 2)
     monkeypatch.setattr("llmcond.progress.EVERY_SECONDS", 0)
     command = ("fit-head", "--run", run, "--head", "hadamard", "--set", "epochs=2")
     assert cli.run([str(argument) for argument in command]) == 0
@@ -278,8 +278,19 @@ def test_ranking_options_are_rejected_for_rated_pairs(capsys, tiny_run):
 def test_sweep_sorts_by_mrr_and_resumes(capsys, run, tmp_path):
     command = ("sweep", "--run", run, "--head", "concat", "hadamard", "--seeds", "2")
     command += ("--vary", "learning_rate=0.001,0.01", "--set", "epochs=2", "batch_size=16")
-    result = run_json(capsys, *command, "--workers", "1", "--plot-steps", tmp_path / "steps.svg")
-    assert "MRR on dev" in (tmp_path / "steps.svg").read_text()
+    result = run_json(
+        capsys,
+        *command,
+        "--workers",
+        "1",
+        "--plot-steps",
+        tmp_path / "steps.svg",
+        "--split",
+        "test",
+    )
+    assert "MRR on test" in (tmp_path / "steps.svg").read_text()
+    epochs = [epoch for row in result["results"] for curve in row["curves"] for epoch in curve]
+    assert all(0 < epoch[f"{split}_score"] <= 1 for epoch in epochs for split in ("dev", "test"))
     rows = result["results"]
     assert len(rows) == 4
     assert result["failures"] == []
