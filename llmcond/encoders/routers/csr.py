@@ -210,8 +210,8 @@ class CsrPasses(Passes):
         """Return the index of a routed layer among the routed ones."""
         return self._layer_of[module] - self.first_layer
 
-    def draw_weights(self, texts: Sequence[Sequence[int]], width: int) -> Tensor | None:
-        """Draw the random weights of texts; None if the router computes its own weights.
+    def sample_weights(self, texts: Sequence[Sequence[int]], width: int) -> Tensor | None:
+        """Sample the random weights of texts; None if the router computes its own weights.
 
         Args:
             texts: The token ids of each text, which are the seed of its weights.
@@ -487,7 +487,7 @@ class _SentenceRouter(_Router):
         real: Tensor,
         positions: Tensor,
         n: int,
-        drawn: Tensor | None,
+        random_weights: Tensor | None,
     ) -> None:
         """Create the router of m sentences.
 
@@ -499,10 +499,10 @@ class _SentenceRouter(_Router):
             positions: The positions of each sentence's tokens among those of the pass,
                 (m, longest), on the CPU.
             n: Number of tokens of the pass.
-            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
+            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
         super().__init__(csr)
-        self._drawn = drawn
+        self._random_weights = random_weights
         # For each token of the pass, the index of its weight among m * longest weights. Tokens
         # outside the sentences have the zero that is appended to the weights.
         weight_indices = torch.full((n,), real.numel())
@@ -516,7 +516,7 @@ class _SentenceRouter(_Router):
 
     @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        if self._drawn is None:
+        if self._random_weights is None:
             all_keys = self.keys(k)
             positions = self._positions.to(all_keys.device)
             keys = all_keys.index_select(0, positions.flatten()).view(*positions.shape, -1)
@@ -524,7 +524,7 @@ class _SentenceRouter(_Router):
             hidden = ~self._real.to(all_keys.device)
             weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=1)
         else:
-            weights = move_to_device(self._drawn[self.csr.routed_index(module)], q.device)
+            weights = move_to_device(self._random_weights[self.csr.routed_index(module)], q.device)
         token_weights = pad(weights.flatten(), (0, 1)).index_select(
             0, self._weight_indices.to(weights.device)
         )
@@ -594,8 +594,8 @@ class _RoutedForward:
         real = offsets < lengths[:, None]
         positions = torch.where(real, starts[:, None] + offsets, 0)
         queries = torch.stack([torch.as_tensor(query) for query in self._queries])
-        drawn = self._csr.draw_weights([row.ids for row in forward.rows], len(offsets))
-        arguments = self._csr, device, queries, real, positions, self.n_tokens, drawn
+        random_weights = self._csr.sample_weights([row.ids for row in forward.rows], len(offsets))
+        arguments = self._csr, device, queries, real, positions, self.n_tokens, random_weights
         if isinstance(forward, PaddedForward) or len(forward.batch.segments) == len(lengths):
             forward.arguments["router"] = _SentenceRouter(*arguments)
             return
@@ -656,8 +656,8 @@ class _TriEncoderForward(PaddedForward):
         states = conditions.hidden().index_select(0, indices)
         masks = conditions.arguments["attention_mask"].index_select(0, indices)
         visible = torch.cat([masks, self.arguments["attention_mask"]], dim=1).bool()
-        drawn = self._csr.draw_weights([row.ids for row in self.rows], self.width)
-        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible, drawn)
+        random_weights = self._csr.sample_weights([row.ids for row in self.rows], self.width)
+        self.arguments["router"] = _TriEncoderRouter(self._csr, states, visible, random_weights)
         return super().pooled()
 
 
@@ -673,7 +673,7 @@ class _TriEncoderRouter(_Router):
     """The router of the tri-encoder, which adds the condition's states to those of sentences."""
 
     def __init__(
-        self, csr: CsrPasses, condition: Tensor, visible: Tensor, drawn: Tensor | None
+        self, csr: CsrPasses, condition: Tensor, visible: Tensor, random_weights: Tensor | None
     ) -> None:
         """Create the router.
 
@@ -681,10 +681,14 @@ class _TriEncoderRouter(_Router):
             csr: The router's settings, layers and formula.
             condition: The states of each sentence's condition, (m, c, d).
             visible: A mask of keys, (m, c + n).
-            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
+            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
         super().__init__(csr)
-        self._condition, self._visible, self._drawn = condition, visible[:, None, None], drawn
+        self._condition, self._visible, self._random_weights = (
+            condition,
+            visible[:, None, None],
+            random_weights,
+        )
         self._n = condition.shape[1]
 
     @override
@@ -707,10 +711,10 @@ class _TriEncoderRouter(_Router):
         attended = scaled_dot_product_attention(queries, k, v, attn_mask=visible, scale=scale)
         attended = attended.transpose(1, 2)
         if self.csr.is_routed(module):
-            if self._drawn is None:
+            if self._random_weights is None:
                 weights = _attention_weights(queries[:, :, :1], k, visible, scale)[:, self._n :]
             else:
-                weights = self._drawn[self.csr.routed_index(module)]
+                weights = self._random_weights[self.csr.routed_index(module)]
             attended = self.csr.scale(attended, weights)
         # The module expects as many tokens as there were states. leave_attention removes those of
         # the condition again.
@@ -769,7 +773,7 @@ class _BiEncoderForward(PaddedForward):
             move_to_device(self.query_positions, device),
             real,
             in_sentence,
-            self._csr.draw_weights(self._sentences, self.width),
+            self._csr.sample_weights(self._sentences, self.width),
         )
 
 
@@ -833,7 +837,7 @@ class _BiEncoderRouter(_Router):
         query_positions: Tensor,
         real: Tensor,
         sentence: Tensor,
-        drawn: Tensor | None,
+        random_weights: Tensor | None,
     ) -> None:
         """Create the router.
 
@@ -842,11 +846,11 @@ class _BiEncoderRouter(_Router):
             query_positions: Position of the token whose attention weights the sentence, (m,).
             real: Whether there is a token or padding, (m, tokens).
             sentence: Whether a token belongs to the sentence, (m, tokens).
-            drawn: The random weights of ``CsrPasses.draw_weights``, if any.
+            random_weights: The random weights of ``CsrPasses.sample_weights``, if any.
         """
         super().__init__(csr)
         self._positions, self._real, self._sentence = query_positions, real, sentence
-        self._drawn = drawn
+        self._random_weights = random_weights
 
     @override
     def attend(
@@ -867,8 +871,8 @@ class _BiEncoderRouter(_Router):
 
     @override
     def weights(self, module: nn.Module, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-        if self._drawn is not None:
-            return self._drawn[self.csr.routed_index(module)]
+        if self._random_weights is not None:
+            return self._random_weights[self.csr.routed_index(module)]
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # groups of heads share a key head
         positions = self._positions.to(q.device)
         queries = q[torch.arange(len(q), device=q.device), :, positions][:, :, None]

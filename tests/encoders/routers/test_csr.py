@@ -198,10 +198,10 @@ def test_random_weights_depend_on_sentence_only(tmp_path):
     np.testing.assert_array_equal(vectors[0], vectors[1])
     assert np.abs(vectors[0] - vectors[2]).max() > 1e-4
     ids = [tokens.ids for tokens in encoder._tokenizer([EncoderInput("", t) for t in texts])]
-    drawn = encoder.engine.passes.draw_weights(ids, len(ids[0]) + 1)
-    assert drawn[:, :, -1].eq(0).all()
-    torch.testing.assert_close(drawn.sum(dim=2), torch.ones(2, 2))
-    assert not drawn[0, 0].equal(drawn[1, 0])  # each layer has its own
+    random_weights = encoder.engine.passes.sample_weights(ids, len(ids[0]) + 1)
+    assert random_weights[:, :, -1].eq(0).all()
+    torch.testing.assert_close(random_weights.sum(dim=2), torch.ones(2, 2))
+    assert not random_weights[0, 0].equal(random_weights[1, 0])  # each layer has its own
 
 
 # -- the paper's bi-encoder ----------------------------------------------------------------------
