@@ -11,6 +11,7 @@ from llmcond.commands.annotate import annotate as annotate
 from llmcond.commands.bench import bench as bench
 from llmcond.commands.check_condition import check_condition as check_condition
 from llmcond.commands.cluster import cluster as cluster
+from llmcond.commands.compare import compare as compare
 from llmcond.commands.compare_prompts import compare_prompts as compare_prompts
 from llmcond.commands.complete import complete as complete
 from llmcond.commands.embed import embed as embed
@@ -34,6 +35,7 @@ from llmcond.evaluation.results import ComparedResult as ComparedResult
 from llmcond.evaluation.results import Result as Result
 from llmcond.evaluation.results import Results as Results
 from llmcond.evaluation.results import SweptResult as SweptResult
+from llmcond.evaluation.results import SystemResult as SystemResult
 from llmcond.exporting.result import ExportResult as ExportResult
 from llmcond.heads.estimator import Head as Head
 from llmcond.integrations.sentence_transformers import (
@@ -67,6 +69,7 @@ from llmcond.workflows.annotate import AnnotationResult as AnnotationResult
 from llmcond.workflows.bench import Benchmark as Benchmark
 from llmcond.workflows.check_condition import ConditionChecks as ConditionChecks
 from llmcond.workflows.compare import Comparison as Comparison
+from llmcond.workflows.compare_systems import SystemComparison as SystemComparison
 from llmcond.workflows.embed import EmbedResult as EmbedResult
 from llmcond.workflows.extract import ExtractResult as ExtractResult
 from llmcond.workflows.fit import FittedResult as FittedResult

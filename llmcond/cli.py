@@ -29,9 +29,11 @@ from llmcond.log import log_to_terminal
 from llmcond.version import __version__
 
 _MODULES = {module.name for module in iter_modules(commands.__path__)} - {"base"}
-#: Names of all commands, from those of their modules; ``prompts_show`` is within ``prompts``.
+#: Commands with subcommands: ``prompts_show`` is within ``prompts``.
+_PARENTS = frozenset({"prompts"})
+#: Names of all commands, from those of their modules.
 COMMANDS = frozenset(
-    name.replace("_", " " if name.rpartition("_")[0] in _MODULES else "-") for name in _MODULES
+    name.replace("_", " " if name.rpartition("_")[0] in _PARENTS else "-") for name in _MODULES
 )
 
 

@@ -16,6 +16,13 @@ sentence pairs:
   (p at most 0.05), and the mean of the reported minimum: the smallest difference that would be seen
   in 80 % of samples.
 
+    python scripts/simulate_comparison.py --graph --pairs 500 2000 --trials 400 --candidates 1
+
+With ``--graph`` the rows are two queries for each of ``--pairs`` triples of a graph, whose few
+popular entities are in many triples. The difficulty of a query depends on both of its entities, in
+another way for each system. The intervals over head and tail entities are compared with those that
+take triples as independent. The measure is MRR.
+
 With ``--spread`` each prompt has three seeds of different quality: SPREAD is the standard deviation
 of their error.
 
@@ -55,6 +62,12 @@ BETTER: Final = 1.05
 SEEDS: Final = 3
 #: Share of the variance of a prediction's error that all prompts have in common.
 COMMON: Final = 0.7
+#: Mean logarithm of ranks with ``--graph``, of the baseline and of a better system.
+EQUAL_RANK: Final = 2.0
+BETTER_RANK: Final = 1.8
+#: The popularity of entities falls with this power of their place, for heads and for tails.
+HEAD_POWER: Final = 0.5
+TAIL_POWER: Final = 0.8
 #: Shares of the ratings below 2, 3, 4 and 5; as in C-STS, few ratings are high.
 BELOW: Final = (0.25, 0.5, 0.7, 0.88)
 
@@ -104,6 +117,89 @@ def simulate(
         for error, prompt_error in zip(errors, prompt_errors, strict=True)
     ]
     return Rows(np.array(predictions), rating, pair)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Simulated queries of a graph: both directions of each triple.
+
+    Attributes:
+        ranks: (systems, 1, 2n) ranks of the right answers.
+        triple: (2n,) number of each query's triple.
+        entities: head and tail of each query's triple, (2n,) each.
+    """
+
+    ranks: Floats
+    triple: NDArray[np.intp]
+    entities: tuple[NDArray[np.intp], NDArray[np.intp]]
+
+
+def simulate_graph(
+    rng: np.random.Generator, n_triples: int, difficulties: Sequence[float]
+) -> Graph:
+    """Simulate the ranks of systems, whose mean logarithms are ``difficulties``.
+
+    A third of the variance of a logarithm is that of the head, and a third that of the tail, half
+    of which all systems have in common.
+    """
+    heads = rng.choice(n_triples, n_triples, p=_popularity(n_triples, HEAD_POWER))
+    tails = rng.choice(n_triples, n_triples, p=_popularity(n_triples, TAIL_POWER))
+
+    def effects(n: int) -> Floats:
+        common = rng.standard_normal(n)
+        individual = rng.standard_normal((len(difficulties), n))
+        return np.asarray(np.sqrt(0.5) * (common + individual))
+
+    by_head, by_tail = effects(n_triples)[:, heads], effects(n_triples)[:, tails]
+    both = np.concatenate([by_head + by_tail] * 2, axis=1) + effects(2 * n_triples)
+    ranks = np.ceil(np.exp(np.array(difficulties)[:, None] + both))
+    triple = np.tile(np.arange(n_triples), 2)
+    return Graph(ranks[:, None], triple, (np.tile(heads, 2), np.tile(tails, 2)))
+
+
+def _popularity(n: int, power: float) -> Floats:
+    weights = np.arange(1, n + 1) ** -power
+    return np.asarray(weights / weights.sum())
+
+
+def run_graph(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate graphs, and print a line for each size and kind of interval."""
+    truth_rng = np.random.default_rng(options.seed)
+    levels = (EQUAL_RANK, BETTER_RANK)
+    # The expectation over entities and triples, without dependence between queries.
+    noise = np.sqrt(3) * truth_rng.standard_normal(options.truth)
+    harder, easier = (float((1 / np.ceil(np.exp(level + noise))).mean()) for level in levels)
+    mrr, results = METRICS["mrr"], []
+    difference = f"difference {easier - harder:.4f}"
+    print(f"{options.trials} trials, {options.candidates} candidates; {difference}")
+    print(f"{'triples':>7}  {'interval':8}  {'false alarms':>14}  {'coverage':>14}  {'width':>6}")
+    for n_triples in options.pairs:
+        rng = np.random.default_rng([options.seed, n_triples])
+        for name in ("triples", "entities"):
+            alarms, covered, widths = [], [], []
+            for trial in range(options.trials):
+                # The equally good systems come first, and the better one is last.
+                difficulties = [EQUAL_RANK] * (1 + options.candidates) + [BETTER_RANK]
+                graph = simulate_graph(rng, n_triples, difficulties)
+                crossed = graph.entities if name == "entities" else ()
+                data = (np.zeros(2 * n_triples), graph.triple, [mrr], options.resamples, trial)
+                resampled = bootstrap_metrics(list(graph.ranks), *data, crossed=crossed)
+                last = len(difficulties) - 1
+                equal = paired_differences(resampled, {0: range(1, last)})
+                better = paired_differences(resampled, {0: [last]})[last]["mrr"]
+                alarms.append(any(d["mrr"].verdict != "no evidence" for d in equal.values()))
+                covered.append(better.low <= easier - harder <= better.high)
+                widths.append(better.high - better.low)
+            figures = {"false_alarms": share(alarms), "coverage": share(covered)}
+            row = {"triples": n_triples, "interval": name, **figures}
+            results.append({**row, "width": float(np.mean(widths))})
+            print(
+                f"{n_triples:7}  {name:8}  "
+                + "  ".join(f"{f['share']:6.3f} ± {f['error']:.3f}" for f in figures.values())
+                + f"  {results[-1]['width']:6.4f}",
+                flush=True,
+            )
+    return {"true_difference": {"mrr": easier - harder}, "results": results}
 
 
 def true_difference(seed: int, n_pairs: int, spread: float) -> Floats:
@@ -287,12 +383,13 @@ def main() -> None:
         default=0.0,
         help="standard deviation of the error over seeds (default: 0, a single seed)",
     )
+    parser.add_argument("--graph", action="store_true", help="simulate triples of a graph")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--percentiles", action="store_true", help="also test percentile intervals")
     parser.add_argument("--json", action="store_true", help="print a JSON object as the last line")
     options = parser.parse_args()
     began = time.perf_counter()
-    result = run(options)
+    result = run_graph(options) if options.graph else run(options)
     print(f"{time.perf_counter() - began:.0f} s")
     if options.json:
         print(json.dumps({**result, "options": vars(options)}))

@@ -43,7 +43,7 @@ def compare_with_baseline(
 ) -> Results[ComparedResult]:
     """Compute the figures of each system and its difference to the baseline, best first.
 
-    Holm's correction covers the differences of all groups.
+    Holm's correction covers the differences of all groups. Controls form another family.
     """
     results = [system.result for system in systems]
     draws = bootstrap_results(results, [system.similarity for system in systems], rows, metrics)
@@ -54,7 +54,8 @@ def compare_with_baseline(
         if base is not None:
             groups[base] = [i for i in members if i != base]
     tested = [metric for metric in metrics if not metric.secondary]
-    compared = paired_differences(draws, groups, tested)
+    controls = [i for i, result in enumerate(results) if result.control]
+    compared = paired_differences(draws, groups, tested, controls)
     against = {i: results[base].name for base, others in groups.items() for i in others}
     return best_first(
         replace(result, difference=compared.get(i), against=against.get(i))

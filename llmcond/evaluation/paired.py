@@ -3,12 +3,16 @@
 The rows of a sentence pair share their sentences and differ in the condition, so the bootstrap
 resamples sentence pairs. Systems that are compared share the bootstrap samples, so effects that
 they have in common (difficult rows, unusual ratings) cancel in their difference.
+
+Triples of a graph share head entities with some triples, and tail entities with others. Their
+variance is that of two-way clusters (Cameron, Gelbach and Miller 2011): the variance of a bootstrap
+over heads, plus that over tails, minus that over triples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -82,6 +86,8 @@ class BootstrapMetrics:
         sampled: (metrics, systems, samples) means over seeds on each bootstrap sample.
         n_pairs: (metrics,) the number of sentence pairs that each metric is computed from.
         by_seed: For each metric and system, the values by seed, (seeds,), on all rows.
+        crossed: The same metrics on bootstrap samples of each kind of crossed clusters, such as
+            head and tail entities; empty if sentence pairs are independent.
     """
 
     metrics: Sequence[Metric]
@@ -89,6 +95,23 @@ class BootstrapMetrics:
     sampled: Floats
     n_pairs: Sequence[int]
     by_seed: Sequence[Sequence[Floats]]
+    crossed: Sequence[BootstrapMetrics] = ()
+
+    def n_clusters(self, m: int) -> int:
+        """Return the number of independent clusters of a metric, which gives its freedom."""
+        return min(part.n_pairs[m] for part in (self, *self.crossed))
+
+    def row_variance(self, m: int, i: int, baseline: int | None = None) -> float:
+        """Return the variance of a system's value, or of its difference, by sampling of rows."""
+        parts = [self, *self.crossed]
+        variances = []
+        for part in parts:
+            sampled = part.sampled[m, i]
+            if baseline is not None:
+                sampled = sampled - part.sampled[m, baseline]
+            variances.append(_standard_error(sampled, part.n_pairs[m]) ** 2)
+        # The sum may be below its parts by chance. NaN stays NaN.
+        return float(np.max([*variances, sum(variances[1:]) - (len(parts) - 2) * variances[0]]))
 
     def estimates(self, i: int) -> dict[str, Estimate]:
         """Return a system's means over seeds with 95 % intervals, limited to the metric's range.
@@ -104,11 +127,11 @@ class BootstrapMetrics:
             value, seed_values, n_pairs = (
                 float(self.values[m, i]),
                 self.by_seed[m][i],
-                self.n_pairs[m],
+                self.n_clusters(m),
             )
             low = high = math.nan
             if n_pairs >= MIN_PAIRS and len(seed_values) != 2:
-                row_variance = np.array(_standard_error(self.sampled[m, i], n_pairs) ** 2)
+                row_variance = np.array(self.row_variance(m, i))
                 seed_variance = np.array(
                     seed_values.var(ddof=1) / len(seed_values) if len(seed_values) > 1 else 0.0
                 )
@@ -136,6 +159,7 @@ def bootstrap_metrics(
     metrics: Sequence[Metric] = DEFAULT_METRICS,
     resamples: int = RESAMPLES,
     seed: int = 0,
+    crossed: Sequence[NDArray[np.integer]] = (),
 ) -> BootstrapMetrics:
     """Compute metrics of systems on the same bootstrap samples of sentence pairs.
 
@@ -146,6 +170,8 @@ def bootstrap_metrics(
         metrics: The metrics.
         resamples: The number of bootstrap samples; with fewer than 2 all intervals are NaN.
         seed: The random seed of the bootstrap.
+        crossed: Two kinds of clusters to which each row belongs as well, (n,) each, such as the
+            head and the tail entity of its triple; empty: sentence pairs are independent.
     """
     rows = _RatedRows(rating, pair)
     predictions = [list(system.astype(np.float64)) for system in systems]
@@ -180,6 +206,10 @@ def bootstrap_metrics(
             for metric in metrics
         ],
         by_seed=by_seed,
+        crossed=[
+            bootstrap_metrics(systems, rating, cluster, metrics, resamples, seed)
+            for cluster in crossed
+        ],
     )
 
 
@@ -187,6 +217,7 @@ def paired_differences(
     resampled: BootstrapMetrics,
     groups: Mapping[int, Sequence[int]],
     metrics: Sequence[Metric] | None = None,
+    controls: Collection[int] = (),
 ) -> dict[int, dict[str, PairedDifference]]:
     """Compare systems with baselines on the same rows.
 
@@ -207,6 +238,8 @@ def paired_differences(
         groups: A baseline's position -> the positions of the systems compared with it. For each
             metric, the systems of all groups form the family of Holm's correction.
         metrics: The metrics to compare; None: all.
+        controls: The positions of controls, which form another family: they are expected to
+            be worse, and must not cost the other systems power.
 
     Returns:
         The position of each compared system -> its differences by the metric's name. With fewer
@@ -224,8 +257,12 @@ def paired_differences(
             for base, others in groups.items()
         ]
         figures = np.concatenate([np.empty((6, 0)), *parts], axis=1)
+        corrected = np.empty(figures.shape[1])
+        is_control = np.array([i in controls for i in compared], dtype=np.bool_)
+        for family in (is_control, ~is_control):
+            corrected[family] = holm(figures[-2][family])
         for by_metric, system_figures, p_holm in zip(
-            compared.values(), figures.T, holm(figures[-2]), strict=True
+            compared.values(), figures.T, corrected, strict=True
         ):
             value, low, high, seed_error, p, minimum = system_figures.tolist()
             verdict = "no evidence"
@@ -244,7 +281,6 @@ def _compute_differences(
     from scipy.stats import t as student
 
     values = resampled.values[m][others] - resampled.values[m, baseline]
-    sampled = resampled.sampled[m][others] - resampled.sampled[m, baseline]
     by_seed = [resampled.by_seed[m][i] for i in (baseline, *others)]
     repeated = [
         seed_values
@@ -260,12 +296,10 @@ def _compute_differences(
         [pooled / len(seed_values) if len(seed_values) > 1 else 0.0 for seed_values in by_seed]
     )
     seed_variances = seed_variances[1:] + seed_variances[0]
-    row_variances = (
-        np.array([_standard_error(draws, resampled.n_pairs[m]) for draws in sampled]) ** 2
-    )
+    row_variances = np.array([resampled.row_variance(m, i, baseline) for i in others])
     row_variances[np.isnan(values)] = np.nan
     errors, freedom = _combine_errors(
-        row_variances, resampled.n_pairs[m], seed_variances, seed_freedom
+        row_variances, resampled.n_clusters(m), seed_variances, seed_freedom
     )
     critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
     with np.errstate(invalid="ignore"):

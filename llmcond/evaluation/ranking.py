@@ -378,6 +378,7 @@ def score_rankings(
     resamples: int = RESAMPLES,
     mask: NDArray[np.bool_] | None = None,
     stratum: NDArray[Any] | None = None,
+    crossed: Sequence[Numbers] = (),
 ) -> list[QuerySubset]:
     """Compute the figures of each system, on the same bootstrap samples of groups of queries.
 
@@ -389,6 +390,8 @@ def score_rankings(
         mask: (m,) mask of the queries to use; None: all.
         stratum: (m,) the stratum of each query, for metrics that are means over strata; None: all
             queries are in one stratum.
+        crossed: Two kinds of clusters that queries belong to, (m,) each, as in
+            ``bootstrap_metrics``.
     """
     mask = np.ones(len(group), dtype=bool) if mask is None else mask
     stratum = np.zeros(len(group)) if stratum is None else stratum
@@ -401,5 +404,8 @@ def score_rankings(
         [system[:, mask] for system in systems],
         np.asarray(stratum[mask], float),
     )
-    resampled = bootstrap_metrics(selected_ranks, strata, group[mask], metrics, resamples)
+    clusters = [ids[mask] for ids in crossed]
+    resampled = bootstrap_metrics(
+        selected_ranks, strata, group[mask], metrics, resamples, crossed=clusters
+    )
     return [QuerySubset(int(mask.sum()), resampled.estimates(i)) for i in range(len(systems))]

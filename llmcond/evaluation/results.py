@@ -41,11 +41,16 @@ class RankedQueries:
         unit: The noun for the examples in messages.
         stratum: (n,) the stratum of each query, such as a dialogue's history length, for metrics
             that are means over strata; None: all queries are in one stratum.
+        crossed: Two kinds of clusters to which each query's example belongs, (n,) each, such as its
+            head and its tail entity; empty if examples are independent.
+        clusters: The noun for the crossed clusters in messages.
     """
 
     pair: NDArray[np.int64]
     unit: str = "examples"
     stratum: NDArray[np.int64] | None = None
+    crossed: tuple[NDArray[np.int64], ...] = ()
+    clusters: str = ""
 
     @property
     def rated(self) -> NDArray[np.bool_]:
@@ -63,6 +68,18 @@ class RankedQueries:
 Scored = Rows | RankedQueries
 
 
+def take_scored(rows: Scored, mask: NDArray[np.bool_]) -> Scored:
+    """Select examples by a mask, (n,)."""
+    if isinstance(rows, Rows):
+        return rows.take(mask)
+    return replace(
+        rows,
+        pair=rows.pair[mask],
+        stratum=None if rows.stratum is None else rows.stratum[mask],
+        crossed=tuple(clusters[mask] for clusters in rows.crossed),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
     """The numbers of rows that figures are computed on.
@@ -75,6 +92,9 @@ class RowCounts:
         n_tied: Comparisons that accuracy leaves out because their ratings are equal.
         unit: For queries, the noun for their examples in messages, whose number is ``n_pairs``;
             empty for rated rows.
+        clusters: The noun for crossed clusters that the bootstrap resamples; empty: it resamples
+            the sentence pairs or examples.
+        n_clusters: The number of crossed clusters, of the kind that has fewer; 0: there are none.
     """
 
     n: int = 0
@@ -83,13 +103,26 @@ class RowCounts:
     n_compared: int = 0
     n_tied: int = 0
     unit: str = ""
+    clusters: str = ""
+    n_clusters: int = 0
+
+    @property
+    def n_resampled(self) -> int:
+        """The number of groups that the bootstrap resamples, which intervals depend on."""
+        return self.n_clusters if self.clusters else self.n_pairs
 
     @classmethod
     def of(cls, rows: Scored) -> RowCounts:
         """Count rows, or queries."""
         if isinstance(rows, RankedQueries):
-            n_pairs = len(np.unique(rows.pair))
-            return cls(n=len(rows.pair), n_pairs=n_pairs, unit=rows.unit)
+            groups = [len(np.unique(ids)) for ids in (rows.pair, *rows.crossed)]
+            return cls(
+                n=len(rows.pair),
+                n_pairs=groups[0],
+                unit=rows.unit,
+                clusters=rows.clusters,
+                n_clusters=min(groups),
+            )
         rated = rows.rated
         pair = rows.pair[rated]
         sizes = np.unique(pair, return_counts=True)[1]
@@ -104,8 +137,13 @@ class RowCounts:
 
     @property
     def groups(self) -> str:
-        """The noun in messages for the groups that the bootstrap resamples."""
+        """The noun in messages for the groups that rows or queries belong to."""
         return self.unit or "sentence pairs"
+
+    @property
+    def resampled(self) -> str:
+        """The noun in messages for what the bootstrap resamples."""
+        return self.clusters or self.groups
 
     @property
     def text(self) -> str:
@@ -125,8 +163,8 @@ class RowCounts:
 
     def to_json(self) -> dict[str, int]:
         """Return the counts in the JSON of results."""
-        counts = asdict(self)
-        del counts["unit"]
+        counts = {key: value for key, value in asdict(self).items() if key.startswith("n")}
+        del counts["n_clusters"]
         return {"n": self.n} if self.unit else counts
 
 
@@ -265,6 +303,34 @@ class Result(Displayed):
         return {"n_unseen_sentences": part.counts.n, "unseen_sentences": figures}
 
 
+def difference_json(difference: PairedDifference) -> dict[str, Any]:
+    """Return a difference as a JSON object, with None for undefined figures."""
+    return {
+        key: finite_or_none(value) if isinstance(value, float) else value
+        for key, value in asdict(difference).items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSubset:
+    """The primary metric of a system on a subset of rows or queries.
+
+    Attributes:
+        n: The number of rows or queries.
+        main: The figure with its interval.
+        difference: The difference to the baseline; None for the baseline.
+    """
+
+    n: int
+    main: Estimate
+    difference: PairedDifference | None
+
+    def to_json(self, metric: Metric) -> dict[str, Any]:
+        """Return the JSON value in the output of ``compare``."""
+        difference = self.difference and difference_json(self.difference)
+        return {"n": self.n, **estimates_json({metric.name: self.main}), "difference": difference}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedResult(Result):
     """A result that is compared with the result of a baseline.
@@ -315,10 +381,7 @@ class ComparedResult(Result):
             The identity, metrics with intervals and deviations, the seeds, and the difference.
         """
         differences = {
-            name: {
-                key: finite_or_none(value) if isinstance(value, float) else value
-                for key, value in asdict(difference).items()
-            }
+            name: difference_json(difference)
             for name, difference in (self.difference or {}).items()
         }
         return {
@@ -329,6 +392,47 @@ class ComparedResult(Result):
             "difference": None if self.difference is None else differences,
             "against": self.against,
             **self._new_sentences_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemResult(ComparedResult):
+    """A result of one of several systems, which may come from different runs.
+
+    It has the attributes of ``ComparedResult``, and:
+
+    Attributes:
+        heads: The run and the name of each head that the system consists of, one for each seed.
+        encoder: The name of the encoder.
+        subsets: The figures of subsets of rows or queries, by the name of the subset: the number of
+            rows, the primary metric, and its difference to the baseline (not corrected).
+
+    Example:
+        >>> from llmcond import Estimate, SystemResult
+        >>> result = SystemResult(
+        ...     name="runs/a:mlp@routed", head="mlp", prompts=("routed",), subtract=True,
+        ...     split="dev", metrics={"spearman": Estimate(0.6)},
+        ...     heads=(("runs/a", "mlp@routed"),), encoder="minilm",
+        ... )
+        >>> result.title
+        'runs/a:mlp@routed'
+    """
+
+    heads: tuple[tuple[str, str], ...] = ()
+    encoder: str = ""
+    subsets: Mapping[str, ComparedSubset] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON output of ``compare`` for this result.
+
+        Returns:
+            The JSON of a compared result, the heads, the encoder and the subsets.
+        """
+        return {
+            **ComparedResult.to_json(self),
+            "heads": [{"run": run, "head": head} for run, head in self.heads],
+            "encoder": self.encoder,
+            "subsets": {name: part.to_json(self.primary) for name, part in self.subsets.items()},
         }
 
 
@@ -499,7 +603,7 @@ def best_first(results: Iterable[R]) -> Results[R]:
     return Results(tuple(sorted(results, key=key)))
 
 
-_RESERVED = {field.name for kind in (ComparedResult, SweptResult) for field in fields(kind)}
+_RESERVED = {field.name for kind in (SystemResult, SweptResult) for field in fields(kind)}
 
 
 def score_results(
@@ -548,7 +652,10 @@ def bootstrap_results(
         bad = int((~np.isfinite(system)).any(axis=0).sum())
         if bad:
             raise UserError(f"{result.name} predicts NaN or infinity for {bad:,} rated rows.")
-    return bootstrap_metrics(systems, rows.rating[rated], rows.pair[rated], metrics, resamples)
+    crossed = rows.crossed if isinstance(rows, RankedQueries) else ()
+    return bootstrap_metrics(
+        systems, rows.rating[rated], rows.pair[rated], metrics, resamples, crossed=crossed
+    )
 
 
 def add_metrics(results: Sequence[R], draws: BootstrapMetrics, rows: Scored) -> list[R]:

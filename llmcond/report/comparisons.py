@@ -8,7 +8,7 @@ from rich.table import Table
 
 from llmcond.errors import format_count
 from llmcond.evaluation.paired import PairedDifference
-from llmcond.evaluation.results import ComparedResult
+from llmcond.evaluation.results import ComparedResult, SystemResult
 from llmcond.metrics import METRICS, Metric, finite_or_none, get_metric
 from llmcond.report.format import (
     estimate_text,
@@ -20,7 +20,13 @@ from llmcond.report.format import (
     p_value_text,
     sentences_text,
 )
-from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table
+from llmcond.report.terminal import (
+    add_figure_columns,
+    identity_cells,
+    identity_table,
+    plain_text,
+    titled_table,
+)
 
 Compared = Sequence[ComparedResult]
 
@@ -173,6 +179,118 @@ def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
+# -- systems of several runs -------------------------------------------------------------------
+
+
+def systems_summary(results: Sequence[SystemResult], baseline: str) -> list[str]:
+    """Summarise a comparison of systems in sentences, the verdicts first.
+
+    Args:
+        results: the results, best first.
+        baseline: the name of the baseline.
+    """
+    first, sentences = results[0], []
+    metric = first.primary
+    for result in results:
+        difference = _main_difference(result)
+        if difference is None:
+            continue
+        figure = (
+            f"{metric.heading} {_format_difference(metric, difference)}, "
+            f"p = {p_value_text(difference.p_holm)}".replace("p = <", "p <")
+        )
+        if difference.verdict == "no evidence":
+            minimum = finite_or_none(difference.minimum)
+            detectable = (
+                f" These rows can detect {metric.format(minimum)} or more." if minimum else ""
+            )
+            sentences.append(
+                f"There is no evidence that {result.name} and {baseline} differ: {figure}."
+                f"{detectable}"
+            )
+        else:
+            sentences.append(f"{result.name} is {difference.verdict} than {baseline}: {figure}.")
+    single = [result.name for result in results if len(result.seeds) == 1]
+    if single:
+        sentences.append(
+            f"{_join_names(single)}: one fit, so that the result holds for this seed only. Fit "
+            "several seeds to include their variance."
+        )
+    counts = first.counts
+    if counts.n_pairs < FEW_PAIRS:
+        sentences.append(
+            f"{counts.n_pairs:,} {counts.groups} are few: only large differences can be "
+            "distinguished from chance."
+        )
+    sentences.append(f"{len(results):,} systems, on {counts.text} of {first.split}.")
+    return sentences
+
+
+def systems_table(results: Sequence[SystemResult], baseline: str) -> Table:
+    """Return the table of a comparison of systems, with one row per system, best first."""
+    first, primary = results[0], results[0].primary
+    metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
+    correction = "; p after Holm's correction" if len(results) > 2 else ""
+    title = (
+        f"{first.split}: {first.counts.text}. {factors_text(metrics)}{interval_notes(results)} "
+        f"Differences are from {baseline}{correction}."
+    )
+    table = titled_table(title, "system", "encoder", "prompt")
+    add_figure_columns(table, "seeds", primary.heading, "seeds ±", "difference", "p")
+    table.add_column("verdict", no_wrap=True)
+    others = [metric for metric in metrics if metric.name != primary.name]
+    for metric in others:
+        add_figure_columns(table, metric.heading, "difference")
+    for result in results:
+        is_baseline = result.name == baseline
+        cells = _difference_cells(result, is_baseline)
+        other_cells: list[str] = []
+        for metric in others:
+            difference = (result.difference or {}).get(metric.name)
+            other_cells += [
+                estimate_text(metric, result.metrics[metric.name]),
+                _format_difference(metric, difference) if difference else "",
+            ]
+        table.add_row(
+            plain_text(result.name),
+            plain_text(result.encoder),
+            plain_text(result.prompt + (" minus c" if result.subtract else "")),
+            str(len(result.seeds) or "–"),
+            estimate_text(primary, result.main),
+            primary.format(result.seed_sd.get(primary.name)),
+            *cells,
+            *other_cells,
+        )
+    return table
+
+
+def subset_differences_table(results: Sequence[SystemResult], baseline: str) -> Table:
+    """Return the differences on subsets of the rows, one row per subset and system."""
+    primary = results[0].primary
+    table = titled_table(
+        f"{primary.heading} on subsets. p is not corrected, so that these are hints for further "
+        "experiments.",
+        "rows",
+        "system",
+    )
+    add_figure_columns(table, "n", primary.heading, "baseline", "difference", "p")
+    (reference,) = (result for result in results if result.name == baseline)
+    for name, part in reference.subsets.items():
+        for result in results:
+            subset = result.subsets[name]
+            if subset.difference is not None:
+                table.add_row(
+                    name,
+                    plain_text(result.name),
+                    f"{subset.n:,}",
+                    estimate_text(primary, subset.main),
+                    primary.format(part.main.value),
+                    _format_difference(primary, subset.difference),
+                    p_value_text(subset.difference.p),
+                )
+    return table
+
+
 # -- the table ---------------------------------------------------------------------------------
 
 
@@ -212,18 +330,18 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
             estimate_text(primary, result.main),
             primary.format(result.seed_sd.get(primary.name)),
             *([_draw_bar(result, least, most)] if bars else []),
-            *_difference_cells(result, baseline),
+            *_difference_cells(result, result.prompt == baseline),
             *(estimate_text(metric, result.metrics[metric.name]) for metric in others),
             *([estimate_text(primary, part.main)] if (part := result.new_sentences) else []),
         )
     return table
 
 
-def _difference_cells(result: ComparedResult, baseline: str) -> tuple[str, str, str]:
+def _difference_cells(result: ComparedResult, is_baseline: bool) -> tuple[str, str, str]:
     """Return the cells of the difference from the baseline: difference, p-value and verdict."""
     difference, metric = _main_difference(result), result.primary
     if difference is None:
-        return "", "", "baseline" if result.prompt == baseline else "–"
+        return "", "", "baseline" if is_baseline else "–"
     return (
         _format_difference(metric, difference),
         p_value_text(difference.p_holm),

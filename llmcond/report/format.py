@@ -69,14 +69,14 @@ def interval_notes(results: Sequence[Result]) -> str:
     The notes also name the role of dev: whether epochs were chosen, or heads trained, on it.
     """
     first = results[0]
-    n_pairs = first.counts.n_pairs
+    n_groups = first.counts.n_resampled
     selected_on_dev = any(
         fit.get("selected_on") == "dev" for result in results for fit in result.fits
     )
-    text = INTERVAL_NOTE.format(groups=first.counts.groups)
-    if n_pairs < MIN_PAIRS:
+    text = INTERVAL_NOTE.format(groups=first.counts.resampled)
+    if n_groups < MIN_PAIRS:
         text = (
-            f"No intervals: {n_pairs:,} {first.counts.groups} are too few, they need at least "
+            f"No intervals: {n_groups:,} {first.counts.resampled} are too few, they need at least "
             f"{MIN_PAIRS}."
         )
     if selected_on_dev and first.split == "dev":

@@ -92,6 +92,28 @@ class Examples(ABC):
     def rows(self, split: str) -> Rows | QueryRows:
         """Return the examples of a split as text."""
 
+    def keys(self, split: str) -> list[tuple[Any, ...]]:
+        """Return what identifies each example of a split, so that runs can be compared.
+
+        Texts that a run may word differently, such as those of entities with ids, are left out.
+        """
+        rows = self.rows(split)
+        if isinstance(rows, Rows):
+            ratings = [None if np.isnan(rating) else float(rating) for rating in rows.rating]
+            columns: list[Any] = [rows.sentence1, rows.sentence2, rows.condition, ratings]
+        else:
+            ids = [values for name, values in rows.columns.items() if not name.endswith("_text")]
+            columns = ids
+        return list(zip(*columns, strict=True))
+
+    def pool_keys(self) -> list[Any]:
+        """Return what else determines the ranks of answers: candidates and known answers."""
+        return []
+
+    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+        """Return masks (n,) of the subsets of a split's examples that are reported separately."""
+        return {}
+
     @abstractmethod
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """Return the input of metrics for each example, (n,): its similarity or answer's rank."""

@@ -102,6 +102,23 @@ class RatedExamples(Examples):
         return self.run.rows(split)
 
     @override
+    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+        """Return whether conditions, and sentences, occur in rated rows of training."""
+        rows = self.run.rows(split)
+        trained = [self.run.rows(name) for name in {"train", *self.run.trained_on} - {split}]
+        known = [part.take(part.rated) for part in trained]
+        conditions = {text for part in known for text in part.condition}
+        seen = np.array([text in conditions for text in rows.condition], dtype=np.bool_)
+        sentences = {text for part in known for text in part.folded_sentences()}
+        shared = shares_sentence(rows, sentences)
+        return {
+            "condition in training": seen,
+            "condition not in training": ~seen,
+            "sentence shared with training": shared,
+            "no sentence shared with training": ~shared,
+        }
+
+    @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:
         """Return the predicted similarity of all rows, (n,), including unrated ones."""
         return predict(predictor, self.pairs(predictor.view, split))

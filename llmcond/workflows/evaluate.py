@@ -250,12 +250,11 @@ def _write_page(
         )
         summary.append(
             f"{highest_or_lowest(first.primary)}: {first.name}, {figures}. Whether systems differ "
-            "by more "
-            "than chance is not tested; compare-prompts tests it for prompts."
+            "by more than chance is not tested here; llmcond compare tests it."
         )
     summary.append(
         f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "
-        f"{first.counts.groups}."
+        f"{first.counts.resampled}."
     )
     title = f"Evaluation: {run.encoder_name}"
     page = make_page(

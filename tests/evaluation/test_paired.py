@@ -584,3 +584,69 @@ def test_several_baselines_share_one_holm_family():
         for difference in differences:
             assert (difference.verdict == "no evidence") == (difference.p_holm > 0.05)
     assert paired_differences(result, {}) == {}
+
+
+def test_controls_form_another_family():
+    systems, rating, pair = simulate_seeds(0.0, n_seeds=1)
+    result = bootstrap_metrics(systems, rating, pair)
+    together = paired_differences(result, {0: [1, 2, 3, 4]}, controls=[2, 4])
+    for family in ([1, 3], [2, 4]):
+        p = np.array([together[i]["spearman"].p for i in family])
+        corrected = [together[i]["spearman"].p_holm for i in family]
+        assert corrected == holm(p).tolist()
+
+
+# -- crossed clusters ---------------------------------------------------------------------------
+
+
+def simulate_queries(seed, n=400, n_heads=40, n_tails=25):
+    """Return ranks of two systems, (1, n) each, whose difficulty depends on head and tail."""
+    rng = np.random.default_rng(seed)
+    heads, tails = rng.integers(n_heads, size=n), rng.integers(n_tails, size=n)
+    systems = []
+    for _ in range(2):
+        by_head, by_tail = rng.standard_normal(n_heads), rng.standard_normal(n_tails)
+        noise = by_head[heads] + by_tail[tails] + rng.standard_normal(n)
+        systems.append(np.ceil(np.exp(1 + noise))[None])
+    return systems, heads, tails
+
+
+def test_variance_of_crossed_clusters_is_that_of_both_kinds_minus_that_of_rows():
+    systems, heads, tails = simulate_queries(0)
+    n = len(heads)
+    data, mrr = (np.zeros(n), np.arange(n)), [METRICS["mrr"]]
+    crossed = bootstrap_metrics(systems, *data, mrr, crossed=(heads, tails))
+    rows = bootstrap_metrics(systems, *data, mrr)
+    by_head, by_tail = (bootstrap_metrics(systems, data[0], ids, mrr) for ids in (heads, tails))
+    expected = by_head.row_variance(0, 1, 0) + by_tail.row_variance(0, 1, 0)
+    expected -= rows.row_variance(0, 1, 0)
+    assert crossed.row_variance(0, 1, 0) == pytest.approx(expected)
+    assert crossed.n_clusters(0) == 25
+    (narrow,), (wide,) = (paired_differences(r, {0: [1]}).values() for r in (rows, crossed))
+    assert wide["mrr"].value == narrow["mrr"].value
+    half = student.ppf(0.975, 24) * np.sqrt(expected)
+    assert wide["mrr"].high - wide["mrr"].value == pytest.approx(half)
+    wide_estimate, narrow_estimate = (r.estimates(1)["mrr"] for r in (crossed, rows))
+    assert wide_estimate.low < narrow_estimate.low < narrow_estimate.high < wide_estimate.high
+
+
+def test_few_false_positives_with_crossed_clusters():
+    alarms = {"rows": 0, "crossed": 0}
+    for seed in range(100):
+        systems, heads, tails = simulate_queries(seed)
+        data = (np.zeros(len(heads)), np.arange(len(heads)), [METRICS["mrr"]], 100)
+        for name, clusters in (("rows", ()), ("crossed", (heads, tails))):
+            result = bootstrap_metrics(systems, *data, crossed=clusters)
+            alarms[name] += paired_differences(result, {0: [1]})[1]["mrr"].p <= 0.05
+    # The level of 0.05 plus three standard errors of one hundred trials.
+    assert alarms["crossed"] <= 12
+    assert alarms["rows"] > 40
+
+
+def test_independent_rows_have_no_smaller_error_with_crossed_clusters():
+    systems, *_ = simulate_queries(3)
+    n = systems[0].shape[1]
+    data = (np.zeros(n), np.arange(n), [METRICS["mrr"]])
+    rows = np.arange(n)
+    crossed = bootstrap_metrics(systems, *data, crossed=(rows, rows))
+    assert crossed.row_variance(0, 0) >= bootstrap_metrics(systems, *data).row_variance(0, 0)

@@ -252,7 +252,9 @@ def test_top_entities_pads_scores_with_minus_infinity():
 def test_both_directions_of_a_triple_are_resampled_together(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        ranking, "bootstrap_metrics", lambda *args: calls.append(args) or bootstrap_metrics(*args)
+        ranking,
+        "bootstrap_metrics",
+        lambda *args, **clusters: calls.append(args) or bootstrap_metrics(*args, **clusters),
     )
     ranks = np.arange(1, 11, dtype=float)[None]
     mask = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 0], dtype=bool)

@@ -94,20 +94,22 @@ def test_prompts_are_compared_with_baseline_of_their_head(call, run_copy):
     assert len(results) == len(keys) == 3 * 2 * 2
     assert {r["control"] for r in results if r["prompt"] == SHUFFLED} == {"shuffled"}
     base = {(r["head"], r["subtract"]): r for r in results if r["prompt"] == COND_SENT}
-    family = {"spearman": [], "accuracy": []}
+    families = {control: {"spearman": [], "accuracy": []} for control in (False, True)}
     for row in results:
         if row["prompt"] == COND_SENT:
             assert row["difference"] is None
             continue
-        for measure, p_values in family.items():
+        for measure, p_values in families[bool(row["control"])].items():
             baseline_score = base[row["head"], row["subtract"]][measure]
             difference = row["difference"][measure]
             assert difference["value"] == pytest.approx(row[measure] - baseline_score, abs=1e-9)
             assert difference["low"] <= difference["value"] <= difference["high"]
             p_values.append((difference["p"], difference["p_holm"]))
-    for pairs in family.values():
-        p, corrected = np.array(pairs).T
-        np.testing.assert_allclose(corrected, holm(p))
+    # Controls do not cost the other prompts power.
+    for family in families.values():
+        for pairs in family.values():
+            p, corrected = np.array(pairs).T
+            np.testing.assert_allclose(corrected, holm(p))
     spearman = [row["spearman"] for row in results]
     assert spearman == sorted(spearman, reverse=True)
     for row in results:

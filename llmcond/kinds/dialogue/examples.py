@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from llmcond.arrays import Array, ConcatenatedMatrix, Matrix, MatrixLike, Positions, as_matrix
 from llmcond.data.queries import QueryRows
+from llmcond.errors import format_count
 from llmcond.evaluation.results import RankedQueries
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import FeatureView
@@ -191,6 +192,15 @@ class DialogueExamples(Examples):
     @override
     def rows(self, split: str) -> QueryRows:
         return query_rows(self.data, split, self._queries(split))
+
+    @override
+    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+        queries = self._queries(split)
+        stratum = self.scored_rows(split).rating
+        return {
+            f"after {format_count(subset.history, 'turn')}": stratum == number
+            for number, subset in enumerate(queries)
+        }
 
     @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:

@@ -9,10 +9,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Positions
 from llmcond.evaluation.ranking import QuerySubset, score_rankings
 from llmcond.evaluation.ranking_results import RankedResult, RankedResults
-from llmcond.evaluation.results import RowCounts
+from llmcond.evaluation.results import RankedQueries, RowCounts
 from llmcond.kinds.ranking.examples import QueryExamples
 from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.inputs import QueryInputs
@@ -76,7 +75,7 @@ def evaluate_ranking(run: RankingRun, options: EvaluateOptions) -> RankedResults
     graph = data if isinstance(data, Graph) else None
     by_relation = options.by_relation
     results_with_figures = _add_figures(
-        results_with_counts, ranks, rows.pair, graph, split_key, computed, by_relation
+        results_with_counts, ranks, rows, graph, split_key, computed, by_relation
     )
     return RankedResults(tuple(results_with_figures), ranks, examples.rows(split_key))
 
@@ -98,7 +97,7 @@ def _reverse_rule_result(run: RankingRun, split: str, ties: Ties) -> RankedResul
 def _add_figures(
     results: Sequence[RankedResult],
     ranks: Sequence[Floats],
-    group: Positions,
+    rows: RankedQueries,
     graph: Graph | None,
     split: str,
     metrics: Sequence[Metric],
@@ -108,7 +107,7 @@ def _add_figures(
     seeded = [system_ranks[None] for system_ranks in ranks]
 
     def figures(mask: NDArray[np.bool_] | None = None) -> list[QuerySubset]:
-        return score_rankings(seeded, group, metrics, mask=mask)
+        return score_rankings(seeded, rows.pair, metrics, mask=mask, crossed=rows.crossed)
 
     overall = figures()
     subset_figures: dict[str, list[QuerySubset]] = {}

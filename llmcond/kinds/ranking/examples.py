@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -23,8 +23,10 @@ from llmcond.heads import Recipe, load_recipe
 from llmcond.heads.pairs import DevScore, OnEpoch, score_key
 from llmcond.kinds.ranking.arrays import QueryFeatures
 from llmcond.kinds.ranking.fit import fit_queries
+from llmcond.kinds.ranking.graph import Graph
 from llmcond.kinds.ranking.heads import FittedQueryHead
 from llmcond.kinds.ranking.inputs import QueryInputs
+from llmcond.kinds.ranking.rules import query_subsets
 from llmcond.kinds.ranking.run import RankingRun
 from llmcond.kinds.ranking.task import QueryData, QueryTexts
 from llmcond.metrics import get_metric
@@ -172,12 +174,23 @@ class QueryExamples(Examples):
             split_names = ", ".join(self.run.splits)
             raise UserError(f"{self.run.folder} has no {split} split; it has {split_names}.")
         # Several queries may come from one example, such as both directions of a triple.
-        n, n_examples = len(self.data.queries(split)), len(self.data.splits[split])
-        return RankedQueries(np.arange(n) % n_examples, self.unit)
+        queries, n_examples = self.data.queries(split), len(self.data.splits[split])
+        example, clusters = np.arange(len(queries)) % n_examples, self.run.task.clusters
+        # The subject and the answer of the example's first query, such as a triple's two entities.
+        crossed = (queries[example, 0], queries[example, 2]) if clusters else ()
+        return RankedQueries(example, self.unit, crossed=crossed, clusters=clusters)
 
     @override
     def rows(self, split: str) -> QueryRows:
         return self.run.task.rows(self.data, split)
+
+    @override
+    def pool_keys(self) -> list[Any]:
+        return self.run.task.pool_keys(self.data)
+
+    @override
+    def subsets(self, split: str) -> Mapping[str, NDArray[np.bool_]]:
+        return query_subsets(self.data, split) if isinstance(self.data, Graph) else {}
 
     @override
     def predict(self, predictor: AnyPredictor, split: str) -> NDArray[np.float32]:

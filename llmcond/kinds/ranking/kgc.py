@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Kgc(RankingTask[Graph]):
     """Ranks entities that complete triples of a head entity, a relation and a tail entity."""
 
-    name, unit = "kgc", "triples"
+    name, unit, clusters = "kgc", "triples", "head and tail entities"
 
     @override
     def read(self, data: DataOptions) -> Graph:
@@ -76,6 +76,14 @@ class Kgc(RankingTask[Graph]):
         }
         texts = ("head_text", "answer_text")
         return QueryRows(columns, ("relation_text",), texts, group_column="relation_text")
+
+    @override
+    def pool_keys(self, dataset: Graph) -> list[Any]:
+        # The texts of entities may differ: their ids and all known triples determine the ranks.
+        entities, relations = dataset.entities.ids, dataset.relations.ids
+        triples = np.concatenate(list(dataset.splits.values())).tolist()
+        named = [(entities[h], relations[r], entities[t]) for h, r, t in triples]
+        return [*sorted(entities), *sorted(named)]
 
     @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,9 @@ class RankingTask(AnyTask[Q]):
     kind: ClassVar[str] = "ranking"
     #: Noun for the examples in messages.
     unit: ClassVar[str] = "examples"
+    #: Noun for the sentences and answers that confidence intervals resample, because several
+    #: examples share them; empty: examples are independent.
+    clusters: ClassVar[str] = ""
     metrics: ClassVar[Sequence[str]] = RANKING_NAMES
     recipes: ClassVar[str | None] = "kgc"
     #: The default prompt encodes sentences and conditions separately, because their pairs are many.
@@ -108,6 +111,10 @@ class RankingTask(AnyTask[Q]):
             name: [source[i] for i in positions] for name, source, positions in positions_by_name
         }
         return QueryRows(columns, ("condition",), ("sentence", "answer"), group_column="condition")
+
+    def pool_keys(self, dataset: Q) -> list[Any]:
+        """Return what determines ranks besides queries: by default, the candidates' texts."""
+        return list(self.texts(dataset).candidates)
 
     def add_external_data(self, dataset: Q, data: DataOptions, split: str | None) -> tuple[Q, str]:
         """Return a dataset with an additional split, ``OTHER_SPLIT``, of queries from elsewhere.

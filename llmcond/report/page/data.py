@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from llmcond.evaluation.breakdown import (
     rank_share,
     rating_span,
 )
+from llmcond.evaluation.results import SystemResult
 from llmcond.heads.pairs import DEV_SCORE_KEY
 from llmcond.metrics import Floats, finite_or_none, format_number, get_metric
-from llmcond.report.format import range_text
+from llmcond.report.format import p_value_text, range_text
 from llmcond.report.page import charts
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import interval_ends, with_minus_signs
@@ -255,6 +257,7 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     if len(defined) < 2:
         return None
     heads = list(dict.fromkeys(result.head for result in defined))
+    systems = _system_labels(page)
     rows = []
     used: Counter[tuple[str, str]] = Counter()
     for i, result in enumerate(page.results):
@@ -264,7 +267,8 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
         details += [page.variants[1][i]] if page.variants else []
         details += ["control"] if result.control else []
         details += ["baseline"] if result.name in page.baselines else []
-        label = f"{result.prompt or result.name}\n{', '.join(filter(None, details))}"
+        named = systems.get(result.name) or f"{result.prompt or result.name}\n"
+        label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
         # Several results of the same head and template get separate slots.
         slot = heads.index(result.head) + len(heads) * used[label, result.head]
         used[label, result.head] += 1
@@ -291,6 +295,55 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     )
     title = metric.heading + ("" if metric.factor == 1 else f" × {metric.factor:g}")
     return charts.interval_chart(rows, heads, title, description, reference), _make_legend(heads)
+
+
+def _system_labels(page: Page) -> dict[str, str]:
+    """Return short labels of systems of several runs by name: the head, and the run's folder."""
+    labels = {}
+    for result in page.results:
+        if isinstance(result, SystemResult):
+            source = result.heads[0][0]
+            head = result.name.removeprefix(source).lstrip(":, ") or result.head
+            labels[result.name] = f"{head}\n{Path(source).name}"
+    unique = len(set(labels.values())) == len(labels)
+    return labels if unique else {name: f"{name}\n" for name in labels}
+
+
+def difference_chart(page: Page) -> dict[str, Any] | None:
+    """Return a chart of the differences of systems of several runs to their baseline.
+
+    The systems are in the order of the results. The chart is None if no difference is defined.
+    """
+    metric, systems, rows = page.results[0].primary, _system_labels(page), []
+    for result in page.results:
+        difference = (result.difference or {}).get(metric.name)
+        if not isinstance(result, SystemResult) or difference is None:
+            continue
+        if finite_or_none(difference.value) is None:
+            continue
+        low, high = interval_ends(difference.low, difference.high)
+        rows.append(
+            {
+                "label": f"{systems[result.name]}, {difference.verdict}",
+                "slot": 0,
+                "series": "difference",
+                "value": metric.in_display_unit(difference.value),
+                "low": metric.in_display_unit(low),
+                "high": metric.in_display_unit(high),
+                "difference": with_minus_signs(metric.format(difference.value, signed=True)),
+                "95 % interval": with_minus_signs(
+                    range_text(metric, difference.low, difference.high, signed=True)
+                )
+                or "undefined",
+                "p, corrected": p_value_text(difference.p_holm),
+            }
+        )
+    if not rows:
+        return None
+    scale = "" if metric.factor == 1 else f" × {metric.factor:g}"
+    title = f"difference in {metric.heading}{scale}"
+    description = f"Difference of each system to {page.baseline} in {metric.heading}."
+    return charts.interval_chart(rows, ["difference"], title, description, reference=0.0)
 
 
 def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:

@@ -203,13 +203,14 @@
   if (data.charts.heads) {
     draw("heads", "heads");
     const rows = Object.values(data.charts.heads.datasets).find((set) => set[0] && "system" in set[0]);
-    tabulate("heads", `${data.primary} by head and template`, () => rows, [
+    tabulate("heads", `${data.primary} by system`, () => rows, [
       { label: "system", text: true, value: (row) => row.system },
       { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
       { label: "lower bound", value: (row) => row.low, show: (row) => number(row.low, 1) },
       { label: "upper bound", value: (row) => row.high, show: (row) => number(row.high, 1) },
     ], 100);
   }
+  if (data.charts.differences) draw("differences", "differences");
   for (const key of Object.keys(data.charts)) if (key.startsWith("isotropy-")) draw(key, key);
 
   // -- rows -------------------------------------------------------------------------------------

@@ -15,7 +15,13 @@ from llmcond.log import log
 from llmcond.metrics import get_metric
 from llmcond.report.format import factors_text, sentences_text
 from llmcond.report.page.gather import Page
-from llmcond.report.page.tables import difference_table, isotropy_table, main_table, subsets_table
+from llmcond.report.page.tables import (
+    compared_subsets_table,
+    difference_table,
+    isotropy_table,
+    main_table,
+    subsets_table,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -40,11 +46,19 @@ def check_page(path: Path) -> None:
 def write_page(page: Page, path: Path) -> None:
     """Write a self-contained page of results to a path that ``check_page`` accepts."""
     from llmcond.report.page.charts import javascript_bundle
-    from llmcond.report.page.data import head_chart, isotropy_charts, page_data
+    from llmcond.report.page.data import (
+        difference_chart,
+        head_chart,
+        isotropy_charts,
+        page_data,
+    )
 
     data, heads, isotropy = page_data(page), head_chart(page), isotropy_charts(page)
     if heads:
         data["charts"]["heads"] = heads[0]
+    forest = difference_chart(page)
+    if forest:
+        data["charts"]["differences"] = forest
     if isotropy:
         data["charts"] |= {f"isotropy-{i}": chart for i, chart in enumerate(isotropy[0])}
     counts = (f"{r.split}: {r.counts.text}. {sentences_text(r)}" for r in page.results)
@@ -64,6 +78,8 @@ def write_page(page: Page, path: Path) -> None:
             kind: subsets_table(kind, page.results, parts) for kind, parts in page.subsets.items()
         },
         heads=heads and heads[1],
+        forest=forest is not None,
+        compared_subsets=compared_subsets_table(page.results),
         isotropy=isotropy and (isotropy_table(page.isotropy), isotropy[1], len(isotropy[0])),
     )
 

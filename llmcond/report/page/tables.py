@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmcond.evaluation.paired import PairedDifference
 from llmcond.evaluation.ranking import QuerySubset
-from llmcond.evaluation.results import ComparedResult
+from llmcond.evaluation.results import ComparedResult, SystemResult
 from llmcond.metrics import Estimate, Metric, finite_or_none, format_number, get_metric
 from llmcond.report.format import MINUS, new_sentences_heading, p_value_text, range_text
 from llmcond.report.page.gather import Page
@@ -263,6 +263,53 @@ def difference_table(results: Sequence[ComparedResult]) -> PageTable:
                 Cell(difference.verdict or "–", difference.verdict),
             )
             rows.append(row)
+    return PageTable(columns, rows)
+
+
+def compared_subsets_table(results: Sequence[ComparedResult]) -> PageTable | None:
+    """Return the differences on subsets of the rows, one row per subset and system.
+
+    The table is None if the results have no subsets.
+    """
+    systems = [result for result in results if isinstance(result, SystemResult) and result.subsets]
+    if not systems:
+        return None
+    metric = systems[0].primary
+    parts = [
+        (name, system.name, system.subsets[name])
+        for name in systems[0].subsets
+        for system in systems
+    ]
+    differences = _interval_cells(
+        metric, [part.difference for *_, part in parts], [0.0] * len(parts), signed=True
+    )
+    rows = [
+        (
+            _text_cell(name),
+            _text_cell(system),
+            _count_cell(part.n),
+            figure,
+            # A verdict would need a correction for the number of subsets.
+            replace(difference, verdict=""),
+            Cell(p_value_text(part.difference.p), finite_or_none(part.difference.p))
+            if part.difference
+            else Cell("baseline", None),
+        )
+        for (name, system, part), figure, difference in zip(
+            parts,
+            _interval_cells(metric, [part.main for *_, part in parts], [None] * len(parts)),
+            differences,
+            strict=True,
+        )
+    ]
+    columns = (
+        Column("rows", numeric=False),
+        Column("system", numeric=False),
+        Column("n"),
+        Column(metric.heading),
+        Column("difference"),
+        Column("p", "not corrected"),
+    )
     return PageTable(columns, rows)
 
 

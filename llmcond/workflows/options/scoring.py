@@ -113,3 +113,24 @@ class ComparePromptsOptions(CompareOptions, RunOptions):
     report: str | Path | None = option(
         None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareSystemsOptions(SplitOption, MetricOption, DeviceOption):
+    """Options of ``llmcond compare``: the systems, and the files to write."""
+
+    systems: Sequence[str] = option(
+        flag="",
+        metavar="RUN[:HEAD]",
+        help="systems to compare: a run with its default head, RUN:HEAD, or RUN:none for zero-shot "
+        "(RUN:none@PROMPT). The name of a recipe stands for its heads of all seeds; RUN:HEAD,HEAD "
+        "and RUN,RUN name the seeds of one system",
+    )
+    baseline: str | None = option(
+        None,
+        metavar="RUN[:HEAD]",
+        help="system that the others are compared with, as it is named above (default: the first)",
+    )
+    report: str | Path | None = option(
+        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
+    )

@@ -405,3 +405,27 @@ def test_sample_graph_is_used_without_data(capsys, model, tmp_path):
     # Things are queried with all nine relations, so that zero-shot, which ignores them, is at
     # chance.
     assert rows[0]["hits@1"] < 0.1
+
+
+def test_compare_tests_differences_over_entities(capsys, fitted, graph, model, tmp_path):
+    systems = (f"{fitted}:none@separate", f"{fitted}:hypernet-full")
+    report = run_json(capsys, "compare", *systems)
+    (row,) = (row for row in report["results"] if row["difference"])
+    scored = run_json(capsys, "evaluate", "--run", fitted, "--head", "hypernet-full")["results"]
+    (evaluated,) = (other for other in scored if other["head"] == "hypernet-full")
+    assert row["mrr_ci"] == pytest.approx(evaluated["mrr_ci"])
+    assert set(row["difference"]) == {"mrr", "hits@1", "hits@10"}
+    assert row["subsets"]["forward"]["n"] == 7
+    # Entities may have other texts, but the known triples must be the same.
+    other = shutil.copytree(graph, tmp_path / "other")
+    texts = (other / "entities.tsv").read_text()
+    (other / "entities.tsv").write_text(texts.replace("two men", "men"))
+    extract = {"task": "kgc", "model": model, "dtype": "float32", "prompt": ["separate"]}
+    llmcond.extract(**extract, data=other, run=tmp_path / "texts", pooling="mean", device="cpu")
+    report = run_json(capsys, "compare", systems[0], f"{tmp_path / 'texts'}:none")
+    assert len(report["results"]) == 2
+    triples = (other / "train.tsv").read_text().splitlines()
+    (other / "train.tsv").write_text("\n".join(triples[1:]) + "\n")
+    llmcond.extract(**extract, data=other, run=tmp_path / "triples", pooling="mean", device="cpu")
+    message = run_rejected(capsys, "compare", systems[0], f"{tmp_path / 'triples'}:none")
+    assert "rank other candidates, or leave out other known answers" in message
