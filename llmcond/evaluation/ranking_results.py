@@ -151,7 +151,8 @@ class PlanResult(QueryResult):
     """The result of one system's ranking of turns that lead to a goal, as means over cells.
 
     Attributes:
-        score: ``plan`` (equation 4), or without a goal the score of next turns.
+        score: ``plan`` (equation 4) or ``plan-bi`` (the candidate alone); without a goal, the score
+            of next turns.
         plan: The source of the other candidates.
         goal: Whether the goal is known in addition to the context.
         cells: The figures by the number of previous turns and of turns to the goal, such as
@@ -172,8 +173,9 @@ class PlanResult(QueryResult):
     @property
     @override
     def variant(self) -> tuple[str, str]:
-        """Whether the goal is known."""
-        return "goal", "known" if self.goal else "context only"
+        """Whether the goal is known, and the context."""
+        known = "known, without context" if self.score == "plan-bi" else "known"
+        return "goal", known if self.goal else "context only"
 
     @property
     @override

@@ -36,6 +36,10 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
         title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
         columns = ("n", "mean_norm", "raw", "normalised")
         print_table(_figures_table(title, result["norms"], columns), form)
+    if "similarity" in result:
+        print_table(_similarity_table(result["similarity"], run, result), form)
+    if "turns" in result:
+        print_table(_turns_table(result["turns"], run, result["split"]), form)
     for head in result.get("examples", ()):
         for side in ("better", "worse"):
             if head[side]:
@@ -51,6 +55,40 @@ def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
         )
         table.add_row(plain_text(row["name"]), *figures)
     return table
+
+
+def _similarity_table(rows: JsonRows, run: object, result: Mapping[str, Any]) -> Table:
+    title = (
+        f"Mean cosine of contexts with other candidates (random) and with the answer (correct) of "
+        f"{run}, {result['split']}, {result['n']:,} next turns (Triple-Encoders, table 6)"
+    )
+    table = _make_table(title, ("name", "score"), ("random", "correct", "difference"))
+    for row in rows:
+        figures = (f"{row[key]:.3f}" for key in ("random", "correct"))
+        table.add_row(
+            plain_text(row["name"]), row["score"], *figures, _format_difference(row, interval=True)
+        )
+    return table
+
+
+def _turns_table(rows: JsonRows, run: object, split: str) -> Table:
+    first = rows[0]
+    title = (
+        f"Cosine with the answer minus mean cosine with other candidates, by turn of the context, "
+        f"of {run}, {split}, {first['n']:,} contexts of {first['history']} turns "
+        "(Triple-Encoders, figure 8)"
+    )
+    table = _make_table(title, ("name", "score"), [str(turn["turn"]) for turn in first["turns"]])
+    for row in rows:
+        figures = (_format_difference(turn) for turn in row["turns"])
+        table.add_row(plain_text(row["name"]), row["score"], *figures)
+    return table
+
+
+def _format_difference(row: Mapping[str, Any], interval: bool = False) -> str:
+    low, high = row["difference_ci"]
+    text = f"{row['difference']:.3f}"
+    return f"{text} [{low:.3f}, {high:.3f}]" if interval and low is not None else text
 
 
 def _clusters_table(rows: JsonRows, scope: str) -> Table:

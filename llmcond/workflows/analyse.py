@@ -29,20 +29,22 @@ from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
 from llmcond.report.figures import has_matplotlib, plot_clusters
-from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead, open_run
+from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run
 from llmcond.runs.features import RowFeatures
+from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import load_fitted_heads, predict, zero_shot_heads
 from llmcond.system import provenance
-from llmcond.workflows.options.scoring import AnalyseOptions, Analysis
+from llmcond.workflows.options.scoring import AnalyseOptions, Analysis, RatedAnalysis
 
-ANALYSES: Sequence[Analysis] = get_args(Analysis)
+ANALYSES: Sequence[Analysis] = get_args(RatedAnalysis)
 
 
 class AnalysisResult(DisplayedDict):
     """The analyses of a run: for each analysis its rows, besides ``split`` and ``n``.
 
-    It is a dictionary: ``split`` is the split's name, ``n`` the number of its rated rows, and each
-    other key the name of an analysis, with a list of rows (dictionaries) as its value.
+    It is a dictionary: ``split`` is the split's name, ``n`` the number of its rated rows (of
+    dialogues, next turns), and each other key the name of an analysis, with a list of rows
+    (dictionaries) as its value.
 
     Example:
         >>> import llmcond
@@ -86,7 +88,8 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
 
     The analyses are isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section
     5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and
-    the rows whose similarity changed most (CASE, tables 3 and 8).
+    the rows whose similarity changed most (CASE, tables 3 and 8). Those of dialogues are in
+    ``llmcond.kinds.dialogue.analyse``.
 
     Returns:
         The rows of each analysis, which are also written to ``analyses.json`` in the run.
@@ -94,8 +97,12 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     Raises:
         UserError: there is no such run or head, or the split has no rated rows.
     """
-    analyses, top, seed = options.what or ANALYSES, options.top, options.seed
-    run = open_run(Path(options.run))
+    any_run = open_any_run(Path(options.run))
+    if not isinstance(any_run, Run):
+        result: AnalysisResult = find_kind(any_run.kind).analyse(any_run, options)
+        return result
+    run, top, seed = any_run, options.top, options.seed
+    analyses = choose_analyses(options, ANALYSES, run)
     split = run.scored_split(options.split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MAX_VECTORS]
@@ -113,7 +120,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     if not predictors:
         raise UserError(f"{run.folder} has no extracted features yet. Run `llmcond extract` first.")
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
-    can_write, sizes = _check_folder_writable(run.folder), (options.conditions, options.sentences)
+    can_write, sizes = check_folder_writable(run.folder), (options.conditions, options.sentences)
     out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
     if "clusters" in analyses and fitted and out is not None and not has_matplotlib():
         log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
@@ -134,7 +141,25 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     return result
 
 
-def _check_folder_writable(folder: Path) -> bool:
+def choose_analyses(
+    options: AnalyseOptions, available: Sequence[Analysis], run: AnyRun
+) -> Sequence[Analysis]:
+    """Return the requested analyses in their order; by default all that a run's task has.
+
+    Raises:
+        UserError: an analysis is for another kind of task.
+    """
+    other = [name for name in options.what if name not in available]
+    if other:
+        raise UserError(
+            f"--what {other[0]} is not an analysis of the task {run.task.name}. Choose from "
+            f"{', '.join(available)}."
+        )
+    return [name for name in available if name in (options.what or available)]
+
+
+def check_folder_writable(folder: Path) -> bool:
+    """Return whether ``analyses.json`` can be written to a run; log why it cannot."""
     try:
         check_writable(folder / "analyses.json")
     except UserError as error:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from llmcond.evaluation.results import Results
     from llmcond.kinds.dialogue.data import Dialogues
     from llmcond.kinds.dialogue.examples import DialogueExamples
-    from llmcond.workflows.options.scoring import EvaluateOptions
+    from llmcond.workflows.analyse import AnalysisResult
+    from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
     from llmcond.workflows.training_record import TrainingResult
 
@@ -56,6 +57,12 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
 
         evaluation = evaluate_plans if options.plans else evaluate_dialogues
         return write_ranks(evaluation(run, options), run, options, DialogueOptions)
+
+    @override
+    def analyse(self, run: DialogueRun, options: AnalyseOptions) -> AnalysisResult:
+        from llmcond.kinds.dialogue.analyse import analyse_dialogues
+
+        return analyse_dialogues(run, options)
 
     @override
     def train(self, options: TrainLoraOptions, task: DialogueTask) -> TrainingResult:

@@ -30,6 +30,7 @@ from llmcond.kinds.dialogue.queries import (
     RandomPool,
     RetrievedPool,
     index_candidates,
+    join_turns,
     measure_subsets,
     next_queries,
     plan_queries,
@@ -57,6 +58,10 @@ from llmcond.workflows.options.scoring import EvaluateOptions
 
 #: Scores with which zero-shot is evaluated by default, in addition to the score of its recipe.
 _ZERO_SHOT_SCORES = ("average", "bi", "maxsim")
+#: The score that compares candidates with one vector of all turns, which are encoded as one text.
+JOINED = "joined"
+#: Scores of planning: equation 4, and the candidate alone (section 4.2.1).
+_PLANNING_SCORES = ("average", "bi")
 #: Names of the candidate pools that come from the data, for next turns and for planning.
 _RANKING_POOLS, _PLANNING_POOLS = ("same-depth", "all"), ("retrieved", "same-depth", "random")
 
@@ -69,7 +74,9 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
     for name in ("distance", "samples"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} is for planning. Add --plan POOL, or leave it out.")
-    score_names = tuple(str(ContextScore.parse(score)) for score in options.score)
+    score_names = tuple(
+        score if score == JOINED else str(ContextScore.parse(score)) for score in options.score
+    )
     histories = _parse_numbers(options.history, "--history")
     computed = choose_metrics(run.task.metrics, options.metric)
     setup = _EvaluationSetup(run, options)
@@ -80,19 +87,19 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
         _check_pool("--candidates", pool, _RANKING_POOLS, "a file of texts, one per line")
         candidates, extra_texts = index_candidates(setup.data, read_candidates(Path(pool)))
     queries = next_queries(setup.data, setup.split_key, histories, candidates)
+    joined: list[NextQueries] = []
+    if JOINED in score_names:
+        joined, joined_texts = join_turns(queries, [*setup.data.texts, *extra_texts])
+        extra_texts = [*extra_texts, *joined_texts]
+        log.info(
+            f"score joined: {len(joined_texts):,} texts of all turns before, newest first; a "
+            "dialogue is encoded again at every turn"
+        )
     examples, ties = setup.examples(extra_texts), setup.ties
     used_texts = np.unique(
-        np.concatenate([_concatenate_flat(q.contexts, q.candidates) for q in queries])
+        np.concatenate([_concatenate_flat(q.contexts, q.candidates) for q in [*queries, *joined]])
     )
-    n = sum(len(subset.dialogue) for subset in queries)
-    n_repeated = sum(int(subset.repeated.sum()) for subset in queries)
-    log.info(f"ranking {n:,} next turns of {setup.split} (candidates: {pool})")
-    if n_repeated:
-        log.info(f"{n_repeated:,} correct answers have the text of another candidate; ties: {ties}")
-    if histories and 1 in histories:
-        log.info(
-            "a single turn has no pairs: after it, every score equals bi, or the learned weights"
-        )
+    _log_queries(queries, setup, pool)
     results, ranks = [], []
     for predictor in setup.predictors:
         roles = examples.roles(predictor, used_texts)
@@ -105,7 +112,10 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
             if score == "weighted" and roles.head.weights is None:
                 log.info(f"{predictor.name} has no learned weights: the score weighted is left out")
                 continue
-            predictor_ranks = rank_next(queries, roles.with_score(score).scores).resolve_ties(ties)
+            # A joined context is a single utterance.
+            scored, turn_score = (joined, "bi") if score == JOINED else (queries, score)
+            scorer = roles.with_score(turn_score).scores
+            predictor_ranks = rank_next(scored, scorer).resolve_ties(ties)
             ranks.append(predictor_ranks)
             about = {
                 "score": score,
@@ -120,6 +130,20 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
             f"llmcond fit-head --head weighted --run {run.folder}"
         )
     return _add_figures(results, ranks, queries, setup, computed, "by_history")
+
+
+def _log_queries(queries: Sequence[NextQueries], setup: _EvaluationSetup, pool: str) -> None:
+    n = sum(len(subset.dialogue) for subset in queries)
+    n_repeated = sum(int(subset.repeated.sum()) for subset in queries)
+    log.info(f"ranking {n:,} next turns of {setup.split} (candidates: {pool})")
+    if n_repeated:
+        log.info(
+            f"{n_repeated:,} correct answers have the text of another candidate; ties: {setup.ties}"
+        )
+    if any(subset.history == 1 for subset in queries):
+        log.info(
+            "a single turn has no pairs: after it, every score equals bi, or the learned weights"
+        )
 
 
 def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[PlanResult]:
@@ -162,10 +186,14 @@ def evaluate_plans(run: DialogueRun, options: EvaluateOptions) -> RankedResults[
     results, ranks = [], []
     for predictor in setup.predictors:
         roles = examples.roles(predictor, used_texts)
-        for goal, scorer in ((False, roles.score_next_turns), (True, roles.score_plans)):
+        scorers = {"average": ("plan", "", roles.score_plans)}
+        scorers["bi"] = ("plan-bi", " bi", roles.score_steps)
+        for score, suffix, scorer in (
+            (str(roles.head.score), " no goal", roles.score_next_turns),
+            *(scorers[name] for name in dict.fromkeys(options.score or ("average",))),
+        ):
             ranks.append(rank_plans(queries, scorer).resolve_ties(setup.ties))
-            score, suffix = ("plan", "") if goal else (str(roles.head.score), " no goal")
-            about = {"score": score, "plan": pool_name, "goal": goal}
+            about = {"score": score, "plan": pool_name, "goal": suffix != " no goal"}
             results.append(setup.create_result(PlanResult, predictor, suffix, **about))
     return _add_figures(results, ranks, queries, setup, PLAN_METRICS, "cells")
 
@@ -257,16 +285,21 @@ def _check_planning(options: EvaluateOptions) -> None:
         )
     if options.samples is not None and options.generate is None:
         raise UserError("--samples needs --generate MODEL. Leave it out, or name a model.")
+    for score in options.score:
+        if score not in _PLANNING_SCORES:
+            raise UserError(
+                f"--score {score} is for ranking next turns. Planning has the scores average "
+                "(equation 4, the default) and bi (the candidate alone). Name one, or both."
+            )
     ranking_options = {
-        "--score": options.score,
         "--candidates": options.candidates,
         "--metric": options.metric,
     }
     for flag, value in ranking_options.items():
         if value:
             raise UserError(
-                f"{flag} is for ranking next turns. Planning has its own score, metrics and pools "
-                "of candidates (--plan). Leave it out."
+                f"{flag} is for ranking next turns. Planning has its own metrics and pools of "
+                "candidates (--plan). Leave it out."
             )
 
 

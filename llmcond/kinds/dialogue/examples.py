@@ -78,11 +78,20 @@ class UtteranceRoles:
         roles.head = self.head.with_score(score)
         return roles
 
+    def before(self, contexts: Positions) -> tuple[Array, Array]:
+        """Return the roles before-1 and before-2 of contexts (n, h), each (n, h, k)."""
+        rows = self._row_of[contexts]
+        return self._b1[rows], self._b2[rows]
+
+    def after(self, candidates: Positions) -> Array:
+        """Return the role after of candidates (c,), (c, k)."""
+        vectors: Array = self._after[self._row_of[candidates]]
+        return vectors
+
     def scores(self, contexts: Positions, candidates: Positions) -> Array:
         """Return the scores (n, c) of candidates (c,) as the next turns of contexts (n, h)."""
-        rows, after = self._row_of[contexts], self._after[self._row_of[candidates]]
-        head = self.head
-        return turn_scores(self._b1[rows], self._b2[rows], after, head.score, head.weights)
+        head, after = self.head, self.after(candidates)
+        return turn_scores(*self.before(contexts), after, head.score, head.weights)
 
     def score_next_turns(
         self, contexts: Positions, candidates: Positions, goals: Positions
@@ -94,8 +103,13 @@ class UtteranceRoles:
 
     def score_plans(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
         """Score how likely candidates (n, c) are to lead from contexts (n, h) to goals (n,)."""
-        rows, goal = self._row_of[contexts], self._after[self._row_of[goals]]
-        return plan_scores(self._b1[rows], self._b2[self._row_of[candidates]], goal)
+        _, before = self.before(candidates)
+        return plan_scores(self.before(contexts)[0], before, self.after(goals))
+
+    def score_steps(self, contexts: Positions, candidates: Positions, goals: Positions) -> Array:
+        """Score how likely candidates (n, c) alone lead to goals (n,); contexts are ignored."""
+        _, before = self.before(candidates)
+        return plan_scores(before[:, :0], before, self.after(goals))
 
 
 class DialogueExamples(Examples):

@@ -9,7 +9,7 @@ scores them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -173,6 +173,23 @@ def index_candidates(data: Dialogues, texts: Sequence[str]) -> tuple[Positions, 
         index_of_text.setdefault(text, len(index_of_text)) for text in map(str.strip, texts)
     ]
     return np.array(positions, dtype=np.int64), list(index_of_text)[len(data.texts) :]
+
+
+def join_turns(
+    queries: Sequence[NextQueries], texts: Sequence[str]
+) -> tuple[list[NextQueries], list[str]]:
+    """Return queries whose context is one text of all turns, and the texts that are new.
+
+    The newest turn comes first, as in ConveRT, so that an encoder that cuts long texts reads the
+    last turns. The positions of new texts continue those of ``texts``.
+    """
+    index_of_text = {text: i for i, text in enumerate(texts)}
+    joined = []
+    for subset in queries:
+        contexts = ["\n".join(texts[i] for i in reversed(row)) for row in subset.contexts.tolist()]
+        positions = [index_of_text.setdefault(text, len(index_of_text)) for text in contexts]
+        joined.append(replace(subset, contexts=np.array(positions, dtype=np.int64)[:, None]))
+    return joined, list(index_of_text)[len(texts) :]
 
 
 #: Maps contexts (n, h) and distinct candidates (c,), as positions of texts, to scores (n, c).

@@ -295,7 +295,8 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
     """Score how likely candidates are to lead from contexts to goals, (m, c) float32 (equation 4).
 
     The score is cos(B2_c, A_g) + 1/n sum over i of cos((B1_i + B2_c) / 2, A_g). Only products of
-    two of the three roles are computed.
+    two of the three roles are computed. Without a context, n = 0, the score is cos(B2_c, A_g), that
+    of the bi-encoder (section 4.2.1).
 
     Args:
         b1: role before-1 of each context's utterances, (m, n, k).
@@ -306,6 +307,8 @@ def plan_scores(b1: Array, candidates: Array, goal: Array) -> Array:
     first, second, after = _to_tensor(b1), _to_tensor(candidates), _to_tensor(goal)[..., None]
     to_goal = second @ after  # (m, c, 1)
     alone = to_goal[..., 0] / second.norm(dim=-1).clamp(min=1e-12)
+    if not first.shape[1]:
+        return np.asarray(alone.numpy())
     inverse = inverse_lengths(first, second)
     return np.asarray((alone + ((first @ after + to_goal.mT) * inverse).mean(dim=-2)).numpy())
 

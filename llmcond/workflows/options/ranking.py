@@ -111,8 +111,9 @@ class DialogueOptions(TiesOption):
         (),
         metavar="NAME",
         help="scoring functions: average, last:L (such as last:2), neighbours, bi, maxsim, "
-        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both (default: the one that the "
-        "head was fitted for, or several for zero-shot)",
+        "weighted, average+bi, average:b1, average:b2, bi:b1, bi:both; joined: encode all turns as "
+        "one text (default: the one that the head was fitted for, or several for zero-shot). With "
+        "--plan: average, bi (default: average)",
         group=_DIALOGUE,
     )
     candidates: str | None = option(

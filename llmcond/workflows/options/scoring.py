@@ -22,7 +22,10 @@ from llmcond.workflows.options.common import (
 from llmcond.workflows.options.fitting import TrialOptions
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions
 
-Analysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
+#: Analyses of rated pairs, and of dialogues.
+RatedAnalysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
+DialogueAnalysis = Literal["similarity", "turns"]
+Analysis = Literal[RatedAnalysis, DialogueAnalysis]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,10 @@ class AnalyseOptions(RunOption, SplitOption):
 
     head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
     what: Sequence[Analysis] = option(
-        (), metavar="NAME", help=f"analyses to run: {', '.join(get_args(Analysis))} (default: all)"
+        (),
+        metavar="NAME",
+        help=f"analyses to run: {', '.join(get_args(RatedAnalysis))}; of dialogues: "
+        f"{', '.join(get_args(DialogueAnalysis))} (default: all)",
     )
     out: str | Path | None = option(
         None, metavar="DIR", help="folder for the plots (default: in the run)"

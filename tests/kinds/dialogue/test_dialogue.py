@@ -78,7 +78,6 @@ def test_run_rejects_other_data_and_options(capsys, data, model, run, tmp_path):
     "command",
     [
         ("similarity", "a", "b", "--condition", "c"),
-        ("analyse",),
         ("complete", "--relation", "r", "--head-entity", "e"),
     ],
 )
@@ -197,7 +196,8 @@ def test_candidates_ties_and_histories_can_be_set(capsys, dialogue_run, tmp_path
         (("--distance", "1-2"), "--distance is for planning"),
         (("--samples", "5"), "--samples is for planning"),
         (("--plan", "random", "--samples", "5"), "--samples needs --generate"),
-        (("--plan", "random", "--score", "bi"), "--score is for ranking next turns"),
+        (("--plan", "random", "--score", "maxsim"), "--score maxsim is for ranking next turns"),
+        (("--score", "joint"), "unknown score 'joint'"),
         (("--plan", "random", "--generate", "x"), "Leave one of them out"),
         (("--plan", "random"), "need dialogues of 10 turns"),
         (("--plan", "nowhere.jsonl"), "'nowhere.jsonl'; expected retrieved"),
@@ -303,6 +303,49 @@ def test_planning_includes_baseline_without_goal(capsys, dialogue_run, pool):
         hits = [cell["hits@5"] for cell in row["cells"].values()]
         assert row["hits@5"] == pytest.approx(np.mean(hits))
         assert row["hits@5"] <= row["hits@10"] <= row["hits@25"] <= row["hits@50"] <= 1
+
+
+def test_goal_can_be_compared_with_candidate_alone(capsys, dialogue_run):
+    command = ("evaluate", "--run", dialogue_run, "--plan", "random", "--head", "rank")
+    cells = ("--history", "2", "--distance", "1")
+    rows = run_json(capsys, *command, *cells, "--score", "bi", "average")["results"]
+    assert [(row["goal"], row["score"]) for row in rows[3:]] == [
+        (False, "average"),
+        (True, "plan-bi"),
+        (True, "plan"),
+    ]
+    assert len({row["name"] for row in rows}) == len(rows)
+    plans = {row["name"]: row for row in run_json(capsys, *command, *cells)["results"]}
+    assert plans == {row["name"]: row for row in rows if row["score"] != "plan-bi"}
+
+
+def test_all_turns_can_be_encoded_as_one_text(capsys, model, run):
+    command = ("evaluate", "--run", run, "--head", "rank", "--history", "2", "--score", "joined")
+    zero, fitted = run_json(capsys, *command)["results"]
+    assert (zero["score"], fitted["score"]) == ("joined", "joined")
+    assert fitted["name"] == "rank@separate joined"
+    opened = open_any_run(run)
+    turns, texts = opened.data.turns_of("test"), opened.data.texts
+    encoder = llmcond.load_encoder(
+        model, dtype="float32", device="cpu", pooling="mean", normalize=True
+    )
+    _, contexts, answers = turns.contexts(2)
+    inputs = [
+        [llmcond.EncoderInput("", text) for text in side]
+        for side in ([f"{texts[b]}\n{texts[a]}" for a, b in contexts], [texts[i] for i in answers])
+    ]
+    queries, candidates = map(encoder.encode, inputs)
+    for row, head in ((zero, None), (fitted, opened.load_head("rank@separate").head)):
+        first = queries if head is None else head.before(queries)[1]
+        scores = first @ (candidates if head is None else head.after(candidates)).T
+        own = np.diag(scores)[:, None]
+        ranks = 1 + (scores > own + 1e-6).sum(axis=1)
+        ties = (np.abs(scores - own) <= 1e-6).sum(axis=1) - 1
+        assert row["average_rank"] == pytest.approx((ranks + ties / 2).mean())
+    # The vectors are stored, so that a second call encodes nothing.
+    n_stored = len(opened.store())
+    run_json(capsys, *command)
+    assert len(opened.store()) == n_stored > len(texts)
 
 
 def test_subtract_is_rejected_for_dialogues(capsys, dialogue_run):

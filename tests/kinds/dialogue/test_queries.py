@@ -14,6 +14,7 @@ from llmcond.kinds.dialogue.queries import (
     RandomPool,
     RetrievedPool,
     index_candidates,
+    join_turns,
     measure_subsets,
     next_queries,
     plan_queries,
@@ -72,6 +73,22 @@ def test_custom_candidates_may_be_new_texts(data):
     assert three.repeated.tolist() == [True, False]
     with pytest.raises(UserError, match="lack 1 of 3 correct answers, the first one 'f'"):
         next_queries(data, "test", [2], pool[:3])
+
+
+def test_joined_contexts_are_one_text_with_newest_turn_first(data):
+    queries = next_queries(data, "test", [2, 3])
+    # "a\nb" is an utterance as well, and so not a new text.
+    texts = [*TEXTS, "b\na"]
+    joined, new_texts = join_turns(queries, texts)
+    all_texts = [*texts, *new_texts]
+    assert [[all_texts[i] for (i,) in subset.contexts] for subset in joined] == [
+        ["b\na", "d\nx", "x\nb"],
+        ["x\nb\na", "f\nx\nb"],
+    ]
+    assert new_texts == ["d\nx", "x\nb", "x\nb\na", "f\nx\nb"]
+    for before, after in zip(queries, joined, strict=True):
+        assert (after.history, after.answer.tolist()) == (before.history, before.answer.tolist())
+        assert after.candidates is before.candidates
 
 
 def test_ranks_do_not_depend_on_block_size(random_dialogues):

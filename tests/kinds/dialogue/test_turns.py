@@ -167,6 +167,9 @@ def test_plan_scores_match_equation_4():
     # All contexts may share the candidates, and a state takes its candidates as well.
     shared = plan_scores(b1, candidates[0], goal)
     np.testing.assert_allclose(shared[0], expected[0], atol=1e-5)
+    without_context = plan_scores(b1[:, :0], candidates, goal)
+    alone = [[normalize(c) @ goal[m] for c in candidates[m]] for m in range(3)]
+    np.testing.assert_allclose(without_context, alone, atol=1e-5)
     # Plans read both roles, whatever the roles in the score of next turns.
     state = ContextState(lambda x: (x, -x), ContextScore.parse("average:b2"))
     for vector in b1[0]:
