@@ -25,7 +25,8 @@ from llmcond.encoders.engine.routing import (
     make_routes,
     strip_router,
 )
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens, check_inputs
+from llmcond.encoders.engine.token_weights import recording_weights
+from llmcond.encoders.engine.tokenizing import InputTokenizer, Token, Tokens, check_inputs
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
@@ -87,6 +88,26 @@ class Encoded:
     def take(self, rows: Sequence[int] | NDArray[Any]) -> Encoded:
         """Select inputs by positions or by a boolean mask; ``n_computed`` becomes 0."""
         return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """The weights of the tokens of an input under its router, from the pass of its vector.
+
+    Attributes:
+        tokens: the n tokens that are weighted.
+        weights: (m, n) float32 weights: one row for each routed layer of the network, or a single
+            row with routed pooling.
+        layers: the m numbers of these layers, counted from 1; empty with routed pooling.
+        states: with routed pooling, the (n, width) states that it weights; None inside the network.
+        vector: (dim,) the input's vector.
+    """
+
+    tokens: Sequence[Token]
+    weights: NDArray[np.float32]
+    layers: Sequence[int]
+    states: NDArray[np.float32] | None
+    vector: NDArray[np.float32]
 
 
 _Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
@@ -281,6 +302,76 @@ class Encoder:
         """
         concurrent = threads and self.concurrency.threads > 1
         return self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
+
+    def token_weights(self, item: EncoderInput) -> TokenWeights:
+        """Encode an input, and return the weights with which its router weighted the tokens.
+
+        Args:
+            item: an input with a router.
+
+        Returns:
+            The weights, in the order of the tokens.
+
+        Raises:
+            UserError: the input has no router, is read in several windows, or its vector is not
+                finite, or as ``encode_with_counts``.
+            LlmcondError: out of memory.
+        """
+        if item.router is None:
+            raise UserError("the input has no router, so its tokens have no weights.")
+        (windows,) = self._tokenize([item])
+        if len(windows) > 1:
+            raise UserError(
+                f"the text has {windows[0].n_tokens} tokens, more than the "
+                f"{self.identity.max_length} that {self.name} reads at a time, and the vectors of "
+                "its windows are averaged. Shorten the text."
+            )
+        with recording_weights() as recording:
+            encoded = self.encode_with_counts([item])
+        if not np.isfinite(encoded.vectors).all():
+            raise UserError(
+                f"the encoder returned NaN or infinity for {item.text[:80]!r}. Try another dtype."
+            )
+        if encoded.truncated.any():
+            warnings.warn(
+                f"the text is longer than the {self.identity.max_length} tokens that {self.name} "
+                "accepts; its end has no weights.",
+                stacklevel=2,
+            )
+        row, weights = recording.row or windows[0], recording.weights
+        tokens, layers = self._describe(item, row), list[int]()
+        if recording.states is not None:
+            tokens = tokens[row.first : row.last]
+        else:
+            # A router inside the network needs PyTorch, so it has been imported.
+            from llmcond.encoders.engine.engine import torch_engine
+
+            passes: Any = torch_engine(self).passes
+            layers = [passes.first_layer + number for number in range(1, len(weights) + 1)]
+        # Behind the tokens, there may be padding.
+        matrix = np.stack(weights)[:, : len(tokens)]
+        if self.engine.reads_routers:
+            # Nor are there weights of a condition that follows the sentence.
+            matrix = matrix[:, : np.flatnonzero(matrix.sum(axis=0))[-1] + 1]
+        tokens = tokens[: matrix.shape[1]]
+        return TokenWeights(tokens, matrix, layers, recording.states, encoded.vectors[0])
+
+    def tokenize(self, text: str) -> list[Token]:
+        """Tokenise a text.
+
+        Args:
+            text: a text without an instruction.
+
+        Returns:
+            The tokens that the encoder reads, special tokens included.
+        """
+        item = EncoderInput("", text)
+        check_inputs([item])
+        return self._describe(item, self._tokenize([item])[0][0])
+
+    def _describe(self, item: EncoderInput, row: Tokens) -> list[Token]:
+        with self._tokenizer_lock:
+            return self._tokenizer.describe(item, row)
 
     def queries(self, texts: Iterable[str], map_units: _Map = map) -> RouterQueries:
         """Compute the queries of routers, each distinct text once.

@@ -20,6 +20,7 @@ from torch.nn.functional import normalize
 
 from llmcond import plugins
 from llmcond.encoders.engine.interface import Routes
+from llmcond.encoders.engine.token_weights import record_weights
 from llmcond.encoders.poolings import POOLINGS, identify_pooling
 from llmcond.errors import UserError, first_line
 from llmcond.system import move_to_device
@@ -81,7 +82,9 @@ def pool_routed(
             # The small constant keeps the divisor above 0, and its gradient finite, if all tokens
             # are alike, for example if there is only one.
             cosines = cosines / (cosines.var(dim=1, correction=0, keepdim=True) + 1e-12).sqrt()
-        vectors.append((cosines / route.router.temperature).softmax(dim=1) @ tokens)
+        weights = (cosines / route.router.temperature).softmax(dim=1)
+        record_weights(weights, tokens)
+        vectors.append(weights @ tokens)
     return torch.cat(vectors)
 
 
@@ -116,7 +119,10 @@ def _pool_routed_at_once(
     deviations = cosines - (cosines * weights).sum(dim=2, keepdim=True)
     spread = ((deviations.square() * weights).sum(dim=2, keepdim=True) + 1e-12).sqrt()
     cosines = cosines / torch.where(standardize > 0, spread, 1.0) / temperature
-    padded = cosines.masked_fill(~counted, float("-inf")).softmax(dim=2) @ tokens_float32
+    router_weights = cosines.masked_fill(~counted, float("-inf")).softmax(dim=2)
+    begin, end = spans[0]
+    record_weights(router_weights[0, :, begin:end], tokens_float32[0, begin:end])
+    padded = router_weights @ tokens_float32
     vectors: Tensor = padded.flatten(0, 1).index_select(0, real_indices)
     return vectors
 

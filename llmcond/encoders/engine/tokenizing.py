@@ -41,6 +41,24 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an input, as a text.
+
+    Attributes:
+        text: The token as the tokenizer's vocabulary has it, such as ``##ing``.
+        start: Position of its first character in the sentence. None for special tokens, for tokens
+            of the prompt's other texts, and if the tokenizer does not report positions.
+        end: Position after its last character in the sentence, or None like ``start``.
+        special: Whether it is a special token that the model needs around its inputs.
+    """
+
+    text: str
+    start: int | None
+    end: int | None
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _SpecialTokens:
     """The special tokens around one text, or around the two halves of a pair.
 
@@ -158,6 +176,53 @@ class InputTokenizer:
         """Return the tokens as strings of the tokenizer's vocabulary."""
         return [str(text) for text in self._tokenizer.convert_ids_to_tokens(tokens.ids)]
 
+    def describe(self, item: EncoderInput, tokens: Tokens) -> list[Token]:
+        """Return the tokens of an input as texts, with their positions in its sentence.
+
+        Args:
+            item: The input.
+            tokens: The tokens of the input's first window, to which a router may have added others
+                at both ends.
+        """
+        (original,), surrounding = self([item]), [self._single, *filter(None, [self._pair])]
+        special = {i for part in surrounding for i in (*part.before, *part.between, *part.after)}
+        # A router can repeat a special token in front of the input.
+        shift = tokens.ids.index(original.ids[0])
+        pairs = zip(original.ids, self._find_characters(item), strict=False)
+        characters = dict(enumerate(pairs, shift))
+        described = []
+        for position, (token_id, text) in enumerate(
+            zip(tokens.ids, self.strings(tokens), strict=True)
+        ):
+            original_id, span = characters.get(position, (None, None))
+            start, end = span if span and original_id == token_id else (None, None)
+            described.append(Token(text, start, end, start is None and token_id in special))
+        return described
+
+    def _find_characters(self, item: EncoderInput) -> list[tuple[int, int] | None]:
+        """Return the positions in the sentence of the tokens of a plain input's first window.
+
+        A token outside the sentence has None. The result is empty for pairs, and for slow
+        tokenizers, which do not report positions.
+        """
+        if item.context is not None or not self._tokenizer.is_fast:
+            return []
+        formatted, special = self._format_text(item), self._single
+        string, sentence = str(formatted), self._sentence_spans(item, formatted)
+        offsets = self._call_tokenizer([string], offsets=True)["offset_mapping"][0]
+        selection: Sequence[int] = range(len(offsets))
+        room = self._identity.max_length - special.size
+        if len(offsets) > room:
+            tokens = self._find_sentence(item, formatted)
+            selection = self._select_tokens(tokens, len(offsets), room, item)[0]
+        characters: list[tuple[int, int] | None] = []
+        for begin, end in (offsets[position] for position in selection):
+            # Some tokenizers count the space before a word as a part of its token.
+            first = end - len(string[begin:end].lstrip())
+            starts = [start for start, stop in sentence if start <= first < end <= stop]
+            characters.append((first - starts[0], end - starts[0]) if starts else None)
+        return [*[None] * len(special.before), *characters, *[None] * len(special.after)]
+
     def format(self, item: EncoderInput) -> str:
         """Return the string of a plain input; see ``Encoder.format``."""
         return str(self._format_text(item))
@@ -237,15 +302,19 @@ class InputTokenizer:
 
     def _find_sentence(self, item: EncoderInput, formatted: _FormattedText) -> list[list[int]]:
         """Return the token positions of each occurrence of the sentence in a plain input."""
+        return self._find_tokens(str(formatted), self._sentence_spans(item, formatted))
+
+    @staticmethod
+    def _sentence_spans(item: EncoderInput, formatted: _FormattedText) -> list[tuple[int, int]]:
+        """Return the characters of each occurrence of the sentence in a plain input's string."""
         text, starts = len(formatted.before), {"instruction": formatted.instruction}
         spans: Sequence[Span] = item.sentence or ()
         if item.sentence is None:
             spans = [("text", 0, len(item.text))]
         firsts = [starts.get(name, text) for name, _, _ in spans]
-        within = [
+        return [
             (first + span[1], first + span[2]) for first, span in zip(firsts, spans, strict=True)
         ]
-        return self._find_tokens(str(formatted), within)
 
     # -- pairs ---------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from llmcond.encoders.engine.interface import (
     Routes,
     check_token_ids,
 )
+from llmcond.encoders.engine.token_weights import record_weights
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.openvino.architectures import bytes_needed
 from llmcond.encoders.openvino.graph import STEP, PackedInputs, Tensors, make_graph, pack_inputs
@@ -301,7 +302,9 @@ def _pool_routed(counted: Iterable[Vectors], routes: Sequence[Routes]) -> Vector
             cosines = cosines / np.sqrt(cosines.var(axis=1, keepdims=True) + 1e-12)
         cosines = cosines / router.temperature
         weights = np.exp(cosines - cosines.max(axis=1, keepdims=True))
-        vectors.append(weights / weights.sum(axis=1, keepdims=True) @ states)
+        weights = weights / weights.sum(axis=1, keepdims=True)
+        record_weights(weights, states)
+        vectors.append(weights @ states)
     return np.concatenate(vectors)
 
 

@@ -43,6 +43,7 @@ from llmcond.encoders.engine.forward import (
     Passes,
     plan_row_attention,
 )
+from llmcond.encoders.engine.token_weights import record_row, record_weights
 from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.encoders.routers.settings import READING_MODES, RELEASED_MODES, RouterMode
 from llmcond.encoders.settings import EncoderIdentity
@@ -154,7 +155,9 @@ class CsrPasses(Passes):
         if not routes:
             return super().forward(runtime, rows, batch)
         if self.reads_routers:
-            return _READING_FORWARDS[self.mode](self, runtime, rows, routes)
+            read_together = _READING_FORWARDS[self.mode](self, runtime, rows, routes)
+            record_row(read_together.rows)
+            return read_together
         if batch is None:
             return _RoutedForward(self, PaddedForward(runtime, rows), routes)
         groups = [list(group) for _, group in groupby(batch.inputs, key=lambda i: id(rows[i]))]
@@ -247,6 +250,7 @@ class CsrPasses(Passes):
 
     def scale(self, attended: Tensor, weights: Tensor) -> Tensor:
         """Scale h'_i as the router's ``weight`` says, with the weights w as (batch, tokens)."""
+        record_weights(weights)
         factor = self._strength * weights.to(attended.device)
         if self.weight != "only":
             factor = 1 + factor
