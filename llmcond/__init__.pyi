@@ -23,6 +23,7 @@ from llmcond.commands.push import push as push
 from llmcond.commands.reply import reply as reply
 from llmcond.commands.serve import serve as serve
 from llmcond.commands.sweep import sweep as sweep
+from llmcond.commands.sweep_lora import sweep_lora as sweep_lora
 from llmcond.commands.train_cross import train_cross as train_cross
 from llmcond.commands.train_lora import train_lora as train_lora
 from llmcond.conditions import Condition as Condition
@@ -76,4 +77,5 @@ from llmcond.workflows.fit import FittedResult as FittedResult
 from llmcond.workflows.plan import ExtractionPlan as ExtractionPlan
 from llmcond.workflows.push import PushResult as PushResult
 from llmcond.workflows.sweep import SweepResult as SweepResult
+from llmcond.workflows.sweep_lora import LoraSweepResult as LoraSweepResult
 from llmcond.workflows.training_record import TrainingResult as TrainingResult

@@ -37,6 +37,9 @@ _KEY = "option"
 #: The limits of ``annotated_types`` by their names, with their wording in messages.
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
+#: The words for a truth value in the text of a setting.
+_BOOLS = {"true": True, "false": False}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -245,6 +248,33 @@ def _check_limits(flag: str, value: Any, limits: Sequence[tuple[str, float]], wh
         )
         shown = f"{value:g}" if isinstance(value, float) else value
         raise UserError(f"{flag} is {shown}; it must be {words}.")
+
+
+def parse_value(cls: type[Any], name: str, text: str) -> Any:
+    """Convert the text of a value to the type of an option, as the command line would.
+
+    The values of a sequence are joined by ``+``.
+
+    Raises:
+        UserError: the text is not of that type.
+    """
+    hint, spec = next((hint, spec) for option, hint, spec in options_of(cls) if option == name)
+    kind = plain_type(hint)
+    if spec.parse is not None:
+        return spec.parse(text)
+    if get_origin(kind) in (Sequence, tuple):
+        return tuple(text.split("+"))
+    if kind is bool:
+        if text not in _BOOLS:
+            raise UserError(f"{name} is {text!r}; expected true or false.")
+        return _BOOLS[text]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            expected = "a whole number" if kind is int else "a number"
+            raise UserError(f"{name} is {text!r}; expected {expected}.") from None
+    return text
 
 
 def check_source(source: Any, expected: str) -> None:

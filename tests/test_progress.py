@@ -8,7 +8,7 @@ import pytest
 
 from llmcond.metrics import METRICS
 from llmcond.progress import ExtractionBar, FitBar, ReadBar, TrainBar
-from llmcond.runs.trials import _iterate_completed
+from llmcond.runs.pool import iterate_completed
 
 SPEARMAN = METRICS["spearman"]
 
@@ -169,9 +169,9 @@ def test_fits_of_several_processes_are_reported(handler):
     futures[1].set_result("b")
     # The other fits finish after the message that they are not done.
     handler.then = lambda: [future.set_result("a") for future in futures[::2]]
-    results = [future.result() for future in _iterate_completed(futures, seconds=0)]
+    results = [future.result() for future in iterate_completed(futures, seconds=0)]
     assert sorted(results) == ["a", "a", "b"]
-    assert handler.lines == ["fitting: 1 of 3 fits are done"]
+    assert handler.lines == ["1 of 3 fits are done"]
 
 
 def test_reading_large_file_is_reported(clock, lines):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcond.commands.base import RESUMES, Command, as_function
@@ -52,8 +51,7 @@ class Sweep(SweepOptions, Command):
             >>> len(swept.results)
             2
         """
-        from llmcond.report.figures import check_figure
-        from llmcond.report.sweeps import plot_settings, plot_steps
+        from llmcond.report.sweeps import check_plots, write_plots
         from llmcond.workflows.sweep import sweep
 
         several = [self.head, self.prompt, *self.varied().values()]
@@ -62,16 +60,10 @@ class Sweep(SweepOptions, Command):
                 "there is nothing to vary. Give several values (--vary dim=64,128,256), heads, "
                 "prompts or --seeds."
             )
-        plots = [Path(path) for path in (self.plot, self.plot_steps) if path is not None]
-        if len({path.absolute() for path in plots}) < len(plots):
-            raise UserError(f"--plot and --plot-steps both name {plots[0]}. Name two files.")
-        for path in plots:
-            check_figure(path)
+        check_plots(self.plot, self.plot_steps)
         swept = sweep(self)
-        if self.plot is not None:
-            plot_settings(swept.results, Path(self.plot))
-        if self.plot_steps is not None:
-            plot_steps(swept.results, Path(self.plot_steps), self.curve_split() or "dev")
+        split = self.curve_split() or "dev"
+        write_plots(swept.results, self.plot, self.plot_steps, split)
         return swept
 
     def show(self, result: SweepResult, form: str) -> None:

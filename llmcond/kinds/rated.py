@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llmcond.runs.rated import RatedExamples
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.training_record import TrainingResult
+    from llmcond.workflows.training import TrainingJob
+    from llmcond.workflows.training_options import DataReader
 
 
 class Rated(Kind):
@@ -52,10 +53,12 @@ class Rated(Kind):
         return evaluate_pairs(run, options)
 
     @override
-    def train(self, options: TrainLoraOptions, task: Task) -> TrainingResult:
-        from llmcond.workflows.finetune import train_pairs
+    def plan_training(
+        self, options: TrainLoraOptions, task: Task, read: DataReader | None = None
+    ) -> TrainingJob:
+        from llmcond.workflows.finetune import plan_pairs
 
-        return train_pairs(options, task)
+        return plan_pairs(options, task, read)
 
     @override
     def log_data(self, data: Dataset) -> None:

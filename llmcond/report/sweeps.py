@@ -11,11 +11,12 @@ from typing import Any
 
 from rich.table import Table
 
+from llmcond.errors import UserError
 from llmcond.evaluation.results import SweptResult
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
 from llmcond.metrics import Metric, get_metric
-from llmcond.report.figures import Point, plot_curve
+from llmcond.report.figures import Point, check_figure, plot_curve
 from llmcond.report.format import factors_text, interval_notes, range_text
 from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table, plain_text
 
@@ -55,6 +56,36 @@ def _format_settings(settings: Mapping[str, Any]) -> str:
 
 def _line_name(result: SweptResult, settings: Mapping[str, Any]) -> str:
     return f"{result.name} {_format_settings(settings)}".rstrip()
+
+
+def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
+    """Check, before hours of work, that the figures of --plot and --plot-steps can be written.
+
+    Raises:
+        UserError: a path cannot be written or has another suffix, both are the same, or matplotlib
+            is not installed.
+    """
+    paths = [Path(path) for path in (plot, plot_steps) if path is not None]
+    if len({path.absolute() for path in paths}) < len(paths):
+        raise UserError(f"--plot and --plot-steps both name {paths[0]}. Name two files.")
+    for path in paths:
+        check_figure(path)
+
+
+def write_plots(
+    results: Swept,
+    settings_path: str | Path | None,
+    steps_path: str | Path | None,
+    split: str = "dev",
+) -> None:
+    """Write the figures of --plot and --plot-steps, as far as they are requested.
+
+    ``split`` is the split of the scores against training steps.
+    """
+    if settings_path is not None:
+        plot_settings(results, Path(settings_path))
+    if steps_path is not None:
+        plot_steps(results, Path(steps_path), split)
 
 
 def plot_settings(results: Swept, path: Path) -> None:
@@ -132,7 +163,7 @@ def plot_steps(results: Swept, path: Path, split: str = "dev") -> None:
             key, general_key = score_key(split, result.primary.name), score_key(split)
             values = [epoch_log.get(key, epoch_log.get(general_key)) for epoch_log in epoch_logs]
             if None not in values:
-                steps = (epoch + 1) * fits[0]["steps_per_epoch"]
+                steps = epoch_logs[0].get("step") or (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
                 mean, low, high = (result.primary.factor * figure for figure in figures)
                 line = series.setdefault(_line_name(result, result.settings), [])

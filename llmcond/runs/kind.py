@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmcond import plugins
+from llmcond.errors import UserError
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import PromptInputs
 from llmcond.runs.run import AnyRun
@@ -113,7 +114,6 @@ class Kind(ABC):
 
         return open_run(run.folder)  # raises an error with the commands for such runs
 
-    @abstractmethod
     def train(self, options: Any, task: Any) -> Any:
         """Train an encoder and a head, and return a TrainingResult.
 
@@ -123,6 +123,22 @@ class Kind(ABC):
             UserError: The input is invalid, or an option is for another kind of task.
             LlmcondError: The encoder cannot be loaded or trained.
         """
+        return self.plan_training(options, task).run()
+
+    def plan_training(self, options: Any, task: Any, read: Any = None) -> Any:
+        """Check everything that a training needs, and return it as a ``TrainingJob``.
+
+        ``read`` reads the data instead of ``llmcond.workflows.extract.read_data``, so that several
+        trainings can share them.
+
+        Raises:
+            UserError: The input is invalid, or an option is for another kind of task.
+            LlmcondError: The encoder cannot be loaded.
+        """
+        raise UserError(
+            f"train-lora and sweep-lora do not support tasks of the kind {self.name}. Use another "
+            "--task."
+        )
 
     def prompt_error(self, prompt: Prompt) -> str:
         """Return why a prompt cannot be used for tasks of this kind; empty if it can be used."""

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond import plugins
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
@@ -29,15 +22,15 @@ from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
-from llmcond.progress import EVERY_SECONDS, FitBar
+from llmcond.progress import FitBar
 from llmcond.records import RECORD, check_record
 from llmcond.runs import AnyRun, RunHead, dev_score, head_name, open_any_run
 from llmcond.runs.examples import load_examples
+from llmcond.runs.pool import count_cores, run_in_pool
 from llmcond.runs.predictors import score_predictors
-from llmcond.system import choose_device, process_context, provenance
+from llmcond.system import choose_device, provenance
 
 R = TypeVar("R", bound=Result)
-T = TypeVar("T")
 
 #: The format of the files that trials are saved in. A trial in another format is fitted again.
 _FORMAT = 2
@@ -332,8 +325,7 @@ def _run_missing(
     """Run trials, and yield the digest and the record of each one when it is done."""
     if not trials:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    default_count = 1 if job.device != "cpu" else min(cores or 1, _MAX_WORKERS)
+    default_count = 1 if job.device != "cpu" else min(count_cores(), _MAX_WORKERS)
     count = min(workers or default_count, len(trials))
     if any(trial.recipe.family.__module__ == "__main__" for trial in trials.values()):
         count = 1  # other processes cannot import a class that the main module defined
@@ -344,81 +336,17 @@ def _run_missing(
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return
-    threads = max(1, (cores or 1) // count)
-    with _processes(job, count, threads) as executor:
-        futures = [executor.submit(_fit_trial, digest, trial) for digest, trial in trials.items()]
-        try:
-            for future in _iterate_completed(futures):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise LlmcondError(
-                "a worker process was killed, perhaps because memory ran out. Completed fits are "
-                "saved. Run the same command again with fewer --workers."
-            ) from error
-
-
-def _iterate_completed(
-    futures: Sequence[Future[T]], seconds: float = EVERY_SECONDS
-) -> Iterator[Future[T]]:
-    """Yield futures when they are done. Log the count if none completes for ``seconds``."""
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, seconds, FIRST_COMPLETED)
-        if not done:
-            n_done = len(futures) - len(waiting)
-            log.info(f"fitting: {n_done:,} of {len(futures):,} fits are done")
-        yield from done
-
-
-@contextmanager
-def _processes(job: _TrialSettings, count: int, threads: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that fit heads. They end with the block, even in the middle of a fit."""
-    context = process_context("llmcond.heads")
-    receiver, sender = context.Pipe(duplex=False)
-    # Two processes that share cores are both several times slower. Libraries read the number of
-    # threads when they are loaded, hence the environment variable.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    executor = ProcessPoolExecutor(
-        count,
-        context,
-        initializer=_initialise_worker,
-        initargs=(job, plugins.loaded_names(), threads, receiver),
+    yield from run_in_pool(
+        _fit_trial, trials.items(), count, _prepare_worker, job, preload="llmcond.heads"
     )
-    try:
-        yield executor
-        executor.shutdown()
-    finally:
-        sender.close()
-        executor.shutdown(wait=False, cancel_futures=True)
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 _worker: _Worker | None = None
 
 
-def _initialise_worker(
-    job: _TrialSettings, plugin_names: Sequence[str], threads: int, parent_pipe: Connection
-) -> None:
-    import torch
-
-    # Only the parent process handles Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(parent_pipe,), daemon=True).start()
-    torch.set_num_threads(threads)
+def _prepare_worker(job: _TrialSettings) -> None:
     global _worker  # noqa: PLW0603 - the only state that tasks of a pool's process can share
-    for name in plugin_names:
-        plugins.load(name)
     _worker = _Worker(job)
-
-
-def _exit_with_parent(parent_pipe: Connection) -> None:
-    """End this process when the parent closes its end of the pipe, or is killed."""
-    parent_pipe.poll(None)
-    os._exit(1)
 
 
 def _fit_trial(digest: str, trial: Trial) -> tuple[str, _Record]:

@@ -48,6 +48,7 @@ from llmcond.workflows.training import (
     train,
 )
 from llmcond.workflows.training_options import (
+    DataReader,
     build_tune_settings,
     load_named_head,
     read_rated_dataset,
@@ -76,8 +77,8 @@ def train_lora(options: TrainLoraOptions) -> TrainingResult:
     return result
 
 
-def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
-    """Train on rated pairs; see ``train_lora``."""
+def plan_pairs(options: TrainLoraOptions, task: Task, read: DataReader | None = None) -> RatedJob:
+    """Plan a training on rated pairs; see ``Kind.plan_training``."""
     stage, teacher_options = (
         check_stage_settings(options.select(StageSettings)),
         options.select(TeacherOptions),
@@ -86,7 +87,7 @@ def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
     plan = _plan_head(options)
     tuning = build_tune_settings(options.tune_settings(), plan.recipe)
     dataset = read_rated_dataset(
-        task, replace(options.data_options(), extra=list_fields(plan.prompts))
+        task, replace(options.data_options(), extra=list_fields(plan.prompts)), read
     )
     if stage is not None:
         read_stage_splits(dataset, stage)  # reports errors before training, not after it
@@ -110,9 +111,10 @@ def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
         **({} if stage is None else {"then": asdict(stage)}),
         **({} if teacher is None else {"teacher": dict(teacher.record)}),
         **({} if aspects is None else {"aspects": _record_aspects(aspects)}),
+        **({} if options.ensemble == 1 else {"ensemble": options.ensemble}),
     }
     check_ensemble(options.ensemble, plan, resolved, tuning, merge)
-    job = _HeadJob(
+    return _HeadJob(
         model=model,
         resolved=resolved,
         folder=Path(options.run),
@@ -129,11 +131,8 @@ def train_pairs(options: TrainLoraOptions, task: Task) -> TrainingResult:
         teacher=teacher,
         aspects=aspects,
         sets=sets,
+        ensemble=options.ensemble,
     )
-    if options.ensemble == 1:
-        return train(job)
-    ensemble_job = replace(job, config={**config, "ensemble": options.ensemble})
-    return train_ensemble(ensemble_job, [job.member(number) for number in range(options.ensemble)])
 
 
 def _record_aspects(settings: AspectSettings) -> dict[str, Any]:
@@ -151,12 +150,26 @@ class _HeadJob(RatedJob):
     view: FeatureView
     aspects: AspectSettings | None = None
     sets: Sequence[AspectSample] = ()
+    ensemble: int = 1
 
-    def member(self, number: int) -> _HeadJob:
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the head."""
+        return self.plan.recipe
+
+    @override
+    def run(self) -> TrainingResult:
+        if self.ensemble == 1:
+            return train(self)
+        return train_ensemble(self, [self._member(number) for number in range(self.ensemble)])
+
+    def _member(self, number: int) -> _HeadJob:
         """Return the job of one member of an ensemble, which differs by its seed."""
         seed = self.seed + number
         config = {**self.config, "seed": seed}
-        return replace(self, seed=seed, plan=replace(self.plan, seed=seed), config=config)
+        del config["ensemble"]
+        plan = replace(self.plan, seed=seed)
+        return replace(self, seed=seed, plan=plan, config=config, ensemble=1)
 
     @override
     def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:

@@ -88,11 +88,6 @@ def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
         raise UserError("no head is named. Name one or more, such as --head mlp.")
     vary, changes = options.varied(), options.set or {}
     subtract = run.subtracts if options.subtract is None else options.subtract
-    empty_keys = [key for key, values in vary.items() if not values]
-    if empty_keys:
-        raise UserError(
-            f"{empty_keys[0]} is varied without a value. Give some: --vary {empty_keys[0]}=A,B"
-        )
     conflicts = sorted(set(vary) & set(changes))
     if conflicts:
         raise UserError(f"{conflicts[0]} is both varied and set. Give it once.")

@@ -45,6 +45,7 @@ from llmcond.workflows.options.scoring import EvaluateOptions
 from llmcond.workflows.options.training import TrainLoraOptions
 from llmcond.workflows.teacher import Teacher
 from llmcond.workflows.training_options import (
+    DataReader,
     build_tune_settings,
     check_rated_options,
     check_unrouted,
@@ -136,6 +137,10 @@ class TrainingJob:
     merge: bool
     config: Mapping[str, Any]
 
+    def run(self) -> TrainingResult:
+        """Train, or continue where the same job was stopped; see ``train``."""
+        return train(self)
+
     def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         """Return the model, and the examples of train and dev in the form that it takes."""
         raise NotImplementedError
@@ -206,6 +211,7 @@ class RankingJob(TrainingJob):
         task: AnyTask[Any],
         load: Callable[[Path], tuple[FittedModule, dict[str, Any]]],
         check: Callable[[Recipe], object],
+        read: DataReader | None = None,
     ) -> Self:
         """Create a job from options, and check its data and its encoder.
 
@@ -214,6 +220,7 @@ class RankingJob(TrainingJob):
             task: the task of the data.
             load: a function that reads a fitted head of the task, and its record.
             check: a function that raises a UserError for a recipe that cannot be trained.
+            read: a function that reads the data; None: ``read_data``.
 
         Raises:
             UserError: the input is invalid, or the head cannot be trained (see ``choose_head``).
@@ -222,7 +229,7 @@ class RankingJob(TrainingJob):
         check_rated_options(options, task)
         recipe, prompts, start = choose_head(options, task, load, check)
         settings = build_tune_settings(options.tune_settings(), recipe)
-        dataset = read_data(task, options.data_options())
+        dataset = (read or read_data)(task, options.data_options())
         cls.check_data(dataset, task)
         model, merge = options.model, options.merge
         resolved = resolve_trainable(model, options.encoder_options(), settings, merge)

@@ -24,6 +24,8 @@ from llmcond.workflows.extract import read_data
 from llmcond.workflows.options.training import HeadTrainingOptions, TeacherOptions, TrainLoraOptions
 
 F = TypeVar("F", bound=FittedModule)
+#: A function that reads the data of a task, such as ``read_data``.
+DataReader = Callable[[AnyTask[Any], DataOptions], Any]
 
 
 def check_rated_options(options: TrainLoraOptions, task: AnyTask[Any]) -> None:
@@ -171,13 +173,13 @@ def find_rated_task(name: str | None) -> Task:
     return task
 
 
-def read_rated_dataset(task: Task, options: DataOptions) -> Dataset:
-    """Read a dataset whose train split has rated rows.
+def read_rated_dataset(task: Task, options: DataOptions, read: DataReader | None = None) -> Dataset:
+    """Read a dataset whose train split has rated rows, by ``read`` or by ``read_data``.
 
     Raises:
         UserError: train has fewer than two rated rows, or only equal ratings.
     """
-    dataset = read_data(task, options)
+    dataset: Dataset = (read or read_data)(task, options)
     train = dataset.splits["train"]
     if int(train.rated.sum()) < 2:
         raise UserError(

@@ -34,7 +34,7 @@ from llmcond.report import sweeps
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
 #: The modules whose functions the tests count or replace.
-TRIALS, FITS = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated"))
+TRIALS, FITS, POOL = (import_module(f"llmcond.runs.{name}") for name in ("trials", "rated", "pool"))
 
 JOINT, SEPARATE = "concat-sent-cond", "separate"
 BOTH = f"{JOINT}+{SEPARATE}"
@@ -825,7 +825,7 @@ class BrokenExecutor:
 
 @pytest.mark.parametrize("threads", ["3", None])
 def test_killed_process_reports_one_line(capsys, monkeypatch, folder, threads):
-    monkeypatch.setattr(TRIALS, "ProcessPoolExecutor", BrokenExecutor)
+    monkeypatch.setattr(POOL, "ProcessPoolExecutor", BrokenExecutor)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if threads:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)

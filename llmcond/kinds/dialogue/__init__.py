@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from llmcond.workflows.analyse import AnalysisResult
     from llmcond.workflows.options.scoring import AnalyseOptions, EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.training_record import TrainingResult
+    from llmcond.workflows.training import TrainingJob
+    from llmcond.workflows.training_options import DataReader
 
 
 class DialogueKind(Kind):
@@ -65,10 +66,12 @@ loaded.top(loaded.start(["Hello!", "Shall we meet?"]), pool)""",
         return analyse_dialogues(run, options)
 
     @override
-    def train(self, options: TrainLoraOptions, task: DialogueTask) -> TrainingResult:
-        from llmcond.kinds.dialogue.train import train_dialogues
+    def plan_training(
+        self, options: TrainLoraOptions, task: DialogueTask, read: DataReader | None = None
+    ) -> TrainingJob:
+        from llmcond.kinds.dialogue.train import plan_dialogues
 
-        return train_dialogues(options, task)
+        return plan_dialogues(options, task, read)
 
     @override
     def prompt_error(self, prompt: Prompt) -> str:

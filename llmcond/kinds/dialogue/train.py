@@ -13,21 +13,23 @@ from llmcond.kinds.dialogue.model import DialogueInputs, TurnModel
 from llmcond.kinds.dialogue.roles import FittedRoleHead, load_roles_head
 from llmcond.kinds.dialogue.task import DialogueTask
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.training import RankingJob, TrainingParts, train
-from llmcond.workflows.training_record import TrainingResult
+from llmcond.workflows.training import RankingJob, TrainingParts
+from llmcond.workflows.training_options import DataReader
 
 if TYPE_CHECKING:
     from llmcond.finetune.loading import TrainableEncoder
 
 
-def train_dialogues(options: TrainLoraOptions, task: DialogueTask) -> TrainingResult:
-    """Train the adapters of an encoder and a head on dialogues; see ``train_lora``.
+def plan_dialogues(
+    options: TrainLoraOptions, task: DialogueTask, read: DataReader | None = None
+) -> RankingJob:
+    """Plan the training of an encoder and a head on dialogues; see ``Kind.plan_training``.
 
     Raises:
         UserError: The input is invalid, or the head is for another task.
-        LlmcondError: The encoder cannot be loaded or trained.
+        LlmcondError: The encoder cannot be loaded.
     """
-    return train(_DialogueJob.from_options(options, task, load_roles_head, check_turns))
+    return _DialogueJob.from_options(options, task, load_roles_head, check_turns, read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

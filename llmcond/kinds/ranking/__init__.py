@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from llmcond.kinds.ranking.examples import QueryExamples
     from llmcond.workflows.options.scoring import EvaluateOptions
     from llmcond.workflows.options.training import TrainLoraOptions
-    from llmcond.workflows.training_record import TrainingResult
+    from llmcond.workflows.training import TrainingJob
+    from llmcond.workflows.training_options import DataReader
 
 
 class Ranking(Kind):
@@ -54,7 +55,9 @@ class Ranking(Kind):
         return write_ranks(evaluate_ranking(run, options), run, options, RankingOptions)
 
     @override
-    def train(self, options: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
-        from llmcond.kinds.ranking.train import train_queries
+    def plan_training(
+        self, options: TrainLoraOptions, task: RankingTask[Any], read: DataReader | None = None
+    ) -> TrainingJob:
+        from llmcond.kinds.ranking.train import plan_queries
 
-        return train_queries(options, task)
+        return plan_queries(options, task, read)

@@ -15,21 +15,23 @@ from llmcond.kinds.ranking.task import RankingTask
 from llmcond.runs.trials import size_recipe
 from llmcond.tasks import AnyTask, Data
 from llmcond.workflows.options.training import TrainLoraOptions
-from llmcond.workflows.training import RankingJob, TrainingParts, train
-from llmcond.workflows.training_record import TrainingResult
+from llmcond.workflows.training import RankingJob, TrainingParts
+from llmcond.workflows.training_options import DataReader
 
 if TYPE_CHECKING:
     from llmcond.finetune.loading import TrainableEncoder
 
 
-def train_queries(options: TrainLoraOptions, task: RankingTask[Any]) -> TrainingResult:
-    """Train the adapters of an encoder and a head on a graph; see ``train_lora``.
+def plan_queries(
+    options: TrainLoraOptions, task: RankingTask[Any], read: DataReader | None = None
+) -> RankingJob:
+    """Plan the training of an encoder and a head on a graph; see ``Kind.plan_training``.
 
     Raises:
         UserError: The input is invalid, or the head has settings that need cached features.
-        LlmcondError: The encoder cannot be loaded or trained.
+        LlmcondError: The encoder cannot be loaded.
     """
-    return train(_QueryJob.from_options(options, task, load_query_head, check_recipe))
+    return _QueryJob.from_options(options, task, load_query_head, check_recipe, read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

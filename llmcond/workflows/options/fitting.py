@@ -107,17 +107,44 @@ class TrialOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOption):
-    """Options of ``llmcond sweep``: the heads and settings to fit."""
+class GridOptions(Options):
+    """Options of commands that compare every combination of settings."""
 
-    head: Sequence[str] = option(
-        metavar="NAME_OR_FILE", help="recipes to fit (`llmcond heads` lists the bundled ones)"
-    )
     vary: Mapping[str, str] | None = option(
         None,
         metavar="KEY=V,V",
         help="recipe settings to vary (dim, rank, learning_rate, temperature, ...), each with its "
         "values",
+    )
+    plot: str | Path | None = option(
+        None,
+        metavar="FILE",
+        help="figure (.png, .svg, .pdf) of the main metric against the first setting that has "
+        "several numeric values; the numbers are written next to it as CSV",
+    )
+
+    def varied(self) -> dict[str, list[str]]:
+        """Return each varied setting with its values as text.
+
+        Raises:
+            UserError: a setting has no value.
+        """
+        varied = {
+            key: values.split(",") if isinstance(values, str) else [str(value) for value in values]
+            for key, values in (self.vary or {}).items()
+        }
+        for key, values in varied.items():
+            if not values:
+                raise UserError(f"{key} is varied without a value. Give some: --vary {key}=A,B")
+        return varied
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(GridOptions, RunOption, SplitOption, MetricOption, TrialOptions, DeviceOption):
+    """Options of ``llmcond sweep``: the heads and settings to fit."""
+
+    head: Sequence[str] = option(
+        metavar="NAME_OR_FILE", help="recipes to fit (`llmcond heads` lists the bundled ones)"
     )
     prompt: Sequence[str] = option(
         (),
@@ -130,12 +157,6 @@ class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOpt
         help="subtract the unconditional embedding (default: yes, except in tasks that rank "
         "candidates)",
     )
-    plot: str | Path | None = option(
-        None,
-        metavar="FILE",
-        help="figure (.png, .svg, .pdf) of the main metric against the first setting that has "
-        "several numeric values; the numbers are written next to it as CSV",
-    )
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
@@ -146,10 +167,3 @@ class SweepOptions(RunOption, SplitOption, MetricOption, TrialOptions, DeviceOpt
     def curve_split(self) -> str | None:
         """Return the split to score after each epoch in addition to dev; None if there is none."""
         return None if self.plot_steps is None or self.split == "dev" else self.split
-
-    def varied(self) -> dict[str, list[str]]:
-        """Return each varied setting with its values as text."""
-        return {
-            key: values.split(",") if isinstance(values, str) else [str(value) for value in values]
-            for key, values in (self.vary or {}).items()
-        }

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
 
 from llmcond.encoders.spec import Orders
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.options import Positive, Seed, all_optional, option
 from llmcond.workflows.options.common import RunOption, RunOptions
+from llmcond.workflows.options.fitting import GridOptions
 
 _HEAD = "head and inputs"
 _TEACHER = "distillation"
@@ -111,6 +114,40 @@ class TrainLoraOptions(
     HeadTrainingOptions, StageSettings, TeacherOptions, AspectSettings, TrainingOptions
 ):
     """Options of ``llmcond train-lora``: an encoder and the head on top of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepLoraOptions(TrainLoraOptions, GridOptions):
+    """Options of ``llmcond sweep-lora``: the trainings to compare."""
+
+    vary: Mapping[str, str] | None = option(
+        None,
+        metavar="KEY=V,V",
+        help="settings to vary, each with its values: options of train-lora (learning_rate, rank, "
+        "...) and keys of --set (temperature, ...; head.KEY where an option has the same name). "
+        "KEY+KEY=V,V gives several settings the same value",
+    )
+    seeds: Annotated[int, Ge(1), Le(2**32)] = option(
+        3, metavar="N", help="number of seeds: each combination is trained with seeds S to S+N-1"
+    )
+    seed: Seed = option(
+        0, metavar="S", help="first random seed, which also samples the combinations of --trials"
+    )
+    trials: Positive | None = option(
+        None,
+        metavar="N",
+        help="number of combinations, sampled at random from the grid (default: all)",
+    )
+    workers: Positive | None = option(
+        None, metavar="N", help="number of parallel trainings (default: one per GPU, 1 on a CPU)"
+    )
+    keep_all: bool = option(False, help="keep every trained encoder, not only the best")
+    plot_steps: str | Path | None = option(
+        None,
+        metavar="FILE",
+        help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
+        "written next to it as CSV",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

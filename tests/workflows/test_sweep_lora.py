@@ -1,0 +1,447 @@
+"""Sweeps over trainings: every combination is trained once, and the best encoder is kept."""
+
+import json
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.commands import run_json, run_rejected
+from helpers.dialogues import write_dialogues
+from helpers.graphs import write_graph
+from helpers.processes import Command
+
+import llmcond
+from llmcond.cli import run
+from llmcond.errors import UserError
+from llmcond.finetune.loop import Trainer
+from llmcond.workflows import sweep_lora
+from llmcond.workflows.options.training import SweepLoraOptions
+from llmcond.workflows.training_grid import plan_trainings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENCODER = "--pooling mean --normalize --dtype float32 --device cpu --epochs 1 --batch-size 32"
+#: Two combinations of settings, each with two seeds.
+VARIED = ("--vary", "learning_rate=0.0001,0.05", "--rank", "4", "--seeds", "2", "--head", "none")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, small_rows):
+    path = tmp_path_factory.mktemp("data") / "rows.csv"
+    lines = ["sentence1,sentence2,condition,label"]
+    lines += [",".join(str(value) for value in row) for row in small_rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def complete(tiny_bert, data):
+    """Return a function that completes the arguments of ``sweep-lora`` on small rows."""
+
+    def complete_arguments(folder, *arguments):
+        common = ("sweep-lora", "--model", tiny_bert, "--data", data, "--run", folder)
+        return [str(argument) for argument in (*common, *ENCODER.split(), *arguments)]
+
+    return complete_arguments
+
+
+@pytest.fixture(scope="module")
+def swept(complete, tmp_path_factory):
+    """A finished sweep over two combinations with two seeds. Copy it before changing it."""
+    folder = tmp_path_factory.mktemp("swept") / "run"
+    assert run(complete(folder, *VARIED)) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(swept, tmp_path):
+    return Path(shutil.copytree(swept, tmp_path / "copy"))
+
+
+@pytest.fixture
+def trainings(monkeypatch):
+    """The learning rate and the seed of every training of a sweep in this process."""
+    calls = []
+    train = sweep_lora._run_training
+
+    def count_training(job):
+        calls.append((job.settings.learning_rate, job.seed))
+        return train(job)
+
+    monkeypatch.setattr(sweep_lora, "_run_training", count_training)
+    return calls
+
+
+def read_report(folder):
+    return json.loads((folder / "sweep.json").read_text())
+
+
+def read_summaries(folder):
+    """Return the summaries of all finished trainings by learning rate and seed."""
+    records = [json.loads(path.read_text()) for path in (folder / "trainings").glob("*.json")]
+    curves = {
+        json.dumps(curve): row["settings"]["learning_rate"]
+        for row in read_report(folder)["results"]
+        for curve in row["curves"]
+    }
+    return {
+        (curves[json.dumps(record["fit"]["curve"])], record["summary"]["seed"]): record["summary"]
+        for record in records
+    }
+
+
+def without_times(value):
+    """Return JSON without what differs between equal trainings: seconds and folders."""
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in {"seconds", "run"}}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+def find_weights(folder):
+    return sorted(path.parent.name for path in folder.rglob("adapter_model.safetensors"))
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def test_results_are_means_over_seeds_on_dev_best_first(swept):
+    report, summaries = read_report(swept), read_summaries(swept)
+    assert set(summaries) == {(rate, seed) for rate in (0.0001, 0.05) for seed in (0, 1)}
+    assert len(report["results"]) == 2
+    for row in report["results"]:
+        assert (row["split"], row["seeds"]) == ("dev", [0, 1])
+        assert row["name"] == "none@concat-sent-cond+c"
+        rate = row["settings"]["learning_rate"]
+        scores = [summaries[rate, seed]["scores"][0]["spearman"] for seed in (0, 1)]
+        assert row["spearman"] == pytest.approx(sum(scores) / 2)
+    means = [row["spearman"] for row in report["results"]]
+    assert means == sorted(means, reverse=True)
+    assert means[0] != means[1]
+    assert report["failures"] == []
+    assert "torch" in report["versions"]
+    assert report["data"]["rows"]["dev"] == 12
+
+
+def test_best_encoder_is_run_of_best_seed_of_best_settings(swept, capsys):
+    report, summaries = read_report(swept), read_summaries(swept)
+    rate = report["results"][0]["settings"]["learning_rate"]
+    best = max((summaries[rate, seed] for seed in (0, 1)), key=lambda s: s["dev_spearman"])
+    assert report["best"] == {**best, "run": str(swept / "best")}
+    config = json.loads((swept / "best/training.json").read_text())["made_of"]
+    assert (config["settings"]["learning_rate"], config["seed"]) == (rate, best["seed"])
+    test_scores = [summaries[rate, seed]["scores"][1]["spearman"] for seed in (0, 1)]
+    assert report["test"]["spearman"] == pytest.approx(sum(test_scores) / 2)
+    evaluate = ("evaluate", "--run", swept / "best", "--split", "test")
+    (score,) = (
+        row["spearman"]
+        for row in run_json(capsys, *evaluate)["results"]
+        if row["name"] == best["head"]
+    )
+    assert score == best["scores"][1]["spearman"]
+    pair = ("two men play", "two dogs sit", "--condition", "the place")
+    assert run_json(capsys, "similarity", *pair, "--run", swept / "best")["head"] == best["head"]
+
+
+def test_weights_of_other_trainings_are_removed(swept):
+    assert find_weights(swept) == ["best"]
+    assert all(path.suffix == ".json" for path in (swept / "trainings").iterdir())
+
+
+def test_training_equals_that_of_train_lora(swept, complete, tmp_path, capsys):
+    best = read_report(swept)["best"]
+    rate = read_report(swept)["results"][0]["settings"]["learning_rate"]
+    _, *common = complete(tmp_path / "alone", "--rank", 4, "--head", "none")
+    flags = ("--learning-rate", rate, "--seed", best["seed"])
+    alone = run_json(capsys, "train-lora", *common, *flags)
+    assert without_times(alone) == without_times(best)
+
+
+def test_table_and_plots_show_combinations(complete, folder, capsys):
+    plots = ("--plot", folder / "rates.svg", "--plot-steps", folder / "steps.svg")
+    assert run(complete(folder, *VARIED, "--format", "markdown", *plots)) == 0
+    table = capsys.readouterr().out
+    assert "learning_rate=0.05" in table
+    assert "Mean over seeds" in table
+    assert "learning rate" in (folder / "rates.svg").read_text()
+    assert (folder / "steps.svg").is_file()
+
+
+def test_keep_all_leaves_weights_of_every_training(complete, tmp_path, capsys):
+    arguments = ("--vary", "rank=1,2", "--seeds", "1", "--head", "none", "--keep-all")
+    result = run_json(capsys, *complete(tmp_path, *arguments))
+    digests = [path.stem for path in (tmp_path / "trainings").glob("*.json")]
+    assert find_weights(tmp_path) == sorted([*digests, "best"])
+    for digest in digests:
+        assert run_json(capsys, "evaluate", "--run", tmp_path / "trainings" / digest)["results"]
+    assert result["test"]["settings"] == result["results"][0]["settings"]
+
+
+# -- reuse of finished trainings ---------------------------------------------------------------
+
+
+def test_repeated_sweep_trains_nothing(complete, folder, trainings, capsys):
+    weights = folder / "best/adapter_model.safetensors"
+    before, written = read_report(folder), weights.stat().st_mtime_ns
+    repeated = run_json(capsys, *complete(folder, *VARIED))
+    assert trainings == []
+    assert repeated["results"] == before["results"]
+    assert weights.stat().st_mtime_ns == written
+
+
+def test_smaller_sweep_trains_its_best_again_without_weights(complete, folder, trainings, capsys):
+    other = read_report(folder)["results"][1]
+    rate = other["settings"]["learning_rate"]
+    arguments = ("--vary", f"learning_rate={rate}", *VARIED[2:])
+    result = run_json(capsys, *complete(folder, *arguments))
+    assert trainings == [(rate, result["best"]["seed"])]
+    assert result["results"] == [other]
+    assert find_weights(folder) == ["best"]
+
+
+def test_damaged_record_is_trained_again(complete, folder, trainings, capsys):
+    damaged = min((folder / "trainings").glob("*.json"))
+    scores = json.loads(damaged.read_text())["summary"]["scores"]
+    damaged.write_text('{"summary": {}}')
+    assert run(complete(folder, *VARIED)) == 0
+    assert "The training is repeated." in capsys.readouterr().err
+    assert len(trainings) in (1, 2)  # the best one is trained again if its record is new
+    assert json.loads(damaged.read_text())["summary"]["scores"] == scores
+
+
+def kill_in_step(count):
+    """Make the process kill itself before its ``count``-th training step."""
+    step, steps = Trainer._try_step, []
+
+    def step_or_die(self, parts, number):
+        steps.append(number)
+        if len(steps) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, parts, number)
+
+    Trainer._try_step = step_or_die
+
+
+def test_killed_sweep_resumes_from_last_checkpoint(complete, tmp_path, capsys):
+    varied = ("--vary", "rank=1,2", "--seeds", "1", "--head", "none", "--batch-size", "10")
+    arguments = (*varied, "--checkpoint-steps", "2")
+    # Each training has six steps, so that the eleventh step is the fifth of the second one.
+    setup = partial(kill_in_step, 11)
+    killed = Command(tmp_path / "1", complete(tmp_path / "killed", *arguments), setup=setup)
+    assert killed.finish()[0] == -signal.SIGKILL
+    assert run(complete(tmp_path / "killed", *arguments)) == 0
+    messages = capsys.readouterr().err
+    assert "2 trainings (2 combinations of settings), 1 of them already done" in messages
+    assert "from step 4" in messages
+    whole = run_json(capsys, *complete(tmp_path / "whole", *arguments))
+    assert read_report(tmp_path / "killed")["results"] == whole["results"]
+
+
+def test_two_workers_equal_one(complete, swept, tmp_path, capsys):
+    result = run_json(capsys, *complete(tmp_path, *VARIED, "--workers", "2"))
+    report = read_report(swept)
+    assert without_times(result) == without_times({key: report[key] for key in result})
+    assert find_weights(tmp_path) == ["best"]
+
+
+# -- failed trainings --------------------------------------------------------------------------
+
+
+def fail_trainings(monkeypatch, should_fail):
+    step = Trainer._try_step
+
+    def step_or_fail(self, parts, number):
+        if should_fail(self._settings.learning_rate, self._seed):
+            raise UserError("the loss became nan in step 1.")
+        return step(self, parts, number)
+
+    monkeypatch.setattr(Trainer, "_try_step", step_or_fail)
+
+
+def test_settings_with_failed_training_are_reported_and_last(
+    complete, swept, tmp_path, monkeypatch, capsys
+):
+    best_rate = read_report(swept)["results"][0]["settings"]["learning_rate"]
+    with monkeypatch.context() as patched:
+        fail_trainings(patched, lambda *training: training == (best_rate, 1))
+        result = run_json(capsys, *complete(tmp_path, *VARIED))
+    failure = f"learning_rate={best_rate} seed=1: the loss became nan in step 1."
+    assert result["failures"] == [failure]
+    assert [row["seeds"] for row in result["results"]] == [[0, 1], [0]]
+    assert result["results"][1]["settings"] == {"learning_rate": best_rate}
+    # Only the failed training is repeated.
+    repeated = run_json(capsys, *complete(tmp_path, *VARIED))
+    assert repeated["failures"] == []
+    assert repeated["results"] == read_report(swept)["results"]
+
+
+def test_sweep_fails_if_every_training_fails(complete, tmp_path, monkeypatch, capsys):
+    fail_trainings(monkeypatch, lambda *_: True)
+    varied = ("--vary", "rank=2,4", "--seeds", "1", "--head", "none")
+    assert run(complete(tmp_path / "run", *varied)) == 1
+    message = "every training failed. The first failure: rank=2 seed=0: the loss became nan"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run/sweep.json").exists()
+
+
+# -- other tasks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "write", "head", "metric"),
+    [("kgc", write_graph, "hadamard", "mrr"), ("dialogue", write_dialogues, "ccl", "average_rank")],
+)
+def test_main_metric_of_task_decides(tiny_bert, tmp_path, task, write, head, metric):
+    result = llmcond.sweep_lora(
+        task=task,
+        model=str(tiny_bert),
+        data=write(tmp_path / "data"),
+        run=tmp_path / "run",
+        head=head,
+        pooling="mean",
+        device="cpu",
+        dtype="float32",
+        epochs=1,
+        rank=2,
+        seeds=1,
+        vary={"learning_rate+head.learning_rate": [1e-4, 1e-2]},
+    )
+    values = [row.main.value for row in result.results]
+    assert values == sorted(values, reverse=metric == "mrr")
+    assert result.results[0].primary.name == result.test.primary.name == metric
+    assert result.best.record["scores"][0][metric] == values[0]
+    assert result.best.record["scores"][1][metric] == result.test.main.value
+    assert result.to_pandas()[metric].tolist() == values
+    config = json.loads((tmp_path / "run/best/training.json").read_text())["made_of"]
+    assert config["head"]["learning_rate"] == config["settings"]["learning_rate"]
+
+
+# -- the grid ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tiny_bert, data, tmp_path):
+    """Return a function that plans trainings and returns their settings and seeds."""
+
+    def plan_sweep(**options):
+        common = {"model": str(tiny_bert), "data": data, "run": tmp_path, "pooling": "mean"}
+        planned = plan_trainings(SweepLoraOptions(**common, **options), tmp_path)
+        return [(group[0].settings, [training.job for training in group]) for group in planned]
+
+    return plan_sweep
+
+
+def test_options_and_head_settings_are_varied_together(plan):
+    vary = {
+        "rank": "2,full",
+        "learning_rate+head.learning_rate": [1e-5, 2e-5],
+        "temperature": "1.5,1.7,1.9",
+        "head.rank": "4",
+    }
+    planned = plan(head="hypernet", vary=vary, seeds=2, seed=5, set={"info_nce": 1, "dim": 8})
+    assert len(planned) == 2 * 2 * 3
+    settings, jobs = planned[-1]
+    joint = "learning_rate+head.learning_rate"
+    assert settings == {"rank": 0, joint: 2e-5, "temperature": 1.9, "head.rank": 4}
+    assert [job.seed for job in jobs] == [5, 6]
+    for job in jobs:
+        assert (job.settings.rank, job.settings.learning_rate) == (0, 2e-5)
+        head = job.config["head"]
+        assert (head["rank"], head["learning_rate"], head["temperature"]) == (4, 2e-5, 1.9)
+
+
+def test_default_learning_rate_follows_varied_rank(plan):
+    planned = plan(head="none", vary={"rank": ["full", 8]}, seeds=1)
+    assert [jobs[0].settings.learning_rate for _, jobs in planned] == [5e-5, 1e-3]
+
+
+def test_sequences_and_switches_can_be_varied(plan):
+    vary = {"target": "attention,query+value", "encoder_dropout": "true,false"}
+    planned = plan(head="none", vary=vary, seeds=1)
+    assert [tuple(settings.values()) for settings, _ in planned] == [
+        ("attention", True),
+        ("attention", False),
+        ("query+value", True),
+        ("query+value", False),
+    ]
+    assert planned[-1][1][0].settings.target == ("query", "value")
+
+
+def test_equal_values_are_planned_once(plan):
+    assert len(plan(head="none", vary={"learning_rate": "1e-3,0.001,1e-3"}, seeds=2)) == 1
+
+
+def test_sampled_combinations_are_part_of_larger_sample(plan):
+    vary = {"learning_rate": "1e-3,2e-3,3e-3,4e-3", "rank": "1,2,3,4"}
+    samples = [
+        [settings for settings, _ in plan(head="none", vary=vary, seeds=1, trials=n)]
+        for n in (3, 6, 99)
+    ]
+    assert [len(sample) for sample in samples] == [3, 6, 16]
+    assert all(settings in samples[1] for settings in samples[0])
+    other = [s for s, _ in plan(head="none", vary=vary, seeds=1, trials=3, seed=1)]
+    assert other != samples[0]
+
+
+def test_seeds_of_ensembles_do_not_overlap(plan):
+    ((_, jobs),) = plan(head="none", seeds=2, ensemble=3, normalize=True)
+    assert [job.seed for job in jobs] == [0, 3]
+
+
+# -- invalid sweeps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--seeds", "1"], "there is nothing to vary"),
+        (["--vary", "rank=4", "--seeds", "1"], "there is nothing to vary"),
+        (["--vary", "lerning_rate=1,2"], "Did you mean 'learning_rate'"),
+        (["--vary", "head.temperatur=1,2"], "Did you mean 'head.temperature'"),
+        (["--vary", "seed=1,2"], "--vary names 'seed', which is no setting"),
+        (["--vary", "then_share=0.1,0.2"], "--vary names 'then_share'"),
+        (["--vary", "learning_rate=1e-3,fast"], "learning_rate is 'fast'; expected a number."),
+        (["--vary", "learning_rate=1e-3,1000"], "it must be at most 100"),
+        (["--vary", "rank=2,two"], "--rank is 'two'; expected a whole number"),
+        (["--vary", "encoder_dropout=no"], "encoder_dropout is 'no'; expected true or false."),
+        (["--vary", "schedule=linear,cosin"], "Did you mean 'cosine'"),
+        (["--vary", "temperature=1.5,-1"], "--vary temperature=-1: 'temperature' is -1.0"),
+        (["--vary", "epochs=1,2"], "epochs is both varied and set. Give it once."),
+        (["--vary", "mse=1,2", "--set", "mse=1"], "mse is both varied and set. Give it once."),
+        (["--vary", "rank=1,2", "alpha+rank=1,2"], "--vary repeats rank"),
+        (["--vary", "prompt=routed,rooted"], "Did you mean 'routed'"),
+        (["--vary", "rank=1,2", "--then", "dev"], "Leave out --then"),
+        (["--vary", "rank=1,2", "--plot", "x.jpg"], "name a .png or .svg file"),
+    ],
+)
+def test_invalid_sweep_is_rejected_before_first_training(
+    complete, tmp_path, monkeypatch, trainings, capsys, arguments, expected
+):
+    monkeypatch.chdir(tmp_path)
+    command = complete("run", "--head", "none", *arguments)
+    assert expected in run_rejected(capsys, *command)
+    assert trainings == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sweep_without_dev_is_rejected(complete, write_rows, small_rows, tmp_path, capsys):
+    for name in ("train", "dev"):
+        rows = [(*row[:3], -1 if name == "dev" else row[3]) for row in small_rows]
+        write_rows(rows, f"splits/{name}.csv")
+    command = complete(tmp_path / "run", "--head", "none", "--vary", "rank=1,2")
+    line = run_rejected(capsys, *command, "--data", tmp_path / "splits")
+    assert "no dev split with rated rows" in line
+
+
+def test_run_of_something_else_is_rejected(complete, swept, tiny_run, capsys):
+    for folder in (tiny_run, swept / "best"):
+        line = run_rejected(capsys, *complete(folder, "--head", "none", "--vary", "rank=1,2"))
+        assert line == f"{folder} already holds a run. Name another --run."
+
+
+def test_launched_sweep_is_rejected(complete, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command = complete(tmp_path / "run", "--head", "none", "--vary", "rank=1,2")
+    assert "cannot be launched with accelerate or torchrun" in run_rejected(capsys, *command)
