@@ -67,11 +67,13 @@ class Sweep(SweepOptions, Command):
         return swept
 
     def show(self, result: SweepResult, form: str) -> None:
-        """Print a table."""
-        from llmcond.report.sweeps import sweep_table
-        from llmcond.report.terminal import print_table
+        """Print a table, and the held-out score of the choice of the best row."""
+        from llmcond.report.sweeps import choice_sentence, sweep_table
+        from llmcond.report.terminal import print_sentences, print_table
 
         print_table(sweep_table(result.results, self.run), form)
+        if result.choice is not None:
+            print_sentences([choice_sentence(result.choice)], form)
 
 
 sweep = as_function(Sweep)

@@ -184,6 +184,10 @@ class Result(Displayed):
             other rows (``unseen``). Only for fitted heads, and only if both occur.
         new_sentences: The score on rows that share no sentence with the training rows; None if no
             row shares a sentence with them.
+        shared_sentences: The score on the other rows, which share a sentence with the training
+            rows; None if ``new_sentences`` is.
+        held_out: The score on dev if the epoch is chosen on nine tenths of dev, and the remaining
+            tenth is predicted; None if dev is not scored, or did not choose the epoch.
         seed_sd: The standard deviation over seeds by metric; None for a single seed.
         dim: The size of the embeddings; None: the size of the features.
         seeds: The seeds of the fits that figures are means of; empty for zero-shot.
@@ -209,6 +213,8 @@ class Result(Displayed):
     metrics: Mapping[str, Estimate] = field(default_factory=dict)
     by_condition: Mapping[str, Subset] = field(default_factory=dict)
     new_sentences: Result | None = None
+    shared_sentences: Result | None = None
+    held_out: Estimate | None = None
     seed_sd: Mapping[str, float | None] = field(default_factory=dict)
     dim: int | None = None
     seeds: tuple[int, ...] = ()
@@ -288,6 +294,7 @@ class Result(Displayed):
         """
         return {
             **self.scored_json(),
+            **self._held_out_json(),
             **{
                 name: {"n": part.n, self.primary.name: finite_or_none(part.score.value)}
                 for name, part in self.by_condition.items()
@@ -296,11 +303,18 @@ class Result(Displayed):
         }
 
     def _new_sentences_json(self) -> dict[str, Any]:
-        part = self.new_sentences
-        if part is None:
+        parts = {"unseen": self.new_sentences, "shared": self.shared_sentences}
+        values: dict[str, Any] = {}
+        for name, part in parts.items():
+            if part is not None:
+                figures = {"n_pairs": part.counts.n_pairs, **estimates_json(part.metrics)}
+                values |= {f"n_{name}_sentences": part.counts.n, f"{name}_sentences": figures}
+        return values
+
+    def _held_out_json(self) -> dict[str, Any]:
+        if self.held_out is None:
             return {}
-        figures = {"n_pairs": part.counts.n_pairs, **estimates_json(part.metrics)}
-        return {"n_unseen_sentences": part.counts.n, "unseen_sentences": figures}
+        return estimates_json({f"held_out_{self.primary.name}": self.held_out})
 
 
 def difference_json(difference: PairedDifference) -> dict[str, Any]:
@@ -467,12 +481,33 @@ class SweptResult(Result):
         return {
             **self.identity_json(),
             **self.metrics_json(),
+            **self._held_out_json(),
             "settings": dict(self.settings),
             "seeds": list(self.seeds),
             "best_epochs": [fit.get("best_epoch") for fit in self.fits],
             "curves": [fit.get("curve") for fit in self.fits],
             "steps_per_epoch": self.fits[0].get("steps_per_epoch"),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChoice:
+    """The held-out score of the choice of the best settings and epoch on dev.
+
+    Attributes:
+        metric: The metric that chooses.
+        score: The score on dev if settings and epochs are chosen on nine tenths of dev, and the
+            remaining tenth is predicted.
+        folds: How many of the tenths each result was chosen for, by the name and the settings.
+    """
+
+    metric: Metric
+    score: Estimate
+    folds: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON value in the output of ``sweep``."""
+        return {**estimates_json({self.metric.name: self.score}), "folds": dict(self.folds)}
 
 
 def default_name(recipe: str, prompts: Sequence[str], plain: bool) -> str:

@@ -11,12 +11,14 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
 from llmcond.heads.base import FittedHead, FittedModule, fitted_class
 from llmcond.heads.batches import Loader, RatedRows
+from llmcond.heads.held_out import MAX_VALUES, hold_out
 from llmcond.heads.module import Ensemble, HeadModule, members_of, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, check_contrasts, contrast_groups
 from llmcond.heads.pairs import (
@@ -341,16 +343,21 @@ def fit_by_gradient(
     """
     target_device, dev_score, settings = torch.device(device), None, recipe.settings
 
-    def scorer(rows: PairArrays) -> Callable[[HeadModule], float]:
+    def scorer(
+        rows: PairArrays, by_epoch: list[NDArray[np.float32]] | None = None
+    ) -> Callable[[HeadModule], float]:
         loader = Loader(rows, settings, torch.Generator(), torch.float32, target_device)
-        return partial(_compute_score, metric=metric, rows=rows, loader=loader)
+        return partial(_compute_score, metric=metric, rows=rows, loader=loader, by_epoch=by_epoch)
 
+    by_epoch: list[NDArray[np.float32]] | None = None
     if dev is not None and len(dev):
+        if len(dev) * settings.epochs * settings.members <= MAX_VALUES:
+            by_epoch = []
         others = {
             score_key(split, metric.name): scorer(rows)
             for split, rows in (curve_splits or {}).items()
         }
-        dev_score = DevScore(metric, scorer(dev), others)
+        dev_score = DevScore(metric, scorer(dev, by_epoch), others)
     score_name = score_key("dev", metric.name)
     dims = pairs.dim, pairs.dim_condition
     fitting = partial(
@@ -370,7 +377,13 @@ def fit_by_gradient(
             f"the {len(pairs):,} training rows are fewer than batch_size {settings.batch_size:,}, "
             "so every epoch is one step; lower batch_size for more steps"
         )
-    return module, replace(fit, notes=tuple(notes))
+    held_out = None
+    if by_epoch and dev is not None and fit.record["selected_on"] == "dev":
+        curves = [part["curve"] for part in fit.record.get("members", [fit.record])]
+        ends = np.cumsum([len(curve) for curve in curves])[:-1]
+        members = np.split(np.array(by_epoch), ends)
+        held_out = hold_out(members, metric, dev.rating, dev.groups)
+    return module, replace(fit, notes=tuple(notes), held_out=held_out)
 
 
 def fit_recipe(
@@ -537,13 +550,24 @@ class _PairFitting(HeadTrainer[HeadModule, HeadModule]):
 
 
 @torch.no_grad()
-def _compute_score(module: HeadModule, metric: Metric, rows: PairArrays, loader: Loader) -> float:
-    """Return the score of a module's similarities of rows; NaN if it is undefined."""
+def _compute_score(
+    module: HeadModule,
+    metric: Metric,
+    rows: PairArrays,
+    loader: Loader,
+    by_epoch: list[NDArray[np.float32]] | None,
+) -> float:
+    """Return the score of a module's similarities of rows; NaN if it is undefined.
+
+    The similarities are added to ``by_epoch``, unless it is None.
+    """
     module.eval()
     in_bfloat16, module.in_bfloat16 = module.in_bfloat16, False
     parts = [
         module.similarity(*module(*batch).chunk(2)).cpu().numpy() for batch in loader.in_order()
     ]
     module.in_bfloat16 = in_bfloat16
-    similarity = np.concatenate(parts).astype(np.float64)
-    return metric(similarity, rows.rating, rows.groups)
+    similarity = np.concatenate(parts).astype(np.float32)
+    if by_epoch is not None:
+        by_epoch.append(similarity)
+    return metric(similarity.astype(np.float64), rows.rating, rows.groups)

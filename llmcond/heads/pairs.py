@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike, as_matrix
+from llmcond.heads.held_out import HeldOut
 from llmcond.metrics import Metric
 
 H = TypeVar("H")
@@ -92,10 +93,17 @@ class PairArrays:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """The record of a fit for head.json, and notes for the user as sentences."""
+    """The report of a fit.
+
+    Attributes:
+        record: The record of the fit for head.json.
+        notes: Notes for the user, each a sentence.
+        held_out: The held-out predictions of dev; None if dev did not choose the epoch.
+    """
 
     record: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    held_out: HeldOut | None = None
 
 
 @dataclass(frozen=True, slots=True)

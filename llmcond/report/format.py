@@ -80,9 +80,13 @@ def interval_notes(results: Sequence[Result]) -> str:
             f"{MIN_PAIRS}."
         )
     if selected_on_dev and first.split == "dev":
-        return (
-            f"{text} The epochs of fitted heads were chosen on dev: their figures are optimistic."
-        )
+        text = f"{text} The epochs of fitted heads were chosen on dev: their figures are optimistic"
+        if any(result.held_out for result in results):
+            return (
+                f"{text}. Held-out figures are not: each tenth of dev is predicted by the epoch "
+                "that the rest of dev chooses (early stopping uses all of dev)."
+            )
+        return f"{text}."
     text = f"{text} Epochs were chosen on dev." if selected_on_dev else text
     with_dev = [
         result.name
@@ -90,6 +94,11 @@ def interval_notes(results: Sequence[Result]) -> str:
         if any("dev" in fit.get("trained_on", ()) for fit in result.fits)
     ]
     return f"{text} Also trained on dev: {', '.join(with_dev)}." if with_dev else text
+
+
+def held_out_text(result: Result) -> str:
+    """Format the held-out score on dev of a result; a dash if there is none."""
+    return "–" if result.held_out is None else estimate_text(result.primary, result.held_out)
 
 
 def sentences_text(result: Result) -> str:

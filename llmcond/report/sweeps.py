@@ -12,12 +12,18 @@ from typing import Any
 from rich.table import Table
 
 from llmcond.errors import UserError
-from llmcond.evaluation.results import SweptResult
+from llmcond.evaluation.results import SettingsChoice, SweptResult
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
 from llmcond.metrics import Metric, get_metric
 from llmcond.report.figures import Point, check_figure, plot_curve
-from llmcond.report.format import factors_text, interval_notes, range_text
+from llmcond.report.format import (
+    estimate_text,
+    factors_text,
+    held_out_text,
+    interval_notes,
+    range_text,
+)
 from llmcond.report.terminal import add_figure_columns, identity_cells, identity_table, plain_text
 
 Swept = Sequence[SweptResult]
@@ -34,7 +40,9 @@ def sweep_table(results: Swept, run: object) -> Table:
     table = identity_table(title)
     table.add_column("settings", overflow="fold")
     others = [metric for metric in metrics if metric.name != primary.name]
-    headings = ("dim", "seeds", primary.heading, "sd", "interval")
+    headings = ["dim", "seeds", primary.heading, "sd", "interval"]
+    has_held_out = any(result.held_out for result in results)
+    headings += ["held-out"] if has_held_out else []
     add_figure_columns(table, *headings, *(metric.heading for metric in others))
     for result in results:
         table.add_row(
@@ -45,9 +53,19 @@ def sweep_table(results: Swept, run: object) -> Table:
             primary.format(result.main.value),
             primary.format(result.seed_sd[primary.name]),
             range_text(primary, result.main.low, result.main.high) or "–",
+            *([held_out_text(result)] if has_held_out else []),
             *(metric.format(result.metrics[metric.name].value) for metric in others),
         )
     return table
+
+
+def choice_sentence(choice: SettingsChoice) -> str:
+    """Say what the choice of the best row of a sweep costs."""
+    metric, score = choice.metric, estimate_text(choice.metric, choice.score)
+    return (
+        f"Choosing the best of these rows on nine tenths of dev, and predicting the remaining "
+        f"tenth, gives {metric.heading} {score}; the score of the best row is optimistic."
+    )
 
 
 def _format_settings(settings: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from llmcond.metrics import get_metric
 from llmcond.report.format import (
     estimate_text,
     factors_text,
+    held_out_text,
     interval_notes,
     new_sentences_heading,
     sentences_text,
@@ -52,18 +53,24 @@ def results_table(results: Sequence[Result], run: object) -> Table:
     )
     table = identity_table(title)
     add_figure_columns(table, *(metric.heading for metric in metrics))
+    has_held_out = any(result.held_out for result in results)
+    if has_held_out:
+        add_figure_columns(table, f"{first.primary.heading}, held-out")
     has_conditions = any(result.by_condition for result in results)
     if has_conditions:
         add_figure_columns(table, f"{first.primary.heading} by condition: seen / unseen")
     if first.new_sentences is not None:
-        add_figure_columns(table, new_sentences_heading(first))
+        add_figure_columns(table, new_sentences_heading(first), "shared sentences")
     for result in results:
         cells = [estimate_text(metric, result.metrics[metric.name]) for metric in metrics]
+        if has_held_out:
+            cells.append(held_out_text(result))
         if has_conditions:
             scores = [first.primary.format(p.score.value) for p in result.by_condition.values()]
             cells.append(" / ".join(scores))
-        if result.new_sentences is not None:
-            cells.append(estimate_text(result.primary, result.new_sentences.main))
+        for part in (result.new_sentences, result.shared_sentences):
+            if part is not None:
+                cells.append(estimate_text(result.primary, part.main))
         table.add_row(*identity_cells(result, result.title), *cells)
     return table
 

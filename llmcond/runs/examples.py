@@ -20,8 +20,9 @@ from llmcond.evaluation.results import Scored
 from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
 from llmcond.heads.base import FittedModule
+from llmcond.heads.held_out import HeldOut
 from llmcond.heads.pairs import OnEpoch
-from llmcond.metrics import Metric, get_metric
+from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import R
 from llmcond.runs.predictors import AnyPredictor
@@ -79,6 +80,14 @@ class Examples(ABC):
     @abstractmethod
     def score_on_dev(self, head: Any, view: FeatureView) -> float:
         """Return a head's score on dev by the run's ``dev_metric``; NaN if it is undefined."""
+
+    def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:
+        """Return the scores of held-out predictions of dev, as means over the fits of a system.
+
+        The result has an entry for the run's ``dev_metric``. It is empty if a fit has no such
+        predictions, for example because its epoch was not chosen on dev.
+        """
+        return {}
 
     @abstractmethod
     def scored_rows(self, split: str) -> Scored:

@@ -40,7 +40,7 @@ def add_new_sentences(
     sentences: Set[str],
     metrics: Sequence[Metric],
 ) -> list[R]:
-    """Add the score on rows that contain none of the ``sentences`` to each result.
+    """Add the scores on rows with none, and with any, of the ``sentences`` to each result.
 
     Results are unchanged if no row contains any of them. ``similarity`` holds, for each result, the
     (seeds, n) predictions of all rows, including unrated ones.
@@ -48,9 +48,13 @@ def add_new_sentences(
     is_new = rows.rated & ~shares_sentence(rows, sentences)
     if is_new.sum() == rows.rated.sum():
         return list(results)
-    parts = score_results(
-        results, [predictions[:, is_new] for predictions in similarity], rows.take(is_new), metrics
+    new, shared = (
+        score_results(
+            results, [predictions[:, mask] for predictions in similarity], rows.take(mask), metrics
+        )
+        for mask in (is_new, rows.rated & ~is_new)
     )
     return [
-        replace(result, new_sentences=part) for result, part in zip(results, parts, strict=True)
+        replace(result, new_sentences=new_part, shared_sentences=shared_part)
+        for result, new_part, shared_part in zip(results, new, shared, strict=True)
     ]

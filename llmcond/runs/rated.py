@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
+from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
+from llmcond.heads.held_out import HeldOut
 from llmcond.heads.pairs import OnEpoch
 from llmcond.log import log
-from llmcond.metrics import Metric, get_metric
+from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import Examples
 from llmcond.runs.features import RowFeatures
@@ -90,6 +92,16 @@ class RatedExamples(Examples):
         similarity = head.similarity(dev.first, dev.second, dev.condition)
         metric = get_metric(self.run.dev_metric)
         return metric(similarity.astype(np.float64), dev.rating, dev.groups)
+
+    @override
+    def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:
+        predictions = [part.predictions for part in held_out if part is not None]
+        if not predictions or len(predictions) < len(held_out):
+            return {}
+        dev, metric = self.run.rows("dev"), get_metric(self.run.dev_metric)
+        system, rated = np.stack(predictions), dev.rated
+        draws = bootstrap_metrics([system], dev.rating[rated], dev.pair[rated], [metric])
+        return draws.estimates(0)
 
     @override
     def scored_rows(self, split: str) -> Rows:

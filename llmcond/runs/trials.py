@@ -18,6 +18,7 @@ from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.files import check_writable, digest_text, read_json, write_json
 from llmcond.heads import Recipe
+from llmcond.heads.held_out import HeldOut
 from llmcond.heads.pairs import OnEpoch
 from llmcond.heads.storage import FitRecord
 from llmcond.log import log
@@ -85,6 +86,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class _HeldOutRecord:
+    predictions: Sequence[float]
+    scores: Sequence[float | None]
+
+
+@dataclass(frozen=True)
 class _TrialRecord:
     """The schema of a trial's file, with its metrics in one field."""
 
@@ -94,6 +101,7 @@ class _TrialRecord:
     fit: FitRecord
     metrics: Mapping[str, float | None]
     similarity: Sequence[float]
+    held_out: _HeldOutRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,8 @@ class TrialOutcome:
         fit: The record of the fit.
         dev: The score on dev; None if it is undefined.
         similarity: (n,) predictions, or ranks, of all rows.
+        held_out: The held-out predictions of dev; None if dev did not choose the epoch, or an older
+            version saved the outcome.
     """
 
     metrics: Mapping[str, float]
@@ -113,6 +123,7 @@ class TrialOutcome:
     fit: Mapping[str, Any]
     dev: float | None
     similarity: NDArray[np.float32]
+    held_out: HeldOut | None = None
 
     @classmethod
     def read(
@@ -148,7 +159,13 @@ class TrialOutcome:
         similarity = np.array(record["similarity"], dtype=np.float32)
         if len(similarity) != n:
             return None
-        return cls(figures, record["dim"], record["fit"], dev_score(record, dev_metric), similarity)
+        held_out = record.get("held_out")
+        if held_out is not None:
+            scores = [math.nan if score is None else score for score in held_out["scores"]]
+            predictions = np.array(held_out["predictions"], dtype=np.float32)
+            held_out = HeldOut(predictions, np.array(scores))
+        dev = dev_score(record, dev_metric)
+        return cls(figures, record["dim"], record["fit"], dev, similarity, held_out)
 
 
 def _has_scores(curve: Sequence[Mapping[str, Any]], split: str) -> bool:
@@ -309,9 +326,15 @@ class _Worker:
         predicted = examples.predict(saved, split)
         rows, task = examples.scored_rows(split), self._run.task.name
         (result,) = score_predictors([saved], [predicted], rows, split, self._metrics, 0, task)
+        held_out = head.fit.held_out
         return {
             **result.to_json(),
             "similarity": predicted.tolist(),
+            "held_out": held_out
+            and {
+                "predictions": held_out.predictions.tolist(),
+                "scores": [finite_or_none(score) for score in held_out.scores],
+            },
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
             f"dev_{self._run.dev_metric}": finite_or_none(examples.score_on_dev(head, view)),

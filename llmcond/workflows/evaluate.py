@@ -20,7 +20,7 @@ from llmcond.evaluation.ranking_results import RankedResults
 from llmcond.evaluation.results import Result, Results, best_first
 from llmcond.files import check_output, write_csv
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, get_metric
+from llmcond.metrics import Estimate, Metric, choose_metrics, get_metric
 from llmcond.prompts import Prompt
 from llmcond.prompts.inputs import SplitInputs
 from llmcond.report.format import estimate_text, highest_or_lowest
@@ -109,6 +109,8 @@ def evaluate_pairs(run: Run, options: EvaluateOptions) -> Results[Result]:
     results = Results(
         tuple(add_new_sentences(results, single_seed, rows, known_sentences, metrics))
     )
+    if not has_other_data and split == "dev":
+        results = Results(tuple(map(_add_held_out, results, predictors)))
     results = _add_condition_scores(results, predictors, predictions, rows, run, metrics[0])
     if options.report is not None:
         settings = {"heads": [predictor.name for predictor in predictors if predictor.is_fitted]}
@@ -199,6 +201,15 @@ def read_ranked_data(run: Any, options: EvaluateOptions) -> tuple[Any, str, str]
         return run.data, split, split
     data, split = run.task.add_external_data(run.data, options.data_options(), options.split)
     return data, OTHER_SPLIT, split
+
+
+def _add_held_out(result: Result, predictor: AnyPredictor | CrossEncoder) -> Result:
+    """Add the held-out score on dev that the fit recorded, if dev chose the epoch."""
+    record = {} if isinstance(predictor, CrossEncoder) else predictor.record.get("held_out", {})
+    name = result.primary.name
+    if name not in record:
+        return result
+    return replace(result, held_out=Estimate.from_json(record[name], record[f"{name}_ci"]))
 
 
 def _add_condition_scores(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable
 from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import Estimate, finite_or_none, get_metric
+from llmcond.metrics import Estimate, estimates_json, finite_or_none, get_metric
 from llmcond.progress import FitBar
-from llmcond.report.format import dev_gain_text
+from llmcond.report.format import dev_gain_text, estimate_text
 from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import load_examples
@@ -45,6 +45,8 @@ class FittedResult(Displayed):
             learning curve.
         metrics: the score on dev, which is optimistic if dev chose the epoch.
         seconds: the wall-clock time of the fit.
+        held_out: the score on dev if the epoch is chosen on nine tenths of dev, and the remaining
+            tenth is predicted; empty if dev did not choose the epoch.
 
     Example:
         >>> import llmcond
@@ -70,6 +72,7 @@ class FittedResult(Displayed):
     record: Mapping[str, Any]
     metrics: Mapping[str, Estimate]
     seconds: float
+    held_out: Mapping[str, Estimate] = field(default_factory=dict)
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -83,6 +86,7 @@ class FittedResult(Displayed):
                 f"dev_{name}": finite_or_none(estimate.value)
                 for name, estimate in self.metrics.items()
             },
+            **estimates_json({f"held_out_{name}": e for name, e in self.held_out.items()}),
             "seconds": round(self.seconds, 3),
         }
 
@@ -204,11 +208,17 @@ def fit_and_save(
             "name": start.name,
             "weights_sha256": start.record["weights_sha256"],
         }
-    save_head(fitted, folder, {**record_fields, f"dev_{metric.name}": finite_or_none(dev_score)})
+    record_fields[f"dev_{metric.name}"] = finite_or_none(dev_score)
+    held_out = examples.score_held_out([fitted.fit.held_out])
+    if held_out:
+        record_fields["held_out"] = estimates_json(held_out)
+    save_head(fitted, folder, record_fields)
     epoch = f", epoch {record['best_epoch']}" if "best_epoch" in record else ""
     sample = f"{examples.dev_sample} of " if examples.dev_sample else ""
     selection = f" chosen on {sample}dev" if record["selected_on"] == "dev" else ""
     score_text = f"dev {metric.heading} {metric.format(dev_score)}"
+    if held_out:
+        score_text += f", held-out {estimate_text(metric, held_out[metric.name])}"
     if dev_options is not None:
         unit = f"rows of train and {counts['n_dev']:,} of dev with weight {dev_options.weight}"
         score_text = "no score on dev, because the head was fitted on it"
@@ -230,6 +240,7 @@ def fit_and_save(
         record=record,
         metrics={metric.name: Estimate(dev_score)},
         seconds=seconds,
+        held_out=held_out,
     )
 
 

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.errors import UserError
-from llmcond.evaluation.results import FittedResults, SweptResult, best_first, score_results
+from llmcond.evaluation.results import (
+    FittedResults,
+    SettingsChoice,
+    SweptResult,
+    best_first,
+    score_results,
+)
 from llmcond.features.view import recipe_view
 from llmcond.files import write_json
 from llmcond.heads import load_recipe
-from llmcond.metrics import choose_metrics
+from llmcond.heads.held_out import choose_settings
+from llmcond.metrics import choose_metrics, get_metric
 from llmcond.runs import AnyRun, open_any_run
-from llmcond.runs.examples import load_examples
+from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.trials import Trial, TrialOutcome, aggregate_seeds, run_trials
 from llmcond.system import provenance
 from llmcond.workflows.fit import save_best_trial
@@ -32,6 +42,8 @@ class SweepResult(FittedResults[SweptResult]):
     Attributes:
         results: the results, best first, with confidence intervals.
         failures: a line for each fit that failed; its result lacks that seed.
+        choice: the held-out score of the choice of the best result; None if dev is not scored, if
+            there is one result only, or if the epoch of a fit was not chosen on dev.
 
     Example:
         >>> import llmcond
@@ -48,9 +60,17 @@ class SweepResult(FittedResults[SweptResult]):
         [16, 32]
     """
 
+    choice: SettingsChoice | None = None
+
+    @override
+    def to_json(self) -> dict[str, Any]:
+        choice = {} if self.choice is None else {"held_out_choice": self.choice.to_json()}
+        return {**FittedResults.to_json(self), **choice}
+
 
 #: A result without scores, and the (seeds, n) predictions that the scores are computed from.
 _Point = tuple[SweptResult, NDArray[np.float32]]
+_Fit = tuple[Trial, TrialOutcome]
 
 
 def sweep(options: SweepOptions) -> SweepResult:
@@ -64,17 +84,24 @@ def sweep(options: SweepOptions) -> SweepResult:
     """
     run, metrics, device = open_any_run(Path(options.run)), options.metric, options.device
     split = run.scored_split(options.split)
-    rows = load_examples(run).scored_rows(split)
+    examples = load_examples(run)
+    rows = examples.scored_rows(split)
     trials = list(_make_trials(run, options))
     outcomes, failures = run_trials(
         run, split, trials, "sweep", options.workers, metrics, device, options.curve_split()
     )
-    points = _combine_seeds(outcomes.values(), run, split)
+    groups = _group_seeds(outcomes.values())
+    points = [_combine_seeds(group, run, split) for group in groups]
     selected_metrics = choose_metrics(run.task.metrics, metrics)
     results, predictions = zip(*points, strict=True)
-    result = SweepResult(
-        best_first(score_results(results, predictions, rows, selected_metrics)), failures
-    )
+    scored, choice = score_results(results, predictions, rows, selected_metrics), None
+    if split == "dev":
+        scored = [
+            _add_held_out(result, group, examples)
+            for result, group in zip(scored, groups, strict=True)
+        ]
+        choice = _score_choice(scored, groups, examples)
+    result = SweepResult(best_first(scored), failures, choice)
     report = {**result.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "sweep.json", report)
     if options.keep:
@@ -106,18 +133,42 @@ def _make_trials(run: AnyRun, options: SweepOptions) -> Iterator[Trial]:
                 yield Trial(varied_recipe, varied.get("dim"), view, seed, varied)
 
 
-def _combine_seeds(
-    outcomes: Iterable[tuple[Trial, TrialOutcome]], run: AnyRun, split: str
-) -> list[_Point]:
-    """Return a result without scores, and the predictions, for each combination of settings."""
-    groups: dict[str, list[tuple[Trial, TrialOutcome]]] = {}
+def _group_seeds(outcomes: Iterable[_Fit]) -> list[list[_Fit]]:
+    """Return the fits of each combination of settings, which differ in their seeds."""
+    groups: dict[str, list[_Fit]] = {}
     for trial, outcome in outcomes:
         # Recipes with the same name from different folders differ in their path or settings.
         recipe = [trial.recipe.path, asdict(trial.recipe.settings), trial.dim]
         key = json.dumps([trial.name, recipe])
         groups.setdefault(key, []).append((trial, outcome))
-    points = []
-    for group in groups.values():
-        varied = dict(group[0][0].varied)
-        points.append(aggregate_seeds(SweptResult, group, split, run.task.name, settings=varied))
-    return points
+    return list(groups.values())
+
+
+def _combine_seeds(group: Sequence[_Fit], run: AnyRun, split: str) -> _Point:
+    """Return a result without scores, and the predictions, of a combination of settings."""
+    varied = dict(group[0][0].varied)
+    return aggregate_seeds(SweptResult, group, split, run.task.name, settings=varied)
+
+
+def _add_held_out(result: SweptResult, group: Sequence[_Fit], examples: Examples) -> SweptResult:
+    scores = examples.score_held_out([outcome.held_out for _, outcome in group])
+    return replace(result, held_out=scores.get(result.primary.name))
+
+
+def _score_choice(
+    results: Sequence[SweptResult], groups: Sequence[Sequence[_Fit]], examples: Examples
+) -> SettingsChoice | None:
+    """Score the choice of the best result on dev by held-out predictions."""
+    held_out = [[outcome.held_out for _, outcome in group] for group in groups]
+    complete = [[part for part in parts if part is not None] for parts in held_out]
+    if len(groups) < 2 or {len(parts) for parts in complete} != {len(held_out[0])}:
+        return None
+    rows = examples.scored_rows("dev")
+    metric = get_metric(examples.run.dev_metric)
+    predicted, selected = choose_settings(complete, metric, rows.pair[rows.rated])
+    (score,) = examples.score_held_out(predicted).values()
+    labels = [
+        " ".join([result.name, *(f"{key}={value}" for key, value in result.settings.items())])
+        for result in results
+    ]
+    return SettingsChoice(metric, score, Counter(labels[i] for i in selected))

@@ -166,6 +166,22 @@ def _subset_columns(
         )
         references = [estimate.value if estimate else None for estimate in others]
         columns.append((column, _interval_cells(primary, scores, references)))
+        column = Column(
+            f"{primary.heading}, shared sentences", "on rows that share one with the training data"
+        )
+        shared, others = (
+            [r.shared_sentences.main if r and r.shared_sentences else None for r in group]
+            for group in (results, compared_with)
+        )
+        references = [estimate.value if estimate else None for estimate in others]
+        columns.append((column, _interval_cells(primary, shared, references)))
+    if any(r.held_out for r in results):
+        column = Column(
+            f"{primary.heading}, held-out",
+            "on tenths of dev, each predicted by the epoch that the rest of dev chooses",
+        )
+        figures = [r.held_out for r in results]
+        columns.append((column, _interval_cells(primary, figures, [None] * len(results))))
     for kind, hint in (("seen", "occurs"), ("unseen", "does not occur")):
         subsets = [r.by_condition.get(kind) for r in results]
         if any(subsets):

@@ -1,0 +1,183 @@
+"""Held-out predictions of dev: the choice of epochs and settings, and what fits record of them."""
+
+import json
+import shutil
+from math import isnan
+
+import numpy as np
+import pytest
+from helpers.commands import run_json
+
+import llmcond
+from llmcond.cli import run
+from llmcond.heads import PairArrays, fit_recipe, load_recipe
+from llmcond.heads.held_out import FOLDS, assign_folds, choose_settings, hold_out
+from llmcond.metrics import METRICS, Metric
+
+SPEARMAN = METRICS["spearman"]
+
+
+def simulate_epochs(seed, n_pairs=150, epochs=40):
+    """Return predictions of equally good epochs, ratings and sentence pairs."""
+    rng = np.random.default_rng(seed)
+    pair = np.repeat(np.arange(n_pairs), 2)
+    rating = rng.standard_normal(2 * n_pairs)
+    noise = rng.standard_normal((epochs, 2 * n_pairs))
+    return (0.5 * rating + noise).astype(np.float32), rating, pair
+
+
+def test_pairs_stay_together_and_folds_have_similar_sizes():
+    pair = np.random.default_rng(0).permutation(np.repeat(np.arange(95), 3))
+    fold = assign_folds(pair)
+    assert all(len(set(fold[pair == number])) == 1 for number in range(95))
+    assert {len(set(pair[fold == number])) for number in range(FOLDS)} == {9, 10}
+    assert (assign_folds(pair) == fold).all()
+
+
+def test_fold_is_predicted_by_epoch_that_other_folds_choose():
+    epochs, rating, pair = simulate_epochs(0)
+    held_out, fold = hold_out([epochs], SPEARMAN, rating, pair), assign_folds(pair)
+    for number in range(FOLDS):
+        others = fold != number
+        scores = [SPEARMAN(p[others].astype(float), rating[others], pair[others]) for p in epochs]
+        best = int(np.argmax(scores))
+        assert (held_out.predictions[~others] == epochs[best][~others]).all()
+        assert held_out.scores[number] == scores[best]
+
+
+def test_held_out_score_is_unbiased_and_best_score_is_not():
+    best, honest, single = [], [], []
+    for seed in range(30):
+        epochs, rating, pair = simulate_epochs(seed)
+        scores = [SPEARMAN(p.astype(float), rating, pair) for p in epochs]
+        held_out = hold_out([epochs], SPEARMAN, rating, pair)
+        best.append(max(scores))
+        single.append(np.mean(scores))
+        honest.append(SPEARMAN(held_out.predictions.astype(float), rating, pair))
+    assert np.mean(best) - np.mean(single) > 0.08
+    assert abs(np.mean(honest) - np.mean(single)) < 0.03
+
+
+def test_members_choose_their_epochs_and_predict_their_mean():
+    first, rating, pair = simulate_epochs(0, epochs=3)
+    second = simulate_epochs(1, epochs=5)[0]
+    together = hold_out([first, second], SPEARMAN, rating, pair)
+    parts = [hold_out([member], SPEARMAN, rating, pair) for member in (first, second)]
+    mean = np.mean([part.predictions for part in parts], axis=0)
+    np.testing.assert_allclose(together.predictions, mean, rtol=1e-6)
+
+
+def test_lower_is_better_and_undefined_scores_are_ignored():
+    epochs, rating, pair = simulate_epochs(0, epochs=3)
+    error = Metric("error", lambda p, r, _: float(np.abs(p - r).mean()), higher_is_better=False)
+    epochs[0] = rating
+    assert (hold_out([epochs], error, rating, pair).predictions == epochs[0]).all()
+    epochs[1:] = 0
+    assert (hold_out([epochs], SPEARMAN, rating, pair).predictions == epochs[0]).all()
+    constant = np.zeros_like(epochs)
+    constant[-1] = 1
+    held_out = hold_out([constant], SPEARMAN, rating, pair)
+    assert (held_out.predictions == 1).all()
+    assert all(map(isnan, held_out.scores))
+
+
+def test_few_pairs_have_no_held_out_predictions():
+    epochs, rating, pair = simulate_epochs(0, n_pairs=FOLDS - 1)
+    assert hold_out([epochs], SPEARMAN, rating, pair) is None
+
+
+def test_other_folds_select_the_setting():
+    epochs, rating, pair = simulate_epochs(0)
+    worse = [hold_out([part], SPEARMAN, rating, pair) for part in (epochs[:2], epochs[2:4])]
+    informed = epochs + 2 * rating.astype(np.float32)
+    better = [hold_out([part], SPEARMAN, rating, pair) for part in (informed[:2], informed[2:4])]
+    predicted, selected = choose_settings([worse, better], SPEARMAN, pair)
+    assert selected == [1] * FOLDS
+    for seed, expected in zip(predicted, better, strict=True):
+        assert (seed.predictions == expected.predictions).all()
+
+
+@pytest.mark.parametrize("members", ["1", "2"])
+def test_fit_holds_out_predictions_of_dev(members):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, 60, 8))
+    rating = (first * second).mean(axis=1)
+    pairs = PairArrays(first, second, rating, pair=np.arange(60) // 2)
+    recipe = load_recipe("linear").with_settings(
+        {"dim": 4, "epochs": 3, "batch_size": 16, "members": int(members)}, "test"
+    )
+    head = fit_recipe(recipe, pairs, pairs, 0, lambda *_: None, "cpu")
+    held_out = head.fit.held_out
+    assert held_out.predictions.shape == (60,)
+    # Without a choice, held-out predictions are those of the head.
+    one_epoch = recipe.with_settings({"epochs": 1}, "test")
+    head = fit_recipe(one_epoch, pairs, pairs, 0, lambda *_: None, "cpu")
+    expected = head.similarity(first, second)
+    np.testing.assert_allclose(head.fit.held_out.predictions, expected, atol=1e-5)
+    assert fit_recipe(one_epoch, pairs, None, 0, lambda *_: None, "cpu").fit.held_out is None
+
+
+@pytest.fixture(scope="module")
+def dev_run(tmp_path_factory, model, small_rows):
+    """A run with forty sentence pairs in dev, two of whose sentences are in train."""
+    folder = tmp_path_factory.mktemp("dev")
+    columns = ("sentence1", "sentence2", "condition", "label")
+    rows = [dict(zip(columns, row, strict=True)) for row in small_rows]
+    new = [{**row, "sentence1": f"{row['sentence1']} again"} for row in rows]
+    new = [{**row, "sentence2": f"{row['sentence2']} again"} for row in new]
+    new[0]["sentence1"] = new[1]["sentence1"] = rows[0]["sentence1"]
+    data = folder / "data"
+    data.mkdir()
+    for name, part in (("train", rows), ("dev", new)):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean", "normalize": True}
+    prompt = ["concat-sent-cond"]
+    llmcond.extract(model=model, data=data, run=folder / "run", prompt=prompt, **options)
+    return folder / "run"
+
+
+def test_fit_and_evaluate_report_held_out_score(capsys, dev_run, tmp_path):
+    folder = shutil.copytree(dev_run, tmp_path / "run")
+    fit = ("fit-head", "--run", folder, "--set", "epochs=3", "--head")
+    fitted = run_json(capsys, *fit, "linear")
+    low, high = fitted["held_out_spearman_ci"]
+    assert low < fitted["held_out_spearman"] < high
+    run_json(capsys, "fit-head", "--run", folder, "--head", "pca", "--dim", "4")
+    rows = {r["head"]: r for r in run_json(capsys, "evaluate", "--run", folder)["results"]}
+    assert rows["linear"]["held_out_spearman"] == fitted["held_out_spearman"]
+    assert rows["linear"]["held_out_spearman_ci"] == [low, high]
+    assert "held_out_spearman" not in rows["pca"]
+    assert "held_out_spearman" not in rows["none"]
+    assert rows["linear"]["n_shared_sentences"] == 2
+    assert rows["linear"]["n_unseen_sentences"] == 78
+    assert "accuracy" in rows["linear"]["shared_sentences"]
+    assert run(["evaluate", "--run", str(folder), "--format", "markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "Spearman, held-out" in out
+    assert "shared sentences" in out
+    train = run_json(capsys, "evaluate", "--run", folder, "--split", "train")["results"]
+    assert not any("held_out_spearman" in row for row in train)
+
+
+def test_sweep_reports_held_out_choice(capsys, dev_run, tmp_path):
+    folder = shutil.copytree(dev_run, tmp_path / "run")
+    command = ("sweep", "--run", folder, "--head", "linear", "--seeds", "3", "--workers", "1")
+    command += ("--set", "epochs=2", "--vary", "dim=4,8")
+    swept = run_json(capsys, *command)
+    assert run_json(capsys, *command) == swept  # from saved fits
+    for row in swept["results"]:
+        assert row["held_out_spearman_ci"][0] < row["held_out_spearman"]
+    choice = swept["held_out_choice"]
+    assert sum(choice["folds"].values()) == FOLDS
+    assert choice["spearman_ci"][0] < choice["spearman"] < choice["spearman_ci"][1]
+    assert run([str(argument) for argument in command]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Choosing the best of these rows on nine tenths of dev" in out
+    # Fits of older versions have no held-out predictions.
+    for path in (folder / "sweep").glob("*.json"):
+        record = json.loads(path.read_text())
+        del record["held_out"]
+        path.write_text(json.dumps(record))
+    older = run_json(capsys, *command)
+    assert "held_out_choice" not in older
+    assert not any("held_out_spearman" in row for row in older["results"])
