@@ -16,6 +16,7 @@ from llmcond.commands.compare_prompts import compare_prompts as compare_prompts
 from llmcond.commands.complete import complete as complete
 from llmcond.commands.embed import embed as embed
 from llmcond.commands.evaluate import evaluate as evaluate
+from llmcond.commands.explain import explain as explain
 from llmcond.commands.export import export as export
 from llmcond.commands.extract import extract as extract
 from llmcond.commands.fit_head import fit_head as fit_head
@@ -58,6 +59,8 @@ from llmcond.runs.cross import CrossEncoder as CrossEncoder
 from llmcond.runs.cross import load_cross_encoder as load_cross_encoder
 from llmcond.runs.embedder import Embedder as Embedder
 from llmcond.runs.embedder import load_embedder as load_embedder
+from llmcond.runs.explanation import ConditionExplanation as ConditionExplanation
+from llmcond.runs.explanation import Explanation as Explanation
 from llmcond.runs.features import PairFeatures as PairFeatures
 from llmcond.runs.features import load_features as load_features
 from llmcond.search.hits import Hits as Hits

@@ -68,6 +68,7 @@ def test_bundled_model_opens_without_large_libraries():
 #: Commands with the libraries that each may import, besides those of the commands before it.
 COMMANDS = {
     "similarity 'a man' 'a dog' --condition 'the subject'": (),
+    "explain 'a man runs' --condition 'the subject' --out tokens.html": (),
     "embed texts.csv --out v.npy --condition-text 'the place'": ("pandas", "pyarrow", "lance"),
     "check-condition texts.csv --condition 'the place'": (),
     "cluster texts.csv --condition 'the place' --clusters 2 --out g.csv": ("sklearn", "scipy"),

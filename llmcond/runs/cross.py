@@ -5,8 +5,8 @@ It has no embeddings, so it can only compare two texts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,10 +20,11 @@ from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.records import check_record
 from llmcond.runs.embedder import Embedder, load_embedder
+from llmcond.runs.explanation import Explanation, leave_one_out
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.manifest import TrainedHeadRecord
 from llmcond.runs.open import open_run
-from llmcond.runs.similarity import SimilarityModel, Vectors
+from llmcond.runs.similarity import SimilarityModel, Vectors, as_conditions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -88,6 +89,36 @@ class CrossEncoder(SimilarityModel):
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
         return self.similarity(rows.sentence1, rows.sentence2, rows.condition, show_progress=True)
+
+    def explain(
+        self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None
+    ) -> Explanation:
+        """Return the contribution of each token of a sentence to its similarity to another one.
+
+        The contribution is how much the similarity falls if the sentence is encoded without the
+        token (the method ``leave-one-out``).
+
+        Args:
+            sentence: The sentence.
+            conditions: One condition, or several.
+            to: The other sentence.
+
+        Returns:
+            The explanation.
+
+        Raises:
+            UserError: There is no other sentence, a text is empty, or the sentence has only one
+                token.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
+        if to is None:
+            raise UserError(
+                "a cross-encoder has no embeddings, so only a similarity can be explained. Give a "
+                "second sentence (--to SENTENCE)."
+            )
+        names = as_conditions(conditions)
+        explanation = leave_one_out(self, self.encoder, sentence, names, to)
+        return replace(explanation, about=describe(self))
 
     def _compute_similarity(
         self,

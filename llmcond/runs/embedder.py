@@ -28,6 +28,7 @@ from llmcond.runs.similarity import (
     SimilarityModel,
     Vectors,
     as_condition_list,
+    as_conditions,
     pair_with_conditions,
 )
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
     from llmcond.encoders.encoder import Encoded, Encoder
     from llmcond.heads.base import ConditionCache
+    from llmcond.runs.explanation import Explanation
 
 
 @renamed_methods(encode_counted="encode_with_counts")
@@ -115,6 +117,47 @@ class Embedder(SimilarityModel):
             return vector
         vectors = self._encode(pair_with_conditions(sentences, conditions), show_progress)
         return normalise_vectors(vectors, self.head) if normalize else vectors
+
+    def explain(
+        self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None
+    ) -> Explanation:
+        """Return the weight, or the contribution, of each token of a sentence.
+
+        Without ``to``, and with a router, these are the weights that the embedding is computed
+        with: of routed pooling (the method ``pooling-weights``), or of each layer of a router
+        inside the encoder (``router-weights``). If a head takes several prompts, they are those of
+        the first one with a router.
+
+        With ``to``, they are contributions to the similarity. With routed pooling and no fitted
+        head, the cosine is the sum of the contributions (``exact``). For every other model, the
+        contribution of a token is how much the similarity falls if the sentence is encoded without
+        the token (``leave-one-out``). Without ``to`` and without a router, the similarity is that
+        of the embedding to itself, so that a contribution says how far the embedding moves.
+
+        Args:
+            sentence: The sentence.
+            conditions: One condition, or several.
+            to: A second sentence, whose similarity to the first one is explained.
+
+        Returns:
+            The explanation, with the name of its method.
+
+        Raises:
+            UserError: A sentence or condition is empty, the sentence has only one token, or it is
+                longer than the encoder reads at a time.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+
+        Example:
+            >>> import llmcond
+            >>> embedder = llmcond.load_embedder()
+            >>> explanation = embedder.explain("A dog runs.", "the animal", to="A cat sleeps.")
+            >>> explanation.method, explanation.conditions[0].values.shape
+            ('leave-one-out', (4,))
+        """
+        from llmcond.runs.explanation import explain_embedder
+
+        names = as_conditions(conditions)
+        return replace(explain_embedder(self, sentence, names, to), about=describe(self))
 
     def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
         """Return an embedder whose embeddings under a condition are guided by labelled texts.

@@ -108,6 +108,18 @@ def as_condition_list(conditions: str | Iterable[str]) -> Sequence[str]:
     return [conditions]
 
 
+def as_conditions(conditions: str | Iterable[str]) -> list[str]:
+    """Return one condition, or several, as a list.
+
+    Raises:
+        UserError: There are none.
+    """
+    listed = [conditions] if isinstance(conditions, str) else as_list(conditions)
+    if not listed:
+        raise UserError("there are no conditions; give at least one.")
+    return listed
+
+
 def pair_with_conditions(
     sentences: Iterable[str], conditions: str | Iterable[str]
 ) -> list[tuple[str, str]]:

@@ -165,6 +165,28 @@ class CheckConditionOptions(ConditionOptions, EmbedderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExplainOptions(ConditionOptions, EmbedderOptions):
+    """Options of ``llmcond explain``: the sentence, and what its similarity is explained to."""
+
+    sentence: str = option(flag="", metavar="SENTENCE", help="sentence whose tokens are shown")
+    condition: Sequence[str] = option(
+        metavar="C", repeat=True, help="condition to embed the sentence under; may be repeated"
+    )
+    to: str | None = option(
+        None,
+        metavar="SENTENCE",
+        help="second sentence, whose similarity to the first one is explained (default: explain "
+        "the embedding)",
+    )
+    out: str | Path | None = option(
+        None,
+        metavar="FIGURE",
+        help="figure to write: .html, .svg, .png or .pdf; its numbers are written next to it, as "
+        "FIGURE-data.csv",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class IndexOptions(ConditionOptions, EmbedderOptions):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 

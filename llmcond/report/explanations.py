@@ -1,0 +1,246 @@
+"""Explanations as tables in the terminal, as figures and as HTML pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from llmcond.conditions import condition_titles
+from llmcond.errors import escape_control_characters
+from llmcond.files import check_output, write_csv
+from llmcond.report.figures import (
+    FIGURE_SUFFIXES,
+    ShadedToken,
+    TokenRow,
+    check_figure,
+    data_path,
+    plot_tokens,
+)
+from llmcond.report.page.render import write_html
+from llmcond.report.terminal import add_figure_columns, plain_text, print_table, titled_table
+from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
+from llmcond.version import __version__
+
+_FOLDER = Path(__file__).parent
+_HTML_SUFFIXES = (".html", ".htm")
+#: The length of the longest bar in a table, in characters.
+_BAR_LENGTH = 12
+#: What a figure or a table shows, by the method of the explanation.
+_SUBJECTS = {
+    "pooling-weights": "Weights of the tokens in routed pooling; they sum to 1.",
+    "router-weights": "Weights of the tokens in the routed layers of the encoder.",
+    "exact": "Contributions of the tokens to the similarity (exact); with the subtracted "
+    "condition, they sum to the similarity.",
+    "leave-one-out": "Contributions of the tokens to the similarity (leave-one-out): how much it "
+    "falls without the token. They do not sum to the similarity.",
+}
+_ALONE = (
+    "How far the embedding moves without the token (leave-one-out): how much less similar it is to "
+    "that of the whole sentence."
+)
+_SHADES = "Shades are relative to the largest of all values; special tokens have none."
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def show_explanation(explanation: Explanation, form: str = "table") -> None:
+    """Print the value of each token under each condition, with bars in a terminal."""
+    tokens = {tuple(explained.tokens) for explained in explanation.conditions}
+    is_joint = len(tokens) == 1 and not any(e.layers for e in explanation.conditions)
+    conditions = list(
+        zip(
+            condition_titles([e.condition for e in explanation.conditions]),
+            explanation.conditions,
+            strict=True,
+        )
+    )
+    for group in [conditions] if is_joint else [[pair] for pair in conditions]:
+        print_table(_make_table(explanation, group, with_bars=form == "table"), form)
+
+
+def _make_table(
+    explanation: Explanation,
+    group: Sequence[tuple[str, ConditionExplanation]],
+    *,
+    with_bars: bool,
+) -> Table:
+    """Return the table of conditions whose tokens are the same."""
+    first = group[0][1]
+    title = subject(explanation)
+    similarities = [
+        f"{title}: {e.similarity:.3f}" for title, e in group if e.similarity is not None
+    ]
+    if similarities:
+        title += f" Similarity under {'; '.join(similarities)}."
+    if first.layers:
+        title += f" Condition: {group[0][0]}."
+    table = titled_table(title, "token")
+    columns: list[tuple[str, Values, bool]] = []
+    for heading, explained in group:
+        columns += [(f"layer {n}", weights, False) for n, weights in explained.layers.items()]
+        columns.append(("mean" if explained.layers else heading, explained.values, with_bars))
+    largest = _find_largest([explained for _, explained in group])
+    for heading, _, has_bars in columns:
+        add_figure_columns(table, escape_control_characters(heading))
+        if has_bars:
+            table.add_column("", no_wrap=True)
+    for position, token in enumerate(first.tokens):
+        label = token_label(explanation.sentence, first, position)
+        cells = []
+        for _, values, has_bars in columns:
+            value = float(values[position])
+            cells.append(format_value(explanation, value))
+            cells += [_bar(0.0 if token.special else value / largest)] if has_bars else []
+        table.add_row(plain_text(f"{label} (special)" if token.special else label), *cells)
+    if any(explained.condition_term is not None for _, explained in group):
+        cells = []
+        for _, explained in group:
+            cells.append(format_value(explanation, explained.condition_term or 0.0))
+            cells += [""] if with_bars else []
+        table.add_row(plain_text(SUBTRACTED), *cells)
+    return table
+
+
+def _bar(share: float) -> str:
+    """Return a bar for a share of the largest value; a negative one is of lighter blocks."""
+    return ("█" if share > 0 else "░") * round(abs(share) * _BAR_LENGTH)
+
+
+def subject(explanation: Explanation) -> str:
+    """Return a sentence that says what the values of an explanation are."""
+    if explanation.method == "leave-one-out" and explanation.to is None:
+        return _ALONE
+    return _SUBJECTS[explanation.method]
+
+
+def token_label(sentence: str, explained: ConditionExplanation, position: int) -> str:
+    """Return a token as the vocabulary has it or, if that is unreadable, as the sentence has it.
+
+    Byte-level vocabularies have other characters for letters outside ASCII.
+    """
+    token = explained.tokens[position]
+    if token.start is None:
+        return token.text
+    characters = sentence[token.start : token.end]
+    return token.text if characters.casefold() in token.text.casefold() else characters
+
+
+def format_value(explanation: Explanation, value: float) -> str:
+    """Return a weight, or a contribution with its sign, in three decimals."""
+    rounded = round(value, 3) + 0.0  # without a sign before zero
+    return f"{rounded:.3f}" if explanation.quantity == "weight" else f"{rounded:+.3f}"
+
+
+def _find_largest(conditions: Sequence[ConditionExplanation]) -> float:
+    """Return the largest absolute value of a token that is not special."""
+    values = [
+        abs(float(value))
+        for explained in conditions
+        for series in (*explained.layers.values(), explained.values)
+        for token, value in zip(explained.tokens, series, strict=True)
+        if not token.special
+    ]
+    return max([*values, float(np.finfo(np.float32).tiny)])
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def check_explanation_figure(path: Path) -> None:
+    """Check, before an encoder is loaded, that the figure of an explanation can be written.
+
+    Raises:
+        UserError: the path has another suffix than .html, .svg, .png or .pdf, it cannot be written,
+            or matplotlib is not installed.
+    """
+    check_output(path, (*_HTML_SUFFIXES, *FIGURE_SUFFIXES))
+    if path.suffix.lower() in _HTML_SUFFIXES:
+        check_output(data_path(path), (".csv",))
+    else:
+        check_figure(path)
+
+
+def write_explanation(explanation: Explanation, path: Path) -> None:
+    """Write the figure of an explanation, and its numbers as CSV; see ``data_path``.
+
+    Args:
+        explanation: the explanation.
+        path: the file to write: a page (.html) or a figure (.svg, .png or .pdf).
+    """
+    rows = explanation.rows()
+    columns = list(rows[0])
+    table = [list(row.values()) for row in rows]
+    token_rows = list(_token_rows(explanation))
+    if path.suffix.lower() not in _HTML_SUFFIXES:
+        caption = f"{_subject_with_texts(explanation)} {_SHADES}"
+        plot_tokens(token_rows, path, caption, columns, table)
+        return
+    write_html(
+        path,
+        _FOLDER / "explanation.html.j2",
+        [],
+        (_FOLDER / "explanation.css").read_text("utf-8"),
+        None,
+        explanation=explanation,
+        subject=subject(explanation),
+        shades=_SHADES,
+        rows=token_rows,
+        provenance=_describe_provenance(explanation),
+    )
+    write_csv(data_path(path), columns, table)
+
+
+def _subject_with_texts(explanation: Explanation) -> str:
+    if explanation.to is None:
+        return subject(explanation)
+    return f"{subject(explanation)} Compared with: {explanation.to}"
+
+
+def _token_rows(explanation: Explanation) -> Iterator[TokenRow]:
+    """Yield a row of shaded tokens for each condition, and for each layer of a router."""
+    largest = _find_largest(explanation.conditions)
+    titles = condition_titles([explained.condition for explained in explanation.conditions])
+    for title, explained in zip(titles, explanation.conditions, strict=True):
+        series = {f"layer {n}": values for n, values in explained.layers.items()}
+        series["mean of the layers" if series else ""] = explained.values
+        for name, values in series.items():
+            detail = (
+                name if explained.similarity is None else f"similarity {explained.similarity:.3f}"
+            )
+            yield TokenRow(title, detail, list(_shade(explanation, explained, values, largest)))
+
+
+def _shade(
+    explanation: Explanation,
+    explained: ConditionExplanation,
+    values: Values,
+    largest: float,
+) -> Iterator[ShadedToken]:
+    end: int | None = None
+    for position, (token, value) in enumerate(zip(explained.tokens, values, strict=True)):
+        label, continues = token_label(explanation.sentence, explained, position), False
+        if token.start is not None:
+            # Without spaces between the parts of a word, a figure shows the sentence as it is.
+            label = explanation.sentence[token.start : token.end]
+            continues = token.start == end
+        end = token.end
+        number = format_value(explanation, float(value))
+        share = 0.0 if token.special else float(value) / largest
+        yield ShadedToken(label, number, share, token.special, continues)
+    if explained.condition_term is not None:
+        number = format_value(explanation, explained.condition_term)
+        yield ShadedToken(SUBTRACTED, number, 0.0, True, False)
+
+
+def _describe_provenance(explanation: Explanation) -> dict[str, str]:
+    """Return the method, the model and the version, as labelled texts."""
+    about = {
+        key: ", ".join(value) if isinstance(value, Mapping) else str(value)
+        for key, value in explanation.about.items()
+        if value
+    }
+    return {"method": explanation.method, **about, "llmcond": __version__}

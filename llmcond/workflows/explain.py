@@ -1,0 +1,34 @@
+"""The work of ``llmcond explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmcond.runs import cross
+
+if TYPE_CHECKING:
+    from llmcond.runs.explanation import Explanation
+    from llmcond.workflows.options.texts import ExplainOptions
+
+
+def explain(options: ExplainOptions) -> Explanation:
+    """Explain a sentence's embedding or similarity, and write the figure if there is one.
+
+    Raises:
+        UserError: as ``Embedder.explain``, or the run is of another task, or the figure cannot be
+            written.
+        LlmcondError: the encoder fails.
+    """
+    from llmcond.report.explanations import check_explanation_figure, write_explanation
+
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        check_explanation_figure(out)
+    model = cross.load_similarity_model(
+        options.resolve_folder(), options.head, options.prompt, options.device
+    )
+    explanation = model.explain(options.sentence, options.conditions(), to=options.to)
+    if out is not None:
+        write_explanation(explanation, out)
+    return explanation

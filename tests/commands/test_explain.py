@@ -1,0 +1,76 @@
+"""``llmcond explain``: its output, its figure, and input that it rejects."""
+
+import numpy as np
+import pytest
+from helpers.commands import run_json, run_rejected
+
+import llmcond
+from llmcond import extract
+from llmcond.cli import run
+
+SENTENCE = "three women sit on the beach"
+
+
+def test_output_has_stable_form(tiny_run, capsys):
+    result = run_json(
+        *(capsys, "explain", SENTENCE, "--run", tiny_run, "--device", "cpu"),
+        *("--condition", "the place", "--values", "beach, park", "--to", "two dogs sit"),
+    )
+    assert (result["sentence"], result["to"]) == (SENTENCE, "two dogs sit")
+    assert (result["method"], result["prompt"]) == ("leave-one-out", "concat-sent-cond")
+    (explained,) = result["explanations"]
+    assert (explained["condition"], explained["values"]) == ("the place", ["beach", "park"])
+    assert [token["token"] for token in explained["tokens"]] == SENTENCE.split()
+    first = explained["tokens"][0]
+    assert first.keys() == {"token", "start", "end", "special", "contribution"}
+    assert (first["start"], first["end"], first["special"]) == (0, 5, False)
+
+
+def test_function_and_command_agree(tiny_run, capsys, tmp_path):
+    options = {"condition": ["the place", "the mood"], "run": tiny_run, "device": "cpu"}
+    explanation = llmcond.explain(sentence=SENTENCE, out=tmp_path / "a.html", **options)
+    assert (tmp_path / "a.html").is_file()
+    assert (tmp_path / "a-data.csv").is_file()
+    arguments = ["--condition", "the place", "--condition", "the mood", "--device", "cpu"]
+    printed = run_json(capsys, "explain", SENTENCE, "--run", tiny_run, *arguments)
+    assert printed == explanation.to_json()
+    assert run(["explain", SENTENCE, "--run", str(tiny_run), *arguments]) == 0
+    assert "the mood" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "a.txt"], "name an .html or .htm or .png"),
+        (["--model", "minilm-csts"], "Give only one of them"),
+        (["--values", "a", "--values", "b", "--condition", "c", "--values", "d"], "--values"),
+        (["--head", "missing"], "no fitted head 'missing'"),
+    ],
+)
+def test_invalid_options_are_rejected(tiny_run, capsys, arguments, message):
+    line = ["explain", SENTENCE, "--condition", "the place", "--run", tiny_run, *arguments]
+    assert message in run_rejected(capsys, *line)
+
+
+def test_runs_of_other_tasks_are_rejected(dialogue_run, graph, tiny_bert, tmp_path, capsys):
+    options = {"dtype": "float32", "device": "cpu", "pooling": "mean"}
+    extract(model=str(tiny_bert), **options, run=tmp_path / "kgc", data=str(graph), task="kgc")
+    for folder in (dialogue_run, tmp_path / "kgc"):
+        line = ["explain", SENTENCE, "--condition", "the place", "--run", folder]
+        assert "needs rated pairs of sentences" in run_rejected(capsys, *line)
+
+
+def test_cross_encoder_explains_similarities_only(tiny_bert, data, tmp_path, capsys):
+    folder = tmp_path / "cross"
+    settings = {"pooling": "mean", "dtype": "float32", "epochs": 1, "rank": 4, "device": "cpu"}
+    llmcond.train_cross(model=str(tiny_bert), data=str(data), run=folder, **settings)
+    line = ["explain", SENTENCE, "--condition", "the place", "--run", folder, "--device", "cpu"]
+    assert "Give a second sentence (--to SENTENCE)" in run_rejected(capsys, *line)
+    result = run_json(capsys, *line, "--to", "two dogs sit")
+    cross = llmcond.load_cross_encoder(folder, device="cpu")
+    texts = [SENTENCE, SENTENCE.removeprefix("three ")]
+    whole, without = cross.similarity(texts, ["two dogs sit"] * 2, "the place")
+    (explained,) = result["explanations"]
+    assert explained["similarity"] == pytest.approx(whole, abs=1e-5)
+    assert explained["tokens"][0]["contribution"] == pytest.approx(whole - without, abs=1e-5)
+    assert np.isfinite([token["contribution"] for token in explained["tokens"]]).all()
