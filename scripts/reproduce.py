@@ -537,6 +537,7 @@ class Paper:
         prompts: function from whether an encoder takes instructions to the prompts to extract.
         sections: function that yields the requested tables.
         about: function that returns the notes on all tables.
+        options: name -> arguments of ``add_argument``, for options that only this script has.
     """
 
     name: str
@@ -548,6 +549,7 @@ class Paper:
     prompts: Callable[[bool], list[str]]
     sections: Callable[[Work, Sequence[str]], Iterator[Section]]
     about: Callable[[Work], list[str]]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
@@ -688,6 +690,8 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
     parser.add_argument(
         "--quantize", default="none", help="quantisation of encoders: none, 8bit or 4bit"
     )
+    for name, declared in paper.options.items():
+        parser.add_argument(f"--{name}", **declared)
     parser.add_argument("--quick", action="store_true", help="trial with one seed and two epochs")
     parser.add_argument(
         "--out",
@@ -724,17 +728,27 @@ def _head(paper: Paper, work: Work) -> str:
 def _command(paper: Paper, work: Work) -> str:
     """Return the command line, without options that do not change figures."""
     options = work.options
-    defaults = {"quantize": "none", "dtype": "auto", "protocol": "dev"}
+    defaults: dict[str, Any] = {"quantize": "none", "dtype": "auto", "protocol": "dev"}
+    defaults |= {name: declared.get("default") for name, declared in paper.options.items()}
+    values = {name: getattr(options, name.replace("-", "_")) for name in defaults}
     changed = [
-        f"--{name} {getattr(options, name)}"
+        f"--{name} {_option_text(values[name])}".rstrip()
         for name, default in defaults.items()
-        if getattr(options, name) != default
+        if values[name] != default
     ]
     source = [f"--data {options.data_name}"] if options.data_name else []
     quick = ["--quick"] if options.quick else []
     encoders = " ".join(encoder.name for encoder in work.encoders)
     words = ["--encoders", encoders, *source, *changed, f"--seeds {work.seeds}", *quick]
     return " ".join([f"python scripts/{paper.script}", *words])
+
+
+def _option_text(value: Any) -> str:
+    """Return the value of an option; a path is shortened to its name, as it may be private."""
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    text = str(value)
+    return text if "://" in text else Path(text).name
 
 
 def _describe(paper: Paper, encoder: PooledEncoder) -> list[str]:

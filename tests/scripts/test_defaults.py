@@ -84,7 +84,7 @@ OTHER_SCRIPTS = {
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
 #: Scripts that need data that is not in the repository.
-PAPER_SCRIPTS = {"reproduce_case", "reproduce_hypercl"}
+PAPER_SCRIPTS = {"reproduce_case", "reproduce_csr", "reproduce_hypercl"}
 
 
 def test_every_script_is_listed():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import checkpoints
+from helpers.graphs import write_graph
 from helpers.paths import ROOT
 
 from llmcond.runs import open_run
@@ -15,7 +16,7 @@ from llmcond.runs.extraction import LazyEncoder
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.script("reproduce", "reproduce_case", "reproduce_hypercl"),
+    pytest.mark.script("reproduce", "reproduce_case", "reproduce_csr", "reproduce_hypercl"),
 ]
 
 SFR = "Salesforce/SFR-Embedding-Mistral"
@@ -30,9 +31,12 @@ def scripts():
         patch.syspath_prepend(ROOT / "scripts")
         import reproduce
         import reproduce_case
+        import reproduce_csr
         import reproduce_hypercl
 
-        yield SimpleNamespace(shared=reproduce, case=reproduce_case, hypercl=reproduce_hypercl)
+        yield SimpleNamespace(
+            shared=reproduce, case=reproduce_case, csr=reproduce_csr, hypercl=reproduce_hypercl
+        )
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +141,52 @@ def test_hypercl_prints_every_table(scripts, call, inputs):
     assert full[0]["ours"]["spearman"] == full[1]["ours"]["spearman"]
     # The output contains no text of the data.
     assert "the number of people" not in text + json.dumps(record)
+
+
+def test_csr_prints_every_table(scripts, call, inputs, tmp_path, monkeypatch):
+    graph = write_graph(tmp_path / "graph")
+    out = tmp_path / "page.md"
+    layers = ["--router-layers", "2", "--layers", "0", "2", "9", "--trained-layers", "2"]
+    shares = ["--kgc-data", str(graph), "--kgc-share", "2", "--train-share", "2"]
+    encoders = [inputs.bert, "nobody/nothing"]
+    code, _, record = call(scripts.csr, encoders, *layers, *shares, "--out", str(out))
+    assert code == 0
+    tables = ["Table 1", "Table 2", "Table 3", "Table 4", "Figure 4"]
+    assert [part["table"] for part in record["sections"]] == tables
+    assert "--layers 0 2 9 --trained-layers 2 --kgc-data graph --kgc-share 2" in record["command"]
+    for table in tables[:-1]:
+        for row in table_rows(record, table):
+            if row["encoder"] == "nobody/nothing":
+                assert "see the remark on the encoder" in row["reason"]
+            elif row["system"] != "Hyper-CL" and row["encoder"] == inputs.bert:
+                assert row["reason"] is None
+                assert None not in [value["value"] for value in row["ours"].values()], row
+    trained = {row["system"]: row for row in table_rows(record, "Table 1")[:9]}
+    assert "LoRA of rank 16 instead of all weights" in trained["CSR"]["set_up"]
+    assert "1/2 of train" in trained["CSR"]["set_up"]
+    # The tables share encoders.
+    weights = {row["system"]: row["ours"] for row in table_rows(record, "Table 3")[:7]}
+    assert weights["CSR: 1 + w"] == trained["CSR"]["ours"]
+    assert len({json.dumps(figures) for figures in weights.values()}) == 7
+    layers = {row["layers"]: row for row in table_rows(record, "Figure 4")[:4]}
+    assert set(layers["2"]["ours"]) == {"untrained", "trained", "seconds"}
+    assert set(layers["0"]["ours"]) == {"untrained", "seconds"}
+    assert layers["9"]["reason"].startswith("not done: router_layers is 9, but")
+    assert (tmp_path / "page-figure4-data.csv").read_text().count("\n") == 4
+    assert (inputs.folder / "runs/graph-share2/train.tsv").read_text().count("\n") == 5
+    # A second command trains and encodes nothing.
+    monkeypatch.setattr(LazyEncoder, "__call__", fail_if_called)
+    again = call(scripts.csr, [inputs.bert], *layers, *shares, "--tables", *"1234")
+    for table in tables[:-1]:
+        rows = [row for row in table_rows(record, table) if row["encoder"] != "nobody/nothing"]
+        assert table_rows(again[2], table) == rows
+
+
+def test_csr_rejects_invalid_options(scripts, inputs, capsys):
+    for options in (["--rank", "half"], ["--train-share", "0"]):
+        with pytest.raises(SystemExit, match="2"):
+            scripts.csr.main(["--encoders", inputs.bert, *options])
+        assert "is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_second_run_reuses_all_work(scripts, call, inputs, monkeypatch, tmp_path):

@@ -1,0 +1,720 @@
+"""Reproduce the results of CSR (EMNLP 2024 Findings) for any encoders, next to the paper's figures.
+
+    python scripts/reproduce_csr.py --encoders minilm --data FOLDER --kgc-data FOLDER --out csr.md
+
+The script covers tables 1 (C-STS, trained), 2 (knowledge graphs), 3 (weighting strategies) and 4
+(without training), and figure 4 (number of layers with a router). ``llmcond explain`` shows the
+token weights of figures 5 to 7. The paper trains all weights of its encoders (``--rank full``); the
+default is LoRA. Trained encoders are saved in the run folder, and the same command resumes where it
+was interrupted. On a CPU, ``--train-share 4 --epochs 2`` shortens the trainings.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copyfile
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+from reproduce import (
+    PEARSON,
+    SPEARMAN,
+    Measure,
+    Paper,
+    PooledEncoder,
+    Row,
+    Section,
+    Value,
+    Work,
+    average_over_seeds,
+    failure_reason,
+    parse_table,
+    result_figures,
+    run_paper,
+)
+
+from llmcond.commands.evaluate import evaluate
+from llmcond.commands.extract import extract
+from llmcond.commands.fit_head import fit_head
+from llmcond.commands.train_lora import train_lora
+from llmcond.data.rows import Rows
+from llmcond.encoders import EncoderInput
+from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.routers.settings import RELEASED_MODES
+from llmcond.encoders.spec import Router
+from llmcond.errors import LlmcondError, UserError
+from llmcond.files import write_text
+from llmcond.kinds.ranking.graph import sample_folder
+from llmcond.log import log
+from llmcond.report.figures import plot_curve
+from llmcond.runs import open_any_run
+
+# -- the paper ---------------------------------------------------------------------------------
+
+#: Hub name -> name in the paper. The paper pools its encoders by the mean (section 2), and decoders
+#: by the last token.
+NAMES = {
+    "voidism/diffcse-roberta-base-sts": "DiffCSE_base",
+    "princeton-nlp/sup-simcse-roberta-large": "SimCSE_large",
+    "meta-llama/Llama-2-7b-hf": "Llama2-7B",
+    "meta-llama/Meta-Llama-3-8B": "Llama3-8B",
+}
+POOLINGS = {hub: "last" if "Llama" in name else "mean" for hub, name in NAMES.items()}
+#: Encoder, system: Spearman and its deviation, Pearson and its deviation.
+_PRINTED_1 = parse_table(
+    """
+    DiffCSE_base tri 28.9 0.7 27.8 1.2
+    DiffCSE_base hyper-cl 33.8 0.1 33.1 0.3
+    DiffCSE_base paper 34.1 0.2 34.0 0.6
+    SimCSE_large tri 35.3 1.0 35.6 0.9
+    SimCSE_large hyper-cl 39.6 0.2 40.0 0.3
+    SimCSE_large paper 42.0 0.8 42.7 0.8
+    SimCSE_large hidden 39.9 0.2 39.4 0.1
+    SimCSE_large heavy 40.5 0.2 39.9 0.2
+    DiffCSE_base joint 43.4 0.2 43.5 0.2
+    DiffCSE_base bi 43.7 0.2 43.6 0.1
+    SimCSE_large joint 47.5 0.1 47.6 0.1
+    SimCSE_large bi 47.9 0.2 47.8 0.2
+    """,
+    4,
+)
+TABLE_1 = {k: (f"{a} ± {b}", f"{c} ± {d}") for k, (a, b, c, d) in _PRINTED_1.items()}
+#: System: MRR, Hits@1, Hits@3.
+TABLE_2 = parse_table(
+    """
+    joint 66.6 58.7 71.7
+    concat 33.5 22.6 38.2
+    hypernet-full 61.6 50.6 69.0
+    csr 66.1 58.1 71.1
+    """,
+    3,
+)
+#: Encoder, system: Spearman, Pearson.
+TABLE_3 = parse_table(
+    """
+    SimCSE_large tri 35.3 35.6
+    SimCSE_large paper 42.0 42.7
+    SimCSE_large random 34.7 34.3
+    SimCSE_large only 39.28 38.3
+    """,
+    2,
+)
+#: Encoder, system: Spearman, Pearson. The paper does not name the encoder of its first two rows,
+#: which is that of all its other analyses.
+TABLE_4 = parse_table(
+    """
+    SimCSE_large unconditional 3.4 3.1
+    SimCSE_large csr 5.5 5.5
+    Llama2-7B joint 1.9 0.4
+    Llama3-8B joint 2.9 0.6
+    """,
+    2,
+)
+EMBEDDING_API = ("Text-embedding-3 (large)", ("5.6", "6.0"))
+#: Rounds of each timing, of which the fastest counts.
+ROUNDS = 2
+
+# -- trained encoders --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A way to train an encoder.
+
+    Attributes:
+        key: unique name, for the folder of the run.
+        label: what the tables call it.
+        head: recipe of the head.
+        prompt: prompt of the texts; empty for the one of joint texts.
+        router: settings of the router.
+        notes: differences from the paper.
+    """
+
+    key: str
+    label: str
+    head: str = "none"
+    prompt: str = "routed"
+    router: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def routed(cls, label: str, mode: str, layers: int, weight: str = "one-plus") -> System:
+        """Return an encoder with a router."""
+        router = {"router_mode": mode, "router_weight": weight, "router_layers": layers}
+        notes = ["not in the paper, but in its code"] if mode in RELEASED_MODES else []
+        key = f"{mode}-{layers}" + (f"-{weight}" if weight != "one-plus" else "")
+        return cls(key, label, router={"router": "csr", **router}, notes=notes)
+
+
+HADAMARD = System("tri", "tri-encoder, Hadamard product", "hadamard", "separate")
+#: ``train-lora`` takes no prompt that leaves out the condition, but a router of almost no strength
+#: has no effect.
+UNCONDITIONAL = System(
+    "unconditional",
+    "encoder that does not see the condition",
+    router={"router": "csr", "router_layers": 2, "router_strength": 1e-9},
+    notes=("not in the paper",),
+)
+UNTRAINED_TRI = System("tri-encoder", "tri-encoder", prompt="control-no-condition")
+JOINT = System("joint", "bi-encoder", prompt="")
+RELEASED = "as in the authors' code"
+
+
+@dataclass
+class Trainings:
+    """The encoders that one command trains; each is trained when it is first used."""
+
+    work: Work
+    _figures: dict[tuple[str, str], Mapping[str, Value] | str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of every training."""
+        options = self.work.options
+        rank = 0 if options.rank == "full" else int(options.rank)
+        return {"epochs": 2 if options.quick else options.epochs, "rank": rank}
+
+    def score(self, encoder: PooledEncoder, system: System) -> Mapping[str, Value] | str:
+        """Return the figures of a trained encoder over seeds, or the reason why there are none."""
+        if encoder.reason:
+            return encoder.missing_reason("")
+        key = (str(encoder.run), system.key)
+        if key not in self._figures:
+            try:
+                seeds = [self._train(encoder, system, seed) for seed in range(self.work.seeds)]
+                self._figures[key] = {
+                    name: average_over_seeds([figures[name] for figures in seeds])
+                    for name in seeds[0]
+                }
+            except LlmcondError as error:
+                log.info(f"{encoder.name}, {system.key}: {error}")
+                self._figures[key] = failure_reason(error)
+        return self._figures[key]
+
+    def _train(self, encoder: PooledEncoder, system: System, seed: int) -> dict[str, Value]:
+        share = self.work.options.train_share
+        splits = dict(self.work.dataset.splits)
+        splits["train"] = take_pairs(splits["train"], share)
+        settings = "-".join(f"{name}{value}" for name, value in self.settings.items())
+        log.info(f"{encoder.name}: {system.label}, {system.key}, seed {seed}")
+        result = train_lora(
+            run=folder_of(encoder, f"share{share}-{settings}") / f"{system.key}-seed{seed}",
+            prompt=[system.prompt or joint_prompt(encoder.instructs)],
+            head=system.head,
+            seed=seed,
+            **self.settings,
+            **in_memory(splits),
+            **encoder_options(self.work, encoder, system.router),
+        )
+        scores = {row["split"]: row for row in result.to_json()["scores"]}[self.work.split]
+        return {
+            name: Value(scores[name], *scores[f"{name}_ci"]) for name in (SPEARMAN.key, PEARSON.key)
+        }
+
+    def notes(self, encoder: PooledEncoder) -> list[str]:
+        """Return how the training of an encoder differs from the paper's, in words."""
+        options, settings = self.work.options, self.settings
+        notes = [*self.work.differences(encoder, NAMES)]
+        if settings["rank"]:
+            notes.append(f"LoRA of rank {settings['rank']} instead of all weights")
+        if options.train_share > 1:
+            notes.append(f"1/{options.train_share} of train")
+        chosen = ", of which the scored rows chose one" if self.work.split == "dev" else ""
+        return [*notes, f"{settings['epochs']} epochs{chosen}"]
+
+    def row(
+        self, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
+    ) -> Row:
+        """Return the row of a trained encoder, with the paper's figures of the system ``key``."""
+        return Row(
+            encoder.name,
+            [system.label],
+            self.score(encoder, system),
+            [*self.notes(encoder), *system.notes],
+            *paper_figures(table, encoder, key),
+        )
+
+
+def paper_figures(
+    table: Mapping[tuple[str, ...], tuple[str, ...]], encoder: PooledEncoder, key: str
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the paper's Spearman and Pearson of a system, and those of its other encoders."""
+    names = (SPEARMAN.key, PEARSON.key)
+    printed = table.get((NAMES.get(encoder.repo, ""), key))
+    rows = [figures for (_, system), figures in table.items() if system == key]
+    others = {name: [row[i] for row in rows] for i, name in enumerate(names)} if rows else {}
+    return dict(zip(names, printed, strict=True)) if printed else {}, others
+
+
+# -- data and encoders -------------------------------------------------------------------------
+
+
+def take_pairs(rows: Rows, share: int) -> Rows:
+    """Return the rows of every ``share``-th sentence pair."""
+    pairs = list(zip(rows.sentence1, rows.sentence2, strict=True))
+    numbers = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+    return rows.take(np.array([numbers[pair] % share == 0 for pair in pairs]))
+
+
+def in_memory(splits: Mapping[str, Rows]) -> dict[str, Any]:
+    """Return rows as options of a command."""
+    data = {
+        name: [
+            {"sentence1": first, "sentence2": second, "condition": condition, "label": label}
+            for first, second, condition, label in zip(
+                rows.sentence1,
+                rows.sentence2,
+                rows.condition,
+                np.where(rows.rated, rows.rating, -1.0).tolist(),
+                strict=True,
+            )
+        ]
+        for name, rows in splits.items()
+    }
+    return {"data": data, "rating_range": (0.0, 1.0)}
+
+
+def encoder_options(
+    work: Work, encoder: PooledEncoder, router: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the options that load an encoder, with a router or without."""
+    router = router or {}
+    folders = dict(text.partition("=")[::2] for text in work.options.encoders)
+    folder = folders[encoder.name]
+    pooling = None if router.get("router_mode") in RELEASED_MODES else encoder.identity.pooling
+    return {
+        "model": folder or encoder.name,
+        "like": encoder.name if folder else None,
+        "dtype": work.options.dtype,
+        "device": work.options.device,
+        "quantize": work.options.quantize,
+        "pooling": pooling,
+        **router,
+    }
+
+
+def folder_of(encoder: PooledEncoder, name: str) -> Path:
+    """Return a folder for runs of an encoder, next to the run of its features."""
+    return encoder.run.with_name(f"{encoder.run.name}-csr") / name
+
+
+def joint_prompt(instructs: bool) -> str:
+    """Return the prompt of a bi-encoder."""
+    return "cond" if instructs else "concat-sent-cond"
+
+
+def score_untrained(
+    work: Work, encoder: PooledEncoder, system: System
+) -> Mapping[str, Value] | str:
+    """Return the figures of an encoder without training and without subtraction."""
+    if encoder.reason:
+        return encoder.missing_reason("")
+    prompt = system.prompt or joint_prompt(encoder.instructs)
+    run = folder_of(encoder, "untrained") / (system.key if system.router else "unrouted")
+    # Train is not needed, but a dataset must have it.
+    splits = {"train": take_first_pair(work), "dev": work.dataset.splits[work.split]}
+    options = encoder_options(work, encoder, system.router)
+    try:
+        extract(run=run, prompt=[prompt], **in_memory(splits), **options)
+        results = evaluate(run=run, head=["none"], split="dev")
+    except LlmcondError as error:
+        log.info(f"{encoder.name}, {system.key}: {error}")
+        return failure_reason(error)
+    return result_figures(
+        next(result for result in results if result.prompt == prompt and not result.subtract)
+    )
+
+
+def take_first_pair(work: Work) -> Rows:
+    """Return the rows of the first sentence pair of train."""
+    train = work.dataset.splits["train"]
+    return take_pairs(train, len(train))
+
+
+# -- tables of C-STS ---------------------------------------------------------------------------
+
+
+def table_1(work: Work, trainings: Trainings) -> Section:
+    """Compute table 1: CSR, its variants and other architectures, trained."""
+    rows, layers = [], work.options.router_layers
+    for encoder in work.encoders:
+        systems = (
+            (HADAMARD, "tri"),
+            (UNCONDITIONAL, ""),
+            (System.routed("CSR", "paper", layers), "paper"),
+            (System.routed("Hidden Router", "hidden", layers), "hidden"),
+            (System.routed("Heavy Router", "heavy", layers), "heavy"),
+            (System.routed(f"CSR, {RELEASED}", "released-tri", layers), ""),
+            (JOINT, "joint"),
+            (System.routed("bi-encoder, CSR", "bi", layers), "bi"),
+            (System.routed(f"bi-encoder, {RELEASED}", "released-bi", layers), ""),
+        )
+        rows += [trainings.row(encoder, system, key, TABLE_1) for system, key in systems]
+        reason = "not done here: hypercl.md has a frozen encoder with this head"
+        paper = paper_figures(TABLE_1, encoder, "hyper-cl")
+        rows.append(Row(encoder.name, ["Hyper-CL"], reason, [], *paper))
+    about = [
+        f"Our routers are in the last {layers} layers. In the paper's figure 4, 3 are best.",
+        "The authors' code differs from the paper: sentences also attend to the condition in all "
+        "layers, and the vector is that of the first token (docs/routers.md).",
+    ]
+    return Section("Table 1", "C-STS", about, ["system"], (SPEARMAN, PEARSON), rows)
+
+
+def table_3(work: Work, trainings: Trainings) -> Section:
+    """Compute table 3: weighting strategies."""
+    rows = []
+    for encoder in work.encoders:
+        rows.append(trainings.row(encoder, HADAMARD, "tri", TABLE_3))
+        for mode, source in (("paper", ""), ("released-tri", f", {RELEASED}")):
+            for label, weight, key in (
+                ("CSR: 1 + w", "one-plus", "paper"),
+                ("Random Weight", "random", "random"),
+                ("Only Weight: w", "only", "only"),
+            ):
+                system = System.routed(label + source, mode, work.options.router_layers, weight)
+                rows.append(trainings.row(encoder, system, key, TABLE_3))
+    about = [
+        "Random Weight is 1 + w, in which w is a softmax of normal scores. The sentence's token "
+        "ids are their seed, so they depend on neither the condition nor the batch. The paper does "
+        "not describe its random weights.",
+        "In the form of the paper's section 2, an encoder with random weights cannot see the "
+        "condition. In the authors' code it can, because sentences attend to the condition.",
+    ]
+    return Section("Table 3", "weighting strategies", about, ["system"], (SPEARMAN, PEARSON), rows)
+
+
+def table_4(work: Work, trainings: Trainings) -> Section:
+    """Compute table 4: encoders without training."""
+    layers = work.options.router_layers
+    systems = (
+        (UNTRAINED_TRI, "unconditional"),
+        (System.routed("CSR, 1 layer", "paper", 1), "csr"),
+        (System.routed(f"CSR, {layers} layers", "paper", layers), "csr"),
+        (JOINT, "joint"),
+        (System.routed("bi-encoder, CSR", "bi", layers), ""),
+        (System.routed(f"CSR, {RELEASED}", "released-tri", layers), ""),
+    )
+    rows = []
+    for encoder in work.encoders:
+        for system, key in systems:
+            notes = work.differences(encoder, NAMES) + ([] if key else ["not in the paper's table"])
+            ours = score_untrained(work, encoder, system)
+            paper = paper_figures(TABLE_4, encoder, key)
+            rows.append(Row(encoder.name, [system.label], ours, notes, *paper))
+    name, figures = EMBEDDING_API
+    printed = dict(zip((SPEARMAN.key, PEARSON.key), figures, strict=True))
+    reason = "not done: it is available through an API only"
+    rows.append(Row(name, [JOINT.label], reason, [], printed))
+    about = [
+        "Without training, the tri-encoder compares e(s1) and e(s2), which do not depend on the "
+        "condition. The paper does not say what its baseline compares.",
+        "Nothing is subtracted. Llama2-7B and Llama3-8B can be passed to `--encoders`.",
+    ]
+    return Section("Table 4", "without training", about, ["system"], (SPEARMAN, PEARSON), rows)
+
+
+# -- figure 4 ----------------------------------------------------------------------------------
+
+UNTRAINED = Measure("untrained", "Spearman without training")
+TRAINED = Measure("trained", "Spearman, trained")
+SECONDS = Measure("seconds", "seconds", 1, 2)
+
+
+def figure_4(work: Work, trainings: Trainings) -> Section:
+    """Compute figure 4: score and time by the number of layers with a router."""
+    rows = []
+    series: dict[str, list[tuple[Any, float, float, float]]] = {}
+    for encoder in work.encoders:
+        for layers in (*work.options.layers, None):
+            label = "bi-encoder" if layers is None else str(layers)
+            try:
+                figures, notes = _score_layers(work, trainings, encoder, layers)
+            except LlmcondError as error:
+                rows.append(Row(encoder.name, [label], failure_reason(error)))
+                continue
+            rows.append(Row(encoder.name, [label], figures, notes))
+            for measure in (UNTRAINED, TRAINED) if layers is not None else ():
+                if measure.key in figures and (value := figures[measure.key]).value is not None:
+                    bounds = [100 * (bound or value.value) for bound in (value.low, value.high)]
+                    name = f"{encoder.name}, {measure.heading.rpartition(' ')[2]}"
+                    point = (layers, 100 * value.value, bounds[0], bounds[1])
+                    series.setdefault(name, []).append(point)
+    about = [
+        "The paper shows curves and no numbers. It trains all encoders of part (a).",
+        f"Seconds are the time to encode the scored rows, the fastest of {ROUNDS} rounds; on a "
+        "CPU, processor seconds. Each distinct text is encoded once, as in the paper's online "
+        "setting. Layers before the router are computed once per sentence.",
+        "The paper's offline setting is not done: llmcond does not store keys and queries.",
+        "With 0 layers, the sentences are encoded without a router, and the conditions are encoded "
+        "for the time of a tri-encoder.",
+    ]
+    out = work.options.out
+    if out is not None and series:
+        path = out.with_name(f"{out.stem}-figure4.svg")
+        plot_curve(series, path, "layers with a router", "Spearman x 100")
+        about.append(f"Picture: [{path.name}]({path.name}).")
+    measures = (UNTRAINED, TRAINED, SECONDS)
+    return Section("Figure 4", "number of layers with a router", about, ["layers"], measures, rows)
+
+
+def _score_layers(
+    work: Work, trainings: Trainings, encoder: PooledEncoder, layers: int | None
+) -> tuple[dict[str, Value], list[str]]:
+    """Return the figures and notes for a number of routed layers; None is the bi-encoder."""
+    system = System.routed("CSR", "paper", layers) if layers else UNTRAINED_TRI
+    system = JOINT if layers is None else system
+    untrained = score_untrained(work, encoder, system)
+    if isinstance(untrained, str):
+        raise UserError(untrained.removeprefix("not done: "))
+    seconds = _time_encoding(work, encoder, system)
+    figures = {UNTRAINED.key: untrained[SPEARMAN.key], SECONDS.key: Value(seconds)}
+    wanted = work.options.trained_layers
+    if wanted is not None and layers not in wanted:
+        return figures, [*work.differences(encoder, NAMES), "not trained"]
+    trained = trainings.score(encoder, UNCONDITIONAL if layers == 0 else system)
+    if isinstance(trained, str):
+        return figures, [*work.differences(encoder, NAMES), trained]
+    return {**figures, TRAINED.key: trained[SPEARMAN.key]}, trainings.notes(encoder)
+
+
+def _time_encoding(work: Work, encoder: PooledEncoder, system: System) -> float:
+    """Return the seconds to encode the scored rows with an untrained encoder."""
+    rows = work.dataset.splits[work.split]
+    sentences = [*rows.sentence1, *rows.sentence2]
+    texts = dict.fromkeys(zip(sentences, 2 * list(rows.condition), strict=True))
+    if system.router:
+        inputs = [EncoderInput("", s, router=Router(c, 1.0, False, False)) for s, c in texts]
+    elif system is JOINT:
+        inputs = [EncoderInput("", f"{sentence} {condition}") for sentence, condition in texts]
+    else:
+        inputs = [EncoderInput("", text) for text in dict.fromkeys([*sentences, *rows.condition])]
+    options = encoder_options(work, encoder, system.router)
+    loaded = load_encoder(options.pop("model"), **options)
+    # On a CPU, other work must not count.
+    clock = process_time if loaded.resolved.device == "cpu" else perf_counter
+    seconds = []
+    for _ in range(1 if work.options.quick else ROUNDS):
+        start = clock()
+        loaded.encode(inputs)
+        seconds.append(clock() - start)
+    return min(seconds)
+
+
+# -- knowledge graphs --------------------------------------------------------------------------
+
+RANKED = (Measure.of("mrr"), Measure.of("hits@1"), Measure.of("hits@3"))
+
+
+def table_2(work: Work, trainings: Trainings) -> Section:
+    """Compute table 2: knowledge graphs, with heads on frozen encoders."""
+    options, layers = work.options, work.options.router_layers
+    rows = []
+    for encoder in work.encoders:
+        router = {"router": "csr", "router_layers": layers}
+        for label, head, prompt, settings, key in (
+            ("bi-encoder", "mlp", "concat-sent-cond", {}, "joint"),
+            ("tri-encoder, concatenation", "concat", "separate", {}, "concat"),
+            ("Hyper-CL (tri-encoder)", "hypernet-full", "separate", {}, "hypernet-full"),
+            (f"CSR, {layers} layers (tri-encoder)", "mlp", "routed", router, "csr"),
+            ("bi-encoder, no head", "none", "concat-sent-cond", {}, ""),
+            ("head entity without the relation, no head", "none", "separate", {}, ""),
+            (f"CSR, {layers} layers, no head", "none", "routed", router, ""),
+        ):
+            paper = TABLE_2.get((key,), ())
+            notes = ["not in the paper" if not key else f"frozen encoder, {head} head"]
+            if encoder.repo not in NAMES:
+                notes.append("other encoder")
+            if options.kgc_share > 1:
+                notes.append(f"1/{options.kgc_share} of the triples of each split")
+            rows.append(
+                Row(
+                    encoder.name,
+                    [label],
+                    _score_graph(work, encoder, head, prompt, settings),
+                    notes,
+                    dict(zip((m.key for m in RANKED), paper, strict=True)) if paper else {},
+                )
+            )
+    name = Path(options.kgc_data).name if options.kgc_data else "the bundled sample graph"
+    about = [
+        f"Graph: {name}; the paper's is WN18RR. Figures are of test, filtered, with realistic "
+        "ranks, and averaged over both directions.",
+        "The paper trains BERT-base together with the method, as SimKGC does. We freeze the "
+        "encoder and fit a head, because routers can be trained on rated pairs only.",
+        f"The interval covers the sampling of triples. Seeds: {work.seeds}.",
+    ]
+    if options.kgc_share > 1:
+        about.append(
+            "All entities are candidates. Only answers in the part of the graph are filtered, so "
+            "the figures are lower than with the whole graph."
+        )
+    return Section("Table 2", "knowledge graphs", about, ["system"], RANKED, rows)
+
+
+def _score_graph(
+    work: Work, encoder: PooledEncoder, head: str, prompt: str, router: Mapping[str, Any]
+) -> Mapping[str, Value] | str:
+    """Return the figures of a head on a graph, or the reason why there are none."""
+    if encoder.reason:
+        return encoder.missing_reason("")
+    share = work.options.kgc_share
+    run = folder_of(encoder, f"graph-share{share}") / ("routed" if router else "unrouted")
+    try:
+        options = encoder_options(work, encoder, router)
+        extract(task="kgc", run=run, data=_graph_data(work), prompt=[prompt], **options)
+        if head == "none":
+            results = evaluate(run=run, head=["none"], split="test")
+            return result_figures(
+                next(row for row in results if row.prompt == prompt and not row.subtract)
+            )
+        names = [f"{head}@{prompt}-seed{seed}" for seed in range(work.seeds)]
+        settings = {"epochs": "2"} if work.options.quick else {}
+        fitted = open_any_run(run).head_names()
+        for seed, name in enumerate(names):
+            if name not in fitted:
+                fit_head(run=run, head=head, prompt=prompt, seed=seed, name=name, set=settings)
+        results = evaluate(run=run, head=names, split="test")
+        figures = [result_figures(row) for row in results if row.name in names]
+    except LlmcondError as error:
+        log.info(f"{encoder.name}, {head} on {prompt}: {error}")
+        return failure_reason(error)
+    return {key: average_over_seeds([each[key] for each in figures]) for key in figures[0]}
+
+
+def _graph_data(work: Work) -> str | None:
+    """Return the folder of the graph, or of the requested share of its triples."""
+    source: str | None = work.options.kgc_data
+    share: int = work.options.kgc_share
+    if share == 1:
+        return source
+    folder = Path(source) if source else sample_folder()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder, which --kgc-share needs.")
+    part = work.options.folder / f"{folder.name}-share{share}"
+    part.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        if path.stem in ("train", "valid", "dev", "test"):
+            lines = path.read_text("utf-8").splitlines(keepends=True)
+            write_text(part / path.name, "".join(lines[::share]))
+        elif path.is_file():
+            copyfile(path, part / path.name)
+    return str(part)
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
+    """Yield the requested tables, each as soon as it is complete."""
+    trainings = Trainings(work)
+    makers: dict[str, Callable[[Work, Trainings], Section]] = {
+        "1": table_1,
+        "2": table_2,
+        "3": table_3,
+        "4": table_4,
+        "figure4": figure_4,
+    }
+    for name, maker in makers.items():
+        if name in tables:
+            yield maker(work, trainings)
+
+
+def about(work: Work) -> list[str]:
+    """Return the notes on all tables."""
+    return [
+        *work.data_notes("The paper trains on the original C-STS and scores its hidden test set."),
+        "The paper trains all weights of its encoders, and averages three runs. Ours are trained "
+        "by `llmcond train-lora` with its default settings, squared error, and the number of "
+        "epochs and rows that each row of a table names.",
+        "Figures 5 to 7 show the weights of tokens: `llmcond explain` with `--router csr`.",
+    ]
+
+
+def prompts(instructs: bool) -> list[str]:
+    """Return the prompts to extract for an encoder."""
+    return [UNTRAINED_TRI.prompt]
+
+
+def _rank(text: str) -> str:
+    if text != "full":
+        _count(text)
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "epochs": {"type": _count, "default": 4, "help": "epochs of each training (default: 4)"},
+    "rank": {
+        "type": _rank,
+        "default": "16",
+        "help": "rank of LoRA, or full to train all weights as in the paper (default: 16)",
+    },
+    "train-share": {
+        "type": _count,
+        "default": 1,
+        "metavar": "N",
+        "help": "train on every N-th sentence pair only (default: 1)",
+    },
+    "router-layers": {
+        "type": _count,
+        "default": 3,
+        "metavar": "N",
+        "help": "number of layers with a router in all tables (default: 3)",
+    },
+    "layers": {
+        "type": int,
+        "nargs": "+",
+        "default": list(range(7)),
+        "metavar": "N",
+        "help": "numbers of layers with a router in figure 4 (default: 0 to 6)",
+    },
+    "trained-layers": {
+        "type": int,
+        "nargs": "*",
+        "metavar": "N",
+        "help": "those of --layers for which an encoder is trained (default: all)",
+    },
+    "kgc-data": {
+        "metavar": "FOLDER",
+        "help": "folder of a knowledge graph for table 2 (default: the bundled sample graph)",
+    },
+    "kgc-share": {
+        "type": _count,
+        "default": 1,
+        "metavar": "N",
+        "help": "use every N-th triple of the graph only (default: 1)",
+    },
+}
+
+PAPER = Paper(
+    name="CSR",
+    doc=__doc__ or "",
+    script="reproduce_csr.py",
+    tables=("1", "2", "3", "4", "figure4"),
+    names=NAMES,
+    poolings=POOLINGS,
+    prompts=prompts,
+    sections=sections,
+    about=about,
+    options=OPTIONS,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return run_paper(PAPER, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
