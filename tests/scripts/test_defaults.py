@@ -84,7 +84,7 @@ OTHER_SCRIPTS = {
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
 #: Scripts that need data that is not in the repository.
-PAPER_SCRIPTS = {"reproduce_case", "reproduce_csr", "reproduce_hypercl"}
+PAPER_SCRIPTS = {"reproduce_case", "reproduce_csr", "reproduce_hypercl", "reproduce_triple"}
 
 
 def test_every_script_is_listed():
@@ -204,7 +204,7 @@ def test_script_runs(
     ("arguments", "expected"),
     [
         ("", "required: --encoders"),
-        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a .csv"),
+        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a ."),
     ],
 )
 def test_missing_arguments_or_data_are_reported(

@@ -1,7 +1,7 @@
 """Analyses of dialogue runs: how much closer contexts are to the answer than to other candidates.
 
 They are those of Triple-Encoders (ACL 2024), appendix D. Similarities are cosines in the roles of
-utterances. The other candidates of a query are the answers at the same history length with another
+utterances. The other candidates of a query are the answers with the same history length and another
 text; their mean similarity is that of their mean vector, so no candidate is compared individually.
 """
 

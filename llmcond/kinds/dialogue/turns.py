@@ -55,8 +55,8 @@ class Coefficients(NamedTuple):
 
     Attributes:
         pairs: weights of pairs (before-1, before-2), (n, n), or (m, n, n) for m contexts.
-        first: weights of before-1 alone, (n,) or (m, n).
-        second: weights of before-2 alone, (n,) or (m, n).
+        first: weights of single utterances in before-1, (n,) or (m, n).
+        second: weights of single utterances in before-2, (n,) or (m, n).
     """
 
     pairs: Tensor
@@ -101,8 +101,7 @@ class ContextScore:
     Attributes:
         kind: name of the score, without a number or role.
         last: L of ``last:L``; 0 for other scores.
-        role: role that utterances have in the place of the other one: ``b1``, ``b2``, or empty for
-            the usual roles.
+        role: the only role before that is compared, ``b1`` or ``b2``; empty for both.
     """
 
     kind: str

@@ -338,9 +338,9 @@ def test_all_turns_can_be_encoded_as_one_text(capsys, model, run):
     for row, head in ((zero, None), (fitted, opened.load_head("rank@separate").head)):
         first = queries if head is None else head.before(queries)[1]
         scores = first @ (candidates if head is None else head.after(candidates)).T
-        own = np.diag(scores)[:, None]
-        ranks = 1 + (scores > own + 1e-6).sum(axis=1)
-        ties = (np.abs(scores - own) <= 1e-6).sum(axis=1) - 1
+        answer_scores = np.diag(scores)[:, None]
+        ranks = 1 + (scores > answer_scores + 1e-6).sum(axis=1)
+        ties = (np.abs(scores - answer_scores) <= 1e-6).sum(axis=1) - 1
         assert row["average_rank"] == pytest.approx((ranks + ties / 2).mean())
     # The vectors are stored, so that a second call encodes nothing.
     n_stored = len(opened.store())
