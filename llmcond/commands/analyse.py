@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Analyse(AnalyseOptions, Command):
-    """Explain heads: isotropy, condition clusters, unseen conditions, norms and changed rows."""
+    """Explain heads: isotropy, condition clusters, unseen conditions, norms and changed rows.
+
+    With --answers, also compare given sentences and answer words before and after each head.
+    """
 
     position = 80
     example = "llmcond analyse --head mlp --what clusters --conditions 4 --out pictures"

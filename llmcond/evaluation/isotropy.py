@@ -63,9 +63,53 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
         UserError: There are no vectors, values are not finite, or vectors are zero.
     """
     n, dim = check_shape(vectors)
-    parts = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
+    norms, mean_direction = _norms_and_mean_direction(vectors)
+    # Directions are uniform on the sphere. The number of directions is part of the seed, so that
+    # they differ from vectors that were themselves sampled with this seed.
+    random_directions = np.random.default_rng((seed, directions)).standard_normal((directions, dim))
+    random_directions /= np.linalg.norm(random_directions, axis=1, keepdims=True)
+    directions_by_column = np.ascontiguousarray(random_directions.T, dtype=np.float32)
+    cosines, partition = np.empty(n), np.zeros(directions)
+    for part in _blocks(n):
+        unit = np.asarray(vectors[part], dtype=np.float64) / norms[part, None]
+        cosines[part] = unit @ mean_direction
+        # The product of two unit vectors is at most 1, so exp neither overflows nor underflows.
+        exponent = unit.astype(np.float32) @ directions_by_column
+        partition += np.exp(exponent, out=exponent).sum(axis=0, dtype=np.float64)
+    return Isotropy(
+        mean_cosine=float(cosines.mean()),
+        partition_ratio=float(partition.min() / partition.max()),
+        n=n,
+        std_cosine=float(cosines.std()),
+    )
+
+
+def cosines_to_mean(vectors: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the cosine of each vector with the mean vector (CASE, figures 5 and 6).
+
+    Args:
+        vectors: (n, d) in any float type.
+
+    Returns:
+        The cosines, (n,); 0 if the vectors cancel out, so that there is no mean direction.
+
+    Raises:
+        UserError: As for ``isotropy``.
+    """
+    norms, mean_direction = _norms_and_mean_direction(vectors)
+    cosines = np.empty(len(norms))
+    for part in _blocks(len(norms)):
+        cosines[part] = np.asarray(vectors[part], np.float64) @ mean_direction / norms[part]
+    return cosines
+
+
+def _norms_and_mean_direction(
+    vectors: NDArray[Any],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the norms, (n,), of checked vectors, and the unit vector, (d,), of their mean."""
+    n, dim = check_shape(vectors)
     total, norms = np.zeros(dim), np.empty(n)
-    for part in parts:
+    for part in _blocks(n):
         # float64, because the squares of float16 and float32 numbers may overflow.
         block = np.asarray(vectors[part], dtype=np.float64)
         total += block.sum(axis=0)
@@ -78,25 +122,11 @@ def isotropy(vectors: NDArray[Any], directions: int = DIRECTIONS, seed: int = 0)
             )
     mean = total / n
     length = float(np.linalg.norm(mean))
-    mean_direction = mean / length if length > _NO_MEAN * norms.mean() else np.zeros(dim)
-    # Directions are uniform on the sphere. The number of directions is part of the seed, so that
-    # they differ from vectors that were themselves sampled with this seed.
-    random_directions = np.random.default_rng((seed, directions)).standard_normal((directions, dim))
-    random_directions /= np.linalg.norm(random_directions, axis=1, keepdims=True)
-    directions_by_column = np.ascontiguousarray(random_directions.T, dtype=np.float32)
-    cosines, partition = np.empty(n), np.zeros(directions)
-    for part in parts:
-        unit = np.asarray(vectors[part], dtype=np.float64) / norms[part, None]
-        cosines[part] = unit @ mean_direction
-        # The product of two unit vectors is at most 1, so exp neither overflows nor underflows.
-        exponent = unit.astype(np.float32) @ directions_by_column
-        partition += np.exp(exponent, out=exponent).sum(axis=0, dtype=np.float64)
-    return Isotropy(
-        mean_cosine=float(cosines.mean()),
-        partition_ratio=float(partition.min() / partition.max()),
-        n=n,
-        std_cosine=float(cosines.std()),
-    )
+    return norms, mean / length if length > _NO_MEAN * norms.mean() else np.zeros(dim)
+
+
+def _blocks(n: int) -> list[slice]:
+    return [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
 
 
 def check_shape(vectors: NDArray[Any]) -> tuple[int, int]:
@@ -113,11 +143,18 @@ def check_shape(vectors: NDArray[Any]) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
-def measure_isotropy(name: str, vectors: NDArray[Any], seed: int = 0) -> dict[str, Any]:
-    """Measure the isotropy of vectors for results. Zero vectors are counted and left out."""
+def measure_isotropy(
+    name: str, vectors: NDArray[Any], seed: int = 0
+) -> tuple[dict[str, Any], NDArray[np.float64]]:
+    """Measure the isotropy of vectors for results. Zero vectors are counted and left out.
+
+    Returns:
+        The figures for JSON, and the cosines of the vectors that are not zero to their mean.
+    """
     nonzero = vectors[np.linalg.norm(vectors, axis=1) > 0]
     if not len(nonzero):
         nothing = dict.fromkeys(("mean_cosine", "std_cosine", "partition_ratio"))
-        return {"name": name, **nothing, "n": 0, "n_zero": len(vectors)}
+        return {"name": name, **nothing, "n": 0, "n_zero": len(vectors)}, np.empty(0)
     figures = asdict(isotropy(nonzero, seed=seed))
-    return {"name": name, **figures, "n_zero": len(vectors) - len(nonzero)}
+    n_zero = len(vectors) - len(nonzero)
+    return {"name": name, **figures, "n_zero": n_zero}, cosines_to_mean(nonzero)

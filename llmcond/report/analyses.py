@@ -1,14 +1,19 @@
-"""Tables of the analyses of heads."""
+"""Tables and figures of the analyses of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
+from rich.text import Text
 
 from llmcond.errors import escape_control_characters
 from llmcond.metrics import Estimate, Metric, get_metric
+from llmcond.report.figures import plot_histograms
 from llmcond.report.format import estimate_text, factors_text
 from llmcond.report.terminal import plain_text, print_table, titled_table
 
@@ -24,6 +29,21 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
         form: the format of the tables, one of ``FORMATS``.
     """
     scope = f"{run}, {result['split']}, {result['n']:,} rated rows"
+    _show_analyses_of_heads(result, scope, form)
+    if "similarity" in result:
+        print_table(_similarity_table(result["similarity"], run, result), form)
+    if "turns" in result:
+        print_table(_turns_table(result["turns"], run, result["split"]), form)
+    for head in result.get("answers", ()):
+        print_table(_answers_table(head), form)
+    for head in result.get("examples", ()):
+        for side in ("better", "worse"):
+            if head[side]:
+                print_table(_examples_table(head, side), form)
+
+
+def _show_analyses_of_heads(result: Mapping[str, Any], scope: str, form: str) -> None:
+    """Print the tables of analyses that have one row for each head."""
     if "isotropy" in result:
         title = f"Isotropy of the embeddings of {scope} (CASE, appendix B)"
         columns = ("mean_cosine", "std_cosine", "partition_ratio", "n_zero")
@@ -36,24 +56,63 @@ def show_analyses(result: Mapping[str, Any], run: object, form: str = "table") -
         title = "Norm of W_c over the distinct conditions (Hyper-CL, section 5.4.1)"
         columns = ("n", "mean_norm", "raw", "normalised")
         print_table(_figures_table(title, result["norms"], columns), form)
-    if "similarity" in result:
-        print_table(_similarity_table(result["similarity"], run, result), form)
-    if "turns" in result:
-        print_table(_turns_table(result["turns"], run, result["split"]), form)
-    for head in result.get("examples", ()):
-        for side in ("better", "worse"):
-            if head[side]:
-                print_table(_examples_table(head, side), form)
+
+
+def plot_isotropy(rows: JsonRows, path: Path) -> None:
+    """Plot the distributions of the cosines to the mean vector (CASE, figures 5 and 6).
+
+    There is one panel for each head and prompt, which compares the vectors with and without
+    subtraction. No file is written if all vectors are zero.
+
+    Args:
+        rows: name, head, prompt, subtract and ``cosines`` (n,) of each set of vectors.
+        path: the .png, .svg or .pdf file to write.
+    """
+    panels: dict[str, dict[str, NDArray[np.floating]]] = {}
+    for row in rows:
+        if not len(row["cosines"]):
+            continue
+        title, series = f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"
+        # Fitted heads of the same recipe and prompt have names of their own.
+        title = row["name"] if series in panels.get(title, ()) else title
+        panels.setdefault(title, {})[series] = row["cosines"]
+    if panels:
+        caption = "minus c: the unconditional vector is subtracted; dashed line: mean"
+        plot_histograms(panels, path, "cosine to the mean vector", "vectors", caption)
+
+
+def _answers_table(head: Mapping[str, Any]) -> Table:
+    title = (
+        f"Similarity before ({head['before']}) and after ({head['name']}) of sentences and of "
+        "answers (CASE, tables 3 and 8)"
+    )
+    table = _make_table(title, ("text 1", "text 2", "condition"), ("before", "after"))
+    for row in head["rows"]:
+        texts = (row["text1"], row["text2"], row["condition"] or "–")
+        figures = ("–" if row[key] is None else f"{row[key]:.4f}" for key in ("before", "after"))
+        table.add_row(*map(plain_text, texts), *figures)
+    return table
+
+
+def _names_table(title: str, figures: Sequence[str]) -> Table:
+    """Return an empty table with the columns that identify an analysed head."""
+    table = titled_table(title, "name", "minus c")
+    _add_figure_columns(table, figures)
+    return table
+
+
+def _name_cells(row: Mapping[str, Any]) -> tuple[Text, str]:
+    return plain_text(row["name"]), "yes" if row["subtract"] else "no"
 
 
 def _figures_table(title: str, rows: JsonRows, columns: Sequence[str]) -> Table:
-    table = _make_table(title, ("name",), columns)
+    table = _names_table(title, columns)
     for row in rows:
         values = (row[column] for column in columns)
         figures = (
             "–" if v is None else f"{v:,}" if isinstance(v, int) else f"{v:.4g}" for v in values
         )
-        table.add_row(plain_text(row["name"]), *figures)
+        table.add_row(*_name_cells(row), *figures)
     return table
 
 
@@ -97,12 +156,10 @@ def _clusters_table(rows: JsonRows, scope: str) -> Table:
         f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
         "every condition has its own cluster; Hyper-CL, section 5.2) and sentences per cluster"
     )
-    table = _make_table(
-        title, ("name",), ("impurity", *(escape_control_characters(text) for text in conditions))
-    )
+    table = _names_table(title, ("impurity", *map(escape_control_characters, conditions)))
     for row in rows:
         counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
-        table.add_row(plain_text(row["name"]), f"{row['impurity']:.3f}", *counts)
+        table.add_row(*_name_cells(row), f"{row['impurity']:.3f}", *counts)
     return table
 
 
@@ -117,9 +174,9 @@ def _conditions_table(rows: JsonRows, scope: str) -> Table:
         f"({first['n_unseen']:,} rows) are unseen"
     )
     kinds = ("overall", "seen", "unseen")
-    table = _make_table(title, ("name",), kinds)
+    table = _names_table(title, kinds)
     for row in rows:
-        table.add_row(plain_text(row["name"]), *(_format_score(metric, row, key) for key in kinds))
+        table.add_row(*_name_cells(row), *(_format_score(metric, row, key) for key in kinds))
     return table
 
 
@@ -147,6 +204,10 @@ def _examples_table(head: Mapping[str, Any], side: str) -> Table:
 
 def _make_table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
     table = titled_table(title, *texts)
-    for heading in figures:
-        table.add_column(plain_text(heading.replace("_", " ")), justify="right")
+    _add_figure_columns(table, figures)
     return table
+
+
+def _add_figure_columns(table: Table, headings: Sequence[str]) -> None:
+    for heading in headings:
+        table.add_column(plain_text(heading.replace("_", " ")), justify="right")

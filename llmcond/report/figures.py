@@ -1,19 +1,22 @@
-"""Pictures of vectors by condition, of scores against dimensions or steps, and of tokens."""
+"""Figures: vectors, scores, intervals, distributions and tokens."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError, escape_control_characters, install_command
+from llmcond.evaluation.breakdown import Level
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
 
@@ -59,6 +62,9 @@ _MAX_VECTOR_POINTS = 5_000
 
 # Up to this many x values each have a mark and an interval, and ticks if there is room.
 _MAX_MARKS = 15
+
+# The number of bins of a histogram.
+_BINS = 60
 
 # The width of a character in a label, in inches.
 _CHARACTER_WIDTH = 0.08
@@ -131,7 +137,7 @@ def plot_clusters(
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
             _scatter(axes, points, labels, len(names))
             axes.set_title(_wrap_text(title, 50))
-        _legend(figure, names, lines=False)
+        _legend(figure, names, "points")
 
 
 def plot_curve(
@@ -184,7 +190,170 @@ def plot_curve(
         axes.set_title(_wrap_text(band, 90), fontsize="small", loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
-        _legend(figure, list(curves), lines=True)
+        _legend(figure, list(curves), "lines")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A value with its interval, in a figure of intervals.
+
+    Attributes:
+        label: The label of its line; several series may share a label.
+        series: The name of its series.
+        value: The value.
+        low: The lower end of the interval; NaN if there is none.
+        high: The upper end, likewise.
+    """
+
+    label: str
+    series: str
+    value: float
+    low: float
+    high: float
+
+
+def plot_intervals(
+    rows: Sequence[Interval],
+    path: Path,
+    xlabel: str,
+    caption: str,
+    reference: float | None = None,
+) -> None:
+    """Plot values with their intervals, one line for each label (a forest plot).
+
+    The values are also written as CSV; see ``data_path``.
+
+    Args:
+        rows: the values, from top to bottom.
+        path: the .png, .svg or .pdf file to write.
+        xlabel: the label of the x axis.
+        caption: the text that explains the bars.
+        reference: the value of a dashed vertical line; None for none.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    labels = list(dict.fromkeys(row.label for row in rows))
+    series = list(dict.fromkeys(row.series for row in rows))
+    slots = Counter(row.label for row in rows)
+    size = (7.0, 1.2 + len(labels) * max(0.3, 0.2 * max(slots.values())))
+    columns = [field.name for field in fields(Interval)]
+    with draw_figure(path, size, columns, map(astuple, rows)) as figure:
+        axes = figure.subplots()
+        if reference is not None:
+            axes.axvline(reference, color="#888888", linestyle="--", linewidth=1)
+        drawn: Counter[str] = Counter()
+        for row in rows:
+            offset = (drawn[row.label] - (slots[row.label] - 1) / 2) * 0.8 / max(slots.values())
+            y = labels.index(row.label) + offset
+            drawn[row.label] += 1
+            colour, shape = _style_of(series.index(row.series))
+            axes.hlines(y, row.low, row.high, color=colour, alpha=0.6, linewidth=1.6)
+            axes.plot(row.value, y, color=colour, marker=shape, markersize=6, linestyle="none")
+        axes.set_yticks(range(len(labels)), [_wrap_text(label, 40) for label in labels])
+        axes.set_ylim(len(labels) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel(_wrap_text(xlabel, 80))
+        figure.suptitle(_wrap_text(caption, 100), fontsize="small", x=0.02, ha="left")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        if len(series) > 1:
+            _legend(figure, series, "points")
+
+
+def plot_histograms(
+    panels: Mapping[str, Mapping[str, NDArray[np.floating]]],
+    path: Path,
+    xlabel: str,
+    noun: str,
+    caption: str,
+) -> None:
+    """Plot the distributions of values, with one panel for each group of series.
+
+    All panels have the same bins. The numbers in the bins are also written as CSV; see
+    ``data_path``.
+
+    Args:
+        panels: the (n,) finite values of each series, by the titles of the panels and the names of
+            the series.
+        path: the .png, .svg or .pdf file to write.
+        xlabel: the label of the x axis.
+        noun: what has the values, in the plural.
+        caption: the text that explains the panels.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    everything = np.concatenate([v for series in panels.values() for v in series.values()])
+    edges = np.histogram_bin_edges(everything, _BINS)
+    counts = {
+        (title, name): np.histogram(values, edges)[0]
+        for title, series in panels.items()
+        for name, values in series.items()
+    }
+    columns = ("panel", "series", "from", "to", noun, "percent")
+    rows = (
+        (title, name, low, high, count, 100 * count / max(1, bins.sum()))
+        for (title, name), bins in counts.items()
+        for low, high, count in zip(edges, edges[1:], bins, strict=False)
+    )
+    n_columns = 1 if len(panels) == 1 else 2
+    n_rows = -(-len(panels) // n_columns)
+    with draw_figure(path, (4.6 * n_columns, 0.9 + 2.2 * n_rows), columns, rows) as figure:
+        grid = figure.subplots(n_rows, n_columns, sharex=True, squeeze=False).flat
+        for (title, series), axes in zip(panels.items(), grid, strict=False):
+            for name, values in series.items():
+                colour, _ = _style_of(names.index(name))
+                percent = 100 * counts[title, name] / max(1, len(values))
+                axes.stairs(percent, edges, fill=True, color=colour, alpha=0.35)
+                axes.stairs(percent, edges, color=colour, linewidth=1.2)
+                if len(values):
+                    axes.axvline(values.mean(), color=colour, linestyle="--", linewidth=1)
+            axes.set_title(_wrap_text(title, 50))
+            axes.set_xlabel(_wrap_text(xlabel, 50))
+            axes.set_ylabel(f"% of {noun}")
+            axes.tick_params(labelbottom=True)
+        for axes in grid:  # those that are left
+            axes.set_visible(False)
+        figure.suptitle(_wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
+        _legend(figure, names, "areas")
+
+
+def plot_predictions(
+    systems: Mapping[str, Sequence[Level]], path: Path, xlabel: str, ylabel: str, caption: str
+) -> None:
+    """Plot the distribution of predictions at each rating, with one panel for each system.
+
+    The numbers are also written as CSV; see ``data_path``.
+
+    Args:
+        systems: the predictions of each system by its name, in ascending order of the ratings.
+        path: the .png, .svg or .pdf file to write.
+        xlabel: the label of the x axes.
+        ylabel: the label of the y axis.
+        caption: the text that explains the marks.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    columns = ("system", *(field.name for field in fields(Level)))
+    rows = ((name, *astuple(level)) for name, levels in systems.items() for level in levels)
+    with draw_figure(path, (4.6 * len(systems), 4.0), columns, rows) as figure:
+        panels = figure.subplots(1, len(systems), sharey=True, squeeze=False).flat
+        for i, (axes, (name, levels)) in enumerate(zip(panels, systems.items(), strict=True)):
+            colour, shape = _style_of(i)
+            table = np.array([astuple(level) for level in levels], dtype=np.float64)
+            rating, _, mean, low, median, high = table.T
+            axes.vlines(rating, low, high, color=colour, alpha=0.4, linewidth=5)
+            axes.plot(rating, median, color="black", marker="_", markersize=11, linestyle="none")
+            axes.plot(rating, mean, color=colour, marker=shape, markersize=6)
+            axes.set_title(_wrap_text(name, 42))
+            axes.set_xlabel(xlabel)
+            axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+            axes.set_axisbelow(True)
+        figure.axes[0].set_ylabel(ylabel)
+        figure.suptitle(_wrap_text(caption, 55 * len(systems)), fontsize="small", x=0.02, ha="left")
 
 
 def plot_tokens(
@@ -385,16 +554,21 @@ def _scatter(
     axes.spines[:].set(visible=True, color="#bbbbbb")
 
 
-def _legend(figure: Any, names: Sequence[str], lines: bool) -> None:
+def _legend(figure: Any, names: Sequence[str], marks: Literal["lines", "points", "areas"]) -> None:
     """Put the legend below the panels, where it covers no data, and make room for it."""
     from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
     labels = [_wrap_text(name, 40) for name in names]
-    handles = []
+    handles: list[Any] = []
     for i in range(len(names)):
         colour, shape = _style_of(i)
-        style = "-" if lines else "none"
-        handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style))
+        style = "-" if marks == "lines" else "none"
+        if marks == "areas":
+            handles.append(Patch(color=colour, alpha=0.5))
+        else:
+            line = Line2D([], [], color=colour, marker=shape, markersize=6, linestyle=style)
+            handles.append(line)
     width, height = figure.get_size_inches()
     # Use as many columns as fit into the width.
     for columns in (4, 3, 2, 1):

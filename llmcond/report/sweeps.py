@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from llmcond.errors import UserError
-from llmcond.evaluation.results import SettingsChoice, SweptResult
+from llmcond.evaluation.results import ComparedResult, Result, SettingsChoice, SweptResult
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
 from llmcond.metrics import Metric, get_metric
@@ -72,7 +72,7 @@ def _format_settings(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def _line_name(result: SweptResult, settings: Mapping[str, Any]) -> str:
+def _line_name(result: Result, settings: Mapping[str, Any]) -> str:
     return f"{result.name} {_format_settings(settings)}".rstrip()
 
 
@@ -168,7 +168,7 @@ def _find_numeric_setting(results: Swept) -> str | None:
     return None
 
 
-def plot_steps(results: Swept, path: Path, split: str = "dev") -> None:
+def plot_steps(results: Swept | Sequence[ComparedResult], path: Path, split: str = "dev") -> None:
     """Plot the score on a split against training steps, with the range over seeds (CASE, figure 3).
 
     The learning curves of the fits must have the scores on this split.
@@ -184,13 +184,11 @@ def plot_steps(results: Swept, path: Path, split: str = "dev") -> None:
                 steps = epoch_logs[0].get("step") or (epoch + 1) * fits[0]["steps_per_epoch"]
                 figures = (statistics.fmean(values), min(values), max(values))
                 mean, low, high = (result.primary.factor * figure for figure in figures)
-                line = series.setdefault(_line_name(result, result.settings), [])
+                settings = result.settings if isinstance(result, SweptResult) else {}
+                line = series.setdefault(_line_name(result, settings), [])
                 line.append((steps, mean, low, high))
     if not series:
-        log.info(
-            f"{path} was not written: no head of the sweep is trained in steps, or there is no dev "
-            "split"
-        )
+        log.info(f"{path} was not written: no head is trained in steps, or there is no dev split")
         return
     one_seed = all(len(result.fits) <= 1 for result in results)
     band = "line: one seed" if one_seed else "line: mean over seeds; band: range over seeds"

@@ -28,12 +28,14 @@ from llmcond.files import check_writable, write_json
 from llmcond.heads import PairArrays
 from llmcond.log import log
 from llmcond.metrics import finite_or_none
+from llmcond.report.analyses import plot_isotropy
 from llmcond.report.figures import has_matplotlib, plot_clusters
 from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import load_fitted_heads, predict, zero_shot_heads
 from llmcond.system import provenance
+from llmcond.workflows.answers import compare_before_and_after, read_questions
 from llmcond.workflows.options.scoring import AnalyseOptions, Analysis, RatedAnalysis
 
 ANALYSES: Sequence[Analysis] = get_args(RatedAnalysis)
@@ -87,9 +89,9 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     """Analyse a run's heads, and zero-shot.
 
     The analyses are isotropy (CASE, appendix B), impurity of condition clusters (Hyper-CL, section
-    5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), and
-    the rows whose similarity changed most (CASE, tables 3 and 8). Those of dialogues are in
-    ``llmcond.kinds.dialogue.analyse``.
+    5.2), seen and unseen conditions (5.3), variance of the norm of generated matrices (5.4.1), the
+    rows whose similarity changed most, and given sentences and answers before and after each head
+    (CASE, tables 3 and 8). Those of dialogues are in ``llmcond.kinds.dialogue.analyse``.
 
     Returns:
         The rows of each analysis, which are also written to ``analyses.json`` in the run.
@@ -103,6 +105,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
         return result
     run, top, seed = any_run, options.top, options.seed
     analyses = choose_analyses(options, ANALYSES, run)
+    questions = read_questions(options.answers) if "answers" in analyses else []
     split = run.scored_split(options.split)
     rows = run.rows(split)
     rated = np.flatnonzero(rows.rated)[:MAX_VECTORS]
@@ -122,17 +125,24 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     data = _Split(rows, RowFeatures(rows, run.store()), rated)
     can_write, sizes = check_folder_writable(run.folder), (options.conditions, options.sentences)
     out = Path(options.out) if options.out else run.folder / "analyses" if can_write else None
-    if "clusters" in analyses and fitted and out is not None and not has_matplotlib():
+    if out is not None and {"isotropy", "clusters"} & set(analyses) and not has_matplotlib():
         log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
         out = None
+
+    def figure(name: str) -> Path | None:
+        return None if out is None else out / f"{name}.{options.figure_format}"
+
     functions: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "isotropy": lambda: [_measure_isotropy(predictor, data, seed) for predictor in predictors],
-        "clusters": lambda: _analyse_clusters(predictors, fitted, run, data, sizes, seed, out),
+        "isotropy": lambda: _analyse_isotropy(predictors, data, seed, figure("isotropy")),
+        "clusters": lambda: _analyse_clusters(predictors, fitted, run, data, sizes, seed, figure),
         "conditions": lambda: _analyse_conditions(predictors, data, run),
         "norms": lambda: [
             _analyse_norms(head, data) for head in fitted if head.head.generates_matrices
         ],
         "examples": lambda: [_list_examples(head, run, data, top) for head in fitted],
+        "answers": lambda: compare_before_and_after(
+            run, [(_find_input_features(head, run), head) for head in fitted], questions
+        ),
     }
     report = {name: functions[name]() for name in ANALYSES if name in analyses}
     result = AnalysisResult(split=split, n=len(rated), **report)
@@ -146,8 +156,10 @@ def choose_analyses(
 ) -> Sequence[Analysis]:
     """Return the requested analyses in their order; by default all that a run's task has.
 
+    The analysis ``answers`` needs ``--answers``, and is left out by default without it.
+
     Raises:
-        UserError: an analysis is for another kind of task.
+        UserError: an analysis is for another kind of task, or lacks its texts.
     """
     other = [name for name in options.what if name not in available]
     if other:
@@ -155,7 +167,15 @@ def choose_analyses(
             f"--what {other[0]} is not an analysis of the task {run.task.name}. Choose from "
             f"{', '.join(available)}."
         )
-    return [name for name in available if name in (options.what or available)]
+    chosen = [name for name in available if name in (options.what or available)]
+    if options.answers is not None and "answers" not in chosen:
+        raise UserError(
+            "--answers is only for the analysis answers of rated pairs, which is not among those "
+            "to run. Leave it out, or add answers to --what."
+        )
+    if options.answers is None and "answers" in options.what:
+        raise UserError("the analysis answers needs the texts to compare. Add --answers FILE.")
+    return [name for name in chosen if name != "answers" or options.answers is not None]
 
 
 def check_folder_writable(folder: Path) -> bool:
@@ -168,10 +188,25 @@ def check_folder_writable(folder: Path) -> bool:
     return True
 
 
+def _describe(predictor: RunEmbeddingHead) -> dict[str, Any]:
+    """Return the recipe and the features of a predictor, for a row of results."""
+    view = predictor.view
+    return {"head": predictor.recipe, "prompt": view.name, "subtract": view.subtracts}
+
+
+def _analyse_isotropy(
+    predictors: Sequence[RunEmbeddingHead], data: _Split, seed: int, figure: Path | None
+) -> list[dict[str, Any]]:
+    results = [_measure_isotropy(predictor, data, seed) for predictor in predictors]
+    if figure is not None:
+        plot_isotropy(results, figure)
+    return [{key: row[key] for key in row if key != "cosines"} for row in results]
+
+
 def _measure_isotropy(predictor: RunEmbeddingHead, data: _Split, seed: int) -> dict[str, Any]:
     vectors = np.concatenate([data.embeddings(predictor, side) for side in ("first", "second")])
-    about = {"prompt": predictor.view.name, "subtract": predictor.view.subtracts}
-    return {**measure_isotropy(predictor.name, vectors, seed), **about}
+    figures, cosines = measure_isotropy(predictor.name, vectors, seed)
+    return {**figures, **_describe(predictor), "cosines": cosines}
 
 
 def _analyse_clusters(
@@ -181,7 +216,7 @@ def _analyse_clusters(
     data: _Split,
     sizes: tuple[int, int],
     seed: int,
-    out: Path | None,
+    figure: Callable[[str], Path | None],
 ) -> list[dict[str, Any]]:
     """Cluster the embeddings of some sentences under the most frequent conditions."""
     n_conditions, n_sentences = sizes
@@ -193,19 +228,20 @@ def _analyse_clusters(
     for name in names:
         positions += [i for i, text in enumerate(conditions) if text == name][:n_sentences]
     labels = [conditions[i] for i in positions]
+    by_name = {predictor.name: predictor for predictor in predictors}
     vectors = {
-        predictor.name: data.embeddings(predictor, "first")[positions] for predictor in predictors
+        name: data.embeddings(predictor, "first")[positions] for name, predictor in by_name.items()
     }
     results = []
     for name, points in vectors.items():
         result = impurity(points, labels, seed=seed)
-        results.append({"name": name, "impurity": result.value, **asdict(result)})
+        figures = {"impurity": result.value, **asdict(result)}
+        results.append({"name": name, **figures, **_describe(by_name[name])})
     kinds = np.array([names.index(text) for text in labels])
-    if out is None:
-        return results
     for head in fitted:
-        before = _find_input_features(head, run)
-        path = out / f"clusters-{head.name}.png"
+        before, path = _find_input_features(head, run), figure(f"clusters-{head.name}")
+        if path is None:
+            return results
         before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
         plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
     return results
@@ -228,7 +264,8 @@ def _analyse_conditions(
         similarity = predict(predictor, pairs)
         group = data.rows.pair[data.rated]
         subsets = seen_unseen(known, conditions, pairs.rating, similarity, group, metric)
-        row: dict[str, Any] = {"name": predictor.name, "metric": metric.name}
+        row: dict[str, Any] = {"name": predictor.name, **_describe(predictor)}
+        row["metric"] = metric.name
         row |= {f"n_{kind}_conditions": subsets[kind].n_conditions for kind in ("seen", "unseen")}
         for kind, subset in subsets.items():
             value, *interval = map(finite_or_none, astuple(subset.score))
@@ -247,7 +284,8 @@ def _analyse_norms(head: RunFittedHead, data: _Split) -> dict[str, Any]:
     norms = head.head.matrix_norms(as_matrix(condition).take(first))
     size = head.head.dim_in * head.head.dim_out
     variance = frobenius_variance(norms, size)
-    return {"name": head.name, "mean_norm": float(norms.mean()), **asdict(variance)}
+    figures = {"mean_norm": float(norms.mean()), **asdict(variance)}
+    return {"name": head.name, **figures, **_describe(head)}
 
 
 def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dict[str, Any]:
@@ -265,6 +303,7 @@ def _list_examples(head: RunFittedHead, run: Run, data: _Split, top: int) -> dic
 
     return {
         "name": head.name,
+        **_describe(head),
         "before": features.name,
         "n_better": len(better),
         "n_worse": len(worse),

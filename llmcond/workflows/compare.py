@@ -27,7 +27,14 @@ from llmcond.log import log
 from llmcond.metrics import choose_metrics
 from llmcond.prompts import Prompt, list_fields, load_prompt
 from llmcond.report.comparisons import FEW_PAIRS, summary
-from llmcond.report.page import Page, check_page, make_page, write_page
+from llmcond.report.page import (
+    Page,
+    check_figures,
+    check_page,
+    make_page,
+    write_figures,
+    write_page,
+)
 from llmcond.runs import AnyRun, open_any_run, run_exists
 from llmcond.runs.examples import load_examples
 from llmcond.runs.kind import build_inputs, find_kind
@@ -103,6 +110,8 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
     began = time.monotonic()
     if options.report is not None:
         check_page(Path(options.report))
+    if options.figures is not None:
+        check_figures(Path(options.figures), options.figure_format)
     folder = Path(options.run)
     existing = open_any_run(folder) if run_exists(folder) else None
     task = resolve_task(existing, options.task)
@@ -141,15 +150,16 @@ def compare_prompts(options: ComparePromptsOptions) -> Comparison:
         baseline=baseline,
         left_out=left_out,
     )
-    if options.report is not None:
+    if options.report is not None or options.figures is not None:
         similarity = {system.result.name: system.similarity.mean(axis=0) for system in systems}
         seconds = round(time.monotonic() - began, 1)
         page_settings = {**asdict(settings), "task": options.task, "seconds": seconds}
         shown_rows = examples.rows(split)
-        write_page(
-            _build_page(run, shown_rows, comparison, similarity, page_settings),
-            Path(options.report),
-        )
+        page = _build_page(run, shown_rows, comparison, similarity, page_settings)
+        if options.report is not None:
+            write_page(page, Path(options.report))
+        if options.figures is not None:
+            write_figures(page, Path(options.figures), options.figure_format)
     record = {**comparison.to_json(), "data": run.manifest["data"], **provenance()}
     write_json(run.folder / "compare-prompts.json", record)
     if settings.keep:

@@ -721,9 +721,7 @@ def test_learning_curves_end_at_shortest_seed(capsys, recorded_plots):
     assert picture.lines["mlp@p dim=8"] == [[14], [40], [40], [40]]
     sweeps.plot_steps(rows[2:], Path("y.png"))
     assert len(recorded_plots) == 1
-    message = (
-        "y.png was not written: no head of the sweep is trained in steps, or there is no dev split"
-    )
+    message = "y.png was not written: no head is trained in steps, or there is no dev split"
     assert message in capsys.readouterr().err
 
 

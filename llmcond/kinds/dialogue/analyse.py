@@ -85,7 +85,8 @@ def analyse_dialogues(run: DialogueRun, options: AnalyseOptions) -> AnalysisResu
     if can_write:
         write_json(run.folder / "analyses.json", {**result, **provenance()})
     if "turns" in analyses and (options.out or can_write):
-        _draw_turns(rows["turns"], Path(options.out or run.folder / "analyses"))
+        folder = Path(options.out or run.folder / "analyses")
+        _draw_turns(rows["turns"], folder / f"turns.{options.figure_format}")
     return result
 
 
@@ -150,7 +151,7 @@ def _measure_turns(
     return {"history": h, "n": len(subset.dialogue), "turns": turns}
 
 
-def _draw_turns(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def _draw_turns(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the differences by turn (figure 8)."""
     if not has_matplotlib():
         log.info(f"no pictures: matplotlib is not installed ({install_command('plots')})")
@@ -164,7 +165,7 @@ def _draw_turns(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     history = rows[0]["history"]
     plot_curve(
         series,
-        folder / "turns.svg",
+        path,
         xlabel=f"turn of the context (the candidates are turn {history + 1})",
         ylabel="cosine with the answer minus mean cosine with other candidates",
         band="with 95 % intervals over dialogues",

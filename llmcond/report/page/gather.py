@@ -40,7 +40,7 @@ class Page:
         similarity: (n,) predictions by the result's name, averaged over seeds; NaN where a row has
             none. For queries they are ranks.
         isotropy: name, head, prompt, subtract, mean_cosine, std_cosine and partition_ratio of each
-            set of vectors.
+            set of vectors, and ``cosines``, those of its vectors to their mean, (m,).
         provenance: the provenance of the page, as nested JSON.
         baseline: the name of the first of the results that others are compared with; None if
             nothing is compared.
@@ -178,6 +178,6 @@ def _measure_isotropy(run: AnyRun, prompts: Sequence[Prompt], rows: Rows) -> lis
             pairs = features.pairs(zeroshot.view).take(rated)
             sides = [as_matrix(side).read() for side in (pairs.first, pairs.second)]
             identity = {"head": "none", "prompt": prompt.name, "subtract": zeroshot.view.subtracts}
-            figures = measure_isotropy(zeroshot.name, np.concatenate(sides))
-            measurements.append({**figures, **identity})
+            figures, cosines = measure_isotropy(zeroshot.name, np.concatenate(sides))
+            measurements.append({**figures, **identity, "cosines": cosines})
     return measurements

@@ -40,6 +40,18 @@ _SCALE = "work distributed with Ray (docs/scale.md)"
 
 
 @dataclass(frozen=True, kw_only=True)
+class FigureOption(Options):
+    """Options of commands that write figures into a folder."""
+
+    figure_format: Literal["png", "svg", "pdf"] = option(
+        "png",
+        metavar="FORMAT",
+        help="format of figures: png, svg or pdf; the numbers of each figure are written next to "
+        "it as CSV",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOption(Options):
     """Options of commands that work on a run."""
 

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
+from llmcond.data.readers import FILES
 from llmcond.options import Seed, option
 from llmcond.workflows.options.common import (
     DATA,
     ColumnOptions,
     DeviceOption,
+    FigureOption,
     MetricOption,
     RunOption,
     RunOptions,
@@ -23,7 +25,7 @@ from llmcond.workflows.options.fitting import TrialOptions
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions
 
 #: Analyses of rated pairs, and of dialogues.
-RatedAnalysis = Literal["isotropy", "clusters", "conditions", "norms", "examples"]
+RatedAnalysis = Literal["isotropy", "clusters", "conditions", "norms", "examples", "answers"]
 DialogueAnalysis = Literal["similarity", "turns"]
 Analysis = Literal[RatedAnalysis, DialogueAnalysis]
 
@@ -62,7 +64,7 @@ class EvaluateOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyseOptions(RunOption, SplitOption):
+class AnalyseOptions(RunOption, SplitOption, FigureOption):
     """Options of ``llmcond analyse``: the heads to explain, and the analyses."""
 
     head: Sequence[str] = option((), metavar="NAME", help="fitted heads to explain (default: all)")
@@ -70,10 +72,18 @@ class AnalyseOptions(RunOption, SplitOption):
         (),
         metavar="NAME",
         help=f"analyses to run: {', '.join(get_args(RatedAnalysis))}; of dialogues: "
-        f"{', '.join(get_args(DialogueAnalysis))} (default: all)",
+        f"{', '.join(get_args(DialogueAnalysis))} (default: all; answers only with --answers)",
+    )
+    answers: Any = option(
+        None,
+        metavar="SRC",
+        source=FILES,
+        help="table of sentence pairs to compare before and after each head: columns sentence1, "
+        "sentence2 and condition, and optionally answer1 and answer2, the words in each sentence "
+        "that answer the condition",
     )
     out: str | Path | None = option(
-        None, metavar="DIR", help="folder for the plots (default: in the run)"
+        None, metavar="DIR", help="folder for the figures (default: in the run)"
     )
     conditions: int = option(3, metavar="N", help="number of conditions to cluster")
     sentences: int = option(20, metavar="N", help="number of sentences per condition to cluster")
@@ -113,11 +123,14 @@ class CompareOptions(SplitOption, MetricOption, TrialOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparePromptsOptions(CompareOptions, RunOptions):
+class ComparePromptsOptions(CompareOptions, RunOptions, FigureOption):
     """Options of ``llmcond compare-prompts``: the prompts, the encoder and the data."""
 
     report: str | Path | None = option(
         None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
+    )
+    figures: str | Path | None = option(
+        None, metavar="DIR", help="folder to write the charts of the report to, as image files"
     )
 
 
