@@ -3,6 +3,7 @@
     python scripts/bench_fit.py fit          # linear and MLP on features as large as NV-Embed-v2's
     python scripts/bench_fit.py stream       # a million pairs from disk
     python scripts/bench_fit.py hypernet     # the low-rank hypernetwork against its per-row form
+    python scripts/bench_fit.py relations    # the same on queries of a graph with many relations
     python scripts/bench_fit.py grid         # 10,000 sentences under 100 conditions
 
 Features are random, because time and memory do not depend on their values. Every part of the
@@ -28,11 +29,17 @@ from bench_process import run_in_process
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
 from llmcond.heads.conditioned import Hypernet
 from llmcond.heads.fit import fit_by_gradient
+from llmcond.kinds.ranking.arrays import QueryArrays
+from llmcond.kinds.ranking.fit import fit_queries
+from llmcond.kinds.ranking.graph import KnownTriples, both_directions
+from llmcond.kinds.ranking.heads import create_query_family
 
 #: C-STS: train rows, distinct conditions, and the paper's dimensions before and after projection.
 ROWS, CONDITIONS, WIDE, NARROW = 11_342, 3_732, 4_096, 512
 #: Dimensions of MiniLM, for the parts hypernet and grid.
 DIM = 384
+#: FB15k-237: directed relations, and queries of an epoch.
+RELATIONS, QUERIES = 474, 544_230
 #: Minutes on an A6000 to learn a projection of 4,096 dimensions to 512 (CASE, section 4).
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
@@ -182,6 +189,67 @@ class PlainHypernet(Hypernet):
         return torch.cat(embedded)
 
 
+class RelationLoop(Hypernet):
+    """The hypernetwork as a loop over the relations of a batch, with a matrix for each."""
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor, which: torch.Tensor) -> Any:
+        """Compute W_c of each relation, and the rows of one relation after another."""
+        factors = self.factors(condition)
+        embedded = x.new_empty(len(x), self.settings.dim)
+        for i in range(len(condition)):
+            rows = torch.nonzero(which == i)[:, 0]
+            values = x.index_select(0, rows)[None]
+            for factor in factors:
+                values = self.batched_product(values, factor[i : i + 1])
+            embedded = embedded.index_copy(0, rows, values[0])
+        return embedded
+
+
+def relations(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time epochs of the hypernetworks on a graph with as many relations as FB15k-237.
+
+    A relation's share of the triples falls with its rank, so that a batch of 1,024 queries has
+    about as many distinct relations as in FB15k-237 (263).
+    """
+    rng, half = np.random.default_rng(0), RELATIONS // 2
+    n_entities, n = 2_000, options.steps * 512
+    shares = 1 / (np.arange(half) + 10)
+    triples = rng.integers(n_entities, size=(n, 3)).astype(np.int32)
+    triples[:, 1] = rng.choice(half, size=n, p=shares / shares.sum())
+    arrays = QueryArrays(
+        rng.standard_normal((n_entities, DIM), dtype=np.float32),
+        triples,
+        half,
+        KnownTriples(both_directions(triples, half), n_entities),
+        relations=rng.standard_normal((RELATIONS, DIM), dtype=np.float32),
+    )
+    rows: list[dict[str, Any]] = []
+    forms: dict[str, type[Hypernet]] = {
+        "plain, W_c for each row": PlainHypernet,
+        "a loop over the relations of a batch": RelationLoop,
+        "llmcond": Hypernet,
+    }
+    recipe = load_recipe("hypernet", task="kgc").with_settings({"epochs": 1, "dim": DIM}, "")
+    for name, family in forms.items():
+        changed = replace(recipe, family=create_query_family(family))
+        seconds = []
+        for _ in range(options.rounds):
+            began = time.process_time()
+            head = fit_queries(changed, arrays, None, 0, quiet, "cpu")
+            seconds.append(time.process_time() - began)
+        rows.append(
+            {
+                "form": name,
+                "processor_seconds_per_epoch": float(np.median(seconds)) * QUERIES / (2 * n),
+                "loss": last_loss(head.fit),
+            }
+        )
+    for row in rows:
+        key = "processor_seconds_per_epoch"
+        row["ratio"] = rows[0][key] / row[key]
+    return rows
+
+
 # -- inference ---------------------------------------------------------------------------------
 
 
@@ -224,7 +292,13 @@ def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"fit": fit, "stream": stream, "hypernet": hypernet, "grid": grid}
+PARTS = {
+    "fit": fit,
+    "stream": stream,
+    "hypernet": hypernet,
+    "relations": relations,
+    "grid": grid,
+}
 
 
 def work(name: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
@@ -262,7 +336,13 @@ def main() -> None:
         "--rounds",
         type=int,
         default=3,
-        help="hypernet: number of fits, whose median counts (default: 3)",
+        help="hypernet and relations: number of fits, whose median counts (default: 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        help="relations: number of measured steps of an epoch's 532 (default: 10)",
     )
     parser.add_argument(
         "--pairs", type=int, default=1_000_000, help="stream: number of pairs (default: 1000000)"

@@ -9,7 +9,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,8 +27,8 @@ from llmcond.heads.module import ACTIVATIONS, CONDITIONS_PER_BLOCK, HeadModule
 from llmcond.heads.settings import Activation, Size, SizeOrNone, TrainingSettings
 from llmcond.system import move_to_device
 
-#: With at least this many rows per condition on average, one product per condition is faster than a
-#: batched product that pads conditions to an equal number of rows.
+#: With at least this many rows of a condition, a product of its own is faster than a batched one
+#: that pads several conditions to an equal number of rows.
 _MIN_ROWS_PER_PRODUCT = 16
 
 
@@ -259,7 +259,7 @@ class Hypernet(ConditionedHead):
         """Multiply each row by the matrix of its condition."""
         c, which = self.transformed(condition, which)
         if torch.is_grad_enabled() or len(c) <= CONDITIONS_PER_BLOCK:
-            return multiply_by_condition(x, which, self.factors(c), self.batched_product)
+            return self._multiply_block(x, c, which)
         # Without gradients, intermediate values need not be kept. Computing in blocks then keeps
         # memory from growing with the number of conditions.
         order = torch.argsort(which, stable=True)
@@ -268,11 +268,33 @@ class Hypernet(ConditionedHead):
         for start in range(0, len(c), CONDITIONS_PER_BLOCK):
             stop = min(start + CONDITIONS_PER_BLOCK, len(c))
             rows = order[ends[start - 1] if start else 0 : ends[stop - 1]]
-            factors = self.factors(c[start:stop])
-            blocks.append(
-                multiply_by_condition(x[rows], which[rows] - start, factors, self.batched_product)
-            )
+            blocks.append(self._multiply_block(x[rows], c[start:stop], which[rows] - start))
         return torch.cat(blocks)[torch.argsort(order)]
+
+    def _multiply_block(self, x: Tensor, c: Tensor, which: Tensor) -> Tensor:
+        """Multiply rows by generated matrices, whose conditions may be in any order.
+
+        The part of W_c that does not depend on c, the bias of the generating layer, multiplies all
+        rows at once instead of being added to each matrix.
+        """
+        groups = ConditionGroups(which, len(c))
+        rows = groups.pad(x)
+        for name, shape in self._factors.items():
+            weight = self.get_parameter(name)
+            # Dropout comes first, so that masks do not depend on the order of the groups.
+            conditions = self.dropout(c).index_select(0, groups.order)
+            # In bfloat16, matrices are not converted to the type of the weight and back.
+            if self.in_bfloat16:
+                generated = conditions.bfloat16() @ weight.bfloat16().T
+            else:
+                generated = self.product(conditions, weight)
+            products = groups.multiply(rows, generated.view(-1, *shape), self.batched_product)
+            products = products.to(weight.dtype)
+            if self.settings.bias:
+                bias = self.get_parameter(f"{name}_bias").view(shape)
+                products = products + self.product(rows, bias.T)
+            rows = products
+        return groups.restore(rows)
 
     def factors(self, transformed: Tensor) -> list[Tensor]:
         """Return W_c, or the factors whose product it is, (u, a, b) each.
@@ -347,62 +369,86 @@ class Towers(Hypernet):
         return torch.cat([normalize(first), normalize(second)], dim=1)
 
 
-def multiply_by_condition(
-    x: Tensor,
-    which: Tensor,
-    factors: list[Tensor],
-    batched_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
-) -> Tensor:
-    """Multiply each row by the matrices of its condition, left to right: ((x F1) F2) ...
+class ConditionGroups:
+    """Rows grouped by their condition, to multiply each row by the matrix of its condition.
 
-    Matrices are not copied for each row, and no product of two factors is formed. The rows of a
-    condition are multiplied together, padded to a common number; if a condition has far more rows
-    than others, it is split into several pieces. If there are few conditions, such as relations,
-    nothing is padded.
+    Matrices are not copied for each row, and no product of two factors is formed. Conditions are
+    sorted by their number of rows. Those with many rows are multiplied one by one. The others are
+    multiplied together with all that have a similar number of rows, padded to the largest, so that
+    less than half of the padded rows are empty.
+
+    Attributes:
+        order: conditions, (u,), in the order in which ``multiply`` reads their matrices.
+    """
+
+    def __init__(self, which: Tensor, count: int) -> None:
+        """Group rows.
+
+        Args:
+            which: (m,) index of each row's condition, below ``count``.
+            count: number of conditions, u.
+        """
+        move = partial(move_to_device, device=which.device)
+        which = which.cpu()  # the only wait for a GPU; the layout is computed on the CPU
+        counts = torch.bincount(which, minlength=count)
+        order = torch.argsort(counts, descending=True, stable=True)
+        self._groups = _group_sizes(counts[order].tolist())
+        sizes = torch.tensor(self._groups, dtype=torch.int64).view(-1, 2)
+        widths = torch.repeat_interleave(sizes[:, 1], sizes[:, 0])
+        starts = torch.empty(count, dtype=torch.int64)
+        starts[order] = torch.cumsum(widths, 0) - widths
+        rows = torch.argsort(which, stable=True)
+        sorted_conditions = which[rows]
+        rank = torch.arange(len(which)) - (torch.cumsum(counts, 0) - counts)[sorted_conditions]
+        positions = torch.empty_like(which)
+        positions[rows] = starts[sorted_conditions] + rank
+        self.order, self._positions = move(order), move(positions)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return the rows of ``x``, (m, a), in groups, (padded, a), with zeros in between."""
+        size = sum(n * width for n, width in self._groups)
+        return x.new_zeros(size, x.shape[1]).index_copy(0, self._positions, x)
+
+    def multiply(
+        self,
+        rows: Tensor,
+        matrices: Tensor,
+        batched_product: Callable[[Tensor, Tensor], Tensor] = torch.bmm,
+    ) -> Tensor:
+        """Multiply grouped rows by the matrices of their conditions.
+
+        Args:
+            rows: rows as ``pad`` returns them, (padded, a).
+            matrices: matrices of the conditions in ``order``, (u, a, b).
+            batched_product: batched matrix product.
+
+        Returns:
+            The products, (padded, b), in the same groups.
+        """
+        parts = torch.split(rows, [n * width for n, width in self._groups])
+        groups = torch.split(matrices, [n for n, _ in self._groups])
+        products = [
+            batched_product(part.view(n, width, part.shape[1]), group).flatten(0, 1)
+            for part, group, (n, width) in zip(parts, groups, self._groups, strict=True)
+        ]
+        return torch.cat(products)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Return grouped rows, (padded, b), in the order before ``pad``, (m, b)."""
+        return rows.index_select(0, self._positions)
+
+
+def _group_sizes(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the number of conditions of each group, and the number of rows that each is padded to.
 
     Args:
-        x: (m, dim) rows.
-        which: (m,) index of each row's condition, below u.
-        factors: matrices, (u, a, b) each, where a is dim for the first.
-        batched_product: batched matrix product.
-
-    Returns:
-        (m, b) products, with the b of the last factor.
+        counts: number of rows of each condition, in descending order.
     """
-    count = len(factors[0])
-    if not len(x):
-        return x.new_empty(0, factors[-1].shape[2], dtype=factors[-1].dtype)
-    move = partial(move_to_device, device=x.device)
-    which = which.cpu()  # the only wait for a GPU; the layout is computed on the CPU
-    rows = torch.bincount(which, minlength=count)
-    order = torch.argsort(which, stable=True)
-    if 1 < count <= len(x) // _MIN_ROWS_PER_PRODUCT:
-        parts = list(torch.split(x.index_select(0, move(order)), rows.tolist()))
-        for factor in factors:
-            parts = [
-                batched_product(part[None], matrix[None])[0]
-                for part, matrix in zip(parts, factor, strict=True)
-            ]
-        return torch.cat(parts).index_select(0, move(torch.argsort(order)))
-    max_width = max(4, -(-2 * len(x) // max(count, 1)))
-    width = int(min(int(rows.max()), max_width))
-    pieces = (rows + width - 1) // width
-    ordered = which[order]
-    starts = torch.cumsum(rows, 0) - rows
-    rank = torch.arange(len(x)) - starts[ordered]
-    position = (torch.cumsum(pieces, 0) - pieces)[ordered] * width + rank
-    total = int(pieces.sum())
-    grouped = x.new_zeros(total * width, x.shape[1])
-    grouped = grouped.index_copy(0, move(position), x[move(order)])
-    grouped = grouped.view(total, width, -1)
-    # Usually every condition is a single piece, and no matrix is copied.
-    single = bool((pieces == 1).all())
-    owner = move(torch.repeat_interleave(torch.arange(count), pieces))
-    for factor in factors:
-        # Not factor[owner], as the gradients of indexing are summed in varying order on several
-        # threads.
-        matrices = factor if single else factor.index_select(0, owner)
-        grouped = batched_product(grouped, matrices)
-    output_position = torch.empty_like(position)
-    output_position[order] = position
-    return grouped.reshape(total * width, -1)[move(output_position)]
+    sizes = [(0, 0)] if not counts else []
+    for count in counts:
+        n, width = sizes[-1] if sizes else (0, -1)
+        if width < _MIN_ROWS_PER_PRODUCT and (count == width or 2 * count > width >= 0):
+            sizes[-1] = n + 1, width
+        else:
+            sizes.append((1, count))
+    return sizes

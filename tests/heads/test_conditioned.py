@@ -24,7 +24,7 @@ from llmcond.heads import (
     load_head,
     save_head,
 )
-from llmcond.heads.conditioned import Hypernet, multiply_by_condition
+from llmcond.heads.conditioned import ConditionGroups
 from llmcond.heads.module import Batch
 from llmcond.heads.recipes import find_family
 
@@ -360,7 +360,28 @@ def test_hypernetwork_with_one_frequent_condition_equals_its_equation(rank, mask
     assert_equals_equations("hypernet", head_settings, batch, generator)
 
 
+def test_recipes_as_in_paper_have_neither_layer_nor_bias_nor_activation():
+    pairs = make_pairs(dim=DIM, dim_c=DIM)
+    x, condition = pairs.first, pairs.condition.read()
+    product = fit("hadamard-paper", pairs, epochs=1)
+    assert product.tensors == {}
+    np.testing.assert_allclose(product.transform(x, condition), x * condition, rtol=1e-6)
+    concat = fit("concat-paper", pairs, epochs=1, dim=3)
+    assert set(concat.tensors) == {"sentence", "condition"}
+    expected = x @ concat.tensors["sentence"].T + condition @ concat.tensors["condition"].T
+    np.testing.assert_allclose(concat.transform(x, condition), expected, atol=1e-5)
+
+
 # -- rows times the matrices of their conditions -----------------------------------------------
+
+
+def multiply_by_condition(x, which, factors, product=torch.bmm):
+    """Multiply each row by the matrices of its condition, left to right."""
+    groups = ConditionGroups(which, len(factors[0]))
+    rows = groups.pad(x)
+    for factor in factors:
+        rows = groups.multiply(rows, factor.index_select(0, groups.order), product)
+    return groups.restore(rows)
 
 
 def multiply_by_rows(x, which, factors):
@@ -403,7 +424,7 @@ def test_rows_are_multiplied_by_matrices_of_their_conditions(data, m, empty, siz
 @given(n_frequent=st.integers(1, 400), n_single=st.integers(0, 60), position=st.integers(0, 60))
 @example(n_frequent=400, n_single=60, position=30)
 @example(n_frequent=1, n_single=0, position=0)
-def test_frequent_condition_is_split_into_pieces(n_frequent, n_single, position):
+def test_rows_of_one_frequent_condition_equal_their_products(n_frequent, n_single, position):
     position = min(position, n_single)
     which = [position] * n_frequent + [
         condition for condition in range(n_single + 1) if condition != position
@@ -412,31 +433,41 @@ def test_frequent_condition_is_split_into_pieces(n_frequent, n_single, position)
     assert_equals_row_products(which, n_single + 1, [2, 1, 3])
 
 
-def test_padding_does_not_grow_with_largest_condition():
-    """One condition has 1,000 rows, and 1,000 conditions have one row each."""
-    shapes = []
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1_000] + [1] * 1_000,
+        [40, 17, 16, 15, 9, 8, 7, 4, 3, 2, 1, 1, 0, 0],
+        [3] * 7,
+        [15] + [8] * 9,
+    ],
+)
+def test_less_than_half_of_padded_rows_are_empty(counts):
+    shapes, n = [], sum(counts)
 
     def product(x, matrices):
         shapes.append(x.shape)
         return torch.bmm(x, matrices)
 
-    which = torch.cat([torch.zeros(1_000, dtype=torch.long), torch.arange(1, 1_001)])
-    multiply_by_condition(torch.zeros(2_000, 2), which, [torch.zeros(1_001, 2, 1)], product)
-    assert len(shapes) == 1
-    assert shapes[0][0] * shapes[0][1] <= 3 * 2_000
+    which = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    multiply_by_condition(torch.zeros(n, 2), which, [torch.zeros(len(counts), 2, 1)], product)
+    assert sum(shape[0] for shape in shapes) == len(counts)
+    assert n <= sum(shape[0] * shape[1] for shape in shapes) < 2 * n
 
 
-@pytest.mark.parametrize("m", [1, 7])
-def test_matrices_are_not_copied_if_row_counts_are_equal(m):
-    factor = torch.zeros(3, 2, 2)
-    shares_memory = []
+def test_matrices_are_not_copied():
+    which = torch.tensor([2] * 20 + [0] * 3 + [1] * 3 + [4])
+    groups = ConditionGroups(which, 5)
+    matrices = torch.zeros(5, 2, 2)
+    addresses = []
 
-    def product(x, matrices):
-        shares_memory.append(matrices.data_ptr() == factor.data_ptr())
-        return torch.bmm(x, matrices)
+    def product(x, part):
+        addresses.append(part.data_ptr())
+        return torch.bmm(x, part)
 
-    multiply_by_condition(torch.zeros(3 * m, 2), torch.arange(3 * m) % 3, [factor], product)
-    assert shares_memory == [True]
+    groups.multiply(groups.pad(torch.zeros(27, 2)), matrices, product)
+    assert groups.order.tolist() == [2, 0, 1, 4, 3]
+    assert addresses == [matrices[i].data_ptr() for i in (0, 1, 3, 4)]
 
 
 def test_bfloat16_products_are_close_and_returned_in_weight_dtype():
@@ -608,12 +639,12 @@ def test_hypernetwork_generates_matrices_in_blocks_at_inference(
     expected = module(*batch)
     block_sizes = []
 
-    def record_block_size(self, c):
-        block_sizes.append(len(c))
-        return factors(self, c)
+    class RecordedGroups(ConditionGroups):
+        def __init__(self, which, count):
+            block_sizes.append(count)
+            super().__init__(which, count)
 
-    factors = Hypernet.factors
-    monkeypatch.setattr(Hypernet, "factors", record_block_size)
+    monkeypatch.setattr(conditioned, "ConditionGroups", RecordedGroups)
     monkeypatch.setattr(conditioned, "CONDITIONS_PER_BLOCK", 7)
     with torch.no_grad():
         actual = module(*batch)

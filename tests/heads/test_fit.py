@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from llmcond.arrays import as_matrix
 from llmcond.errors import UserError
 from llmcond.heads import ConcatenatedMatrix, Difference, PairArrays, SharedRows, fit_recipe
-from llmcond.heads.conditioned import multiply_by_condition
+from llmcond.heads.conditioned import ConditionGroups
 from llmcond.heads.dense import Linear
 from llmcond.heads.fit import fit_by_gradient
 from llmcond.heads.module import Batch, HeadModule, seeded
@@ -104,10 +104,12 @@ def compute_gradient_bytes(name):
     which = torch.randint(3, (4_096,), generator=generator)
     batch = Batch(x, torch.randn(3, 32, generator=generator), which)
     if name == "by condition":
-        # Most rows have the condition in the middle, which is split into many pieces.
+        # Most rows have the condition in the middle.
         which = torch.where(torch.arange(4_096) % 5 > 0, 20, torch.arange(4_096) % 41)
         weights = {"factor": torch.randn(41, 256, 64, generator=generator).requires_grad_()}
-        output = multiply_by_condition(x, which, [weights["factor"]])
+        groups = ConditionGroups(which, 41)
+        matrices = weights["factor"].index_select(0, groups.order)
+        output = groups.restore(groups.multiply(groups.pad(x), matrices))
     else:
         changes = {"concat": {"dim": 256}, "hypernet-ablation": {"rank": 2}}.get(name, {})
         module, _ = seeded(

@@ -38,7 +38,7 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1 --imports", "| json |"),
     "bench_fit": (
-        "--rows 32 --epochs 1 --rounds 1 --pairs 64 --sentences 2 --conditions 2",
+        "--rows 32 --epochs 1 --rounds 1 --pairs 64 --steps 1 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
     ),
     "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),

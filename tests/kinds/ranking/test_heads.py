@@ -1,6 +1,7 @@
 """Heads that map queries and candidates: equations, fitting, saving and binding to graphs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +35,8 @@ SIZES = {
     "mlp": {"dim": 6, "hidden": 5},
     "hadamard": {},
     "concat": {"dim": 4},
+    "hadamard-paper": {},
+    "concat-paper": {"dim": 4},
     "hypernet": {"dim": 4, "rank": 2},
     "hypernet-full": {"dim": 4},
     "matrices": {"dim": 4},
@@ -196,6 +199,22 @@ def map_candidate(head, x, arrays):
     if head.features == "joint":
         return map_query(head, x, None, arrays)
     return weights["head"] @ x + weights["head_bias"]
+
+
+@pytest.mark.parametrize("name", ["hadamard-paper", "concat-paper"])
+def test_recipes_as_in_paper_have_neither_layer_nor_bias_nor_activation(name):
+    generator = np.random.default_rng(1)
+    arrays = replace(make_arrays(), relations=generator.normal(size=(2 * R, D)).astype(np.float32))
+    head = fit(name, arrays)
+    x = normalize(arrays.entities.astype(np.float64))
+    c = normalize(arrays.relations.astype(np.float64))
+    expected = x[3] * c[1]
+    if name == "concat-paper":
+        weights = {name: value.astype(np.float64) for name, value in head.tensors.items()}
+        expected = weights["map.sentence"] @ x[3] + weights["map.condition"] @ c[1]
+    np.testing.assert_allclose(head.queries([3], [1])[0], normalize(expected[None])[0], atol=1e-5)
+    map_tensors = {"map.sentence", "map.condition"} if name == "concat-paper" else set()
+    assert set(head.tensors) - {"tail", "tail_bias", "contrast.log_scale"} == map_tensors
 
 
 @pytest.mark.matrix
