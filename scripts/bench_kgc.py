@@ -244,8 +244,9 @@ def find_generator(head: FittedQueryHead) -> tuple[HeadModule, Array] | None:
     module, relations = head.module, head.data.relations if head.data else None
     if relations is None or not isinstance(module, QueryHead) or not module.reads_relations:
         return None
-    inputs = (relations @ module.basis).numpy()
-    return (module.map, inputs) if module.map.generates_matrices else None
+    if not module.map.generates_matrices:
+        return None
+    return module.map, (relations @ module.basis).numpy()
 
 
 def cache_matrices(head: FittedQueryHead) -> Callable[[int, int], Array] | None:
@@ -264,6 +265,37 @@ def normalize(vectors: Array) -> Array:
     """Normalise vectors to length 1."""
     normalized: Array = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return normalized
+
+
+def measure_stages(
+    bench: Bench, ways: Sequence[Way], rounds: int
+) -> tuple[dict[str, dict[str, float]], dict[str, float], dict[str, Bound]]:
+    """Measure the stages of all systems in turns.
+
+    Returns:
+        The seconds of each system's stages, medians over ``rounds``; the seconds to encode one
+        text, for ``entity``, ``relation`` and ``joint``; and each system's head with its features.
+    """
+    graph, joint = bench.graph, bench.joined.joint
+    bench.encoder.encode(joint[:16])  # warm-up
+    candidates, _ = bench.timed(bench.encode, bench.encoded, bench.store)
+    candidates *= graph.n_entities / len(bench.encoded)
+    turns: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    bound: dict[str, Bound] = {}
+    for _ in range(rounds):
+        for way in ways:
+            seconds, bound[way.name] = bench.stages(way)
+            turns[way.name].append({"encode candidates": candidates, **seconds})
+    stages = {
+        name: {stage: statistics.median(turn[stage] for turn in times) for stage in times[0]}
+        for name, times in turns.items()
+    }
+    text_seconds = {
+        "entity": candidates / graph.n_entities,
+        "joint": stages[BI]["encode own"] / len(joint),
+        "relation": stages[ways[-1].name]["encode own"] / (2 * graph.n_relations),
+    }
+    return stages, text_seconds, bound
 
 
 def sum_stages(stages: Mapping[str, Mapping[str, float]]) -> Rows:
@@ -409,24 +441,7 @@ def main() -> None:
               f"{len(bench.queries):,} queries of {joint:,} distinct (h; r); "
               f"{graph.n_entities:,} candidates, of which {len(bench.encoded):,} are encoded; "
               f"{graph.n_relations} relations, both directions")  # fmt: skip
-        encoder.encode(bench.joined.joint[:16])  # warm-up
-        candidates, _ = bench.timed(bench.encode, bench.encoded, bench.store)
-        candidates *= graph.n_entities / len(bench.encoded)
-        rounds: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
-        bound: dict[str, Bound] = {}
-        for _ in range(options.rounds):
-            for way in ways:
-                seconds, bound[way.name] = bench.stages(way)
-                rounds[way.name].append({"encode candidates": candidates, **seconds})
-        stages = {
-            name: {stage: statistics.median(turn[stage] for turn in turns) for stage in turns[0]}
-            for name, turns in rounds.items()
-        }
-        text_seconds = {
-            "entity": candidates / graph.n_entities,
-            "joint": stages[BI]["encode own"] / joint,
-            "relation": stages[ways[-1].name]["encode own"] / (2 * graph.n_relations),
-        }
+        stages, text_seconds, bound = measure_stages(bench, ways, options.rounds)
         tables: dict[str, Rows] = {
             "stages": [{"way": name, **seconds} for name, seconds in stages.items()],
             "kept": sum_stages(stages),

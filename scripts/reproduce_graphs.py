@@ -1,0 +1,478 @@
+"""Reproduce the knowledge-graph tables of Hyper-CL (ACL 2024), next to the paper's figures.
+
+    python scripts/reproduce_graphs.py --encoders minilm --data WN18RR FB15K_237 --out graphs.md
+
+The script covers table 2 (link prediction) on any graphs, without training of the encoder, and
+table 4 (time, hit rate and size of caches) on the first graph. Each graph and encoder has a run
+folder with its features and heads. An interrupted command resumes from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench_kgc import BI, Bench, measure_caches, measure_matrices, measure_stages
+from reproduce import (
+    Measure,
+    Row,
+    Section,
+    Value,
+    average_over_seeds,
+    failure_reason,
+    parse_table,
+    result_figures,
+    section_record,
+)
+
+from llmcond.commands.evaluate import evaluate
+from llmcond.commands.extract import extract
+from llmcond.commands.fit_head import fit_head
+from llmcond.encoders.encoder import load_encoder
+from llmcond.errors import LlmcondError, UserError
+from llmcond.files import check_output, write_json, write_text
+from llmcond.heads import load_recipe
+from llmcond.kinds.ranking.graph import Graph, read_graph
+from llmcond.log import log, log_to_terminal
+from llmcond.runs import AnyRun
+from llmcond.runs.open import open_any_run
+from llmcond.system import provenance
+from llmcond.workflows.options.common import Split
+
+# -- the paper ---------------------------------------------------------------------------------
+
+#: Numbers of train and test triples -> name of the graph.
+GRAPHS = {(86_835, 3_134): "WN18RR", (272_115, 20_466): "FB15k-237"}
+#: Graph, system: MRR and Hits@1, 3 and 10, times 100, by Hyper-CL's table 2. Other papers' figures
+#: in it (StAR, MTL-KGC, SimKGC) are of trained bi-encoders and cross-encoders.
+TABLE_2 = parse_table(
+    """
+    WN18RR hadamard 16.4 0.4 24.3 48.1
+    WN18RR concat 33.5 22.6 38.2 55.0
+    WN18RR hypernet 54.8 42.7 62.6 77.0
+    WN18RR hypernet-full 61.6 50.6 69.0 81.0
+    WN18RR StAR 40.1 24.3 49.1 70.9
+    WN18RR SimKGC 66.6 58.7 71.7 80.0
+    FB15k-237 hadamard 15.3 9.2 16.2 27.4
+    FB15k-237 concat 27.1 19.3 29.2 43.0
+    FB15k-237 hypernet 30.5 21.9 33.1 47.9
+    FB15k-237 hypernet-full 31.8 23.1 34.4 49.6
+    FB15k-237 StAR 29.6 20.5 32.2 48.2
+    FB15k-237 SimKGC 33.6 24.9 36.2 51.1
+    """,
+    4,
+)
+#: System: seconds, hit rate in per cent and megabytes, with BERT-base (table 4).
+TABLE_4 = parse_table(
+    """
+    bi-encoder 994.41 46.65 295.29
+    hadamard 435.571 85.32 121.86
+    concat 449.46 85.32 121.86
+    hypernet-full 448.955 85.32 146.57
+    """,
+    3,
+)
+#: Head, name of the row, and the key of the paper's row.
+HEADS = (
+    ("hadamard-paper", "Hadamard product, as in the paper", "hadamard"),
+    ("hadamard", "Hadamard product with a layer on e(r)", "hadamard"),
+    ("concat-paper", "concatenation, as in the paper", "concat"),
+    ("concat", "concatenation with GELU", "concat"),
+    ("hypernet", "hyper64-cl", "hypernet"),
+    ("hypernet-full", "hyper-cl", "hypernet-full"),
+)
+MEASURES = tuple(map(Measure.of, ("mrr", "hits@1", "hits@3", "hits@10")))
+COSTS = (
+    Measure("seconds", "seconds", 1, 1),
+    Measure("hits", "hit rate, %", 1, 2),
+    Measure("size", "cache, MB", 1, 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A graph, an encoder and the run of both.
+
+    Attributes:
+        encoder: name of the encoder, as given on the command line.
+        graph: name of the graph.
+        source: folder of the graph.
+        run: folder of the run.
+    """
+
+    encoder: str
+    graph: str
+    source: str
+    run: Path
+
+
+def name_graph(graph: Graph, source: str) -> str:
+    """Return the published name of a graph, or the name of its folder."""
+    splits = graph.splits
+    sizes = len(splits["train"]), len(splits.get("test", ()))
+    return GRAPHS.get(sizes, Path(source).name)
+
+
+def scored_split(run: Path) -> Split:
+    """Return the split that is scored: test, or dev if there is none."""
+    return "test" if "test" in open_any_run(run).splits else "dev"
+
+
+# -- table 2 -----------------------------------------------------------------------------------
+
+
+def table_2(options: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[Section]:
+    """Yield table 2 for each graph."""
+    for graph in dict.fromkeys(task.graph for task in tasks):
+        rows = [
+            row for task in tasks if task.graph == graph for row in link_prediction(options, task)
+        ]
+        about = [
+            "Every entity is a candidate, other known answers are left out (filtered), and ranks "
+            "are realistic if scores are tied. Both directions are averaged.",
+            "The paper prints fractions. All figures of this table are multiplied by 100.",
+            "A single fit has an interval over triples, several fits have one over seeds.",
+            '"Neighbours" are the mean features of the entities that train links to an entity. The '
+            "paper has nothing like it.",
+        ]
+        yield Section(
+            "Table 2", f"knowledge graphs, {graph}", about, ["architecture"], MEASURES, rows
+        )
+
+
+def link_prediction(options: argparse.Namespace, task: Task) -> list[Row]:
+    """Return the rows of a graph and an encoder."""
+    rows, set_up = [], ["frozen encoder", "other encoder"]
+    try:
+        extract(
+            task="kgc",
+            model=task.encoder,
+            data=task.source,
+            run=task.run,
+            dtype=options.dtype,
+            device=options.device,
+        )
+        zero_shot = evaluate(
+            run=task.run, head=["none"], split=scored_split(task.run), exclude_head=True
+        )
+        notes = [*set_up, "not in the paper", "the head is no candidate"]
+        ours: Mapping[str, Value] | str = result_figures(zero_shot[0])
+    except LlmcondError as error:
+        log.info(f"{task.encoder}, {task.graph}: {error}")
+        ours, notes = failure_reason(error), []
+    rows.append(Row(task.encoder, ["no head: e(h)"], ours, notes))
+    failed = ours if isinstance(ours, str) else ""
+    for neighbours in (False, True) if options.neighbours else (False,):
+        for head, label, key in HEADS:
+            if head not in options.heads:
+                continue
+            epochs = 1 if options.quick else options.epochs
+            changes = {"epochs": str(epochs), **({"neighbours": "true"} if neighbours else {})}
+            figures = failed or score_head(options, task, head, changes)
+            notes = [*set_up, f"at most {epochs} epochs"]
+            if neighbours:
+                notes.append("reads neighbours")
+            paper = {} if neighbours else paper_figures(TABLE_2, (task.graph, key), MEASURES)
+            suffix = ", neighbours" if neighbours else ""
+            rows.append(Row(task.encoder, [f"{label}{suffix}"], figures, notes, paper))
+    for name in ("StAR", "SimKGC"):
+        paper = paper_figures(TABLE_2, (task.graph, name), MEASURES)
+        if paper:
+            reason = "not done: a bi-encoder, trained"
+            rows.append(Row("BERT or RoBERTa", [name], reason, [], paper))
+    return rows
+
+
+def paper_figures(
+    table: Mapping[tuple[str, ...], tuple[str, ...]],
+    key: tuple[str, ...],
+    measures: Sequence[Measure],
+) -> dict[str, str]:
+    """Return the figures of a row as printed; empty if the paper lacks it."""
+    printed = table.get(key, ())
+    return {measure.key: text for measure, text in zip(measures, printed, strict=False)}
+
+
+def score_head(
+    options: argparse.Namespace, task: Task, head: str, changes: Mapping[str, str]
+) -> Mapping[str, Value] | str:
+    """Return the figures of a head on test, as averages over seeds, or why there are none."""
+    try:
+        names = [
+            fit_once(options, task, head, changes, seed)
+            for seed in range(1 if options.quick else options.seeds)
+        ]
+        split = scored_split(task.run)
+        results = [
+            result
+            for result in evaluate(run=task.run, head=names, split=split)
+            if result.name in names
+        ]
+        figures = [result_figures(result) for result in results]
+    except LlmcondError as error:
+        log.info(f"{task.encoder}, {task.graph}, {head}: {error}")
+        return failure_reason(error)
+    return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
+
+
+def fit_once(
+    options: argparse.Namespace, task: Task, head: str, changes: Mapping[str, str], seed: int
+) -> str:
+    """Fit a head unless the run has the same one, and return its name."""
+    suffix = "-neighbours" if "neighbours" in changes else ""
+    name = f"{head}{suffix}-seed{seed}"
+    run = open_any_run(task.run)
+    if not is_fitted(run, name, head, changes, seed):
+        fit_head(
+            run=task.run,
+            head=head,
+            seed=seed,
+            set=dict(changes),
+            name=name,
+            device=options.device,
+        )
+    return name
+
+
+def is_fitted(run: AnyRun, name: str, head: str, changes: Mapping[str, str], seed: int) -> bool:
+    """Return whether a run has a head that was fitted with the same settings and versions."""
+    if name not in run.head_names():
+        return False
+    try:
+        saved = run.load_head(name)
+    except LlmcondError:
+        return False
+    recipe = load_recipe(head, "kgc")
+    recipe = recipe.with_settings(recipe.parse_changes(dict(changes), head), head)
+    expected = {key: getattr(recipe.settings, key) for key in ("epochs", "neighbours")}
+    settings = {key: getattr(saved.head.settings, key) for key in expected}
+    versions = saved.record.get("versions") == provenance()["versions"]
+    return versions and saved.head.seed == seed and settings == expected
+
+
+# -- table 4 -----------------------------------------------------------------------------------
+
+
+def table_4(options: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[Section]:
+    """Yield table 4, on the first graph."""
+    rows = [row for task in tasks if task.graph == tasks[0].graph for row in costs(options, task)]
+    about = [
+        "The cache is empty at first, and every text is encoded when it is first looked up, for "
+        "the forward queries of all splits.",
+        "Our seconds are computed: the number of encoded texts, times the time per text in "
+        f"batches, plus the time to map {options.queries:,} queries, extrapolated to all. They are "
+        "processor seconds on a CPU. The paper runs the texts one by one on a GPU.",
+        "Our cache holds vectors in 16 bits, and generated matrices in 32 bits.",
+    ]
+    heading = f"time, cache and memory on {tasks[0].graph}"
+    yield Section("Table 4", heading, about, ["architecture"], COSTS, rows)
+
+
+def costs(options: argparse.Namespace, task: Task) -> list[Row]:
+    """Return the rows of an encoder: the costs of the forward queries of all splits."""
+    heads = ["hadamard", "concat", "hypernet", "hypernet-full"]
+    set_up = ["other encoder"]
+    try:
+        graph = read_graph(task.source)
+        encoder = load_encoder(task.encoder, dtype=options.dtype, device=options.device)
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(encoder, graph, options.queries, options.encode, Path(folder))
+            ways = bench.ways(heads)
+            stages, text_seconds, bound = measure_stages(bench, ways, 1)
+            caches = measure_caches(bench, text_seconds)
+            matrices = {row["matrices of"]: row["MiB"] for row in measure_matrices(bound)}
+    except LlmcondError as error:
+        log.info(f"{task.encoder}, {task.graph}: {error}")
+        return [Row(task.encoder, ["all"], failure_reason(error))]
+    totals = {row["way"]: row for row in caches if row["lookups of"].startswith("all splits")}
+    n = sum(len(triples) for triples in graph.splits.values())
+    rows = []
+    for way in ways:
+        total = totals[BI if way.name == BI else "tri-encoder"]
+        mapping = stages[way.name]["map queries"] * n / len(bench.queries)
+        seconds = total["seconds by the rates above"] + mapping
+        size = (total["vectors MiB"] + matrices.get(way.name, 0.0)) * 2**20 / 1e6
+        values = (seconds, total["hits %"], size)
+        figures = {cost.key: Value(value) for cost, value in zip(COSTS, values, strict=True)}
+        paper = paper_figures(TABLE_4, (way.name,), COSTS) if task.graph == "WN18RR" else {}
+        label = way.name if way.name == BI else f"tri-encoder, {way.name}"
+        notes = set_up if paper else [*set_up, "not in the paper's table"]
+        rows.append(Row(task.encoder, [label], figures, notes, paper))
+    return rows
+
+
+# -- the command -------------------------------------------------------------------------------
+
+TABLES = {"2": table_2, "4": table_4}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
+    options = _parser().parse_args(arguments)
+    log_to_terminal()
+    try:
+        return _reproduce(options)
+    except LlmcondError as error:
+        log.info(f"reproduce_graphs.py: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        log.info("interrupted; the same command resumes from the features and heads stored so far.")
+        return 1
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    for name in ("seeds", "epochs", "queries"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
+    check_output(options.out, (".md",))
+    names = {source: name_graph(read_graph(source), source) for source in options.data}
+    tasks = [
+        Task(encoder, graph, source, options.folder / f"{_slug(encoder)}-{_slug(graph)}")
+        for source, graph in names.items()
+        for encoder in dict.fromkeys(options.encoders)
+    ]
+    command = _command(options, list(names))
+    head = _head(command)
+    print(head, flush=True)
+    sections = []
+    for table in options.tables:
+        for section in TABLES[table](options, tasks):
+            sections.append(section)
+            print(section.markdown(), flush=True)
+    record = _record(options, command, sections)
+    if options.out is not None:
+        write_text(options.out, "\n".join([head, *(part.markdown() for part in sections)]))
+        write_json(options.out.with_suffix(".json"), record)
+        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
+    if options.json:
+        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    done = any(not isinstance(row.ours, str) for section in sections for row in section.rows)
+    return 0 if done else 1
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", Path(name).name).strip("-.") or "graph"
+
+
+def _command(options: argparse.Namespace, sources: Sequence[str]) -> str:
+    """Return the command of the page; folders are specific to one machine and may be private."""
+    texts = [
+        "python scripts/reproduce_graphs.py --encoders",
+        *(Path(name).name if Path(name).is_dir() else name for name in options.encoders),
+        "--data",
+        *(Path(source).name for source in sources),
+        f"--epochs {options.epochs} --seeds {options.seeds}",
+        *(["--heads", *options.heads] if len(options.heads) < len(HEADS) else []),
+        *(["--neighbours"] if options.neighbours else []),
+        *(["--quick"] if options.quick else []),
+    ]
+    return " ".join(texts)
+
+
+def _head(command: str) -> str:
+    """Return the text before the first table."""
+    about = [
+        "The paper trains BERT-base together with the head. We freeze the encoder: vectors of "
+        "entities and relations are computed once, and only the head and a linear map of "
+        "candidates are fitted. The figures are therefore not comparable with the paper's, but "
+        "the order of heads is.",
+        "The epoch is chosen by the MRR of at most 1,000 dev queries; test is only scored.",
+        "The descriptions of FB15k-237 are those of StAR, one sentence, and not SimKGC's 50 words.",
+    ]
+    lines = "\n".join(f"- {text}" for text in about)
+    return f"# Hyper-CL on knowledge graphs, reproduced\n\n```bash\n{command}\n```\n\n{lines}\n"
+
+
+def _record(
+    options: argparse.Namespace, command: str, sections: Sequence[Section]
+) -> dict[str, Any]:
+    return {
+        "paper": "Hyper-CL on knowledge graphs",
+        "command": command,
+        "seeds": options.seeds,
+        "epochs": options.epochs,
+        "quick": options.quick,
+        "sections": [
+            section_record(section, f"reproduce_graphs.py --tables {section.table[-1]}")
+            for section in sections
+        ],
+        **provenance(),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [head for head, _, _ in HEADS]
+    parser.add_argument(
+        "--encoders", nargs="+", required=True, metavar="NAME", help="aliases, hub names or folders"
+    )
+    parser.add_argument(
+        "--data", nargs="+", required=True, metavar="FOLDER", help="folders of the graphs"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/reproduce-graphs"),
+        metavar="DIR",
+        help="folder of the runs (default: runs/reproduce-graphs)",
+    )
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, default=list(TABLES), help="tables (default: all)"
+    )
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help=f"table 2: heads, among {', '.join(names)} (default: all)",
+    )
+    parser.add_argument(
+        "--neighbours",
+        action="store_true",
+        help="table 2: fit each head again with neighbours, which the paper does not have",
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=8, help="table 2: maximum number of epochs (default: 8)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="table 2: number of seeds (default: 1)"
+    )
+    parser.add_argument(
+        "--queries",
+        type=int,
+        default=1_000,
+        help="table 4: number of measured test queries (default: 1000)",
+    )
+    parser.add_argument(
+        "--encode",
+        type=int,
+        default=1_000,
+        help="table 4: number of candidates that are encoded to measure the time (default: 1000)",
+    )
+    parser.add_argument("--dtype", default="auto", help="number format (default: auto)")
+    parser.add_argument("--device", default="auto", help="device (default: auto)")
+    parser.add_argument("--quick", action="store_true", help="trial with one seed and one epoch")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.md",
+        help="file to write the tables to, as Markdown; a .json file next to it gets the figures",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

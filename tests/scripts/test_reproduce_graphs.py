@@ -1,0 +1,96 @@
+"""Hyper-CL's tables of knowledge graphs: complete rows, cached heads, and reported errors."""
+
+import json
+
+import pytest
+from helpers.paths import ROOT
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.script("reproduce_graphs")]
+
+QUICK = ["--quick", "--device", "cpu", "--dtype", "float32", "--queries", "4", "--encode", "8"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        import reproduce_graphs
+
+        yield reproduce_graphs
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_checkpoint):
+    return str(tiny_checkpoint(hidden=64))  # the rank of the hypernetwork
+
+
+@pytest.fixture
+def call(script, capsys, encoder, graph, tmp_path):
+    """Run the script; return its code and its JSON record."""
+
+    def run(*arguments, data=graph, encoders=(encoder,)):
+        command = ["--encoders", *encoders, "--data", str(data), "--folder", str(tmp_path)]
+        code = script.main([*command, *QUICK, *arguments, "--json"])
+        lines = capsys.readouterr().out.strip().splitlines()
+        return code, json.loads(lines[-1]) if lines and code < 2 else None
+
+    return run
+
+
+def test_tables_have_rows_of_all_heads_and_are_written_with_their_figures(call, tmp_path):
+    out = tmp_path / "page.md"
+    heads = ["hadamard-paper", "hypernet"]
+    code, record = call("--heads", *heads, "--neighbours", "--out", str(out))
+    assert code == 0
+    link_prediction, costs = record["sections"]
+    rows = {row["architecture"]: row["ours"] for row in link_prediction["rows"]}
+    assert list(rows) == [
+        "no head: e(h)",
+        "Hadamard product, as in the paper",
+        "hyper64-cl",
+        "Hadamard product, as in the paper, neighbours",
+        "hyper64-cl, neighbours",
+    ]
+    assert all(0 < row["mrr"]["value"] < 1 for row in rows.values())
+    assert all(row["mrr"]["low"] < row["mrr"]["high"] for row in rows.values())
+    sizes = {row["architecture"]: row["ours"]["size"]["value"] for row in costs["rows"]}
+    assert sizes["tri-encoder, hadamard"] < sizes["tri-encoder, hypernet"]
+    hits = {row["architecture"]: row["ours"]["hits"]["value"] for row in costs["rows"]}
+    assert hits["bi-encoder"] < hits["tri-encoder, hadamard"] == hits["tri-encoder, hypernet"]
+    written = json.loads(out.with_suffix(".json").read_text())
+    assert written["sections"][0]["rows"] == link_prediction["rows"]
+    assert "| tri-encoder, hypernet |" in out.read_text()
+
+
+def test_each_head_is_fitted_once(call, script, monkeypatch):
+    fitted, fit_head = [], script.fit_head
+    monkeypatch.setattr(
+        script, "fit_head", lambda **options: fitted.append(options["name"]) or fit_head(**options)
+    )
+    arguments = ["--tables", "2", "--heads", "hadamard-paper"]
+    assert call(*arguments) == call(*arguments)
+    assert fitted == ["hadamard-paper-seed0"]
+    call(*arguments, "--epochs", "2")  # --quick decides
+    assert fitted == ["hadamard-paper-seed0"]
+    call(*arguments, "--neighbours")
+    assert fitted == ["hadamard-paper-seed0", "hadamard-paper-neighbours-seed0"]
+
+
+def test_published_figures_are_those_of_the_graph_with_the_same_sizes(script):
+    printed = script.paper_figures(script.TABLE_2, ("WN18RR", "hypernet-full"), script.MEASURES)
+    assert printed == {"mrr": "61.6", "hits@1": "50.6", "hits@3": "69.0", "hits@10": "81.0"}
+    assert script.paper_figures(script.TABLE_2, ("mine", "hypernet"), script.MEASURES) == {}
+
+
+def test_unusable_encoder_gets_a_reason_in_each_row(call):
+    code, record = call("--tables", "2", "--heads", "hypernet", encoders=["./missing"])
+    assert code == 1
+    (section,) = record["sections"]
+    assert [row["ours"] for row in section["rows"]] == [None, None]
+    assert all(row["reason"].startswith("not done: ") for row in section["rows"])
+
+
+def test_invalid_input_is_one_error_with_code_2(call, tmp_path, caplog):
+    assert call(data=tmp_path / "missing")[0] == 2
+    assert call("--epochs", "0")[0] == 2
+    assert "--epochs is 0; it must be at least 1." in caplog.text
