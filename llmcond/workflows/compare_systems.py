@@ -307,20 +307,34 @@ def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> 
         default = run.default_head()
         name = default[0] if default else "none"
         log.info(f"{run.folder}: {f'{name} ({default[1]})' if default else 'zero-shot'}")
-    if name == "none":
-        return [choose_head(run, "none")]
-    if name.startswith("none@"):
-        prompts = run.prompts().values()
-        zero_shot = {zero.name: zero for p in prompts for zero in zero_shot_heads(run, p)}
-        if name not in zero_shot:
-            raise UserError(f"{run.folder} has no {name}. {nearest(name, zero_shot)}")
-        return [zero_shot[name]]
+    if name == "none" or name.startswith("none@"):
+        return [_find_zero_shot(run, name)]
     heads = load_fitted_heads(run, [name], split)
     if not heads:
         raise UserError(
             f"the head {name} of {run.folder} leaves features unchanged. Name RUN:none instead."
         )
     return heads
+
+
+def _find_zero_shot(run: AnyRun, name: str) -> AnyPredictor:
+    """Return the zero-shot head of this name; ``none`` is that of the run's only prompt."""
+    prompts = run.prompts().values()
+    zero_shot = {zero.name: zero for p in prompts for zero in zero_shot_heads(run, p)}
+    if name in zero_shot:
+        return zero_shot[name]
+    if name != "none":
+        raise UserError(f"{run.folder} has no {name}. {nearest(name, zero_shot)}")
+    try:
+        return choose_head(run, name)
+    except UserError:
+        if not zero_shot:
+            raise
+        named = ", ".join(f"{run.folder}:{zero}" for zero in zero_shot)
+        raise UserError(
+            f"{run.folder} has features of {len(prompts)} prompts, so that :none is ambiguous. "
+            f"Name one of {named}."
+        ) from None
 
 
 def _find_baseline(systems: Sequence[_System], reference: str | None) -> int:

@@ -261,7 +261,7 @@ def _write_page(
         )
         summary.append(
             f"{highest_or_lowest(first.primary)}: {first.name}, {figures}. Whether systems differ "
-            "by more than chance is not tested here; llmcond compare tests it."
+            "by more than chance is not tested; llmcond compare tests it."
         )
     summary.append(
         f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "

@@ -95,7 +95,9 @@ def test_same_rows_in_another_order_are_matched(seeded, tmp_path, data):
         assert difference.value == pytest.approx(0, abs=1e-6)
 
 
-def test_differences_on_subsets_of_rows_are_reported(small_rows, write_rows, model, tmp_path):
+def test_differences_on_subsets_of_rows_are_reported(
+    capsys, small_rows, write_rows, model, tmp_path
+):
     # Half of the dev rows share a sentence, and half a condition, with train.
     shared = [(row[0], *row[1:]) for row in small_rows[:24]]
     new = [(f"{a} again", f"{b} again", f"{c} now", r) for a, b, c, r in small_rows[24:48]]
@@ -104,6 +106,9 @@ def test_differences_on_subsets_of_rows_are_reported(small_rows, write_rows, mod
     prompts = ["concat-sent-cond", "concat-cond-sent"]
     llmcond.extract(model=model, data=data, run=tmp_path / "run", prompt=prompts, **ENCODER)
     systems = [f"{tmp_path / 'run'}:none@{prompt}" for prompt in prompts]
+    message = run_rejected(capsys, "compare", systems[0], f"{tmp_path / 'run'}:none")
+    assert "so that :none is ambiguous" in message
+    assert systems[1] in message
     results = llmcond.compare(systems=systems).results
     (compared,) = (result for result in results if result.difference)
     assert {name: part.n for name, part in compared.subsets.items()} == {
