@@ -1,0 +1,443 @@
+"""Measure inference with a cache on a whole data set: cross-, bi- and tri-encoders.
+
+    python scripts/bench_cache.py --data CSTS_FOLDER --sample 300
+    python scripts/bench_cache.py --graph WN18RR_FOLDER --sample 300
+
+The script reproduces tables 3 (C-STS) and 4 (WN18RR) of Hyper-CL for any encoder. The cache is
+empty at first, and every row of all splits looks up its texts in it. A text that the cache lacks is
+encoded and added. A cross-encoder looks up both texts with their condition, a bi-encoder each text
+with the condition, and a tri-encoder each text and the condition. For a hypernetwork, the cache
+contains the matrix of the condition, or its two factors, instead of the condition's vector. In a
+knowledge graph, the condition is the relation and belongs to the head entity only.
+
+Hit rates and sizes are exact. Seconds are the costs of a random sample of texts and rows,
+multiplied by the numbers of cache misses and of rows. "One at a time" encodes one text per call,
+as the paper does; all kinds of texts take turns. "Batches" encodes distinct texts with the batches
+of ``llmcond extract`` and applies the head to all rows in one call. The plain loop encodes each
+text with its condition by sentence-transformers and caches nothing. Heads are fitted for one step
+only, because speed does not depend on the fit. Seconds are this process's processor time on a CPU,
+and wall time on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_extract import SentenceTransformersWay
+from bench_kgc import show
+
+from llmcond.arrays import Array, SharedRows, cosine
+from llmcond.data.datasets import Dataset, read_dataset
+from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.encoders.spec import EncoderInput
+from llmcond.features.extract import extract
+from llmcond.features.store import FeatureStore
+from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
+from llmcond.heads.base import ConditionCache
+from llmcond.kinds.ranking.graph import Graph, read_graph
+from llmcond.prompts import load_prompt
+
+#: Heads of the tri-encoders in the tables.
+HEADS = ("hadamard", "concat", "hypernet", "hypernet-full")
+#: Bytes of a number in a cache, and of an entry besides its numbers. With these, ``cache_size``
+#: gives the paper's sizes.
+_BYTES, _ENTRY = 4, 48
+#: Budget of a cache that drops nothing.
+_UNLIMITED = 2**50
+
+
+# -- what is looked up -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows that compare two texts under a condition.
+
+    Attributes:
+        first: first text of each row.
+        condition: condition of each row.
+        second: second text of each row.
+        one_sided: whether the condition belongs to the first text only.
+    """
+
+    first: Sequence[str]
+    condition: Sequence[str]
+    second: Sequence[str]
+    one_sided: bool = False
+
+    @classmethod
+    def of_dataset(cls, dataset: Dataset) -> Workload:
+        """Return the rows of all splits, with and without ratings."""
+        splits = list(dataset.splits.values())
+        columns = ("sentence1", "condition", "sentence2")
+        first, condition, second = (
+            [text for rows in splits for text in getattr(rows, column)] for column in columns
+        )
+        return cls(first, condition, second)
+
+    @classmethod
+    def of_graph(cls, graph: Graph) -> Workload:
+        """Return the triples of all splits."""
+        heads, relations, tails = np.concatenate(list(graph.splits.values())).T.tolist()
+        entities, conditions = graph.entities.texts, graph.relations.texts
+        return cls(
+            [entities[i] for i in heads],
+            [conditions[i] for i in relations],
+            [entities[i] for i in tails],
+            one_sided=True,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.first)
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The distinct texts without a condition, for tri-encoders."""
+        return list(dict.fromkeys(chain(self.first, self.second)))
+
+    @cached_property
+    def conditions(self) -> list[str]:
+        """The distinct conditions."""
+        return list(dict.fromkeys(self.condition))
+
+    @cached_property
+    def joint(self) -> list[tuple[str, str]]:
+        """The distinct texts with their condition, for bi-encoders."""
+        pairs = zip(self.first, self.condition, strict=True)
+        if not self.one_sided:
+            pairs = chain(pairs, zip(self.second, self.condition, strict=True))  # type: ignore[assignment]
+        return list(dict.fromkeys(pairs))
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """The distinct second texts that a bi-encoder encodes without a condition."""
+        return list(dict.fromkeys(self.second)) if self.one_sided else []
+
+    @cached_property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The distinct rows, for cross-encoders."""
+        return list(dict.fromkeys(zip(self.first, self.second, self.condition, strict=True)))
+
+
+def cache_size(dim: int, n_vectors: int, n_matrices: int = 0, matrix: int = 0) -> float:
+    """Return the MiB of a cache in float32.
+
+    Args:
+        dim: size of a vector.
+        n_vectors: number of vectors.
+        n_matrices: number of conditions with cached matrices.
+        matrix: numbers in the matrices of one condition.
+    """
+    size = n_vectors * (_BYTES * dim + _ENTRY) + n_matrices * (_BYTES * matrix + _ENTRY)
+    return size / 2**20
+
+
+# -- costs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a piece of work.
+
+    Attributes:
+        single: seconds of one piece in a call by itself.
+        batched: seconds per piece in large batches.
+    """
+
+    single: float
+    batched: float
+
+    def __mul__(self, number: int) -> Cost:
+        return Cost(number * self.single, number * self.batched)
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.single + other.single, self.batched + other.batched)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The cost of an architecture on a workload.
+
+    Attributes:
+        name: ``plain loop``, ``cross-encoder``, ``bi-encoder``, or the recipe of a tri-encoder.
+        lookups: number of lookups in the cache; 0 without a cache.
+        hits: share of lookups that the cache answers.
+        size: MiB of the cache at the end.
+        single: seconds, one row at a time.
+        batched: seconds in batches.
+    """
+
+    name: str
+    lookups: int
+    hits: float
+    size: float
+    single: float
+    batched: float
+
+
+class Bench:
+    """Measures the costs of an encoder and of heads on a workload.
+
+    Args:
+        encoder: the encoder.
+        work: the workload.
+        sample: number of texts of each kind, and of rows, to measure.
+    """
+
+    def __init__(self, encoder: Encoder, work: Workload, sample: int) -> None:
+        self.encoder, self.work, self.sample = encoder, work, sample
+        on_cpu = encoder.resolved.device == "cpu"
+        self.clock = time.process_time if on_cpu else time.perf_counter
+
+    def timed(self, function: Callable[..., Any], *args: Any) -> float:
+        """Call a function and return the seconds."""
+        start = self.clock()
+        function(*args)
+        return self.clock() - start
+
+    def pick(self, items: Sequence[Any]) -> list[Any]:
+        """Return a random sample of items, the same in each call."""
+        order = np.random.default_rng(0).permutation(len(items))[: self.sample]
+        return [items[i] for i in order]
+
+    def encoding_costs(self) -> dict[str, Cost]:
+        """Return the cost of a text of each kind, and of the plain loop's, by name."""
+        separate, joint = load_prompt("separate"), load_prompt("concat-sent-cond")
+        inputs: dict[str, list[Any]] = {
+            "text": [separate.conditional.render(text, "") for text in self.pick(self.work.texts)],
+            "condition": [
+                separate.unconditional.render("", text) for text in self.pick(self.work.conditions)
+            ],
+            "joint": [joint.conditional.render(*pair) for pair in self.pick(self.work.joint)],
+            "row": self.pick(self.work.rows),
+        }
+        encode: dict[str, Callable[[Any], Any]] = dict.fromkeys(inputs, self.encoder.encode)
+        encode["row"] = self.encoder.encode_joined
+        batches: dict[str, Callable[[Any], Any]] = dict.fromkeys(inputs, self.extract)
+        batches["row"] = self.encoder.encode_joined
+        if find_spec("sentence_transformers"):
+            inputs["plain"] = [self.plain_input(i) for i in self.pick(range(len(self.work)))]
+            encode["plain"] = batches["plain"] = load_peer(self.encoder).encode
+        for name, items in inputs.items():
+            encode[name](items[:1])  # warm-up
+        single: dict[str, list[float]] = {name: [] for name in inputs}
+        for i in range(self.sample):
+            for name, items in inputs.items():
+                if i < len(items):
+                    single[name].append(self.timed(encode[name], items[i : i + 1]))
+        return {
+            name: Cost(
+                float(np.mean(single[name])), self.timed(batches[name], items) / len(items)
+            )
+            for name, items in inputs.items()
+        }
+
+    def plain_input(self, row: int) -> EncoderInput:
+        """Return an input of a bi-encoder: the first text of even rows, the second of others."""
+        work, joint = self.work, load_prompt("concat-sent-cond")
+        if row % 2 and work.one_sided:
+            return load_prompt("separate").conditional.render(work.second[row], "")
+        text = (work.second if row % 2 else work.first)[row]
+        return joint.conditional.render(text, work.condition[row])
+
+    def extract(self, inputs: Sequence[EncoderInput]) -> None:
+        """Encode inputs in batches and store their vectors."""
+        with tempfile.TemporaryDirectory() as folder:
+            store = FeatureStore(Path(folder), self.encoder.identity, "float32")
+            extract(inputs, store, lambda: self.encoder)
+
+    def head_costs(self, head: FittedHead) -> tuple[Cost, Cost]:
+        """Return the cost of a row with a head, and the additional cost of a new condition.
+
+        Features are random, because speed does not depend on them. In batches, the cost of new
+        conditions is part of the cost of a row.
+        """
+        rng, work = np.random.default_rng(0), self.work
+        conditions = rng.standard_normal((len(work.conditions), self.encoder.dim), np.float32)
+        texts = rng.standard_normal((min(len(work), 4_096), self.encoder.dim), np.float32)
+        cache = ConditionCache(head, budget=_UNLIMITED) if head.generates_matrices else None
+        transform = head.transform if cache is None else cache.transform
+        compare = partial(compare_row, transform, head.compare, work.one_sided)
+        seconds: list[tuple[float, float]] = []
+        compare(texts[:2], conditions[:1])  # warm-up
+        for condition in self.pick(range(1, len(conditions))) or [0]:
+            call = partial(self.timed, compare, texts[:2], conditions[condition : condition + 1])
+            seconds.append((call(), call()))
+        new, known = np.mean(seconds, axis=0)
+        position = {text: i for i, text in enumerate(work.conditions)}
+        index = np.array([position[text] for text in work.condition])
+        rows = np.arange(len(work)) % len(texts)
+        sides = (SharedRows(texts, rows), SharedRows(texts, rows[::-1].copy()))
+        batched = self.timed(compare_all, head, sides, SharedRows(conditions, index), work.one_sided)
+        extra = 0.0 if cache is None else max(0.0, float(new - known))
+        return Cost(float(known), batched / len(work)), Cost(extra, 0.0)
+
+    def architectures(self, heads: Iterable[str]) -> list[Architecture]:
+        """Measure all architectures; without sentence-transformers there is no plain loop."""
+        work, dim, n = self.work, self.encoder.dim, len(self.work)
+        costs = self.encoding_costs()
+        vectors = np.random.default_rng(0).standard_normal((2, n, dim), np.float32)
+        single = np.mean([self.timed(cosine, *vectors[:, :1]) for _ in range(100)])
+        comparison = Cost(float(single), self.timed(cosine, *vectors) / n) * n
+        n_texts, n_conditions = len(work.texts), len(work.conditions)
+        n_joint, n_answers, n_rows = len(work.joint), len(work.answers), len(work.rows)
+        answers = costs["text"] * n_answers
+        cross = costs["row"] * n_rows
+        bi = costs["joint"] * n_joint + answers + comparison
+        results = [
+            self.summarize("cross-encoder", n, n_rows, cache_size(1, n_rows), cross),
+            self.summarize(
+                "bi-encoder", 2 * n, n_joint + n_answers, cache_size(dim, n_joint + n_answers), bi
+            ),
+        ]
+        if "plain" in costs:
+            plain = costs["plain"] * (2 * n) + comparison
+            results.insert(0, Architecture("plain loop", 0, 0.0, 0.0, *asdict(plain).values()))
+        for name in heads:
+            head = fit_random_head(name, dim)
+            row, condition = self.head_costs(head)
+            cost = costs["text"] * n_texts + costs["condition"] * n_conditions
+            cost = cost + row * n + condition * n_conditions
+            if head.generates_matrices:
+                sample = np.ones((1, dim), dtype=np.float32)
+                matrix = sum(part.size for part in head.module.generated_matrices(sample))
+                size = cache_size(dim, n_texts, n_conditions, matrix)
+            else:
+                size = cache_size(dim, n_texts + n_conditions)
+            results.append(self.summarize(name, 3 * n, n_texts + n_conditions, size, cost))
+        return results
+
+    @staticmethod
+    def summarize(name: str, lookups: int, misses: int, size: float, cost: Cost) -> Architecture:
+        """Return the figures of an architecture with a cache."""
+        return Architecture(name, lookups, 1 - misses / lookups, size, cost.single, cost.batched)
+
+
+def load_peer(encoder: Encoder) -> SentenceTransformersWay:
+    """Load the encoder in sentence-transformers."""
+    identity = encoder.identity
+    return SentenceTransformersWay(
+        {
+            "kind": "sentence-transformers",
+            "checkpoint": str(encoder.resolved.checkpoint.folder),
+            "dtype": identity.dtype,
+            "quantize": "none",
+            "device": encoder.resolved.device,
+            "like": None,
+            "max_length": identity.max_length,
+            "max_tokens_per_batch": None,
+        }
+    )
+
+
+def compare_row(
+    transform: Callable[[Array, Array], Array],
+    compare: Callable[[Array, Array], Array],
+    one_sided: bool,
+    texts: Array,
+    condition: Array,
+) -> Array:
+    """Return the similarity of two texts, (2, dim), under a condition, (1, dim)."""
+    if one_sided:
+        return compare(transform(texts[:1], condition), texts[1:])
+    embeddings = transform(texts, condition)
+    return compare(embeddings[:1], embeddings[1:])
+
+
+def compare_all(
+    head: FittedHead, sides: tuple[SharedRows, SharedRows], condition: SharedRows, one_sided: bool
+) -> Array:
+    """Return the similarity of the two sides of all rows under their conditions."""
+    if one_sided:
+        return head.compare(head.transform(sides[0], condition), sides[1].read())
+    return head.similarity(*sides, condition)
+
+
+def fit_random_head(name: str, dim: int) -> FittedHead:
+    """Fit a head for one step on random features, with embeddings of ``dim`` dimensions."""
+    rng, n = np.random.default_rng(0), 8
+    first, second, condition = rng.standard_normal((3, n, dim), np.float32)
+    recipe = load_recipe(name)
+    changes: dict[str, Any] = {"epochs": 1}
+    if recipe.dim is not None:
+        changes["dim"] = dim
+    if getattr(recipe.settings, "rank", 0):
+        changes["rank"] = max(1, dim // 12)  # the paper's choice
+    pairs = PairArrays(
+        first, second, np.linspace(0, 1, n), condition, pair=np.repeat(np.arange(n // 2), 2)
+    )
+    recipe = recipe.with_settings(changes, name)
+    return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
+
+
+def table(architectures: Sequence[Architecture]) -> list[dict[str, Any]]:
+    """Return printable rows, with the speed of each architecture relative to the first."""
+    first = architectures[0]
+    return [
+        {
+            "architecture": row.name,
+            "one at a time, s": row.single,
+            "speed": first.single / row.single,
+            "batches, s": row.batched,
+            "speed of batches": first.batched / row.batched,
+            "hits %": 100 * row.hits,
+            "cache MiB": row.size,
+        }
+        for row in architectures
+    ]
+
+
+def main() -> None:
+    """Parse the command line, measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
+    parser.add_argument(
+        "--dtype", default="float32", help="data type of the encoder (default: float32)"
+    )
+    parser.add_argument("--data", help="rated pairs (default: the bundled sample)")
+    parser.add_argument("--graph", help="knowledge graph, instead of rated pairs")
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=list(HEADS),
+        help=f"recipes of the heads of tri-encoders (default: {' '.join(HEADS)})",
+    )
+    parser.add_argument(
+        "--sample", type=int, default=300, help="texts of each kind to measure (default: 300)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object on the last line"
+    )
+    options = parser.parse_args()
+    if options.graph:
+        work = Workload.of_graph(read_graph(options.graph))
+    else:
+        work = Workload.of_dataset(read_dataset(options.data))
+    encoder = load_encoder(options.model, dtype=options.dtype)
+    print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}\n"
+          f"{len(work):,} rows; distinct: {len(work.texts):,} texts, {len(work.conditions):,} "
+          f"conditions, {len(work.joint) + len(work.answers):,} texts with their condition, "
+          f"{len(work.rows):,} rows")  # fmt: skip
+    architectures = Bench(encoder, work, options.sample).architectures(options.heads)
+    show(table(architectures), 4)
+    if options.json:
+        print(json.dumps([asdict(row) for row in architectures]))
+
+
+if __name__ == "__main__":
+    main()
