@@ -25,7 +25,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -239,9 +239,7 @@ class Bench:
                 if i < len(items):
                     single[name].append(self.timed(encode[name], items[i : i + 1]))
         return {
-            name: Cost(
-                float(np.mean(single[name])), self.timed(batches[name], items) / len(items)
-            )
+            name: Cost(float(np.mean(single[name])), self.timed(batches[name], items) / len(items))
             for name, items in inputs.items()
         }
 
@@ -281,7 +279,9 @@ class Bench:
         index = np.array([position[text] for text in work.condition])
         rows = np.arange(len(work)) % len(texts)
         sides = (SharedRows(texts, rows), SharedRows(texts, rows[::-1].copy()))
-        batched = self.timed(compare_all, head, sides, SharedRows(conditions, index), work.one_sided)
+        batched = self.timed(
+            compare_all, head, sides, SharedRows(conditions, index), work.one_sided
+        )
         extra = 0.0 if cache is None else max(0.0, float(new - known))
         return Cost(float(known), batched / len(work)), Cost(extra, 0.0)
 

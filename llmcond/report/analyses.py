@@ -154,12 +154,14 @@ def _clusters_table(rows: JsonRows, scope: str) -> Table:
     conditions = rows[0]["conditions"]
     title = (
         f"K-means of the sentences of {scope}, under {len(conditions)} conditions: impurity (0 if "
-        "every condition has its own cluster; Hyper-CL, section 5.2) and sentences per cluster"
+        "every condition has its own cluster; Hyper-CL, section 5.2), before and after the head, "
+        "and sentences per cluster"
     )
-    table = _names_table(title, ("impurity", *map(escape_control_characters, conditions)))
+    table = _names_table(title, ("before", "impurity", *map(escape_control_characters, conditions)))
     for row in rows:
         counts = ("/".join(str(count) for count in counts) for counts in row["counts"])
-        table.add_row(*_name_cells(row), f"{row['impurity']:.3f}", *counts)
+        before = f"{row['impurity_before']:.3f}" if "impurity_before" in row else "–"
+        table.add_row(*_name_cells(row), before, f"{row['impurity']:.3f}", *counts)
     return table
 
 

@@ -134,7 +134,7 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
 
     functions: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "isotropy": lambda: _analyse_isotropy(predictors, data, seed, figure("isotropy")),
-        "clusters": lambda: _analyse_clusters(predictors, fitted, run, data, sizes, seed, figure),
+        "clusters": lambda: _analyse_clusters(predictors, fitted, data, sizes, seed, figure),
         "conditions": lambda: _analyse_conditions(predictors, data, run),
         "norms": lambda: [
             _analyse_norms(head, data) for head in fitted if head.head.generates_matrices
@@ -212,13 +212,15 @@ def _measure_isotropy(predictor: RunEmbeddingHead, data: _Split, seed: int) -> d
 def _analyse_clusters(
     predictors: Sequence[RunEmbeddingHead],
     fitted: Sequence[RunFittedHead],
-    run: Run,
     data: _Split,
     sizes: tuple[int, int],
     seed: int,
     figure: Callable[[str], Path | None],
 ) -> list[dict[str, Any]]:
-    """Cluster the embeddings of some sentences under the most frequent conditions."""
+    """Cluster the embeddings of some sentences under the most frequent conditions.
+
+    Rows of fitted heads also have the impurity of the features that the head reads.
+    """
     n_conditions, n_sentences = sizes
     conditions = data.texts(data.rows.condition)
     names = [name for name, _ in Counter(conditions).most_common(n_conditions)]
@@ -232,19 +234,23 @@ def _analyse_clusters(
     vectors = {
         name: data.embeddings(predictor, "first")[positions] for name, predictor in by_name.items()
     }
-    results = []
+    results = {}
     for name, points in vectors.items():
         result = impurity(points, labels, seed=seed)
         figures = {"impurity": result.value, **asdict(result)}
-        results.append({"name": name, **figures, **_describe(by_name[name])})
+        results[name] = {"name": name, **figures, **_describe(by_name[name])}
     kinds = np.array([names.index(text) for text in labels])
     for head in fitted:
-        before, path = _find_input_features(head, run), figure(f"clusters-{head.name}")
+        # Zero-shot on separate features is e(s) - e(c), which clusters by condition already.
+        features = as_matrix(data.pairs(head).first).read(positions)
+        results[head.name]["impurity_before"] = impurity(features, labels, seed=seed).value
+        path = figure(f"clusters-{head.name}")
         if path is None:
-            return results
-        before_2d, after_2d = (project_2d(vectors[name]) for name in (before.name, head.name))
-        plot_clusters(before_2d, after_2d, kinds, names, path, (before.name, head.name))
-    return results
+            continue
+        title = f"features of the prompt {head.view.name}"
+        before_2d, after_2d = project_2d(features), project_2d(vectors[head.name])
+        plot_clusters(before_2d, after_2d, kinds, names, path, (title, head.name))
+    return list(results.values())
 
 
 def _find_input_features(head: RunFittedHead, run: Run) -> RunEmbeddingHead:

@@ -1,13 +1,18 @@
 """The workflow that analyses heads."""
 
 import csv
+import shutil
 
 import numpy as np
 import pytest
 
 import llmcond
+from llmcond.arrays import as_matrix
 from llmcond.cli import run
 from llmcond.errors import UserError
+from llmcond.evaluation.clusters import impurity
+from llmcond.runs import open_run
+from llmcond.runs.rated import RatedExamples
 
 
 @pytest.mark.parametrize("top", [0, 1])
@@ -88,3 +93,27 @@ def test_tables_say_whether_condition_is_subtracted(capsys, fitted, tmp_path):
     ]
     assert rows == expected * len(what)
     assert cells.count(["name", "minus c"]) == len(what)
+
+
+def test_clusters_before_a_head_are_those_of_sentences_without_their_condition(heads_run, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = shutil.copytree(heads_run, tmp_path / "run")
+    name = "low"
+    options = {"run": folder, "head": [name], "split": "train", "what": ["clusters"]}
+    report = llmcond.analyse(**options, sentences=3, out=tmp_path, figure_format="svg").to_json()
+    zero_shot, head = report["clusters"]
+    run = open_run(folder)
+    rows, split = run.rows("train"), RatedExamples(run)
+    sentences = as_matrix(split.rated(run.load_head(name).view, "train").first)
+    conditions = rows.take(rows.rated).condition
+    positions = [
+        i
+        for condition in head["conditions"]
+        for i in [i for i, text in enumerate(conditions) if text == condition][:3]
+    ]
+    labels = [conditions[i] for i in positions]
+    assert head["impurity_before"] == impurity(sentences.read(positions), labels, 0).value
+    assert "impurity_before" not in zero_shot
+    assert "</svg>" in (tmp_path / f"clusters-{name}.svg").read_text(encoding="utf-8")
+    with (tmp_path / f"clusters-{name}-data.csv").open(encoding="utf-8", newline="") as stream:
+        assert [row["condition"] for row in csv.DictReader(stream)] == labels
