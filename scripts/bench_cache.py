@@ -1,7 +1,7 @@
 """Measure inference with a cache on a whole data set: cross-, bi- and tri-encoders.
 
     python scripts/bench_cache.py --data CSTS_FOLDER --sample 300
-    python scripts/bench_cache.py --graph WN18RR_FOLDER --sample 300
+    python scripts/bench_cache.py --graph WN18RR_FOLDER --out hypercl-wn18rr.md
 
 The script reproduces tables 3 (C-STS) and 4 (WN18RR) of Hyper-CL for any encoder. The cache is
 empty at first, and every row of all splits looks up its texts in it. A text that the cache lacks is
@@ -22,7 +22,6 @@ and wall time on a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_extract import SentenceTransformersWay
-from bench_kgc import show
+from reproduce import Measure, Row, Section, Value, parse_table, section_record
 
 from llmcond.arrays import Array, SharedRows, cosine
 from llmcond.data.datasets import Dataset, read_dataset
@@ -44,10 +43,12 @@ from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
+from llmcond.files import check_output, write_json, write_text
 from llmcond.heads import FittedHead, PairArrays, fit_recipe, load_recipe
 from llmcond.heads.base import ConditionCache
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.prompts import load_prompt
+from llmcond.system import provenance
 
 #: Heads of the tri-encoders in the tables.
 HEADS = ("hadamard", "concat", "hypernet", "hypernet-full")
@@ -56,6 +57,47 @@ HEADS = ("hadamard", "concat", "hypernet", "hypernet-full")
 _BYTES, _ENTRY = 4, 48
 #: Budget of a cache that drops nothing.
 _UNLIMITED = 2**50
+
+#: Encoder and architecture in tables 3 and 4 of the paper: seconds, hits in percent, and MB. The
+#: paper's MB are MiB, and its GB are thousands of them.
+TABLE_3 = parse_table(
+    """
+    SimCSE_base bi-encoder 791.71 1.46 110.87
+    SimCSE_large bi-encoder 1498.65 1.46 147.26
+    SimCSE_base hadamard 441.17 64.11 60.57
+    SimCSE_base hypernet 525.62 64.11 2170
+    SimCSE_base hypernet-full 541.55 64.11 12810
+    SimCSE_large hadamard 832.19 64.11 80.45
+    SimCSE_large hypernet 990.94 64.11 3820
+    SimCSE_large hypernet-full 960.84 64.11 22750
+    """,
+    3,
+)
+TABLE_4 = parse_table(
+    """
+    BERT_base bi-encoder 994.41 46.65 295.29
+    BERT_large bi-encoder 1806.18 46.65 392.2
+    BERT_base hadamard 435.571 85.32 121.86
+    BERT_base concat 449.46 85.32 121.86
+    BERT_base hypernet-full 448.955 85.32 146.57
+    BERT_large hadamard 781.45 85.32 161.85
+    BERT_large concat 783.228 85.32 161.86
+    BERT_large hypernet-full 774.41 85.32 205.81
+    """,
+    3,
+)
+#: Names of architectures on a page.
+LABELS = {
+    "plain loop": "bi-encoder, plain loop of sentence-transformers",
+    "hadamard": "tri-encoder, Hadamard product",
+    "concat": "tri-encoder, concatenation",
+    "hypernet": "tri-encoder, hyperK-cl with K = H / 12",
+    "hypernet-full": "tri-encoder, hyper-cl",
+}
+SECONDS, HITS = Measure("single", "time, s", 1, 1), Measure("hits", "hits, %", 100, 2)
+SIZE, SPEED = Measure("size", "cache, MiB", 1, 2), Measure("speed", "speed", 1, 2)
+BATCHED = Measure("batched", "time in batches, s", 1, 1)
+BATCHED_SPEED = Measure("batched_speed", "speed in batches", 1, 2)
 
 
 # -- what is looked up -------------------------------------------------------------------------
@@ -102,6 +144,14 @@ class Workload:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.first)
+
+    def describe(self) -> str:
+        """Return the numbers of rows and of distinct texts, in words."""
+        return (
+            f"{len(self):,} rows of all splits; distinct: {len(self.texts):,} texts, "
+            f"{len(self.conditions):,} conditions, {len(self.joint) + len(self.answers):,} texts "
+            f"with their condition, {len(self.rows):,} rows."
+        )
 
     @cached_property
     def texts(self) -> list[str]:
@@ -153,7 +203,7 @@ class Cost:
     """Seconds of a piece of work.
 
     Attributes:
-        single: seconds of one piece in a call by itself.
+        single: seconds of one piece, with one piece per call.
         batched: seconds per piece in large batches.
     """
 
@@ -383,21 +433,74 @@ def fit_random_head(name: str, dim: int) -> FittedHead:
     return fit_recipe(recipe, pairs, None, 0, lambda epoch, epochs, score: None, "cpu")
 
 
-def table(architectures: Sequence[Architecture]) -> list[dict[str, Any]]:
-    """Return printable rows, with the speed of each architecture relative to the first."""
+# -- tables ------------------------------------------------------------------------------------
+
+
+def make_section(
+    table: str,
+    title: str,
+    printed: Mapping[tuple[str, ...], tuple[str, ...]],
+    costs: Mapping[tuple[str, str], Sequence[Architecture] | str],
+    heads: Sequence[str] = HEADS,
+) -> Section:
+    """Return a table of the paper, with our costs next to the paper's.
+
+    Args:
+        table: number of the table.
+        title: subject of the table.
+        printed: figures of the paper, ``TABLE_3`` or ``TABLE_4``.
+        costs: for the names of each encoder, ours and the paper's: the measured costs, or the
+            reason why there are none.
+        heads: recipes of the rows of an encoder without costs.
+    """
+    rows: list[Row] = []
+    paper_measures = [measure.key for measure in (SECONDS, HITS, SIZE)]
+    for (name, paper_name), architectures in costs.items():
+        figures: Mapping[str, Mapping[str, Value] | str]
+        if isinstance(architectures, str):
+            figures = dict.fromkeys(("cross-encoder", "bi-encoder", *heads), architectures)
+        else:
+            figures = make_figures(architectures)
+        for key, ours in figures.items():
+            alike = [values for words, values in printed.items() if words[1] == key]
+            others = {k: [values[i] for values in alike] for i, k in enumerate(paper_measures)}
+            paper = dict(zip(paper_measures, printed.get((paper_name, key), ()), strict=False))
+            notes = [] if paper else ["other encoder"] if alike else ["not in the paper's table"]
+            rows.append(
+                Row(name, [LABELS.get(key, key)], ours, notes, paper, others if alike else {})
+            )
+    about = [
+        "The cache is empty at first. Every row of all splits looks up its texts, and texts that "
+        "are missing are encoded and added. A hypernetwork caches the matrix of a condition, or "
+        "its two factors, instead of the condition's vector.",
+        "Hit rates and sizes are exact. A size is that of the numbers in float32 and 48 bytes per "
+        "entry; with these, the paper's encoders have the paper's sizes. The paper's GB are "
+        "printed as thousands of MiB.",
+        "Times are costs of a random sample, multiplied by the numbers of cache misses and of "
+        "rows. Ours are processor time on a CPU (wall time on a GPU); the paper's are wall time on "
+        "a GPU. Only ratios are comparable.",
+        "One text at a time is the paper's set-up. In batches, distinct texts are encoded as by "
+        "`llmcond extract`, and the head maps all rows in one call.",
+        "Speeds are relative to a plain loop without a cache, one text at a time or in batches of "
+        "32. Without sentence-transformers they are relative to the cross-encoder.",
+    ]
+    measures = (SECONDS, HITS, SIZE, SPEED, BATCHED, BATCHED_SPEED)
+    return Section(table, title, about, ["architecture"], measures, rows)
+
+
+def make_figures(architectures: Sequence[Architecture]) -> dict[str, dict[str, Value]]:
+    """Return the figures of each architecture by its name, with speeds relative to the first."""
     first = architectures[0]
-    return [
-        {
-            "architecture": row.name,
-            "one at a time, s": row.single,
-            "speed": first.single / row.single,
-            "batches, s": row.batched,
-            "speed of batches": first.batched / row.batched,
-            "hits %": 100 * row.hits,
-            "cache MiB": row.size,
+    return {
+        row.name: {
+            SECONDS.key: Value(row.single),
+            **({HITS.key: Value(row.hits), SIZE.key: Value(row.size)} if row.lookups else {}),
+            SPEED.key: Value(first.single / row.single),
+            BATCHED.key: Value(row.batched),
+            BATCHED_SPEED.key: Value(first.batched / row.batched),
         }
         for row in architectures
-    ]
+    }
 
 
 def main() -> None:
@@ -421,22 +524,39 @@ def main() -> None:
         "--sample", type=int, default=300, help="texts of each kind to measure (default: 300)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
+        "--out",
+        type=Path,
+        metavar="FILE.md",
+        help="page to write; a .json file next to it gets the figures",
     )
     options = parser.parse_args()
+    check_output(options.out, (".md",))
     if options.graph:
         work = Workload.of_graph(read_graph(options.graph))
+        table, title, printed = "Table 4", "time, cache and memory on WN18RR", TABLE_4
     else:
         work = Workload.of_dataset(read_dataset(options.data))
+        table, title, printed = "Table 3", "time, cache and memory on C-STS", TABLE_3
     encoder = load_encoder(options.model, dtype=options.dtype)
-    print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}\n"
-          f"{len(work):,} rows; distinct: {len(work.texts):,} texts, {len(work.conditions):,} "
-          f"conditions, {len(work.joint) + len(work.answers):,} texts with their condition, "
-          f"{len(work.rows):,} rows")  # fmt: skip
+    print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}\n{work.describe()}")
     architectures = Bench(encoder, work, options.sample).architectures(options.heads)
-    show(table(architectures), 4)
-    if options.json:
-        print(json.dumps([asdict(row) for row in architectures]))
+    section = make_section(table, title, printed, {(options.model, ""): architectures})
+    print(section.markdown(), flush=True)
+    if options.out:
+        command = "bench_cache.py"
+        for name in ("graph", "data"):
+            if source := getattr(options, name):
+                command += f" --{name} {Path(source).name}"
+        command += f" --sample {options.sample}"
+        head = f"# Hyper-CL: {title}\n\n```bash\npython scripts/{command}\n```\n\n"
+        head += f"Encoder: {encoder.name} in {encoder.identity.dtype}. {work.describe()}\n"
+        write_text(options.out, f"{head}\n{section.markdown()}")
+        record = {
+            "paper": f"Hyper-CL, {title}",
+            "command": f"python scripts/{command}",
+            "sections": [section_record(section, command)],
+        }
+        write_json(options.out.with_suffix(".json"), {**record, **provenance()})
 
 
 if __name__ == "__main__":

@@ -2,23 +2,27 @@
 
     python scripts/reproduce_hypercl.py --encoders minilm --data FOLDER --out hypercl.md
 
-The script covers everything that does not train the encoder: tables 1 (tri-encoders), 5 (unseen
-conditions), 6 (with and without contrast) and 8 (ranks), and the analyses of sections 5.2
-(clusters) and 5.4.1 (norms). Heads that are analysed are saved in the run folder; a full
-hypernetwork on 384 dimensions takes 0.2 GiB per seed. The same command resumes where it was
-interrupted.
+The script covers tables 1 (scores), 3 (time and cache), 5 (unseen conditions), 6 (with and without
+contrast), 7 (hyperparameters) and 8 (ranks), figure 4 (clusters), and the analyses of sections 5.2
+(clusters) and 5.4.1 (norms). ``bench_cache.py --graph`` measures table 4, the costs on WN18RR.
+Encoders are frozen. Table 1 also has encoders that ``llmcond train-lora`` trained in the runs that
+its rows name.
+
+Table 5 of the paper chooses epochs on a tenth of train: --tables 5 --protocol 9:1. Heads that are
+analysed are saved in the run folder; a full hypernetwork on 384 dimensions takes 0.2 GiB per seed.
+The same command resumes where it was interrupted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from bench_cache import HEADS, TABLE_3, Architecture, Bench, Workload, make_section
 from reproduce import (
     PEARSON,
     SPEARMAN,
@@ -36,17 +40,18 @@ from reproduce import (
     run_paper,
 )
 
-from llmcond.arrays import as_matrix
+from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.commands.analyse import analyse
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError, UserError
-from llmcond.evaluation.clusters import impurity
 from llmcond.evaluation.conditions import frobenius_variance
 from llmcond.features.view import FeatureView
-from llmcond.heads import PairArrays, load_recipe
+from llmcond.files import read_json, write_json
+from llmcond.heads import load_recipe
 from llmcond.log import log
 from llmcond.runs import RunFittedHead, open_run
+from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.rated import RatedExamples
 from llmcond.runs.trials import size_recipe
 from llmcond.system import provenance
@@ -118,23 +123,28 @@ TABLE_8 = parse_table(
     """,
     1,
 )
-#: Temperatures of table 7; 1.5 is the default of the released code.
-TEMPERATURES = {
-    ("DiffCSE_base", "full-cl"): 1.5,
-    ("DiffCSE_base", "low-cl"): 1.5,
-    ("SimCSE_base", "full-cl"): 1.9,
-    ("SimCSE_base", "low-cl"): 1.7,
-    ("SimCSE_large", "full-cl"): 1.5,
-    ("SimCSE_large", "low-cl"): 1.9,
-}
+#: Encoder, architecture: recipe for training both, learning rate, weight decay, temperature.
+TABLE_7 = parse_table(
+    """
+    DiffCSE_base full-cl hypercl-diffcse-base-full 3e-5 0.1 1.5
+    DiffCSE_base low-cl hypercl-diffcse-base-64 1e-5 0.0 1.5
+    SimCSE_base full-cl hypercl-simcse-base-full 3e-5 0.1 1.9
+    SimCSE_base low-cl hypercl-simcse-base-64 2e-5 0.1 1.7
+    SimCSE_large full-cl hypercl-simcse-large-full 2e-5 0.1 1.5
+    SimCSE_large low-cl hypercl-simcse-large-85 1e-5 0.1 1.9
+    """,
+    4,
+)
+#: Temperature of the released code, for other encoders.
+TEMPERATURE = "1.5"
 #: Impurities of section 5.2 in nats, before and after.
 IMPURITY = ("0.739", "0.270")
 #: Variances of section 5.4.1, of the hypernetwork and the Hadamard product.
 VARIANCE = {"low-cl": "0.0248", "tri": "0.001"}
 #: Divisor of H that gives the paper's choice of K (appendix B).
 DIVISOR = 12
-#: Number of conditions, and of sentences under each, that section 5.2 clusters.
-CONDITIONS, SENTENCES = 3, 20
+#: Number of texts and rows that table 3 measures.
+SAMPLE = 300
 
 # -- what is fitted ----------------------------------------------------------------------------
 
@@ -207,8 +217,8 @@ def spec_of(work: Work, encoder: PooledEncoder, key: str, rank: int | None = Non
         "full": "hypernet-full" if contrast else "hypernet-full-mse",
     }
     if contrast:
-        temperature = TEMPERATURES.get((NAMES.get(encoder.repo, ""), key), 1.5)
-        settings = {**settings, "info_nce": "1.0", "temperature": str(temperature)}
+        row = TABLE_7.get((NAMES.get(encoder.repo, ""), key), (TEMPERATURE,))
+        settings = {**settings, "info_nce": "1.0", "temperature": row[-1]}
     changes = work.training_settings(epochs, patience, **settings)
     return Spec(key if rank == rank_of(dim) else f"{key}{rank}", heads.get(kind, kind), changes)
 
@@ -350,15 +360,93 @@ def table_1(work: Work, heads: Heads) -> Section:
                     *printed,
                 )
             )
-        printed = paper_figures(TABLE_1, encoder, "bi", measures)
-        reason = "not done: we do not train encoders; the next row is a frozen one"
-        rows.append(Row(encoder.name, ["bi-encoder, fine-tuned"], reason, [], *printed))
+        rows += [
+            trained_row(
+                work, encoder, training, paper_figures(TABLE_1, encoder, training.key, measures)
+            )
+            for training in TRAININGS
+        ]
         rows.append(frozen_bi_encoder(work, encoder))
     about = [
         "K is H / 12, the paper's choice for base and large encoders.",
         "The Hadamard baseline has a linear layer on the condition, as in the released code.",
     ]
     return Section("Table 1", "tri-encoders on C-STS", about, ["architecture"], measures, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """An architecture whose encoder is trained too.
+
+    Attributes:
+        key: key of the architecture in the paper's tables.
+        name: name in the table; ``{rank}`` is K.
+        run: end of the name of the run.
+        options: options of ``llmcond train-lora``; ``{dim}`` and ``{rank}`` are H and K.
+    """
+
+    key: str
+    name: str
+    run: str
+    options: str
+
+
+#: The rows of table 1 with trained encoders, with the settings of the paper where it has any.
+TRAININGS = (
+    Training("bi", "bi-encoder", "bi", "--head none --prompt concat-cond-sent"),
+    Training(
+        "tri",
+        "tri-encoder, Hadamard product",
+        "hadamard",
+        "--head hadamard --prompt separate",
+    ),
+    Training(
+        "low-cl",
+        "hyper{rank}-cl",
+        "low",
+        "--head hypercl-simcse-base-64 --prompt separate --set dim={dim} rank={rank}",
+    ),
+    Training(
+        "full-cl",
+        "hyper-cl",
+        "full",
+        "--head hypercl-simcse-base-full --prompt separate --set dim={dim}",
+    ),
+)
+
+
+def trained_row(
+    work: Work,
+    encoder: PooledEncoder,
+    training: Training,
+    printed: tuple[dict[str, str], dict[str, list[str]]],
+) -> Row:
+    """Return the row of a trained encoder, whose figures are read from its run if there is one."""
+    sizes = {"dim": encoder.dim, "rank": rank_of(encoder.dim)}
+    label = training.name.format(**sizes) + ", encoder trained"
+    folder = encoder.run.with_name(f"{encoder.run.name}-{training.run}")
+    command = (
+        f"llmcond train-lora --model {encoder.name} --data DATA "
+        f"{training.options.format(**sizes)} --run FOLDER/{folder.name}"
+    )
+    if encoder.reason or not folder.is_dir():
+        reason = encoder.missing_reason("separate") or f"not done: run `{command}` first"
+        return Row(encoder.name, [label], reason, [], *printed)
+    run = open_run(folder)
+    # `train-lora --head none` trains without subtraction.
+    zero_shot = "--head none" in training.options
+    (result,) = (
+        result
+        for result in evaluate(run=folder, split=work.split)
+        if (result.head == "none") == zero_shot and not (zero_shot and result.subtract)
+    )
+    scored = work.dataset.splits[work.split]
+    if result.counts.n != scored.rated.sum():
+        return Row(encoder.name, [label], "not done: its run has other rows", [], *printed)
+    n_train = int(run.rows("train").rated.sum())
+    notes = [f"`{command}`", f"trained on {n_train:,} rows, one seed"]
+    differences = work.differences(encoder, NAMES)
+    return Row(encoder.name, [label], result_figures(result), [*differences, *notes], *printed)
 
 
 def frozen_bi_encoder(work: Work, encoder: PooledEncoder) -> Row:
@@ -376,6 +464,35 @@ def frozen_bi_encoder(work: Work, encoder: PooledEncoder) -> Row:
 def joint_prompt(instructs: bool) -> str:
     """Return the prompt whose features represent a bi-encoder."""
     return "cond" if instructs else "concat-sent-cond"
+
+
+def table_3(work: Work, heads: Heads) -> Section:
+    """Compute table 3: time, hit rate and size of caches, measured once for each run."""
+    workload = Workload.of_dataset(work.dataset)
+    costs: dict[tuple[str, str], list[Architecture] | str] = {}
+    for encoder in work.encoders:
+        reason = encoder.missing_reason("separate")
+        paper_name = NAMES.get(encoder.repo, "")
+        costs[encoder.name, paper_name] = reason or _measure_costs(work, encoder, workload)
+    section = make_section("Table 3", "time, cache and memory on C-STS", TABLE_3, costs)
+    return replace(section, about=[workload.describe(), *section.about])
+
+
+def _measure_costs(work: Work, encoder: PooledEncoder, workload: Workload) -> list[Architecture]:
+    """Return the costs of an encoder, which are stored in its run."""
+    sample = 3 if work.options.quick else SAMPLE
+    settings = {"sample": sample, "versions": provenance()["versions"]}
+    path = encoder.run / "costs.json"
+    if path.is_file():
+        record = read_json(path)
+        if record["settings"] == settings:
+            return [Architecture(**row) for row in record["architectures"]]
+    loaded = LazyEncoder(open_run(encoder.run).resolve_encoder(work.options.device))()
+    architectures = Bench(loaded, workload, sample).architectures(HEADS)
+    write_json(
+        path, {"settings": settings, "architectures": [asdict(row) for row in architectures]}
+    )
+    return architectures
 
 
 def table_5(work: Work, heads: Heads) -> Section:
@@ -478,43 +595,38 @@ def table_8(work: Work, heads: Heads) -> Section:
     return Section("Table 8", "ranks K", about, ["K", "of H"], [SPEARMAN], rows)
 
 
+LEARNING_RATE = Measure("learning_rate", "learning rate", 1, 5)
+WEIGHT_DECAY = Measure("weight_decay", "weight decay", 1, 1)
+TEMPERATURES = Measure("temperature", "temperature", 1, 1)
+
+
+def table_7(work: Work, heads: Heads) -> Section:
+    """Compare the hyperparameters of table 7 with those of the bundled recipes."""
+    repos = {name: repo for repo, name in NAMES.items()}
+    measures = (LEARNING_RATE, WEIGHT_DECAY, TEMPERATURES)
+    rows = []
+    for (encoder, _), (name, *printed) in TABLE_7.items():
+        recipe = load_recipe(name)
+        values = {**recipe.finetune, TEMPERATURES.key: recipe.settings.temperature}
+        paper = {measure.key: text for measure, text in zip(measures, printed, strict=True)}
+        equal = all(values[key] == float(text) for key, text in paper.items())
+        rows.append(
+            Row(
+                repos[encoder],
+                [f"`{name}`"],
+                {measure.key: Value(values[measure.key]) for measure in measures},
+                ["equal" if equal else "differs"],
+                paper,
+            )
+        )
+    about = [
+        "The recipes are those of `llmcond train-lora --model ENCODER --head RECIPE`, which also "
+        "set batches of 32, 5 epochs, a warmup of 10 % and all weights trained, as released.",
+    ]
+    return Section("Table 7", "hyperparameters", about, ["recipe"], measures, rows)
+
+
 # -- analyses ----------------------------------------------------------------------------------
-
-
-@dataclass
-class Split:
-    """The scored rows that have a rating, as inputs of heads on separate features.
-
-    Attributes:
-        pairs: features and ratings of the rows.
-        conditions: condition of each row.
-    """
-
-    pairs: PairArrays
-    conditions: Sequence[str]
-
-    @classmethod
-    def of(cls, work: Work, encoder: PooledEncoder) -> Split:
-        """Read the scored rows of an encoder's run."""
-        run = open_run(encoder.run)
-        view = FeatureView((run.prompt("separate"),), True, "separate", True)
-        rows = run.rows(work.split)
-        pairs = RatedExamples(run).rated(view, work.split)
-        return cls(pairs, rows.take(rows.rated).condition)
-
-    def groups(self) -> tuple[list[int], list[str]]:
-        """Return rows of the most frequent conditions, and the condition of each (section 5.2).
-
-        Raises:
-            UserError: The rows have a single condition.
-        """
-        names = [name for name, _ in Counter(self.conditions).most_common(CONDITIONS)]
-        if len(names) < 2:
-            raise UserError("all scored rows have the same condition.")
-        row_indices: list[int] = []
-        for name in names:
-            row_indices += [i for i, text in enumerate(self.conditions) if text == name][:SENTENCES]
-        return row_indices, [self.conditions[i] for i in row_indices]
 
 
 BEFORE = Measure("before", "before", 1, 3)
@@ -536,13 +648,14 @@ def section_52(work: Work, heads: Heads) -> Section:
             set_up = [*set_up_notes(work, encoder, spec), "" if is_paper else "not in the paper"]
             rows.append(Row(encoder.name, [name], ours, list(filter(None, set_up)), paper))
     about = [
-        f"The figures are the impurity of K-means in nats, for {SENTENCES} sentences under each of "
-        f"the {CONDITIONS} most frequent conditions of the split. The paper samples the sentences "
-        "at random, under three conditions of its choice.",
+        "The figures are the impurity of K-means in nats, for 20 sentences under each of the 3 "
+        "most frequent conditions of the split (`llmcond analyse --what clusters`). The paper "
+        "samples the sentences at random, under three conditions of its choice.",
         "An impurity of 0 means that each condition lies in one cluster, for which a constant "
-        f"offset per condition is enough. The worst value is ln {CONDITIONS} = 1.099.",
+        "offset per condition is enough. The worst value is ln 3 = 1.099.",
         "The paper does not say which encoder and rank it used.",
         '"Before" is e(s) without a head. "After" is the embedding under the condition.',
+        "Deviations and intervals are over seeds; K-means has the seed of the head.",
     ]
     return Section("Section 5.2", "clusters of conditions", about, ["head"], [BEFORE, AFTER], rows)
 
@@ -550,29 +663,47 @@ def section_52(work: Work, heads: Heads) -> Section:
 def _impurities(
     work: Work, encoder: PooledEncoder, names: Sequence[str]
 ) -> Mapping[str, Value] | str:
-    run, split = open_run(encoder.run), Split.of(work, encoder)
     try:
-        row_indices, labels = split.groups()
-        figures = []
-        for seed, name in enumerate(names):
-            sentences = as_matrix(split.pairs.first).read(row_indices)
-            after = run.load_head(name).head.transform(
-                sentences, _condition_rows(split, row_indices)
-            )
-            figures.append(
-                {
-                    BEFORE.key: Value(impurity(sentences, labels, seed).value),
-                    AFTER.key: Value(impurity(after, labels, seed).value),
-                }
-            )
+        return average_figures([_clusters(work, encoder, name, i) for i, name in enumerate(names)])
     except LlmcondError as error:
         return failure_reason(error)
-    return average_figures(figures)
 
 
-def _condition_rows(split: Split, row_indices: Sequence[int]) -> Any:
-    condition = split.pairs.condition
-    return None if condition is None else as_matrix(condition).take(np.array(row_indices))
+def _clusters(
+    work: Work, encoder: PooledEncoder, name: str, seed: int, **options: Any
+) -> dict[str, Value]:
+    """Return the impurities of a head; ``options`` are further options of ``analyse``."""
+    result = analyse(
+        run=encoder.run, head=[name], split=work.split, what=["clusters"], seed=seed, **options
+    )
+    (row,) = (row for row in result["clusters"] if row["name"] == name)
+    return {BEFORE.key: Value(row["impurity_before"]), AFTER.key: Value(row["impurity"])}
+
+
+def figure_4(work: Work, heads: Heads) -> Section:
+    """Draw figure 4, the clusters of section 5.2, next to the page if there is one."""
+    rows = []
+    about = ["The points are those of section 5.2 with seed 0, projected onto a plane."]
+    for encoder in work.encoders:
+        for name, key in analysed_heads(encoder)[1:]:
+            spec = spec_of(work, encoder, key)
+            names = heads.fit_saved(encoder, spec)
+            ours: Mapping[str, Value] | str = names if isinstance(names, str) else {}
+            if not isinstance(names, str):
+                options: dict[str, Any] = {}
+                if work.options.out is not None:
+                    folder = work.options.out.with_suffix("")
+                    path = f"{folder.name}/{encoder.run.name}/clusters-{names[0]}.svg"
+                    options = {"out": folder / encoder.run.name, "pictures": "svg"}
+                    about.append(f"{encoder.name}, {name}: ![clusters of conditions]({path})")
+                try:
+                    ours = _clusters(work, encoder, names[0], 0, **options)
+                except LlmcondError as error:
+                    ours = failure_reason(error)
+            paper = dict(zip((BEFORE.key, AFTER.key), IMPURITY, strict=True))
+            rows.append(Row(encoder.name, [name], ours, set_up_notes(work, encoder, spec), paper))
+    title = "clusters before and after projection"
+    return Section("Figure 4", title, about, ["head"], [BEFORE, AFTER], rows)
 
 
 def section_541(work: Work, heads: Heads) -> Section:
@@ -603,8 +734,10 @@ def _variances(
 ) -> Mapping[str, Value] | str:
     try:
         if key == "tri":
-            run, split = open_run(encoder.run), Split.of(work, encoder)
-            figures = [_diagonal(run.load_head(name), split) for name in names]
+            run = open_run(encoder.run)
+            view = FeatureView((run.prompt("separate"),), True, "separate", True)
+            condition = RatedExamples(run).rated(view, work.split).condition
+            figures = [_diagonal(run.load_head(name), condition) for name in names]
         else:
             result = analyse(run=encoder.run, head=names, split=work.split, what=["norms"])
             figures = [
@@ -620,9 +753,8 @@ def _spread(normalised: float, raw: float, mean: float) -> dict[str, Value]:
     return {VARIANCES.key: Value(normalised), RELATIVE.key: Value(raw**0.5 / mean)}
 
 
-def _diagonal(saved_head: RunFittedHead, split: Split) -> dict[str, Value]:
+def _diagonal(saved_head: RunFittedHead, condition: MatrixLike | None) -> dict[str, Value]:
     """Return both measures of the norm of diag(c'), c' = W h_c + b, over distinct conditions."""
-    condition = split.pairs.condition
     if condition is None:
         raise UserError(f"the head {saved_head.name} takes no conditions.")
     first, _ = as_matrix(condition).unique()
@@ -641,10 +773,13 @@ def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
     heads = Heads(work)
     makers: dict[str, Callable[[Work, Heads], Section]] = {
         "1": table_1,
+        "3": table_3,
         "5": table_5,
         "6": table_6,
+        "7": table_7,
         "8": table_8,
         "5.2": section_52,
+        "figure4": figure_4,
         "5.4.1": section_541,
     }
     for name, maker in makers.items():
@@ -678,7 +813,7 @@ PAPER = Paper(
     name="Hyper-CL on C-STS",
     doc=__doc__ or "",
     script="reproduce_hypercl.py",
-    tables=("1", "5", "6", "8", "5.2", "5.4.1"),
+    tables=("1", "3", "5", "6", "7", "8", "5.2", "figure4", "5.4.1"),
     names=NAMES,
     poolings=dict.fromkeys(NAMES, "cls"),
     prompts=prompts,

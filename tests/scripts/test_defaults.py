@@ -22,6 +22,10 @@ ARGUMENTS_AND_OUTPUT = {
         "--model {tiny} --data {aspects} --values 0 2 --labels 4 --draws 2 --json",
         "| mean of 2 |",
     ),
+    "bench_cache": (
+        "--model {tiny} --data {rows} --sample 2 --out {tmp}/costs.md",
+        "| tri-encoder, hyper-cl |",
+    ),
     "bench_clusters": (
         "--model {tiny} --data {classes} --guides 6 --seeds 1",
         "| minilm-csts | language |",

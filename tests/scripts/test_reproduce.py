@@ -4,13 +4,17 @@ import csv
 import json
 import re
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers import checkpoints
 from helpers.graphs import write_graph
 from helpers.paths import ROOT
 
+from llmcond import train_lora
+from llmcond.kinds.ranking.graph import read_graph
 from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder
 
@@ -29,13 +33,18 @@ QUICK = ["--quick", "--workers", "1", "--device", "cpu", "--dtype", "float32", "
 def scripts():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")
+        import bench_cache
         import reproduce
         import reproduce_case
         import reproduce_csr
         import reproduce_hypercl
 
         yield SimpleNamespace(
-            shared=reproduce, case=reproduce_case, csr=reproduce_csr, hypercl=reproduce_hypercl
+            shared=reproduce,
+            case=reproduce_case,
+            csr=reproduce_csr,
+            hypercl=reproduce_hypercl,
+            cache=bench_cache,
         )
 
 
@@ -120,11 +129,13 @@ def test_case_prints_every_table(scripts, call, inputs):
 def test_hypercl_prints_every_table(scripts, call, inputs):
     code, text, record = call(scripts.hypercl, [inputs.bert, "nobody/nothing-here"])
     assert code == 0
-    tables = ["Table 1", "Table 5", "Table 6", "Table 8", "Section 5.2", "Section 5.4.1"]
+    tables = [f"Table {number}" for number in (1, 3, 5, 6, 7, 8)]
+    tables += ["Section 5.2", "Figure 4", "Section 5.4.1"]
     assert [part["table"] for part in record["sections"]] == tables
-    for table in tables:
+    assert [row["set_up"] for row in table_rows(record, "Table 7")] == [["equal"]] * 6
+    for table in set(tables) - {"Table 7"}:
         for row in table_rows(record, table):
-            is_measured = row["encoder"] == inputs.bert and "fine-tuned" not in str(row)
+            is_measured = row["encoder"] == inputs.bert and "train-lora" not in str(row)
             assert (row["reason"] is None) == is_measured, row
             # The few dev rows have no condition that training lacks. In one dimension, all
             # cosines can be 1.
@@ -189,14 +200,90 @@ def test_csr_rejects_invalid_options(scripts, inputs, capsys):
         assert "is not a whole number of at least 1" in capsys.readouterr().err
 
 
+def test_hypercl_caches_are_larger_and_hit_more_often_for_tri_encoders(
+    scripts, call, inputs, small_rows
+):
+    _, _, record = call(scripts.hypercl, [inputs.bert], "--tables", "3")
+    rows = {row["architecture"]: row["ours"] for row in table_rows(record, "Table 3")}
+    bi, full = rows["bi-encoder"], rows["tri-encoder, hyper-cl"]
+    joint = {(text, c) for first, second, c, _ in small_rows for text in (first, second)}
+    texts = {text for row in small_rows for text in row[:2]} | {row[2] for row in small_rows}
+    n = len(small_rows)
+    assert bi["hits"]["value"] == pytest.approx(1 - len(joint) / (2 * n))
+    assert full["hits"]["value"] == pytest.approx(1 - len(texts) / (3 * n))
+    hadamard = rows["tri-encoder, Hadamard product"]
+    assert full["size"]["value"] > hadamard["size"]["value"]
+    assert all(ours["single"]["value"] > 0 for ours in rows.values())
+
+
+def test_cache_sizes_of_the_paper_are_reproduced(scripts):
+    """The numbers of distinct texts are those of the original C-STS, and of WN18RR."""
+    size, printed = scripts.cache.cache_size, scripts.cache.TABLE_3
+    sentences, conditions = 14_680, 5_675
+    for encoder, dim, rank in (("SimCSE_base", 768, 64), ("SimCSE_large", 1_024, 85)):
+        for head, n_vectors, matrix in (
+            ("hadamard", sentences + conditions, 0),
+            ("hypernet", sentences, 2 * dim * rank),
+            ("hypernet-full", sentences, dim * dim),
+        ):
+            expected = size(dim, n_vectors, conditions if matrix else 0, matrix)
+            assert float(printed[encoder, head][2]) == pytest.approx(expected, rel=2e-3)
+    assert float(scripts.cache.TABLE_4["BERT_base", "hypernet-full"][2]) == pytest.approx(
+        size(768, 40_943, 11, 768 * 768), rel=1e-4
+    )
+
+
+def test_costs_of_graph_condition_only_the_head_entity(
+    scripts, inputs, graph, tmp_path, monkeypatch
+):
+    out = tmp_path / "page.md"
+    options = ["--model", inputs.bert, "--graph", str(graph), "--sample", "2", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["bench_cache", *options])
+    scripts.cache.main()
+    record = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
+    (section,) = record["sections"]
+    rows = {row["architecture"]: row for row in section["rows"]}
+    triples = np.concatenate(list(read_graph(graph).splits.values()))
+    heads, tails = len(np.unique(triples[:, :2], axis=0)), len(np.unique(triples[:, 2]))
+    hits = rows["bi-encoder"]["ours"]["hits"]["value"]
+    assert hits == pytest.approx(1 - (heads + tails) / (2 * len(triples)))
+    assert rows["tri-encoder, hyper-cl"]["paper_others"]["hits"] == [85.32, 85.32]
+    assert (section["table"], section["command"]) == (
+        "Table 4", "bench_cache.py --graph graph --sample 2"
+    )  # fmt: skip
+
+
+def test_trained_encoder_has_figures_once_its_run_exists(
+    scripts, call, inputs, tiny_checkpoint, small_rows, tmp_path
+):
+    folder = tmp_path / "runs"
+    options = ["--folder", str(folder), "--tables", "1"]
+    name = Path(inputs.bert).name
+    train_lora(
+        model=inputs.bert, data=inputs.data, head="none", prompt=["concat-cond-sent"],
+        epochs=1, dtype="float32", device="cpu", run=folder / f"{name}-bi",
+    )  # fmt: skip
+    _, text, record = call(scripts.hypercl, [inputs.bert], *options)
+    rows = {row["architecture"]: row for row in table_rows(record, "Table 1")}
+    trained = rows["bi-encoder, encoder trained"]
+    assert trained["ours"]["spearman"]["value"] is not None
+    assert "one seed" in trained["set_up"][-1]
+    untrained = rows["hyper-cl, encoder trained"]
+    assert (
+        f"--head hypercl-simcse-base-full --prompt separate --set dim={32}" in untrained["reason"]
+    )
+    assert str(tmp_path) not in text
+
+
 def test_second_run_reuses_all_work(scripts, call, inputs, monkeypatch, tmp_path):
     """Reuses the work of the two tests above; if run alone, it first does this work itself."""
-    expected_results = [call(script, [inputs.bert]) for script in (scripts.case, scripts.hypercl)]
+    out = tmp_path / "tables.md"
+    options = [inputs.bert], "--out", str(out)
+    expected_results = [call(script, *options) for script in (scripts.case, scripts.hypercl)]
     monkeypatch.setattr(FITTING, "fit_recipe", fail_if_called)
     monkeypatch.setattr(LazyEncoder, "__call__", fail_if_called)
     for script, expected in zip((scripts.case, scripts.hypercl), expected_results, strict=True):
-        out = tmp_path / "tables.md"
-        code, text, record = call(script, [inputs.bert], "--out", str(out))
+        code, text, record = call(script, *options)
         assert (code, text, record["sections"]) == (0, expected[1], expected[2]["sections"])
         assert out.read_text(encoding="utf-8").strip() == text.strip()
 
@@ -310,7 +397,8 @@ def test_printed_figures_are_complete(scripts):
     assert case.TABLE_1["NV", "cond", "yes"] == ("31.32", "64.91")
     assert case.TABLE_2["GTE",] == ("64.16", "56.10", "22.82", "7.26")
     assert [len(t) for t in (hypercl.TABLE_1, hypercl.TABLE_5, hypercl.TABLE_6)] == [12, 2, 4]
-    assert len(hypercl.TABLE_8) == 16
+    assert (len(hypercl.TABLE_7), len(hypercl.TABLE_8)) == (6, 16)
+    assert [len(t) for t in (scripts.cache.TABLE_3, scripts.cache.TABLE_4)] == [8, 8]
     assert hypercl.TABLE_1["SimCSE_base", "low-cl"] == ("38.36 ± 0.1", "37.53 ± 0.04")
     for repo, pooling in case.POOLINGS.items():
         from llmcond.encoders.known import find_model
