@@ -142,6 +142,7 @@ def test_weights_of_csr_match_plain_computation(tiny_bert, layers, packs, monkey
     ("mode", "before", "after"),
     [
         ("hidden", ["<s>"], ["</s>"]),
+        ("bi", ["<s>"], ["</s>"]),
         ("released-bi", ["<s>"], ["</s>"]),
         ("released-tri", ["</s>", "<s>"], ["</s>"]),
     ],
