@@ -3,15 +3,22 @@
     python scripts/reproduce_case.py --encoders minilm --data FOLDER --out case.md
     python scripts/reproduce_case.py --encoders nvidia/NV-Embed-v2 --quantize 4bit --data FOLDER
 
-The tables are 1 (zero-shot), 2 (heads), 4 and 5 (isotropy) and 6 (poolings), and figure 4 (sizes).
+The tables are 1 (zero-shot), 2 (heads), 3 and 8 (examples before and after a head), 4 and 5
+(isotropy), 6 (poolings) and 7 (earlier methods), and figures 3 (training curves), 4 (sizes), 5 and
+6 (histograms). With --out, figures 3, 5 and 6 are also written as SVG files, with CSV files of
+their numbers.
 Features and fits are stored, so that the same command resumes where it was interrupted.
 """
 
 from __future__ import annotations
 
+import shutil
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from reproduce import (
@@ -24,6 +31,7 @@ from reproduce import (
     Section,
     Value,
     Work,
+    average_over_seeds,
     failure_reason,
     parse_table,
     result_figures,
@@ -31,7 +39,14 @@ from reproduce import (
 )
 
 from llmcond.commands.analyse import analyse
+from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError
+from llmcond.evaluation.results import SweptResult
+from llmcond.heads.pairs import score_key
+from llmcond.report.figures import data_path, has_matplotlib
+from llmcond.report.sweeps import plot_steps
+from llmcond.workflows.options.fitting import SweepOptions
+from llmcond.workflows.sweep import sweep
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -137,6 +152,73 @@ TABLE_5 = parse_table(
     SimCSE_large 0.9499 0.9406
     """,
     2,
+)
+#: Method: Spearman and the place of our own figures. Numbers are the best setting of each paper.
+TABLE_7 = {
+    "Deshpande et al. (2023), bi-encoder": ("47.5", "train-lora with a prompt of joint features"),
+    "Liu et al. (2025), bi-encoder": ("48.1", "no code of it is part of llmcond"),
+    "Li et al. (2024b), cross-encoder": ("43.8", "train-cross is a plain cross-encoder"),
+    "Yoo et al. (2024), tri-encoder": ("39.6", "Hyper-CL: reproduce_hypercl.py --tables 1"),
+    "Tu et al. (2024), bi-encoder": ("75.9", "it rewrites conditions as questions to GPT-3.5"),
+}
+CASE_SPEARMAN = "70.0"
+
+#: The sentence pairs of tables 3 and 8, by subject: s1, s2, and the cosine of both, on NV before
+#: and after the linear head of 512 dimensions.
+EXAMPLES = {
+    "tennis": (
+        "Young woman in orange dress about to serve in tennis game, on blue court with green "
+        "sides.",
+        "A girl playing tennis wears a gray uniform and holds her black racket behind her.",
+        ("0.5006", "0.9016"),
+    ),
+    "skiers": (
+        "Two snow skiers with ski poles and snow skis, standing on top of a snow covered mountain "
+        "with other skiers around them.",
+        "A skier stands alone at the top of a snowy slope with blue skies and mountains in the "
+        "distance.",
+        ("0.6318", "0.7702"),
+    ),
+    "beach": (
+        "A bunch of people standing around at the beach with a kite in the air.",
+        "a beach scene with a beach chair decorated with the Canadian Flag and surfers walking by "
+        "with their surfboards",
+        ("0.3988", "0.5350"),
+    ),
+}
+#: Subject, condition, answers, and the figures before and after: of both sentences, of s1 with its
+#: answer and of s2 with its answer.
+CONDITIONS = (
+    (
+        "tennis",
+        "The color of the dress.",
+        "orange",
+        "gray",
+        "0.4757 0.2522 0.1986 0.3551 0.0559 0.6061",
+    ),
+    (
+        "tennis",
+        "The name of the game.",
+        "tennis",
+        "tennis",
+        "0.6233 0.9660 0.1135 0.6448 0.0983 0.6426",
+    ),
+    ("skiers", "The number of person.", "two", "one", "0.6358 0.2788 -0.0970 0.7014 0.0227 0.7953"),
+    ("skiers", "The type of job.", "skier", "skier", "0.7502 0.9539 0.2488 0.8016 0.3409 0.8032"),
+    (
+        "beach",
+        "The type of hobby.",
+        "kite flying",
+        "surf",
+        "0.4386 0.4886 0.3457 0.7717 0.2254 0.7281",
+    ),
+    (
+        "beach",
+        "The type of location.",
+        "beach",
+        "beach",
+        "0.4825 0.8582 0.1034 0.6665 0.1129 0.6703",
+    ),
 )
 #: Number of dimensions of the paper's tables 2 and 3.
 DIM = 512
@@ -364,6 +446,247 @@ def figure_4(work: Work) -> Section:
     )
 
 
+PEAK_EPOCH = Measure("epoch", "epoch of the highest score", 1, 0)
+PEAK = Measure("peak", "highest Spearman")
+LAST = Measure("last", "last Spearman")
+
+
+def figure_3(work: Work) -> Section:
+    """Compute figure 3: the score of supervised heads during training."""
+    rows = []
+    notes = []
+    for encoder in work.encoders:
+        prompt = main_prompts(encoder)[0]
+        reason = encoder.missing_reason(prompt)
+        curves = reason or train_curves(work, encoder, prompt)
+        if not isinstance(curves, str):
+            draw = partial(plot_steps, curves, split=work.split)
+            notes += save_figure(work, 3, encoder, draw)
+        for head in HEADS[:2]:
+            ours: Mapping[str, Value] | str
+            if isinstance(curves, str):
+                ours = curves
+            else:
+                ours = describe_curve(next(c for c in curves if c.head == head), work.split)
+            changes = work.training_settings(EPOCHS, PATIENCE)
+            set_up = [*work.differences(encoder, NAMES, changes), *stand_in_note(prompt)]
+            rows.append(Row(encoder.name, [setting_label(prompt, True), head], ours, set_up))
+    about = [
+        f"The curves are on {work.split} (the paper: test); figures are means over seeds. The "
+        "highest score of a curve is optimistic: it was chosen on the rows that it is measured on.",
+        "The paper prints no numbers. Its non-linear heads peak within 20 epochs and then decline; "
+        "its linear heads rise until the end.",
+        *notes,
+    ]
+    measures = [PEAK_EPOCH, PEAK, LAST]
+    return Section("Figure 3", "training curves", about, ["features", "head"], measures, rows)
+
+
+def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[SweptResult] | str:
+    """Fit the supervised heads with curves on the scored split, or return why that fails."""
+    options = SweepOptions(
+        run=encoder.run,
+        head=HEADS[:2],
+        prompt=[prompt],
+        set=work.training_settings(EPOCHS, PATIENCE, dim=min(DIM, encoder.dim)),
+        subtract=True,
+        seeds=work.seeds,
+        split=work.split,
+        workers=work.options.workers,
+        plot_steps="steps.svg",  # asks for the curves; the figure itself is drawn later
+    )
+    try:
+        return sweep(options).results
+    except LlmcondError as error:
+        return failure_reason(error)
+
+
+def describe_curve(result: SweptResult, split: str) -> dict[str, Value]:
+    """Return the highest and the last score of the curves of a result, over seeds."""
+    key = score_key(split, result.primary.name)
+    scores = [[epoch[key] or 0.0 for epoch in fit["curve"]] for fit in result.fits]
+    epochs = [curve.index(max(curve)) + 1 for curve in scores]
+    return {
+        PEAK_EPOCH.key: Value(statistics.fmean(epochs)),
+        PEAK.key: average_over_seeds([Value(max(curve)) for curve in scores]),
+        LAST.key: average_over_seeds([Value(curve[-1]) for curve in scores]),
+    }
+
+
+def save_figure(
+    work: Work, number: int, encoder: PooledEncoder, draw: Callable[[Path], None]
+) -> list[str]:
+    """Draw a figure next to the page, and return its Markdown; nothing without --out."""
+    if work.options.out is None or not has_matplotlib():
+        return []
+    out = Path(work.options.out)
+    path = out.with_name(f"{out.stem}-figure-{number}-{encoder.run.name}.svg")
+    draw(path)
+    return [
+        f"![Figure {number} for {encoder.name}]({path.name}) ([numbers]({data_path(path).name}))"
+    ]
+
+
+BEFORE, AFTER = Measure("before", "before", 1, 4), Measure("after", "after", 1, 4)
+
+
+@dataclass
+class Examples:
+    """The similarities of tables 3 and 8, computed once for each encoder."""
+
+    work: Work
+
+    def __post_init__(self) -> None:
+        self._by_encoder: dict[str, dict[tuple[str, ...], Any] | str] = {}
+
+    def of(self, encoder: PooledEncoder) -> dict[tuple[str, ...], Any] | str:
+        """Return the similarities by both texts and the condition, or why there are none."""
+        if encoder.name not in self._by_encoder:
+            self._by_encoder[encoder.name] = self._compute(encoder)
+        return self._by_encoder[encoder.name]
+
+    def _compute(self, encoder: PooledEncoder) -> dict[tuple[str, ...], Any] | str:
+        prompt = main_prompts(encoder)[0]
+        if reason := encoder.missing_reason(prompt):
+            return reason
+        questions = [
+            {
+                "sentence1": EXAMPLES[subject][0],
+                "sentence2": EXAMPLES[subject][1],
+                "condition": condition,
+                "answer1": answer1,
+                "answer2": answer2,
+            }
+            for subject, condition, answer1, answer2, _ in CONDITIONS
+        ]
+        try:
+            fitted = fit_head(
+                run=encoder.run,
+                head="linear",
+                prompt=prompt,
+                dim=min(DIM, encoder.dim),
+                set=self.work.training_settings(EPOCHS, PATIENCE),
+                name="case-examples",
+            )
+            (result,) = analyse(
+                run=encoder.run,
+                head=[fitted.name],
+                split=self.work.split,
+                what=["answers"],
+                answers=questions,
+            )["answers"]
+        except LlmcondError as error:
+            return failure_reason(error)
+        return {(row["text1"], row["text2"], row["condition"]): row for row in result["rows"]}
+
+
+def examples_section(work: Work, examples: Examples, with_answers: bool) -> Section:
+    """Compute table 3, or table 8 with the answers."""
+    rows = []
+    for encoder in work.encoders:
+        similarities = examples.of(encoder)
+        for labels, texts, figures in list_comparisons(with_answers):
+            ours: Mapping[str, Value] | str
+            if isinstance(similarities, str):
+                ours = similarities
+            else:
+                row = similarities[texts]
+                ours = {m.key: Value(row[m.key]) for m in (BEFORE, AFTER)}
+            paper = dict(zip(("before", "after"), figures, strict=True))
+            others = {key: [figure] for key, figure in paper.items()}
+            in_paper = NAMES.get(encoder.repo) == "NV"
+            changes = work.training_settings(EPOCHS, PATIENCE)
+            set_up = [
+                *work.differences(encoder, NAMES, changes),
+                *stand_in_note(main_prompts(encoder)[0]),
+            ]
+            rows.append(Row(encoder.name, labels, ours, set_up, paper if in_paper else {}, others))
+    about = [
+        "Each figure is a cosine before and after the linear head (seed 0). The sentences are "
+        "those of the paper's tables, and are part of the script.",
+        "cos(s1, s2) is without a condition, f(s; I(∅)). cos(s1, orange; c1) compares s1 with the "
+        "word, both under the condition; the paper does not say how it encodes the word.",
+        "The rating is 1 under c1, and 5 under c2.",
+    ]
+    table = "Table 8" if with_answers else "Table 3"
+    title = "sentences and answers" if with_answers else "examples before and after a head"
+    return Section(table, title, about, ["sentences", "cosine"], [BEFORE, AFTER], rows)
+
+
+def list_comparisons(
+    with_answers: bool,
+) -> Iterator[tuple[list[str], tuple[Any, ...], tuple[str, str]]]:
+    """Yield the labels, the texts with their condition, and the paper's figures of each row."""
+    for subject, (first, second, alone) in EXAMPLES.items():
+        yield [subject, "cos(s1, s2)"], (first, second, None), alone
+        conditions = [row for row in CONDITIONS if row[0] == subject]
+        for number, (_, condition, answer1, answer2, words) in enumerate(conditions, 1):
+            c, figures = f"c{number}", words.split()
+            pairs = [
+                (f"cos(s1, s2; {c})", first, second),
+                (f"cos(s1, {answer1}; {c})", first, answer1),
+                (f"cos(s2, {answer2}; {c})", second, answer2),
+            ]
+            for i, (label, text1, text2) in enumerate(pairs[: 3 if with_answers else 1]):
+                printed = (figures[2 * i], figures[2 * i + 1])
+                yield [subject, label], (text1, text2, condition), printed
+
+
+def histogram_section(work: Work, isotropies: Isotropies, number: int) -> Section:
+    """Compute figure 5, encoders with instructions, or figure 6, the others."""
+    rows = []
+    notes = []
+    for encoder in work.encoders:
+        with_instructions, *others = isotropy_prompts(encoder)
+        for prompt in [with_instructions] if number == 5 else others:
+            for subtract in (True, False):
+                isotropy = isotropies.of(encoder, prompt, subtract)
+                ours: Mapping[str, Value] | str
+                if isinstance(isotropy, str):
+                    ours = isotropy
+                else:
+                    ours = {m.key: Value(isotropy[m.key]) for m in (MEAN, DEVIATION)}
+                set_up = [*work.differences(encoder, NAMES), *stand_in_note(prompt)]
+                rows.append(Row(encoder.name, [setting_label(prompt, subtract)], ours, set_up))
+        drawn = encoder.run / "analyses" / "isotropy.svg"
+        if drawn.is_file() and encoder.instructs == (number == 5):
+            notes += save_figure(work, number, encoder, partial(copy_figure, drawn))
+    about = [
+        "The paper plots the distributions of the cosines to the mean vector and prints no numbers "
+        "but those of table 4. Cosines without subtraction lie higher and closer together.",
+        *notes,
+    ]
+    kind = "with instructions" if number == 5 else "without instructions"
+    title = f"histograms of the cosine to the mean vector, encoders {kind}"
+    return Section(f"Figure {number}", title, about, ["setting"], [MEAN, DEVIATION], rows)
+
+
+def copy_figure(source: Path, path: Path) -> None:
+    """Copy a figure and its numbers."""
+    shutil.copyfile(source, path)
+    shutil.copyfile(data_path(source), data_path(path))
+
+
+def table_7(work: Work) -> Section:
+    """Compute table 7: earlier methods, and our non-linear head."""
+    rows = [
+        Row("–", [method], f"not done: {note}", (), {"spearman": printed})
+        for method, (printed, note) in TABLE_7.items()
+    ]
+    for encoder in work.encoders:
+        row = head_row(work, encoder, "mlp", main_prompts(encoder)[0], min(DIM, encoder.dim or DIM))
+        paper = {"spearman": CASE_SPEARMAN} if NAMES.get(encoder.repo) == "NV" else {}
+        others = {"spearman": [CASE_SPEARMAN]}
+        rows.append(
+            Row(encoder.name, ["CASE, non-linear head"], row.ours, row.set_up, paper, others)
+        )
+    about = [
+        "The paper copies the figures of earlier methods from their papers; their test rows differ "
+        "from its own, except for those of Tu et al., which are another part of the same rows.",
+    ]
+    return Section("Table 7", "earlier methods", about, ["method"], [SPEARMAN], rows)
+
+
 MEAN = Measure("mean_cosine", "mean", 1, 3)
 DEVIATION = Measure("std_cosine", "deviation", 1, 3)
 RATIO_SUBTRACTED = Measure("minus", "ratio, - c", 1, 4)
@@ -387,7 +710,11 @@ class Isotropies:
         if encoder.name not in self._by_encoder:
             try:
                 result = analyse(
-                    run=encoder.run, head=["none"], split=self.work.split, what=["isotropy"]
+                    run=encoder.run,
+                    head=["none"],
+                    split=self.work.split,
+                    what=["isotropy"],
+                    figure_format="svg",
                 )
                 self._by_encoder[encoder.name] = {
                     (row["prompt"], row["subtract"]): row for row in result["isotropy"]
@@ -584,14 +911,20 @@ def with_pooling(work: Work, encoder: PooledEncoder, pooling: str) -> PooledEnco
 
 def sections(work: Work, tables: Sequence[str]) -> Iterator[Section]:
     """Yield the requested tables, each as soon as it is complete."""
-    isotropies = Isotropies(work)
+    isotropies, examples = Isotropies(work), Examples(work)
     makers: dict[str, Callable[[], Section]] = {
         "1": lambda: table_1(work),
         "2": lambda: table_2(work),
+        "3": lambda: examples_section(work, examples, with_answers=False),
         "4": lambda: table_4(work, isotropies),
         "5": lambda: table_5(work, isotropies),
         "6": lambda: table_6(work),
+        "7": lambda: table_7(work),
+        "8": lambda: examples_section(work, examples, with_answers=True),
+        "figure3": lambda: figure_3(work),
         "figure4": lambda: figure_4(work),
+        "figure5": lambda: histogram_section(work, isotropies, 5),
+        "figure6": lambda: histogram_section(work, isotropies, 6),
     }
     for name, maker in makers.items():
         if name in tables:
@@ -610,7 +943,7 @@ PAPER = Paper(
     name="CASE",
     doc=__doc__ or "",
     script="reproduce_case.py",
-    tables=("1", "2", "4", "5", "6", "figure4"),
+    tables=(*"12345678", "figure3", "figure4", "figure5", "figure6"),
     names=NAMES,
     poolings=POOLINGS,
     prompts=prompts,

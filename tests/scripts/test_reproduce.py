@@ -95,8 +95,10 @@ def fail_if_called(*_, **__):
 
 def test_case_prints_every_table(scripts, call, inputs):
     code, text, record = call(scripts.case, [inputs.bert, inputs.sfr, "nobody/nothing-here"])
+    encoders = [inputs.bert, SFR, "nobody/nothing-here"]
     assert code == 0
-    tables = ["Table 1", "Table 2", "Table 4", "Table 5", "Table 6", "Figure 4"]
+    tables = [f"Table {number}" for number in range(1, 9)]
+    tables += [f"Figure {number}" for number in range(3, 7)]
     assert [part["table"] for part in record["sections"]] == tables
     assert re.findall(r"^## (.*):", text, re.MULTILINE) == tables
     for line in text.splitlines():
@@ -124,6 +126,24 @@ def test_case_prints_every_table(scripts, call, inputs):
     printed = "| 62.85 | "
     assert printed in text
     assert "(others -4.89 to 19.13)" in text
+    # Tables 3 and 8 have the same similarities; those of other encoders than NV have no paper row.
+    examples = [
+        {(row["encoder"], row["sentences"], row["cosine"]): row for row in table_rows(record, name)}
+        for name in ("Table 3", "Table 8")
+    ]
+    assert len(examples[0]) == 3 * 3 * 3
+    assert len(examples[1]) == 3 * 3 * 7
+    assert all(examples[1][key]["ours"] == row["ours"] for key, row in examples[0].items())
+    row = examples[1][SFR, "tennis", "cos(s1, orange; c1)"]
+    assert set(row["ours"]) == {"before", "after"}
+    assert row["paper"] == {}
+    curves = [row for row in table_rows(record, "Figure 3") if row["encoder"] == SFR]
+    assert [row["head"] for row in curves] == ["mlp", "linear"]
+    assert all(1 <= row["ours"]["epoch"]["value"] <= 2 for row in curves)
+    histograms = [{row["encoder"] for row in table_rows(record, f"Figure {n}")} for n in (5, 6)]
+    assert histograms == [set(encoders), {*encoders} - {SFR}]
+    earlier = table_rows(record, "Table 7")
+    assert earlier[0]["paper"] == {"spearman": 47.5}
 
 
 def test_hypercl_prints_every_table(scripts, call, inputs):
@@ -395,6 +415,8 @@ def test_printed_figures_are_complete(scripts):
     sizes = [len(t) for t in (case.TABLE_1, case.TABLE_2, case.TABLE_4, case.TABLE_5, case.TABLE_6)]
     assert sizes == [24, 6, 12, 6, 36]
     assert case.TABLE_1["NV", "cond", "yes"] == ("31.32", "64.91")
+    assert all(len(figures.split()) == 6 for *_, figures in case.CONDITIONS)
+    assert {subject for subject, *_ in case.CONDITIONS} == set(case.EXAMPLES)
     assert case.TABLE_2["GTE",] == ("64.16", "56.10", "22.82", "7.26")
     assert [len(t) for t in (hypercl.TABLE_1, hypercl.TABLE_5, hypercl.TABLE_6)] == [12, 2, 4]
     assert (len(hypercl.TABLE_7), len(hypercl.TABLE_8)) == (6, 16)

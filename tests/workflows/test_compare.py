@@ -1,5 +1,6 @@
 """Comparison of prompts: equal rows, seeds and heads, paired evidence, and reuse of fits."""
 
+import csv
 import json
 import re
 import shutil
@@ -488,3 +489,55 @@ def test_evaluation_is_written_as_page(capsys, run_copy, write_rows):
     capsys.readouterr()
     assert run([*evaluate, "page.txt"]) == 2
     assert "name an .html or .htm file" in capsys.readouterr().err
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def read_csv(path):
+    with Path(path).open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_figures_have_the_numbers_of_the_comparison(call):
+    prompts = ("--prompts", SENT_COND, COND_SENT, "--baseline", SENT_COND, "--seeds", 2)
+    figures = ("--figures", "figures", "--figure-format", "svg")
+    results = parse_json(call(*prompts, *figures, "--json"))["results"]
+    names = ("scores", "differences", "predictions", "isotropy", "steps")
+    files = {path.name for path in Path("figures").iterdir()}
+    assert files == {f"{name}{end}" for name in names for end in (".svg", "-data.csv")}
+
+    scores = {(row["label"], row["series"]): row for row in read_csv("figures/scores-data.csv")}
+    defined = [result for result in results if result["spearman"] is not None]
+    assert len(scores) == len(defined)
+    for result in defined:
+        label = f"{result['prompt']}{' - c' if result['subtract'] else ''}"
+        row = scores[label, result["head"]]
+        assert float(row["value"]) == pytest.approx(100 * result["spearman"])
+        # Two seeds give no interval, in the table as in the figure.
+        low = result["spearman_ci"][0]
+        assert (low is None) == (result["seeds"] == [0, 1])
+        expected = nan if low is None else 100 * low
+        assert float(row["low"]) == pytest.approx(expected, nan_ok=True)
+
+    drawn = Path("figures/scores.svg").read_text(encoding="utf-8")
+    assert "two seeds or few rows" in drawn
+    differences = read_csv("figures/differences-data.csv")
+    compared = [r["difference"]["spearman"]["value"] for r in results if r["difference"]]
+    assert [float(row["value"]) for row in differences] == pytest.approx(
+        [100 * value for value in compared if value is not None]
+    )
+    assert {row["label"].removesuffix(" - c") for row in differences} == {COND_SENT}
+    assert len({row["system"] for row in read_csv("figures/predictions-data.csv")}) == 2
+    assert {row["series"] for row in read_csv("figures/isotropy-data.csv")} == {"minus c", "with c"}
+    assert {row["series"] for row in read_csv("figures/steps-data.csv")} == {
+        f"quick@{SENT_COND}",
+        f"quick@{COND_SENT}",
+    }
+
+
+def test_folder_of_figures_is_checked_before_work(call, monkeypatch):
+    monkeypatch.setattr(LazyEncoder, "__call__", forbid)
+    Path("taken").write_text("")
+    message = call("--prompts", SENT_COND, COND_SENT, "--figures", "taken", code=2).err
+    assert "taken" in message.splitlines()[-1]
