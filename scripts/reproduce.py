@@ -802,7 +802,7 @@ def section_record(section: Section, command: str) -> dict[str, Any]:
 
     Args:
         section: the table.
-        command: the command that computes it, unless the section has its own.
+        command: the command that computes it, unless the section names another one.
     """
     rows, keys = [], [measure.key for measure in section.measures]
     for row in section.rows:

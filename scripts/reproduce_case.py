@@ -648,9 +648,9 @@ def histogram_section(work: Work, isotropies: Isotropies, number: int) -> Sectio
                     ours = {m.key: Value(isotropy[m.key]) for m in (MEAN, DEVIATION)}
                 set_up = [*work.differences(encoder, NAMES), *stand_in_note(prompt)]
                 rows.append(Row(encoder.name, [setting_label(prompt, subtract)], ours, set_up))
-        drawn = encoder.run / "analyses" / "isotropy.svg"
-        if drawn.is_file() and encoder.instructs == (number == 5):
-            notes += save_figure(work, number, encoder, partial(copy_figure, drawn))
+        figure_path = encoder.run / "analyses" / "isotropy.svg"
+        if figure_path.is_file() and encoder.instructs == (number == 5):
+            notes += save_figure(work, number, encoder, partial(copy_figure, figure_path))
     about = [
         "The paper plots the distributions of the cosines to the mean vector and prints no numbers "
         "but those of table 4. Cosines without subtraction lie higher and closer together.",

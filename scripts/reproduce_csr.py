@@ -224,8 +224,8 @@ class Trainings:
             notes.append(f"LoRA of rank {settings['rank']} instead of all weights")
         if options.train_share > 1:
             notes.append(f"1/{options.train_share} of train")
-        chosen = ", of which the scored rows chose one" if self.work.split == "dev" else ""
-        return [*notes, f"{settings['epochs']} epochs{chosen}"]
+        choice = ", of which the scored rows chose one" if self.work.split == "dev" else ""
+        return [*notes, f"{settings['epochs']} epochs{choice}"]
 
     def row(
         self, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
@@ -474,8 +474,8 @@ def _score_layers(
         raise UserError(untrained.removeprefix("not done: "))
     seconds = _time_encoding(work, encoder, system)
     figures = {UNTRAINED.key: untrained[SPEARMAN.key], SECONDS.key: Value(seconds)}
-    wanted = work.options.trained_layers
-    if wanted is not None and layers not in wanted:
+    trained_layers = work.options.trained_layers
+    if trained_layers is not None and layers not in wanted:
         return figures, [*work.differences(encoder, NAMES), "not trained"]
     trained = trainings.score(encoder, UNCONDITIONAL if layers == 0 else system)
     if isinstance(trained, str):

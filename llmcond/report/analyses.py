@@ -73,7 +73,7 @@ def plot_isotropy(rows: JsonRows, path: Path) -> None:
         if not len(row["cosines"]):
             continue
         title, series = f"{row['head']}@{row['prompt']}", "minus c" if row["subtract"] else "with c"
-        # Fitted heads of the same recipe and prompt have names of their own.
+        # Fitted heads of the same recipe and prompt have distinct names.
         title = row["name"] if series in panels.get(title, ()) else title
         panels.setdefault(title, {})[series] = row["cosines"]
     if panels:

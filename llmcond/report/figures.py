@@ -242,11 +242,11 @@ def plot_intervals(
         axes = figure.subplots()
         if reference is not None:
             axes.axvline(reference, color="#888888", linestyle="--", linewidth=1)
-        drawn: Counter[str] = Counter()
+        n_plotted: Counter[str] = Counter()
         for row in rows:
-            offset = (drawn[row.label] - (slots[row.label] - 1) / 2) * 0.8 / max(slots.values())
+            offset = (n_plotted[row.label] - (slots[row.label] - 1) / 2) * 0.8 / max(slots.values())
             y = labels.index(row.label) + offset
-            drawn[row.label] += 1
+            n_plotted[row.label] += 1
             colour, shape = _style_of(series.index(row.series))
             axes.hlines(y, row.low, row.high, color=colour, alpha=0.6, linewidth=1.6)
             axes.plot(row.value, y, color=colour, marker=shape, markersize=6, linestyle="none")

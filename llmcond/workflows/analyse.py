@@ -167,15 +167,15 @@ def choose_analyses(
             f"--what {other[0]} is not an analysis of the task {run.task.name}. Choose from "
             f"{', '.join(available)}."
         )
-    chosen = [name for name in available if name in (options.what or available)]
-    if options.answers is not None and "answers" not in chosen:
+    selected = [name for name in available if name in (options.what or available)]
+    if options.answers is not None and "answers" not in selected:
         raise UserError(
             "--answers is only for the analysis answers of rated pairs, which is not among those "
             "to run. Leave it out, or add answers to --what."
         )
     if options.answers is None and "answers" in options.what:
         raise UserError("the analysis answers needs the texts to compare. Add --answers FILE.")
-    return [name for name in chosen if name != "answers" or options.answers is not None]
+    return [name for name in selected if name != "answers" or options.answers is not None]
 
 
 def check_folder_writable(folder: Path) -> bool:

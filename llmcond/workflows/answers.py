@@ -21,8 +21,8 @@ _ANSWERS = ("answer1", "answer2")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Two sentences under a condition, which asks something about both.
+class AnswerQuestion:
+    """Two sentences under a condition, which is about both.
 
     Attributes:
         sentence1: The first sentence.
@@ -44,7 +44,7 @@ class Question:
         return [(self.sentence1, self.sentence2), *(pair for pair in answered if pair[1])]
 
 
-def read_questions(data: Any) -> list[Question]:
+def read_questions(data: Any) -> list[AnswerQuestion]:
     """Read questions from a table with the columns sentence1, sentence2 and condition.
 
     The columns answer1 and answer2 are optional.
@@ -63,7 +63,7 @@ def read_questions(data: Any) -> list[Question]:
         else [""] * len(required[0])
         for name in _ANSWERS
     )
-    return [Question(*texts) for texts in zip(*required, *optional, strict=True)]
+    return [AnswerQuestion(*texts) for texts in zip(*required, *optional, strict=True)]
 
 
 #: Two texts, and the condition that they are compared under; None: without a condition.
@@ -73,7 +73,7 @@ _Comparison = tuple[str, str, str | None]
 def compare_before_and_after(
     run: Run,
     heads: Sequence[tuple[RunEmbeddingHead, RunFittedHead]],
-    questions: Sequence[Question],
+    questions: Sequence[AnswerQuestion],
 ) -> list[dict[str, Any]]:
     """Compare the texts of questions by the features that heads were fitted on, and by the heads.
 
@@ -112,7 +112,7 @@ def compare_before_and_after(
     return results
 
 
-def _list_comparisons(questions: Sequence[Question]) -> list[_Comparison]:
+def _list_comparisons(questions: Sequence[AnswerQuestion]) -> list[_Comparison]:
     """Return all comparisons; those without a condition come before the first of their sentences.
 
     The same two sentences are compared only once without a condition.

@@ -520,8 +520,8 @@ def test_figures_have_the_numbers_of_the_comparison(call):
         expected = nan if low is None else 100 * low
         assert float(row["low"]) == pytest.approx(expected, nan_ok=True)
 
-    drawn = Path("figures/scores.svg").read_text(encoding="utf-8")
-    assert "two seeds or few rows" in drawn
+    svg = Path("figures/scores.svg").read_text(encoding="utf-8")
+    assert "two seeds or few rows" in svg
     differences = read_csv("figures/differences-data.csv")
     compared = [r["difference"]["spearman"]["value"] for r in results if r["difference"]]
     assert [float(row["value"]) for row in differences] == pytest.approx(

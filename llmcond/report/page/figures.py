@@ -1,4 +1,4 @@
-"""The charts of a page as figures for papers, in files of their own."""
+"""The charts of a page as figures for papers, in separate files."""
 
 from __future__ import annotations
 
