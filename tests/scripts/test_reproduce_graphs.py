@@ -68,7 +68,8 @@ def test_each_head_is_fitted_once(call, script, monkeypatch):
         script, "fit_head", lambda **options: fitted.append(options["name"]) or fit_head(**options)
     )
     arguments = ["--tables", "2", "--heads", "hadamard-paper"]
-    assert call(*arguments) == call(*arguments)
+    first, again = call(*arguments)[1], call(*arguments)[1]
+    assert first["sections"] == again["sections"]
     assert fitted == ["hadamard-paper-seed0"]
     call(*arguments, "--epochs", "2")  # --quick decides
     assert fitted == ["hadamard-paper-seed0"]
