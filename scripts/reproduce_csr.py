@@ -475,7 +475,7 @@ def _score_layers(
     seconds = _time_encoding(work, encoder, system)
     figures = {UNTRAINED.key: untrained[SPEARMAN.key], SECONDS.key: Value(seconds)}
     trained_layers = work.options.trained_layers
-    if trained_layers is not None and layers not in wanted:
+    if trained_layers is not None and layers not in trained_layers:
         return figures, [*work.differences(encoder, NAMES), "not trained"]
     trained = trainings.score(encoder, UNCONDITIONAL if layers == 0 else system)
     if isinstance(trained, str):
