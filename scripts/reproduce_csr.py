@@ -3,10 +3,10 @@
     python scripts/reproduce_csr.py --encoders minilm --data FOLDER --kgc-data FOLDER --out csr.md
 
 The script covers tables 1 (C-STS, trained), 2 (knowledge graphs), 3 (weighting strategies) and 4
-(without training), and figure 4 (number of layers with a router). ``llmcond explain`` shows the
-token weights of figures 5 to 7. The paper trains all weights of its encoders (``--rank full``); the
-default is LoRA. Trained encoders are saved in the run folder, and the same command resumes where it
-was interrupted. On a CPU, ``--train-share 4 --epochs 2`` shortens the trainings.
+(without training), and figure 4 (number of layers with a router). ``llmcond explain`` draws the
+token weights of figures 5 to 7. The paper trains all weights of its encoders (``--rank full``);
+the default is LoRA. Trained encoders are saved in the run folder, and the same command resumes
+where it was interrupted. On a CPU, ``--train-share 4 --epochs 2`` shortens the trainings.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.files import write_text
 from llmcond.kinds.ranking.graph import sample_folder
 from llmcond.log import log
-from llmcond.report.figures import plot_curve
+from llmcond.report.figures import has_matplotlib, plot_curve
 from llmcond.runs import open_any_run
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -219,13 +219,15 @@ class Trainings:
     def notes(self, encoder: PooledEncoder) -> list[str]:
         """Return how the training of an encoder differs from the paper's, in words."""
         options, settings = self.work.options, self.settings
-        notes = [*self.work.differences(encoder, NAMES)]
+        notes = self.work.differences(encoder, NAMES)
         if settings["rank"]:
             notes.append(f"LoRA of rank {settings['rank']} instead of all weights")
         if options.train_share > 1:
             notes.append(f"1/{options.train_share} of train")
-        choice = ", of which the scored rows chose one" if self.work.split == "dev" else ""
-        return [*notes, f"{settings['epochs']} epochs{choice}"]
+        epochs = f"{settings['epochs']} epochs"
+        if self.work.split == "dev":
+            epochs += ", of which the scored rows chose one"
+        return [*notes, epochs]
 
     def row(
         self, encoder: PooledEncoder, system: System, key: str, table: Mapping[Any, Any]
@@ -421,7 +423,7 @@ def table_4(work: Work, trainings: Trainings) -> Section:
 
 # -- figure 4 ----------------------------------------------------------------------------------
 
-UNTRAINED = Measure("untrained", "Spearman without training")
+UNTRAINED = Measure("untrained", "Spearman, untrained")
 TRAINED = Measure("trained", "Spearman, trained")
 SECONDS = Measure("seconds", "seconds", 1, 2)
 
@@ -448,14 +450,15 @@ def figure_4(work: Work, trainings: Trainings) -> Section:
     about = [
         "The paper shows curves and no numbers. It trains all encoders of part (a).",
         f"Seconds are the time to encode the scored rows, the fastest of {ROUNDS} rounds; on a "
-        "CPU, processor seconds. Each distinct text is encoded once, as in the paper's online "
-        "setting. Layers before the router are computed once per sentence.",
+        "CPU, processor seconds.",
+        "Each distinct text is encoded once, as in the paper's online setting. Layers before the "
+        "router are computed once per sentence.",
         "The paper's offline setting is not done: llmcond does not store keys and queries.",
         "With 0 layers, the sentences are encoded without a router, and the conditions are encoded "
         "for the time of a tri-encoder.",
     ]
     out = work.options.out
-    if out is not None and series:
+    if out is not None and series and has_matplotlib():
         path = out.with_name(f"{out.stem}-figure4.svg")
         plot_curve(series, path, "layers with a router", "Spearman x 100")
         about.append(f"Picture: [{path.name}]({path.name}).")
@@ -632,7 +635,8 @@ def about(work: Work) -> list[str]:
         "The paper trains all weights of its encoders, and averages three runs. Ours are trained "
         "by `llmcond train-lora` with its default settings, squared error, and the number of "
         "epochs and rows that each row of a table names.",
-        "Figures 5 to 7 show the weights of tokens: `llmcond explain` with `--router csr`.",
+        "Figures 5 to 7 show the weights of tokens in one sentence. `llmcond explain` draws them "
+        "for a run of an encoder with a router, or without one.",
     ]
 
 

@@ -24,6 +24,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reproduced"
 HEADINGS = ("in the paper", "subject", "command", "paper", "ours", "what differs")
 NO_DATA = "an illustration without results"
 NO_BOOKS = "not done: the Children's Book Test was not measured"
+ONE_SENTENCE = "a picture of one sentence, which the command draws for any sentence and encoder"
+EXPLAIN = "llmcond explain SENTENCE --condition C --run RUN --out FIGURE.svg"
 CBT = "llmcond extract --task dialogue --data FOLDER"
 
 
@@ -94,9 +96,9 @@ PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
             Entry("Table 2", "knowledge graphs"),
             Entry("Table 3", "weighting strategies"),
             Entry("Table 4", "without training"),
-            Entry("Figure 5", "token weights without a router"),
-            Entry("Figure 6", "token weights with a router"),
-            Entry("Figure 7", "token weights under several conditions"),
+            Entry("Figure 5", "token weights without a router", ONE_SENTENCE, EXPLAIN),
+            Entry("Figure 6", "token weights with a router", ONE_SENTENCE, EXPLAIN),
+            Entry("Figure 7", "token weights under several conditions", ONE_SENTENCE, EXPLAIN),
         ),
     ),
     "Triple-Encoders": (

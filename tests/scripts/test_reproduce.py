@@ -198,13 +198,14 @@ def test_csr_prints_every_table(scripts, call, inputs, tmp_path, monkeypatch):
     # The tables share encoders.
     weights = {row["system"]: row["ours"] for row in table_rows(record, "Table 3")[:7]}
     assert weights["CSR: 1 + w"] == trained["CSR"]["ours"]
-    assert len({json.dumps(figures) for figures in weights.values()}) == 7
-    layers = {row["layers"]: row for row in table_rows(record, "Figure 4")[:4]}
-    assert set(layers["2"]["ours"]) == {"untrained", "trained", "seconds"}
-    assert set(layers["0"]["ours"]) == {"untrained", "seconds"}
-    assert layers["9"]["reason"].startswith("not done: router_layers is 9, but")
+    runs = {path.name for path in (inputs.folder / "runs").glob("*-csr/share2-*/*")}
+    assert {"paper-2-only-seed0", "paper-2-random-seed0", "released-tri-2-random-seed0"} <= runs
+    by_layers = {row["layers"]: row for row in table_rows(record, "Figure 4")[:4]}
+    assert set(by_layers["2"]["ours"]) == {"untrained", "trained", "seconds"}
+    assert set(by_layers["0"]["ours"]) == {"untrained", "seconds"}
+    assert by_layers["9"]["reason"].startswith("not done: router_layers is 9, but")
     assert (tmp_path / "page-figure4-data.csv").read_text().count("\n") == 4
-    assert (inputs.folder / "runs/graph-share2/train.tsv").read_text().count("\n") == 5
+    assert (inputs.folder / "runs/graph-share2/train.tsv").read_text().count("\n") == 21
     # A second command trains and encodes nothing.
     monkeypatch.setattr(LazyEncoder, "__call__", fail_if_called)
     again = call(scripts.csr, [inputs.bert], *layers, *shares, "--tables", *"1234")
