@@ -471,14 +471,16 @@ def make_section(
             )
     about = [
         "The cache is empty at first. Every row of all splits looks up its texts, and texts that "
-        "are missing are encoded and added. A hypernetwork caches the matrix of a condition, or "
-        "its two factors, instead of the condition's vector.",
+        "are missing are encoded and added.",
+        "A hypernetwork caches the matrix of a condition, or its two factors, instead of the "
+        "condition's vector.",
         "Hit rates and sizes are exact. A size is that of the numbers in float32 and 48 bytes per "
-        "entry; with these, the paper's encoders have the paper's sizes. The paper's GB are "
-        "printed as thousands of MiB.",
+        "entry; with these, the paper's encoders have the paper's sizes.",
+        "The paper's GB are printed as thousands of MiB.",
         "Times are costs of a random sample, multiplied by the numbers of cache misses and of "
-        "rows. Ours are processor time on a CPU (wall time on a GPU); the paper's are wall time on "
-        "a GPU. Only ratios are comparable.",
+        "rows.",
+        "Our times are processor time on a CPU (wall time on a GPU), and the paper's are wall time "
+        "on a GPU. Only ratios are comparable.",
         "One text at a time is the paper's set-up. In batches, distinct texts are encoded as by "
         "`llmcond extract`, and the head maps all rows in one call.",
         "Speeds are relative to a plain loop without a cache, one text at a time or in batches of "

@@ -1,10 +1,9 @@
-"""Reproduce the knowledge-graph tables of Hyper-CL (ACL 2024), next to the paper's figures.
+"""Reproduce table 2 of Hyper-CL (ACL 2024), on knowledge graphs, next to the paper's figures.
 
     python scripts/reproduce_graphs.py --encoders minilm --data WN18RR FB15K_237 --out graphs.md
 
-The script covers table 2 (link prediction) on any graphs, without training of the encoder, and
-table 4 (time, hit rate and size of caches) on the first graph. Each graph and encoder has a run
-folder with its features and heads. An interrupted command resumes from them.
+The encoder is not trained. Each graph and encoder has a run folder with its features and heads. An
+interrupted command resumes from them. ``bench_cache.py --graph`` measures table 4.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_kgc import BI, Bench, measure_caches, measure_matrices, measure_stages
 from reproduce import (
     Measure,
     Row,
@@ -35,7 +32,6 @@ from reproduce import (
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
 from llmcond.commands.fit_head import fit_head
-from llmcond.encoders.encoder import load_encoder
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import check_output, write_json, write_text
 from llmcond.heads import load_recipe
@@ -69,16 +65,6 @@ TABLE_2 = parse_table(
     """,
     4,
 )
-#: System: seconds, hit rate in per cent and megabytes, with BERT-base (table 4).
-TABLE_4 = parse_table(
-    """
-    bi-encoder 994.41 46.65 295.29
-    hadamard 435.571 85.32 121.86
-    concat 449.46 85.32 121.86
-    hypernet-full 448.955 85.32 146.57
-    """,
-    3,
-)
 #: Head, name of the row, and the key of the paper's row.
 HEADS = (
     ("hadamard-paper", "Hadamard product, as in the paper", "hadamard"),
@@ -89,11 +75,6 @@ HEADS = (
     ("hypernet-full", "hyper-cl", "hypernet-full"),
 )
 MEASURES = tuple(map(Measure.of, ("mrr", "hits@1", "hits@3", "hits@10")))
-COSTS = (
-    Measure("seconds", "seconds", 1, 1),
-    Measure("hits", "hit rate, %", 1, 2),
-    Measure("size", "cache, MB", 1, 2),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,60 +239,7 @@ def is_fitted(run: AnyRun, name: str, head: str, changes: Mapping[str, str], see
     return versions and saved.head.seed == seed and settings == expected
 
 
-# -- table 4 -----------------------------------------------------------------------------------
-
-
-def table_4(options: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[Section]:
-    """Yield table 4, on the first graph."""
-    rows = [row for task in tasks if task.graph == tasks[0].graph for row in costs(options, task)]
-    about = [
-        "The cache is empty at first, and every text is encoded when it is first looked up, for "
-        "the forward queries of all splits.",
-        "Our seconds are the number of encoded texts times the time per text in batches, plus the "
-        f"time to map {options.queries:,} queries, extrapolated to all.",
-        "They are processor seconds on a CPU. The paper runs the texts one by one on a GPU.",
-        "Our cache holds vectors in 16 bits, and generated matrices in 32 bits.",
-    ]
-    heading = f"time, cache and memory on {tasks[0].graph}"
-    yield Section("Table 4", heading, about, ["architecture"], COSTS, rows)
-
-
-def costs(options: argparse.Namespace, task: Task) -> list[Row]:
-    """Return the rows of an encoder: the costs of the forward queries of all splits."""
-    heads = ["hadamard", "concat", "hypernet", "hypernet-full"]
-    set_up = ["other encoder"]
-    try:
-        graph = read_graph(task.source)
-        encoder = load_encoder(task.encoder, dtype=options.dtype, device=options.device)
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(encoder, graph, options.queries, options.encode, Path(folder))
-            ways = bench.ways(heads)
-            stages, text_seconds, bound = measure_stages(bench, ways, 1)
-            caches = measure_caches(bench, text_seconds)
-            matrices = {row["matrices of"]: row["MiB"] for row in measure_matrices(bound)}
-    except LlmcondError as error:
-        log.info(f"{task.encoder}, {task.graph}: {error}")
-        return [Row(task.encoder, ["all"], failure_reason(error))]
-    totals = {row["way"]: row for row in caches if row["lookups of"].startswith("all splits")}
-    n = sum(len(triples) for triples in graph.splits.values())
-    rows = []
-    for way in ways:
-        total = totals[BI if way.name == BI else "tri-encoder"]
-        mapping = stages[way.name]["map queries"] * n / len(bench.queries)
-        seconds = total["seconds by the rates above"] + mapping
-        size = (total["vectors MiB"] + matrices.get(way.name, 0.0)) * 2**20 / 1e6
-        values = (seconds, total["hits %"], size)
-        figures = {cost.key: Value(value) for cost, value in zip(COSTS, values, strict=True)}
-        paper = paper_figures(TABLE_4, (way.name,), COSTS) if task.graph == "WN18RR" else {}
-        label = way.name if way.name == BI else f"tri-encoder, {way.name}"
-        notes = set_up if paper else [*set_up, "not in the paper's table"]
-        rows.append(Row(task.encoder, [label], figures, notes, paper))
-    return rows
-
-
 # -- the command -------------------------------------------------------------------------------
-
-TABLES = {"2": table_2, "4": table_4}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -329,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    for name in ("seeds", "epochs", "queries"):
+    for name in ("seeds", "epochs"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
     check_output(options.out, (".md",))
@@ -343,10 +271,9 @@ def _reproduce(options: argparse.Namespace) -> int:
     head = _head(command)
     print(head, flush=True)
     sections = []
-    for table in options.tables:
-        for section in TABLES[table](options, tasks):
-            sections.append(section)
-            print(section.markdown(), flush=True)
+    for section in table_2(options, tasks):
+        sections.append(section)
+        print(section.markdown(), flush=True)
     record = _record(options, command, sections)
     if options.out is not None:
         write_text(options.out, "\n".join([head, *(part.markdown() for part in sections)]))
@@ -369,13 +296,7 @@ def _command(options: argparse.Namespace, sources: Sequence[str]) -> str:
         *(Path(name).name if Path(name).is_dir() else name for name in options.encoders),
         "--data",
         *(Path(source).name for source in sources),
-        *(["--tables", *options.tables] if len(options.tables) < len(TABLES) else []),
-        *([f"--epochs {options.epochs} --seeds {options.seeds}"] if "2" in options.tables else []),
-        *(
-            [f"--queries {options.queries} --encode {options.encode}"]
-            if "4" in options.tables
-            else []
-        ),
+        f"--epochs {options.epochs} --seeds {options.seeds}",
         *(["--heads", *options.heads] if len(options.heads) < len(HEADS) else []),
         *(["--neighbours"] if options.neighbours else []),
         *(["--quick"] if options.quick else []),
@@ -405,10 +326,7 @@ def _record(
         "seeds": options.seeds,
         "epochs": options.epochs,
         "quick": options.quick,
-        "sections": [
-            section_record(section, f"reproduce_graphs.py --tables {section.table[-1]}")
-            for section in sections
-        ],
+        "sections": [section_record(section, "reproduce_graphs.py") for section in sections],
         **provenance(),
     }
 
@@ -432,39 +350,22 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of the runs (default: runs/reproduce-graphs)",
     )
     parser.add_argument(
-        "--tables", nargs="+", choices=TABLES, default=list(TABLES), help="tables (default: all)"
-    )
-    parser.add_argument(
         "--heads",
         nargs="+",
         choices=names,
         default=names,
         metavar="NAME",
-        help=f"table 2: heads, among {', '.join(names)} (default: all)",
+        help=f"heads, among {', '.join(names)} (default: all)",
     )
     parser.add_argument(
         "--neighbours",
         action="store_true",
-        help="table 2: fit each head again with neighbours, which the paper does not have",
+        help="fit each head again with neighbours, which the paper does not have",
     )
     parser.add_argument(
-        "--epochs", type=int, default=8, help="table 2: maximum number of epochs (default: 8)"
+        "--epochs", type=int, default=8, help="maximum number of epochs (default: 8)"
     )
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="table 2: number of seeds (default: 1)"
-    )
-    parser.add_argument(
-        "--queries",
-        type=int,
-        default=1_000,
-        help="table 4: number of measured test queries (default: 1000)",
-    )
-    parser.add_argument(
-        "--encode",
-        type=int,
-        default=1_000,
-        help="table 4: number of candidates that are encoded to measure the time (default: 1000)",
-    )
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (default: 1)")
     parser.add_argument("--dtype", default="auto", help="number format (default: auto)")
     parser.add_argument("--device", default="auto", help="device (default: auto)")
     parser.add_argument("--quick", action="store_true", help="trial with one seed and one epoch")

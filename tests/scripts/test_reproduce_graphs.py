@@ -7,7 +7,7 @@ from helpers.paths import ROOT
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.script("reproduce_graphs")]
 
-QUICK = ["--quick", "--device", "cpu", "--dtype", "float32", "--queries", "4", "--encode", "8"]
+QUICK = ["--quick", "--device", "cpu", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def call(script, capsys, encoder, graph, tmp_path):
     return run
 
 
-def test_tables_have_rows_of_all_heads_and_are_written_with_their_figures(call, tmp_path):
+def test_table_has_rows_of_all_heads_and_is_written_with_its_figures(call, tmp_path):
     out = tmp_path / "page.md"
     heads = ["hadamard-paper", "hypernet"]
     code, record = call("--heads", *heads, "--neighbours", "--out", str(out))
     assert code == 0
-    link_prediction, costs = record["sections"]
+    (link_prediction,) = record["sections"]
     rows = {row["architecture"]: row["ours"] for row in link_prediction["rows"]}
     assert list(rows) == [
         "no head: e(h)",
@@ -53,13 +53,9 @@ def test_tables_have_rows_of_all_heads_and_are_written_with_their_figures(call, 
     ]
     assert all(0 < row["mrr"]["value"] < 1 for row in rows.values())
     assert all(row["mrr"]["low"] < row["mrr"]["high"] for row in rows.values())
-    sizes = {row["architecture"]: row["ours"]["size"]["value"] for row in costs["rows"]}
-    assert sizes["tri-encoder, hadamard"] < sizes["tri-encoder, hypernet"]
-    hits = {row["architecture"]: row["ours"]["hits"]["value"] for row in costs["rows"]}
-    assert hits["bi-encoder"] < hits["tri-encoder, hadamard"] == hits["tri-encoder, hypernet"]
     written = json.loads(out.with_suffix(".json").read_text())
     assert written["sections"][0]["rows"] == link_prediction["rows"]
-    assert "| tri-encoder, hypernet |" in out.read_text()
+    assert "| hyper64-cl, neighbours |" in out.read_text()
 
 
 def test_each_head_is_fitted_once(call, script, monkeypatch):
@@ -67,7 +63,7 @@ def test_each_head_is_fitted_once(call, script, monkeypatch):
     monkeypatch.setattr(
         script, "fit_head", lambda **options: fitted.append(options["name"]) or fit_head(**options)
     )
-    arguments = ["--tables", "2", "--heads", "hadamard-paper"]
+    arguments = ["--heads", "hadamard-paper"]
     first, again = call(*arguments)[1], call(*arguments)[1]
     assert first["sections"] == again["sections"]
     assert fitted == ["hadamard-paper-seed0"]
@@ -84,7 +80,7 @@ def test_published_figures_are_those_of_the_graph_with_the_same_sizes(script):
 
 
 def test_unusable_encoder_gets_a_reason_in_each_row(call):
-    code, record = call("--tables", "2", "--heads", "hypernet", encoders=["./missing"])
+    code, record = call("--heads", "hypernet", encoders=["./missing"])
     assert code == 1
     (section,) = record["sections"]
     assert [row["ours"] for row in section["rows"]] == [None, None]
