@@ -606,7 +606,7 @@ def _apply_protocol(options: argparse.Namespace, dataset: Dataset) -> None:
     """Divide the rows anew, and change the options to read the result.
 
     Raises:
-        UserError: the data has its own test split with ratings, so no other protocol is needed.
+        UserError: the data has a test split with ratings, so no other protocol is needed.
     """
     test = dataset.splits.get("test")
     if test is not None and test.rated.any():

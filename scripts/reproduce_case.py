@@ -153,7 +153,7 @@ TABLE_5 = parse_table(
     """,
     2,
 )
-#: Method: Spearman and the place of our own figures. Numbers are the best setting of each paper.
+#: Method: Spearman and the place of our figures. Numbers are the best setting of each paper.
 TABLE_7 = {
     "Deshpande et al. (2023), bi-encoder": ("47.5", "train-lora with a prompt of joint features"),
     "Liu et al. (2025), bi-encoder": ("48.1", "no code of it is part of llmcond"),
@@ -493,7 +493,7 @@ def train_curves(work: Work, encoder: PooledEncoder, prompt: str) -> Sequence[Sw
         seeds=work.seeds,
         split=work.split,
         workers=work.options.workers,
-        plot_steps="steps.svg",  # asks for the curves; the figure itself is drawn later
+        plot_steps="steps.svg",  # asks for the curves; the figure itself is plotted later
     )
     try:
         return sweep(options).results

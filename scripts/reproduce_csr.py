@@ -357,7 +357,7 @@ def table_1(work: Work, trainings: Trainings) -> Section:
             (System.routed(f"bi-encoder, {RELEASED}", "released-bi", layers), ""),
         )
         rows += [trainings.row(encoder, system, key, TABLE_1) for system, key in systems]
-        reason = "not done here: hypercl.md has a frozen encoder with this head"
+        reason = "not done: hypercl.md has a frozen encoder with this head"
         paper = paper_figures(TABLE_1, encoder, "hyper-cl")
         rows.append(Row(encoder.name, ["Hyper-CL"], reason, [], *paper))
     about = [

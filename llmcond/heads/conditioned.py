@@ -27,7 +27,7 @@ from llmcond.heads.module import ACTIVATIONS, CONDITIONS_PER_BLOCK, HeadModule
 from llmcond.heads.settings import Activation, Size, SizeOrNone, TrainingSettings
 from llmcond.system import move_to_device
 
-#: With at least this many rows of a condition, a product of its own is faster than a batched one
+#: With at least this many rows of a condition, a separate product is faster than a batched one
 #: that pads several conditions to an equal number of rows.
 _MIN_ROWS_PER_PRODUCT = 16
 

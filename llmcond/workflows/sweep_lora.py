@@ -346,7 +346,7 @@ def _run_trainings(
 
 
 def _use_gpu(gpus: Any) -> None:
-    """Give this process a GPU of its own, which PyTorch must not have looked for yet."""
+    """Assign one GPU to this process, which PyTorch must not have looked for yet."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus.get()
 
