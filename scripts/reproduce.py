@@ -20,6 +20,7 @@ from typing import Any
 from llmcond.commands.base import Command, add_arguments, create_command
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
+from llmcond.commands.fit_head import fit_head
 from llmcond.data.datasets import Columns, Dataset
 from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve
@@ -27,15 +28,18 @@ from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import Result
 from llmcond.files import check_output, write_csv, write_json, write_text
+from llmcond.heads import load_recipe
 from llmcond.log import log, log_to_terminal
 from llmcond.metrics import METRICS, Estimate, finite_or_none
 from llmcond.options import option
 from llmcond.prompts import load_prompt
-from llmcond.runs import Run, open_run
+from llmcond.runs import AnyRun, Run, open_any_run, open_run
+from llmcond.runs.examples import load_examples
 from llmcond.runs.rated import RatedExamples
+from llmcond.runs.trials import size_recipe
 from llmcond.system import provenance
 from llmcond.workflows.options.common import DATA, ColumnOptions, DeviceOption, Split
-from llmcond.workflows.options.fitting import SweepOptions
+from llmcond.workflows.options.fitting import FitHeadOptions, SweepOptions
 from llmcond.workflows.sweep import sweep
 
 #: Numbers of train and dev rows -> name and description of the data with these sizes.
@@ -247,6 +251,49 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
+
+
+def fit_once(**options: Any) -> str:
+    """Fit a head, unless the run has it with the same settings, seed, start and versions.
+
+    Args:
+        options: keyword arguments of ``fit_head``, with ``run``, ``head`` and ``name``.
+
+    Returns:
+        The name of the head.
+
+    Raises:
+        LlmcondError: the fit failed.
+    """
+    fit_options = FitHeadOptions(**options)
+    run, name = open_any_run(Path(fit_options.run)), str(fit_options.name)
+    if name not in run.head_names() or not _has_fitted(run, name, fit_options):
+        fit_head(**options)
+    return name
+
+
+def _has_fitted(run: AnyRun, name: str, options: FitHeadOptions) -> bool:
+    """Return whether a run's head is what ``fit_head`` would fit with the options."""
+    try:
+        saved = run.load_head(name)
+    except LlmcondError:  # a head that cannot be loaded, for any reason, is fitted again
+        return False
+    recipe = load_recipe(options.head, run.task.recipes)
+    recipe = recipe.with_settings(recipe.parse_changes(dict(options.set or {}), name), name)
+    recipe = size_recipe(recipe, options.dim, load_examples(run).dim(saved.view), quiet=True)
+    start = run.head_record(str(options.start)) if options.start else {}
+    actual = (
+        saved.head.kind,
+        saved.head.settings,
+        saved.head.seed,
+        saved.record.get("versions"),
+        (saved.record.get("start") or {}).get("weights_sha256"),
+    )
+    versions = provenance()["versions"]
+    return actual == (
+        *(recipe.kind, recipe.settings, options.seed, versions),
+        start.get("weights_sha256"),
+    )
 
 
 def parse_table(text: str, columns: int) -> dict[tuple[str, ...], tuple[str, ...]]:

@@ -33,13 +33,13 @@ from reproduce import (
     Work,
     average_over_seeds,
     failure_reason,
+    fit_once,
     parse_table,
     result_figures,
     run_paper,
 )
 
 from llmcond.commands.analyse import analyse
-from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError
 from llmcond.evaluation.results import SweptResult
 from llmcond.heads.pairs import score_key
@@ -560,7 +560,7 @@ class Examples:
             for subject, condition, answer1, answer2, _ in CONDITIONS
         ]
         try:
-            fitted = fit_head(
+            name = fit_once(
                 run=encoder.run,
                 head="linear",
                 prompt=prompt,
@@ -570,7 +570,7 @@ class Examples:
             )
             (result,) = analyse(
                 run=encoder.run,
-                head=[fitted.name],
+                head=[name],
                 split=self.work.split,
                 what=["answers"],
                 answers=questions,

@@ -33,6 +33,7 @@ from reproduce import (
     Work,
     average_over_seeds,
     failure_reason,
+    fit_once,
     parse_table,
     result_figures,
     run_paper,
@@ -40,7 +41,6 @@ from reproduce import (
 
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
-from llmcond.commands.fit_head import fit_head
 from llmcond.commands.train_lora import train_lora
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderInput
@@ -52,7 +52,6 @@ from llmcond.files import write_text
 from llmcond.kinds.ranking.graph import sample_folder
 from llmcond.log import log
 from llmcond.report.figures import has_matplotlib, plot_curve
-from llmcond.runs import open_any_run
 
 # -- the paper ---------------------------------------------------------------------------------
 
@@ -578,10 +577,8 @@ def _score_graph(
             )
         names = [f"{head}@{prompt}-seed{seed}" for seed in range(work.seeds)]
         settings = {"epochs": "2"} if work.options.quick else {}
-        fitted = open_any_run(run).head_names()
         for seed, name in enumerate(names):
-            if name not in fitted:
-                fit_head(run=run, head=head, prompt=prompt, seed=seed, name=name, set=settings)
+            fit_once(run=run, head=head, prompt=prompt, seed=seed, name=name, set=settings)
         results = evaluate(run=run, head=names, split="test")
         figures = [result_figures(row) for row in results if row.name in names]
     except LlmcondError as error:

@@ -24,6 +24,7 @@ from reproduce import (
     Value,
     average_over_seeds,
     failure_reason,
+    fit_once,
     parse_table,
     result_figures,
     section_record,
@@ -31,13 +32,10 @@ from reproduce import (
 
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
-from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import check_output, write_json, write_text
-from llmcond.heads import load_recipe
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.log import log, log_to_terminal
-from llmcond.runs import AnyRun
 from llmcond.runs.open import open_any_run
 from llmcond.system import provenance
 from llmcond.workflows.options.common import Split
@@ -187,8 +185,16 @@ def score_head(
 ) -> Mapping[str, Value] | str:
     """Return the figures of a head on test, as averages over seeds, or why there are none."""
     try:
+        suffix = "-neighbours" if "neighbours" in changes else ""
         names = [
-            fit_once(options, task, head, changes, seed)
+            fit_once(
+                run=task.run,
+                head=head,
+                seed=seed,
+                set=dict(changes),
+                name=f"{head}{suffix}-seed{seed}",
+                device=options.device,
+            )
             for seed in range(1 if options.quick else options.seeds)
         ]
         split = scored_split(task.run)
@@ -202,41 +208,6 @@ def score_head(
         log.info(f"{task.encoder}, {task.graph}, {head}: {error}")
         return failure_reason(error)
     return {key: average_over_seeds([row[key] for row in figures]) for key in figures[0]}
-
-
-def fit_once(
-    options: argparse.Namespace, task: Task, head: str, changes: Mapping[str, str], seed: int
-) -> str:
-    """Fit a head unless the run has the same one, and return its name."""
-    suffix = "-neighbours" if "neighbours" in changes else ""
-    name = f"{head}{suffix}-seed{seed}"
-    run = open_any_run(task.run)
-    if not is_fitted(run, name, head, changes, seed):
-        fit_head(
-            run=task.run,
-            head=head,
-            seed=seed,
-            set=dict(changes),
-            name=name,
-            device=options.device,
-        )
-    return name
-
-
-def is_fitted(run: AnyRun, name: str, head: str, changes: Mapping[str, str], seed: int) -> bool:
-    """Return whether a run has a head that was fitted with the same settings and versions."""
-    if name not in run.head_names():
-        return False
-    try:
-        saved = run.load_head(name)
-    except LlmcondError:
-        return False
-    recipe = load_recipe(head, "kgc")
-    recipe = recipe.with_settings(recipe.parse_changes(dict(changes), head), head)
-    expected = {key: getattr(recipe.settings, key) for key in ("epochs", "neighbours")}
-    settings = {key: getattr(saved.head.settings, key) for key in expected}
-    versions = saved.record.get("versions") == provenance()["versions"]
-    return versions and saved.head.seed == seed and settings == expected
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -35,6 +34,7 @@ from reproduce import (
     Work,
     average_over_seeds,
     failure_reason,
+    fit_once,
     parse_table,
     result_figures,
     run_paper,
@@ -43,7 +43,6 @@ from reproduce import (
 from llmcond.arrays import MatrixLike, as_matrix
 from llmcond.commands.analyse import analyse
 from llmcond.commands.evaluate import evaluate
-from llmcond.commands.fit_head import fit_head
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.conditions import frobenius_variance
 from llmcond.features.view import FeatureView
@@ -53,7 +52,6 @@ from llmcond.log import log
 from llmcond.runs import RunFittedHead, open_run
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.rated import RatedExamples
-from llmcond.runs.trials import size_recipe
 from llmcond.system import provenance
 
 # -- the paper ---------------------------------------------------------------------------------
@@ -253,7 +251,17 @@ class Heads:
         key = (str(encoder.run), spec.key)
         if key not in self._names:
             try:
-                self._names[key] = [_fit(encoder, spec, seed) for seed in range(self.work.seeds)]
+                self._names[key] = [
+                    fit_once(
+                        run=encoder.run,
+                        head=spec.head,
+                        prompt="separate",
+                        seed=seed,
+                        set=dict(spec.changes),
+                        name=f"{spec.key}-seed{seed}",
+                    )
+                    for seed in range(self.work.seeds)
+                ]
             except LlmcondError as error:
                 log.info(f"{encoder.name}, {spec.key}: {error}")
                 self._names[key] = failure_reason(error)
@@ -278,45 +286,6 @@ def average_figures(figures_by_seed: Sequence[Mapping[str, Value]]) -> dict[str,
         key: average_over_seeds([figures[key] for figures in figures_by_seed])
         for key in figures_by_seed[0]
     }
-
-
-def _fit(encoder: PooledEncoder, spec: Spec, seed: int) -> str:
-    """Fit a head unless the run has it already, and return its name."""
-    name = f"{spec.key}-seed{seed}"
-    recipe = load_recipe(spec.head)
-    recipe = recipe.with_settings(recipe.parse_changes(dict(spec.changes), spec.key), spec.key)
-    run = open_run(encoder.run)
-    if name in run.head_names():
-        # A saved head that cannot be loaded, for any reason, is fitted again.
-        with suppress(LlmcondError):
-            saved_head = run.load_head(name)
-            head, resized_recipe = (
-                saved_head.head,
-                size_recipe(recipe, None, saved_head.head.dim_in, quiet=True),
-            )
-            saved_settings = (
-                head.kind,
-                head.settings,
-                head.seed,
-                saved_head.record.get("versions"),
-            )
-            expected_settings = (
-                recipe.kind,
-                resized_recipe.settings,
-                seed,
-                provenance()["versions"],
-            )
-            if saved_settings == expected_settings:
-                return name
-    fit_head(
-        run=encoder.run,
-        head=spec.head,
-        prompt="separate",
-        seed=seed,
-        set=dict(spec.changes),
-        name=name,
-    )
-    return name
 
 
 # -- tables ------------------------------------------------------------------------------------

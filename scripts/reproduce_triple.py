@@ -28,6 +28,7 @@ from reproduce import (
     Value,
     average_over_seeds,
     failure_reason,
+    fit_once,
     markdown_table,
     section_record,
     to_value,
@@ -36,13 +37,12 @@ from reproduce import (
 from llmcond.commands.analyse import analyse
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
-from llmcond.commands.fit_head import fit_head
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.ranking_results import DialogueResult, PlanResult
-from llmcond.files import check_output, read_json, write_json, write_text
+from llmcond.files import check_output, write_json, write_text
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
@@ -206,35 +206,19 @@ class Encoder:
         recipe_name, changes, start = HEADS[key]
         if self.options.quick:
             changes = {**changes, "epochs": "1"}
-        recipe = load_recipe(recipe_name, "dialogue")
-        recipe = recipe.with_settings(recipe.parse_changes(dict(changes), "HEADS"), "HEADS")
-        starts = self.fit(start) if start else [""] * len(self.seeds)
-        names = []
-        for seed, start_name in zip(self.seeds, starts, strict=True):
-            name = f"{key}-{seed}"
-            if not self._is_fitted(name, recipe.to_json(), start_name):
-                fit_head(
-                    run=self.folder,
-                    head=recipe_name,
-                    start=start_name or None,
-                    set=changes,
-                    seed=seed,
-                    name=name,
-                    device=self.options.device,
-                )
-            names.append(name)
-        return names
-
-    def _is_fitted(self, name: str, recipe: Mapping[str, Any], start: str) -> bool:
-        """Return whether the run has a head with these settings, from this start."""
-        path = self.run.head_folder(name) / "head.json"
-        if not path.is_file():
-            return False
-        record = read_json(path)
-        digest = self.run.head_record(start)["weights_sha256"] if start else None
-        recorded = record.get("start") or {}
-        same_start: bool = recorded.get("weights_sha256") == digest
-        return same_start and record["recipe"] == recipe
+        starts = self.fit(start) if start else [None] * len(self.seeds)
+        return [
+            fit_once(
+                run=self.folder,
+                head=recipe_name,
+                start=start_name,
+                set=changes,
+                seed=seed,
+                name=f"{key}-{seed}",
+                device=self.options.device,
+            )
+            for seed, start_name in zip(self.seeds, starts, strict=True)
+        ]
 
     def results(self, key: str) -> Mapping[str, Sequence[DialogueResult]] | str:
         """Return the results of a head by score, one per seed; or why there are none."""

@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError, escape_control_characters, install_command
-from llmcond.evaluation.breakdown import Level
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
+
+if TYPE_CHECKING:
+    from llmcond.evaluation.breakdown import Level
 
 #: The legal suffixes of a figure.
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
@@ -337,6 +339,8 @@ def plot_predictions(
     Raises:
         UserError: matplotlib is not installed.
     """
+    from llmcond.evaluation.breakdown import Level  # which imports scipy
+
     columns = ("system", *(field.name for field in fields(Level)))
     rows = ((name, *astuple(level)) for name, levels in systems.items() for level in levels)
     with draw_figure(path, (4.6 * len(systems), 4.0), columns, rows) as figure:

@@ -154,10 +154,14 @@ class Embedder(SimilarityModel):
             >>> explanation.method, explanation.conditions[0].values.shape
             ('leave-one-out', (4,))
         """
-        from llmcond.runs.explanation import explain_embedder
+        from llmcond.runs.explanation import explain_embedding
 
         names = as_conditions(conditions)
-        return replace(explain_embedder(self, sentence, names, to), about=describe(self))
+        is_mapped = self.head.kind != "none" or any(name in self.guides for name in names)
+        explanation = explain_embedding(
+            self, self.encoder, self.view, is_mapped, sentence, names, to
+        )
+        return replace(explanation, about=describe(self))
 
     def guided(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> Embedder:
         """Return an embedder whose embeddings under a condition are guided by labelled texts.

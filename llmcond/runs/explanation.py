@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from llmcond.conditions import condition_json
+from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.runs.similarity import SimilarityModel, pair_with_conditions
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder, TokenWeights
     from llmcond.encoders.engine.tokenizing import Token
+    from llmcond.features.view import FeatureView
     from llmcond.prompts import Prompt
-    from llmcond.runs.embedder import Embedder
 
 Method = Literal["pooling-weights", "router-weights", "exact", "leave-one-out"]
 Values = NDArray[np.float64]
@@ -94,8 +96,8 @@ class ConditionExplanation:
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True)
+class Explanation(Displayed):
     """The weight, or the contribution, of each token of a sentence under each condition.
 
     Attributes:
@@ -155,8 +157,8 @@ class Explanation:
                 self.quantity: _rounded(explained.condition_term),
             }
 
+    @override
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that ``--json`` prints."""
         return {
             "sentence": self.sentence,
             "to": self.to,
@@ -166,38 +168,59 @@ class Explanation:
         }
 
 
-def explain_embedder(
-    embedder: Embedder, sentence: str, conditions: Sequence[str], to: str | None
+def explain_embedding(
+    model: SimilarityModel,
+    encoder: Encoder,
+    view: FeatureView,
+    is_mapped: bool,
+    sentence: str,
+    conditions: Sequence[str],
+    to: str | None,
 ) -> Explanation:
     """Explain an embedding or, if there is a second sentence, a similarity.
 
-    ``Embedder.explain`` describes the arguments and the errors.
+    ``Embedder.explain`` describes the errors.
+
+    Args:
+        model: The embedder.
+        encoder: Its encoder.
+        view: Its features.
+        is_mapped: Whether a head or a guide maps the features.
+        sentence: The sentence.
+        conditions: The conditions.
+        to: The second sentence, if there is one.
     """
     rows = pair_with_conditions([sentence] * len(conditions), conditions)
-    prompt = _find_routed_prompt(embedder)
+    prompt = _find_routed_prompt(view)
     if to is None and prompt is not None:
-        return _explain_by_weights(embedder, prompt, rows)
-    if to is not None and prompt is not None and _is_plain(embedder, conditions):
+        return _explain_by_weights(encoder, prompt, rows)
+    # An embedding is the vector of one routed prompt, minus another one at most.
+    is_plain = not is_mapped and not encoder.engine.routes_inside and len(view.terms()) == 1
+    if to is not None and prompt is not None and is_plain:
         rows_to = pair_with_conditions([to] * len(conditions), conditions)
-        pairs = [_decompose(embedder, prompt, *both) for both in zip(rows, rows_to, strict=True)]
+        similarities = model.similarity([sentence] * len(rows), [to] * len(rows), conditions)
+        pairs = [
+            _decompose(encoder, prompt, view.subtracts, row, row_to, float(similarity))
+            for row, row_to, similarity in zip(rows, rows_to, similarities, strict=True)
+        ]
         explained = [each for each in pairs if each is not None]
         if len(explained) == len(conditions):
             return Explanation(sentence, to, "exact", explained)
-    return leave_one_out(embedder, embedder.encoder, sentence, conditions, to)
+    return leave_one_out(model, encoder, sentence, conditions, to)
 
 
-def _find_routed_prompt(embedder: Embedder) -> Prompt | None:
-    """Return the prompt whose tokens are weighted; None if the embedder has no router."""
-    prompts = (prompt for prompt, _ in embedder.view.terms())
+def _find_routed_prompt(view: FeatureView) -> Prompt | None:
+    """Return the prompt whose tokens are weighted; None if there is no router."""
+    prompts = (prompt for prompt, _ in view.terms())
     return next((prompt for prompt in prompts if prompt.conditional.router is not None), None)
 
 
 def _explain_by_weights(
-    embedder: Embedder, prompt: Prompt, rows: Sequence[tuple[str, str]]
+    encoder: Encoder, prompt: Prompt, rows: Sequence[tuple[str, str]]
 ) -> Explanation:
     explained = []
     for row in rows:
-        weighted = embedder.encoder.token_weights(prompt.conditional.render(*row))
+        weighted = encoder.token_weights(prompt.conditional.render(*row))
         weights = weighted.weights.astype(np.float64)
         layers = dict(zip(weighted.layers, weights, strict=False))
         explained.append(
@@ -210,30 +233,24 @@ def _explain_by_weights(
 # -- exact contributions -----------------------------------------------------------------------
 
 
-def _is_plain(embedder: Embedder, conditions: Sequence[str]) -> bool:
-    """Return whether an embedding is the vector of one routed prompt, minus another one at most."""
-    return (
-        not embedder.encoder.engine.routes_inside
-        and len(embedder.view.terms()) == 1
-        and embedder.head.kind == "none"
-        and not any(condition in embedder.guides for condition in conditions)
-    )
-
-
 def _decompose(
-    embedder: Embedder, prompt: Prompt, row: tuple[str, str], row_to: tuple[str, str]
+    encoder: Encoder,
+    prompt: Prompt,
+    subtracts: bool,
+    row: tuple[str, str],
+    row_to: tuple[str, str],
+    similarity: float,
 ) -> ConditionExplanation | None:
     """Split the cosine of two embeddings into contributions; None if a dense layer is between."""
     first, second = (
-        embedder.encoder.token_weights(prompt.conditional.render(*each)) for each in (row, row_to)
+        encoder.token_weights(prompt.conditional.render(*each)) for each in (row, row_to)
     )
     parts, parts_to = _scaled_parts(first), _scaled_parts(second)
     if parts is None or parts_to is None:
         return None
-    subtracts = embedder.view.subtracts
     if subtracts:
         unconditional = prompt.unconditional.render(*row), prompt.unconditional.render(*row_to)
-        vectors = -embedder.encoder.encode(unconditional).astype(np.float64)
+        vectors = -encoder.encode(unconditional).astype(np.float64)
         parts, parts_to = np.vstack([parts, vectors[:1]]), np.vstack([parts_to, vectors[1:]])
     norms = [np.linalg.norm(every.sum(axis=0)) for every in (parts, parts_to)]
     pairs: Values = parts @ parts_to.T / max(float(np.prod(norms)), np.finfo(np.float64).tiny)
@@ -243,7 +260,7 @@ def _decompose(
         row[1],
         first.tokens,
         values[:n],
-        similarity=float(embedder.similarity(row[0], row_to[0], row[1])),
+        similarity=similarity,
         condition_term=float(values[n]) if subtracts else None,
         to_tokens=second.tokens,
         pairs=pairs,

@@ -104,15 +104,13 @@ class Kind(ABC):
     def analyse(self, run: Any, options: Any) -> Any:
         """Explain a run's heads, and return an AnalysisResult.
 
-        ``options`` is an ``llmcond.workflows.options.scoring.AnalyseOptions``. By default, a kind
-        has no analyses.
+        ``options`` is an ``llmcond.workflows.options.scoring.AnalyseOptions``. The result is None
+        if the kind has no analyses, as by default.
 
         Raises:
             UserError: The head or split does not exist, or the kind has no such analysis.
         """
-        from llmcond.runs.open import open_run
-
-        return open_run(run.folder)  # raises an error with the commands for such runs
+        return None
 
     def train(self, options: Any, task: Any) -> Any:
         """Train an encoder and a head, and return a TrainingResult.

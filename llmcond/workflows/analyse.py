@@ -30,7 +30,7 @@ from llmcond.log import log
 from llmcond.metrics import finite_or_none
 from llmcond.report.analyses import plot_isotropy
 from llmcond.report.figures import has_matplotlib, plot_clusters
-from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run
+from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunFittedHead, open_any_run, open_run
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.kind import find_kind
 from llmcond.runs.predictors import load_fitted_heads, predict, zero_shot_heads
@@ -101,8 +101,10 @@ def analyse(options: AnalyseOptions) -> AnalysisResult:
     """
     any_run = open_any_run(Path(options.run))
     if not isinstance(any_run, Run):
-        result: AnalysisResult = find_kind(any_run.kind).analyse(any_run, options)
-        return result
+        result: AnalysisResult | None = find_kind(any_run.kind).analyse(any_run, options)
+        if result is not None:
+            return result
+        any_run = open_run(any_run.folder)  # raises an error with the commands for such runs
     run, top, seed = any_run, options.top, options.seed
     analyses = choose_analyses(options, ANALYSES, run)
     questions = read_questions(options.answers) if "answers" in analyses else []

@@ -42,9 +42,9 @@ pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp", "few_resamples")
 def few_resamples() -> Iterator[None]:
     """Use few resamples for intervals, as these tests do not check the intervals."""
 
-    def bootstrap_few(*arguments):
+    def bootstrap_few(*arguments, **options):
         *data, resamples = arguments
-        return bootstrap_metrics(*data, min(resamples, 20))
+        return bootstrap_metrics(*data, min(resamples, 20), **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "bootstrap_metrics", bootstrap_few)

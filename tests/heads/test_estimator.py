@@ -41,7 +41,9 @@ CONTRAST = {**SHORT, "info_nce": 1.0}
 #: Settings that make every bundled recipe small.
 RECIPES = {
     "concat": SHORT,
+    "concat-paper": SHORT,
     "hadamard": SHORT,
+    "hadamard-paper": {},
     "hypernet": {**SHORT, "rank": 2, "info_nce": 0.0},
     "hypernet-ablation": {**SHORT, "rank": 2},
     "hypernet-full": {**SHORT, "info_nce": 0.0},

@@ -1,6 +1,7 @@
 """Explanations in tables, figures and pages: values, shades, and hostile texts as text."""
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def explain(method="exact", **changes):
     first = ConditionExplanation("the sport", TOKENS, VALUES, similarity=0.9, condition_term=-0.05)
     second = ConditionExplanation("the mood", TOKENS, VALUES[::-1], similarity=0.1)
     explanation = Explanation(SENTENCE, "Skiing", method, [first, second], {"encoder": "minilm"})
-    return Explanation(**{**{n: getattr(explanation, n) for n in Explanation.__slots__}, **changes})
+    return replace(explanation, **changes)
 
 
 def layered():

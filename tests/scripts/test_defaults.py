@@ -211,7 +211,7 @@ def test_script_runs(
     ("arguments", "expected"),
     [
         ("", "required: --encoders"),
-        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a ."),
+        ("--encoders minilm --data CSTS_FOLDER", "CSTS_FOLDER does not exist. Expected a "),
     ],
 )
 def test_missing_arguments_or_data_are_reported(

@@ -299,12 +299,17 @@ def test_trained_encoder_has_figures_once_its_run_exists(
 def test_second_run_reuses_all_work(scripts, call, inputs, monkeypatch, tmp_path):
     """Reuses the work of the two tests above; if run alone, it first does this work itself."""
     out = tmp_path / "tables.md"
-    options = [inputs.bert], "--out", str(out)
-    expected_results = [call(script, *options) for script in (scripts.case, scripts.hypercl)]
+    # The few texts of tables 3 and 8 are not stored, so they are encoded again.
+    tables = [table for table in scripts.case.PAPER.tables if table not in ("3", "8")]
+    calls = [
+        (scripts.case, [inputs.bert], "--out", str(out), "--tables", *tables),
+        (scripts.hypercl, [inputs.bert], "--out", str(out)),
+    ]
+    expected_results = [call(*arguments) for arguments in calls]
     monkeypatch.setattr(FITTING, "fit_recipe", fail_if_called)
     monkeypatch.setattr(LazyEncoder, "__call__", fail_if_called)
-    for script, expected in zip((scripts.case, scripts.hypercl), expected_results, strict=True):
-        code, text, record = call(script, *options)
+    for arguments, expected in zip(calls, expected_results, strict=True):
+        code, text, record = call(*arguments)
         assert (code, text, record["sections"]) == (0, expected[1], expected[2]["sections"])
         assert out.read_text(encoding="utf-8").strip() == text.strip()
 

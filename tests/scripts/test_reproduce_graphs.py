@@ -5,6 +5,8 @@ import json
 import pytest
 from helpers.paths import ROOT
 
+from llmcond import fit_head
+
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.script("reproduce_graphs")]
 
 QUICK = ["--quick", "--device", "cpu", "--dtype", "float32"]
@@ -58,10 +60,11 @@ def test_table_has_rows_of_all_heads_and_is_written_with_its_figures(call, tmp_p
     assert "| hyper64-cl, neighbours |" in out.read_text()
 
 
-def test_each_head_is_fitted_once(call, script, monkeypatch):
-    fitted, fit_head = [], script.fit_head
+def test_each_head_is_fitted_once(call, monkeypatch):
+    fitted = []
     monkeypatch.setattr(
-        script, "fit_head", lambda **options: fitted.append(options["name"]) or fit_head(**options)
+        "reproduce.fit_head",
+        lambda **options: fitted.append(options["name"]) or fit_head(**options),
     )
     arguments = ["--heads", "hadamard-paper"]
     first, again = call(*arguments)[1], call(*arguments)[1]

@@ -85,11 +85,11 @@ def test_fitted_heads_are_reused_and_start_from_ccl(script, arguments, capsys, m
     def fail_if_called(**_):
         raise AssertionError("this head was already fitted")
 
-    monkeypatch.setattr(script, "fit_head", fail_if_called)
+    monkeypatch.setattr("reproduce.fit_head", fail_if_called)
     assert run(script, capsys, [*arguments, "--tables", "2"])[1] == text
     # A head with other settings is fitted again.
     fits = []
-    monkeypatch.setattr(script, "fit_head", lambda **options: fits.append(options["name"]))
+    monkeypatch.setattr("reproduce.fit_head", lambda **options: fits.append(options["name"]))
     monkeypatch.setitem(script.HEADS, "c3l", ("c3l-paper", {}, "ccl"))
     run(script, capsys, [*arguments, "--tables", "2"])
     assert fits == ["c3l-0"]

@@ -413,7 +413,7 @@ def test_seeds_of_ensembles_do_not_overlap(plan):
         (["--vary", "rank=1,2", "alpha+rank=1,2"], "--vary repeats rank"),
         (["--vary", "prompt=routed,rooted"], "Did you mean 'routed'"),
         (["--vary", "rank=1,2", "--then", "dev"], "Leave out --then"),
-        (["--vary", "rank=1,2", "--plot", "x.jpg"], "name a .png or .svg file"),
+        (["--vary", "rank=1,2", "--plot", "x.jpg"], "name a .png or .svg or .pdf file"),
     ],
 )
 def test_invalid_sweep_is_rejected_before_first_training(

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from llmcond.data.rows import Rows
-from llmcond.evaluation.breakdown import calibration
 from llmcond.evaluation.results import ComparedResult
 from llmcond.metrics import Estimate, Metric
 from llmcond.report.analyses import plot_isotropy
@@ -112,6 +111,8 @@ def _plot_differences(results: Sequence[ComparedResult], path: Path) -> None:
 
 
 def _plot_predictions(page: Page, rows: Rows, path: Path) -> None:
+    from llmcond.evaluation.breakdown import calibration  # which imports scipy
+
     low, high = page.scale
     rating = low + (high - low) * rows.rating
     systems = {}

@@ -56,17 +56,17 @@ class FitHeadOptions(RunOption, DeviceOption, DevOptions):
     head: str = option(
         metavar="NAME_OR_FILE", help="recipe of the head (`llmcond heads` lists the bundled ones)"
     )
+    dim: int | None = option(
+        None,
+        metavar="K",
+        help="dimension of the embeddings (default: the recipe's, but at most the features')",
+    )
     start: str | Path | None = option(
         None,
         metavar="NAME_OR_DIR",
         help="fitted head whose parameters the fit starts from, with the objective and settings of "
         "--head: a head of the run, or the folder of a head; it also decides --dim, --prompt and "
         "--subtract",
-    )
-    dim: int | None = option(
-        None,
-        metavar="K",
-        help="dimension of the embeddings (default: the recipe's, but at most the features')",
     )
     prompt: str | None = option(
         None,

@@ -91,7 +91,7 @@ def test_similarities_match_loops_over_candidates(run, score):
 
 def test_bi_encoder_is_analysed_without_pairs(capsys, run, tmp_path):
     command = ("analyse", "--run", run, "--head", "ccl", "rank", "--out", tmp_path)
-    result = run_json(capsys, *command)
+    result = run_json(capsys, *command, "--figure-format", "svg")
     names = [(row["name"].split("@")[0], row["score"]) for row in result["turns"][2:]]
     assert names == [("ccl", "bi"), ("rank", "bi"), ("rank", "average")]
     with (tmp_path / "turns-data.csv").open() as stream:
@@ -100,7 +100,7 @@ def test_bi_encoder_is_analysed_without_pairs(capsys, run, tmp_path):
         f"{row['name']}, {row['score']}" for row in result["turns"]
     }
     assert len(rows) == sum(len(row["turns"]) for row in result["turns"])
-    assert (tmp_path / "turns.png").read_bytes().startswith(b"<?xml")
+    assert (tmp_path / "turns.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_analysis_of_other_task_is_rejected(capsys, run, tiny_run):
