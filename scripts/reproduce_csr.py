@@ -382,8 +382,8 @@ def table_3(work: Work, trainings: Trainings) -> Section:
                 rows.append(trainings.row(encoder, system, key, TABLE_3))
     about = [
         "Random Weight is 1 + w, in which w is a softmax of normal scores. The sentence's token "
-        "ids are their seed, so they depend on neither the condition nor the batch. The paper does "
-        "not describe its random weights.",
+        "ids are their seed, so they depend on neither the condition nor the batch.",
+        "The paper does not describe its random weights.",
         "In the form of the paper's section 2, an encoder with random weights cannot see the "
         "condition. In the authors' code it can, because sentences attend to the condition.",
     ]
