@@ -48,16 +48,17 @@ class ObjectiveSettings:
         quadruplet: weight of max(0, margin + (1 - p) - (1 - n)), the quadruplet objective of C-STS.
         cosent: weight of CoSENT, log(1 + sum of e^(scale (cos_j - cos_i))) over the rows i and j of
             the batch with rating_i > rating_j.
-        ranking: weight of RankNet on cosines, the mean over the same i and j of log(1 + e^(scale
-            (cos_j
-            - cos_i))). objective: name of a custom objective, ``FILE.py:NAME`` or
-              ``package.module:NAME``. objective_weight: weight of the custom objective.
-              temperature: temperature t of ``info_nce``. margin: margin of ``quadruplet``. scale:
-              factor of the cosines in ``cosent`` and ``ranking``. ties: how ``info_nce`` and
-              ``quadruplet`` treat contrastive pairs with equal ratings. ``drop``: they leave them
-              out. ``keep``: the first row counts as the higher one, as in the code of C-STS and
-              Hyper-CL. ``gap``: each contrastive pair is weighted by the difference of its ratings,
-              and so are i and j of ``ranking``.
+        ranking: weight of RankNet on cosines, the mean over the same i and j of
+            log(1 + e^(scale (cos_j - cos_i))).
+        objective: name of a custom objective, ``FILE.py:NAME`` or ``package.module:NAME``.
+        objective_weight: weight of the custom objective.
+        temperature: temperature t of ``info_nce``.
+        margin: margin of ``quadruplet``.
+        scale: factor of the cosines in ``cosent`` and ``ranking``.
+        ties: how ``info_nce`` and ``quadruplet`` treat contrastive pairs with equal ratings.
+            ``drop``: they leave them out. ``keep``: the first row counts as the higher one, as in
+            the code of C-STS and Hyper-CL. ``gap``: each contrastive pair is weighted by the
+            difference of its ratings, and so are i and j of ``ranking``.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
