@@ -100,8 +100,11 @@ class Value:
 
 
 def failure_reason(error: LlmcondError | str) -> str:
-    """Return why a row has no figures: the first sentence of the error, without its advice."""
-    text = str(error)
+    """Return why a row has no figures: the first sentence of the error, without its advice.
+
+    Folders are left out, because they are specific to one machine and may be private.
+    """
+    text = re.sub(r"(?<!\S)/\S*/", "", str(error))
     if text.startswith("every fit failed"):
         text = text.partition(": ")[2].partition(": ")[2]
     return f"not done: {text.partition('. ')[0].removesuffix('.')}"

@@ -270,6 +270,7 @@ def _command(options: argparse.Namespace, sources: Sequence[str]) -> str:
         f"--epochs {options.epochs} --seeds {options.seeds}",
         *(["--heads", *options.heads] if len(options.heads) < len(HEADS) else []),
         *(["--neighbours"] if options.neighbours else []),
+        *([f"--dtype {options.dtype}"] if options.dtype != "auto" else []),
         *(["--quick"] if options.quick else []),
     ]
     return " ".join(texts)

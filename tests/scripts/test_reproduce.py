@@ -446,6 +446,11 @@ def test_values_are_averaged_over_seeds(scripts):
     assert average([value(0.5), value(None)]).format(1, 3) == "undefined"
 
 
+def test_reason_has_neither_advice_nor_folders(scripts):
+    reason = scripts.shared.failure_reason("/home/me/runs/x holds features of a/b. Use another.")
+    assert reason == "not done: x holds features of a/b"
+
+
 def test_table_cells_are_escaped(scripts):
     text = scripts.shared.markdown_table(["a", "b"], [["x | y", "two\nlines"]])
     assert text.splitlines()[2] == r"| x \| y | two lines |"
