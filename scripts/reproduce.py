@@ -603,19 +603,42 @@ class Paper:
 
 
 def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
-    """Run a script and return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
+    """Run a script and return its exit code; see ``run_script``."""
     options = _parser(paper).parse_args(arguments)
+    return run_script(paper.script, lambda: _reproduce(paper, options))
+
+
+def run_script(script: str, work: Callable[[], int]) -> int:
+    """Run a script and return its exit code: 0 for success, 2 for invalid input, 1 otherwise.
+
+    Args:
+        script: file name of the script, for messages.
+        work: function that does the work and returns the exit code.
+    """
     log_to_terminal()
     try:
-        return _reproduce(paper, options)
+        return work()
     except LlmcondError as error:
-        log.info(f"{paper.script}: {error}")
+        log.info(f"{script}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         log.info(
             "interrupted; the same command resumes from the features and fits computed so far."
         )
         return 1
+
+
+def write_page(
+    options: argparse.Namespace, texts: Sequence[str], record: Mapping[str, Any]
+) -> None:
+    """Write the page and its figures to ``--out``, and print the figures for ``--json``."""
+    if options.out is not None:
+        write_text(options.out, "\n".join(texts))
+        write_json(options.out.with_suffix(".json"), dict(record))
+        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
+    if options.json:
+        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    sys.stdout.flush()
 
 
 def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
@@ -642,13 +665,7 @@ def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
         texts.append(section.markdown())
         print(texts[-1], flush=True)
     record = _record(paper, work, sections)
-    if options.out is not None:
-        write_text(options.out, "\n".join(texts))
-        write_json(options.out.with_suffix(".json"), record)
-        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
-    sys.stdout.flush()
+    write_page(options, texts, record)
     return 0 if any(not encoder.reason for encoder in work.encoders) else 1
 
 

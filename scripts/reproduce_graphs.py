@@ -9,7 +9,6 @@ interrupted command resumes from them. ``bench_cache.py --graph`` measures table
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,15 +26,17 @@ from reproduce import (
     fit_once,
     parse_table,
     result_figures,
+    run_script,
     section_record,
+    write_page,
 )
 
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import check_output, write_json, write_text
+from llmcond.files import check_output
 from llmcond.kinds.ranking.graph import Graph, read_graph
-from llmcond.log import log, log_to_terminal
+from llmcond.log import log
 from llmcond.runs.open import open_any_run
 from llmcond.system import provenance
 from llmcond.workflows.options.common import Split
@@ -214,17 +215,9 @@ def score_head(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
+    """Run the script and return its exit code; see ``run_script``."""
     options = _parser().parse_args(arguments)
-    log_to_terminal()
-    try:
-        return _reproduce(options)
-    except LlmcondError as error:
-        log.info(f"reproduce_graphs.py: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.info("interrupted; the same command resumes from the features and heads stored so far.")
-        return 1
+    return run_script("reproduce_graphs.py", lambda: _reproduce(options))
 
 
 def _reproduce(options: argparse.Namespace) -> int:
@@ -246,12 +239,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         sections.append(section)
         print(section.markdown(), flush=True)
     record = _record(options, command, sections)
-    if options.out is not None:
-        write_text(options.out, "\n".join([head, *(part.markdown() for part in sections)]))
-        write_json(options.out.with_suffix(".json"), record)
-        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
+    write_page(options, [head, *(part.markdown() for part in sections)], record)
     done = any(not isinstance(row.ours, str) for section in sections for row in section.rows)
     return 0 if done else 1
 

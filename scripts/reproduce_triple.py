@@ -12,7 +12,6 @@ causal language model gives the candidates of table 3, as in the paper.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,10 @@ from reproduce import (
     failure_reason,
     fit_once,
     markdown_table,
+    run_script,
     section_record,
     to_value,
+    write_page,
 )
 
 from llmcond.commands.analyse import analyse
@@ -42,7 +43,7 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.ranking_results import DialogueResult, PlanResult
-from llmcond.files import check_output, write_json, write_text
+from llmcond.files import check_output
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
@@ -55,7 +56,7 @@ from llmcond.kinds.dialogue.queries import (
     rank_next,
 )
 from llmcond.kinds.dialogue.run import DialogueRun
-from llmcond.log import log, log_to_terminal
+from llmcond.log import log
 from llmcond.metrics import METRICS
 from llmcond.report.figures import Point, check_figure, plot_curve
 from llmcond.runs import open_any_run
@@ -711,17 +712,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0 for success, 2 for invalid input, 1 otherwise."""
+    """Run the script and return its exit code; see ``run_script``."""
     options = _parser().parse_args(arguments)
-    log_to_terminal()
-    try:
-        return _reproduce(options)
-    except LlmcondError as error:
-        log.info(f"reproduce_triple.py: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.info("interrupted; the same command resumes from the heads fitted so far.")
-        return 1
+    return run_script("reproduce_triple.py", lambda: _reproduce(options))
 
 
 def _reproduce(options: argparse.Namespace) -> int:
@@ -751,13 +744,7 @@ def _reproduce(options: argparse.Namespace) -> int:
                 texts[-1] += f"\n![{section.title}]({figure.name})\n"
         print(texts[-1], flush=True)
     record = _record(work, dict(zip(tables, sections, strict=True)))
-    if options.out is not None:
-        write_text(options.out, "\n".join(texts))
-        write_json(options.out.with_suffix(".json"), record)
-        log.info(f"tables -> {options.out}, and their figures as JSON next to it")
-    if options.json:
-        print(json.dumps(record, ensure_ascii=False, allow_nan=False))
-    sys.stdout.flush()
+    write_page(options, texts, record)
     return 0 if any(not encoder.reason for encoder in work.encoders) else 1
 
 

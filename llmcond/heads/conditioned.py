@@ -272,29 +272,29 @@ class Hypernet(ConditionedHead):
         return torch.cat(blocks)[torch.argsort(order)]
 
     def _multiply_block(self, x: Tensor, c: Tensor, which: Tensor) -> Tensor:
-        """Multiply rows by generated matrices, whose conditions may be in any order.
-
-        The part of W_c that does not depend on c, the bias of the generating layer, multiplies all
-        rows at once instead of being added to each matrix.
-        """
+        """Multiply rows by generated matrices, whose conditions may be in any order."""
         groups = ConditionGroups(which, len(c))
         rows = groups.pad(x)
         for name, shape in self._factors.items():
-            weight = self.get_parameter(name)
             # Dropout comes first, so that masks do not depend on the order of the groups.
             conditions = self.dropout(c).index_select(0, groups.order)
-            # In bfloat16, matrices are not converted to the type of the weight and back.
-            if self.in_bfloat16:
-                generated = conditions.bfloat16() @ weight.bfloat16().T
-            else:
-                generated = self.product(conditions, weight)
-            products = groups.multiply(rows, generated.view(-1, *shape), self.batched_product)
-            products = products.to(weight.dtype)
-            if self.settings.bias:
-                bias = self.get_parameter(f"{name}_bias").view(shape)
-                products = products + self.product(rows, bias.T)
-            rows = products
+            generated = self._generate(name, conditions).view(-1, *shape)
+            rows = groups.multiply(rows, generated, self.batched_product).to(c.dtype)
         return groups.restore(rows)
+
+    def _generate(self, name: str, conditions: Tensor) -> Tensor:
+        """Generate the matrices of conditions, flattened, in the type that multiplies rows.
+
+        They are by far the largest values of a fit, so that in bfloat16 they are not converted to
+        the type of the weights and back.
+        """
+        if not self.in_bfloat16:
+            return self.affine(name, conditions)
+        weight = self.get_parameter(name).bfloat16().T
+        if not self.settings.bias:
+            return conditions.bfloat16() @ weight
+        bias = self.get_parameter(f"{name}_bias").bfloat16()
+        return torch.addmm(bias, conditions.bfloat16(), weight)
 
     def factors(self, transformed: Tensor) -> list[Tensor]:
         """Return W_c, or the factors whose product it is, (u, a, b) each.
