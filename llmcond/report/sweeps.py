@@ -136,7 +136,7 @@ def plot_settings(results: Swept, path: Path) -> None:
         series,
         path,
         key.replace("_", " "),
-        _axis_label(metric),
+        axis_label(metric),
         log_x,
         _describe_intervals(results, missing),
     )
@@ -153,7 +153,8 @@ def _describe_intervals(results: Swept, missing: Sequence[bool]) -> str:
     return f"{band}; no band: two seeds or few rows give no interval" if any(missing) else band
 
 
-def _axis_label(metric: Metric, suffix: str = "") -> str:
+def axis_label(metric: Metric, suffix: str = "") -> str:
+    """Return the label of an axis with a metric in its display unit."""
     factor = "" if metric.factor == 1 else f" x {metric.factor:g}"
     return f"{metric.heading}{suffix}{factor}"
 
@@ -192,4 +193,4 @@ def plot_steps(results: Swept | Sequence[ComparedResult], path: Path, split: str
         return
     one_seed = all(len(result.fits) <= 1 for result in results)
     band = "line: one seed" if one_seed else "line: mean over seeds; band: range over seeds"
-    plot_curve(series, path, "steps", _axis_label(results[0].primary, f" on {split}"), band=band)
+    plot_curve(series, path, "steps", axis_label(results[0].primary, f" on {split}"), band=band)

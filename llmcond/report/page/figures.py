@@ -14,7 +14,7 @@ from llmcond.metrics import Estimate, Metric
 from llmcond.report.analyses import plot_isotropy
 from llmcond.report.figures import Interval, check_figure, plot_intervals, plot_predictions
 from llmcond.report.page.gather import Page
-from llmcond.report.sweeps import plot_steps
+from llmcond.report.sweeps import axis_label, plot_steps
 
 #: The names of the figures, without suffix.
 FIGURES = ("scores", "differences", "predictions", "isotropy", "steps")
@@ -73,10 +73,6 @@ def _describe_bars(rows: Sequence[Interval], bars: str) -> str:
     return bars + (_NO_INTERVAL if any(missing) else "")
 
 
-def _axis_label(metric: Metric, what: str) -> str:
-    return f"{what}{metric.heading}" + ("" if metric.factor == 1 else f" x {metric.factor:g}")
-
-
 def _plot_scores(results: Sequence[ComparedResult], path: Path) -> None:
     metric = results[0].primary
     rows = [_interval(metric, result, result.main) for result in results]
@@ -84,7 +80,7 @@ def _plot_scores(results: Sequence[ComparedResult], path: Path) -> None:
     if rows:
         over = "rows and seeds" if any(len(result.seeds) > 1 for result in results) else "rows"
         bars = _describe_bars(rows, f"bar: 95 % confidence interval over {over}")
-        label = _axis_label(metric, "")
+        label = axis_label(metric)
         plot_intervals(rows, path, label, f"- c: the unconditional vector is subtracted; {bars}")
 
 
@@ -106,7 +102,7 @@ def _plot_differences(results: Sequence[ComparedResult], path: Path) -> None:
             "bar: 95 % confidence interval of this paired difference over rows and seeds, not "
             "corrected for several comparisons",
         )
-        label = _axis_label(metric, "difference to the baseline, ")
+        label = f"difference to the baseline, {axis_label(metric)}"
         plot_intervals(rows, path, label, bars, reference=0.0)
 
 
