@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -604,20 +604,27 @@ class Paper:
 
 def run_paper(paper: Paper, arguments: Sequence[str] | None) -> int:
     """Run a script and return its exit code; see ``run_script``."""
-    options = _parser(paper).parse_args(arguments)
-    return run_script(paper.script, lambda: _reproduce(paper, options))
+    work = partial(_reproduce, paper)
+    return run_script(paper.script, _parser(paper).parse_args(arguments), work)
 
 
-def run_script(script: str, work: Callable[[], int]) -> int:
+def run_script(
+    script: str, options: argparse.Namespace, work: Callable[[argparse.Namespace], int]
+) -> int:
     """Run a script and return its exit code: 0 for success, 2 for invalid input, 1 otherwise.
 
     Args:
         script: file name of the script, for messages.
-        work: function that does the work and returns the exit code.
+        options: the options, by a parser of ``shared_parser``.
+        work: function that does the work for the options and returns the exit code.
     """
     log_to_terminal()
     try:
-        return work()
+        create_command(_Device, vars(options))  # loads the code that --plugin names
+        if options.seeds < 1:
+            raise UserError(f"--seeds is {options.seeds}; it must be at least 1.")
+        check_output(options.out, (".md",))
+        return work(options)
     except LlmcondError as error:
         log.info(f"{script}: {error}")
         return error.exit_code
@@ -642,9 +649,6 @@ def write_page(
 
 
 def _reproduce(paper: Paper, options: argparse.Namespace) -> int:
-    if options.seeds < 1:
-        raise UserError(f"seeds is {options.seeds}; it must be at least 1.")
-    check_output(options.out, (".md",))
     # The folder of the data is specific to one machine and may be private.
     options.data_name = options.data
     if options.data and "://" not in options.data:
@@ -698,7 +702,12 @@ def _apply_protocol(options: argparse.Namespace, dataset: Dataset) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Source(ColumnOptions, DeviceOption, Command):
+class _Device(DeviceOption, Command):
+    """Options for the device of encoders and heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source(ColumnOptions, _Device):
     """Options for the source of the rows, and for the device of encoders and heads."""
 
     data: str | None = option(None, metavar="SRC", help=f"{DATA} (default: the bundled sample)")
@@ -708,32 +717,65 @@ def _source(options: argparse.Namespace) -> _Source:
     return create_command(_Source, vars(options))
 
 
-def _parser(paper: Paper) -> argparse.ArgumentParser:
+def shared_parser(
+    doc: str,
+    folder: str,
+    tables: Sequence[str] = (),
+    source: type[Command] = _Device,
+    encoders: str = "aliases, hub names or folders",
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts have.
+
+    Args:
+        doc: docstring of the script.
+        folder: default folder of the runs.
+        tables: names of the tables that can be requested; without any, there is no ``--tables``.
+        source: command whose options say where the data is and on which device to compute.
+        encoders: how ``--encoders`` names them.
+    """
     parser = argparse.ArgumentParser(
-        description=paper.doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--encoders",
-        nargs="+",
-        required=True,
-        metavar="NAME",
-        help="aliases, hub names or folders; NAME=FOLDER is a local copy of the encoder NAME",
-    )
-    add_arguments(parser, _Source)
+    parser.add_argument("--encoders", nargs="+", required=True, metavar="NAME", help=encoders)
+    add_arguments(parser, source)
     parser.usage = None
     parser.set_defaults(data=None, device="auto", json=False)
     parser.add_argument(
         "--folder",
         type=Path,
-        default=Path("runs/reproduce"),
+        default=Path(folder),
         metavar="DIR",
-        help="folder of the runs, one for each encoder and pooling (default: runs/reproduce)",
+        help=f"folder of the runs, one for each encoder and source (default: {folder})",
     )
     parser.add_argument(
         "--seeds", type=int, default=3, metavar="N", help="number of seeds of each fit (default: 3)"
     )
+    if tables:
+        parser.add_argument(
+            "--tables", nargs="+", choices=tables, metavar="T", help="tables (default: all)"
+        )
     parser.add_argument(
-        "--tables", nargs="+", choices=paper.tables, metavar="T", help="tables (default: all)"
+        "--dtype",
+        default="auto",
+        help="number format of encoders: auto, float32, bfloat16, ... (default: auto)",
+    )
+    parser.add_argument("--quick", action="store_true", help="trial with one seed and few epochs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.md",
+        help="file to write the tables to, as Markdown; a .json file next to it gets the figures",
+    )
+    return parser
+
+
+def _parser(paper: Paper) -> argparse.ArgumentParser:
+    parser = shared_parser(
+        paper.doc,
+        "runs/reproduce",
+        paper.tables,
+        _Source,
+        "aliases, hub names or folders; NAME=FOLDER is a local copy of the encoder NAME",
     )
     parser.add_argument(
         "--protocol",
@@ -750,22 +792,10 @@ def _parser(paper: Paper) -> argparse.ArgumentParser:
         help="number of fits that run in parallel (default: number of cores)",
     )
     parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="number format of encoders: auto, float32, bfloat16, ... (default: auto)",
-    )
-    parser.add_argument(
         "--quantize", default="none", help="quantisation of encoders: none, 8bit or 4bit"
     )
     for name, declared in paper.options.items():
         parser.add_argument(f"--{name}", **declared)
-    parser.add_argument("--quick", action="store_true", help="trial with one seed and two epochs")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.md",
-        help="file to write the tables to, as Markdown; a .json file next to it gets the figures",
-    )
     return parser
 
 

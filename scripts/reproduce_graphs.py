@@ -28,13 +28,13 @@ from reproduce import (
     result_figures,
     run_script,
     section_record,
+    shared_parser,
     write_page,
 )
 
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
 from llmcond.errors import LlmcondError, UserError
-from llmcond.files import check_output
 from llmcond.kinds.ranking.graph import Graph, read_graph
 from llmcond.log import log
 from llmcond.runs.open import open_any_run
@@ -216,15 +216,12 @@ def score_head(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script and return its exit code; see ``run_script``."""
-    options = _parser().parse_args(arguments)
-    return run_script("reproduce_graphs.py", lambda: _reproduce(options))
+    return run_script("reproduce_graphs.py", _parser().parse_args(arguments), _reproduce)
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    for name in ("seeds", "epochs"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} is {getattr(options, name)}; it must be at least 1.")
-    check_output(options.out, (".md",))
+    if options.epochs < 1:
+        raise UserError(f"--epochs is {options.epochs}; it must be at least 1.")
     names = {source: name_graph(read_graph(source), source) for source in options.data}
     tasks = [
         Task(encoder, graph, source, options.folder / f"{_slug(encoder)}-{_slug(graph)}")
@@ -292,22 +289,10 @@ def _record(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = shared_parser(__doc__ or "", "runs/reproduce-graphs")
     names = [head for head, _, _ in HEADS]
     parser.add_argument(
-        "--encoders", nargs="+", required=True, metavar="NAME", help="aliases, hub names or folders"
-    )
-    parser.add_argument(
         "--data", nargs="+", required=True, metavar="FOLDER", help="folders of the graphs"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/reproduce-graphs"),
-        metavar="DIR",
-        help="folder of the runs (default: runs/reproduce-graphs)",
     )
     parser.add_argument(
         "--heads",
@@ -324,19 +309,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--epochs", type=int, default=8, help="maximum number of epochs (default: 8)"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds (default: 1)")
-    parser.add_argument("--dtype", default="auto", help="number format (default: auto)")
-    parser.add_argument("--device", default="auto", help="device (default: auto)")
-    parser.add_argument("--quick", action="store_true", help="trial with one seed and one epoch")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.md",
-        help="file to write the tables to, as Markdown; a .json file next to it gets the figures",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on the last line"
     )
     return parser
 

@@ -31,6 +31,7 @@ from reproduce import (
     markdown_table,
     run_script,
     section_record,
+    shared_parser,
     to_value,
     write_page,
 )
@@ -43,7 +44,6 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.ranking_results import DialogueResult, PlanResult
-from llmcond.files import check_output
 from llmcond.heads import load_recipe
 from llmcond.kinds.dialogue.data import read_dialogues
 from llmcond.kinds.dialogue.examples import DialogueExamples
@@ -663,27 +663,9 @@ MAKERS: Mapping[str, Callable[[Work], Section]] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--encoders", nargs="+", required=True, metavar="NAME", help="aliases, hub names or folders"
-    )
+    parser = shared_parser(__doc__ or "", "runs/reproduce-triple", TABLES)
     parser.add_argument(
         "--data", metavar="SRC", help="file or folder of dialogues (default: the bundled sample)"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/reproduce-triple"),
-        metavar="DIR",
-        help="folder of the runs, one for each encoder (default: runs/reproduce-triple)",
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="number of seeds of each fit (default: 3)"
-    )
-    parser.add_argument(
-        "--tables", nargs="+", choices=TABLES, metavar="T", help="tables (default: all)"
     )
     parser.add_argument(
         "--generate",
@@ -697,30 +679,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help="history lengths of table 3 (default: 2,5,10)",
     )
-    parser.add_argument("--dtype", default="auto", help="number format of encoders (default: auto)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--quick", action="store_true", help="trial with one seed and one epoch")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.md",
-        help="file to write the tables to, as Markdown; .json and .svg files next to it get the "
-        "figures",
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON record as well")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script and return its exit code; see ``run_script``."""
-    options = _parser().parse_args(arguments)
-    return run_script("reproduce_triple.py", lambda: _reproduce(options))
+    return run_script("reproduce_triple.py", _parser().parse_args(arguments), _reproduce)
 
 
 def _reproduce(options: argparse.Namespace) -> int:
-    if options.seeds < 1:
-        raise UserError(f"seeds is {options.seeds}; it must be at least 1.")
-    check_output(options.out, (".md",))
     tables = [table for table in TABLES if table in (options.tables or TABLES)]
     if options.out is not None and any(table.startswith("figure") for table in tables):
         check_figure(_figure_path(options.out, "figure"))

@@ -97,7 +97,7 @@ def test_fitted_heads_are_reused_and_start_from_ccl(script, arguments, capsys, m
 
 def test_invalid_input_is_reported(script, arguments, capsys, caplog, tmp_path):
     assert script.main([*arguments, "--seeds", "0"]) == 2
-    assert "seeds is 0; it must be at least 1" in caplog.text
+    assert "--seeds is 0; it must be at least 1" in caplog.text
     assert script.main([*arguments, "--out", str(tmp_path / "page.txt")]) == 2
     assert script.main([*arguments, "--data", str(tmp_path / "missing")]) == 2
     arguments = ["--encoders", str(tmp_path / "missing"), *arguments[2:], "--tables", "4"]
