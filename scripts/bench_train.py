@@ -101,7 +101,7 @@ class Training:
             lengths = self._lengths(rows)
             useful += sum(lengths)
             distinct_inputs = self.inputs.distinct_inputs(rows)
-            packed = sum(len(self.inputs.tokens[i].ids) for i in distinct_inputs)
+            packed = sum(len(self.inputs.texts.tokens[i].ids) for i in distinct_inputs)
             computed += max(lengths) * len(lengths) if self.kind == "loop" else packed
         synchronize(self.device)
         return time.perf_counter() - began, useful, computed
@@ -111,13 +111,13 @@ class Training:
         return [int(i) for column in columns for i in column[rows]]
 
     def _lengths(self, rows: Any) -> list[int]:
-        return [len(self.inputs.tokens[i].ids) for i in self._columns(rows)]
+        return [len(self.inputs.texts.tokens[i].ids) for i in self._columns(rows)]
 
     def _ours(self, rows: Any, step: int) -> Any:
         return self.model(self.inputs, rows, [0, step])
 
     def _loop(self, rows: Any) -> Any:
-        texts = [self.inputs.tokens[i] for i in self._columns(rows)]
+        texts = [self.inputs.texts.tokens[i] for i in self._columns(rows)]
         width = max(len(text.ids) for text in texts)
         ids = torch.tensor([text.ids + [0] * (width - len(text.ids)) for text in texts])
         ends = torch.tensor([len(text.ids) for text in texts])

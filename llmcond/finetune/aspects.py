@@ -204,12 +204,12 @@ class AspectModel(BiEncoderModel):
         """Return the loss of some rows plus the weighted loss of sampled groups, a scalar."""
         loss = super().forward(inputs, rows, seed)
         sampled = self._groups.sample(seed)
-        texts = RatedInputs.from_rows(sampled.rows, inputs.view, self._tokenizer)
+        extra = RatedInputs.from_rows(sampled.rows, inputs.view, self._tokenizer)
         positions = np.arange(len(sampled.rows))
-        used = texts.distinct_inputs(positions)
-        vectors = texts.embed(self.engine, used)
+        used = extra.distinct_inputs(positions)
+        vectors = extra.texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
-            embeddings, _ = self.head(*texts.batch(positions, used, vectors.float())).chunk(2)
+            embeddings, _ = self.head(*extra.batch(positions, used, vectors.float())).chunk(2)
             labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
             group, value = labels.to(embeddings.device)
             temperature = self._groups.settings.aspects_temperature

@@ -16,6 +16,7 @@ from typing_extensions import override
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
 from llmcond.encoders.engine.tokenizing import Tokens
+from llmcond.finetune.inputs import TokenizedInputs
 from llmcond.heads import FittedHead
 from llmcond.heads.base import FittedModule, fitted_class
 from llmcond.heads.module import HeadModule
@@ -35,6 +36,9 @@ class _RatedData(Protocol):
     def pair(self) -> NDArray[np.int64]: ...  # the sentence pair of each row, (n,)
     def __len__(self) -> int: ...
 
+
+#: Number of inputs with routers that are encoded at a time without gradients.
+_ROUTED_BATCH = 1_024
 
 #: Training data of a model: rated rows, or triples of a graph.
 R = TypeVar("R", bound=Sized)
@@ -102,6 +106,20 @@ class TrainedModel(nn.Module, Generic[R, F]):
         seeds = np.random.SeedSequence(seed).generate_state(2, np.uint64)
         torch.manual_seed(int(seeds[0] >> 1))
         self.head.seed_dropout(int(seeds[1]))
+
+    def encode(self, inputs: TokenizedInputs, which: Positions) -> NDArray[np.float32]:
+        """Compute vectors of some inputs (u,), (u, dim), without dropout and gradients."""
+        if not inputs.queries:
+            return self.vectors([inputs.tokens[i] for i in which])
+        was_training = self.training
+        self.eval()
+        vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
+        with torch.inference_mode():
+            for start in range(0, len(which), _ROUTED_BATCH):
+                part = inputs.embed(self.engine, which[start : start + _ROUTED_BATCH])
+                vectors[start : start + _ROUTED_BATCH] = part.float().cpu().numpy()
+        self.train(was_training)
+        return vectors
 
     def vectors(self, tokens: Sequence[Tokens]) -> NDArray[np.float32]:
         """Compute the encoder's vectors of inputs, (n, dim), without dropout and gradients."""

@@ -15,12 +15,12 @@ from torch import Tensor
 from llmcond.arrays import Positions
 from llmcond.data.rows import Rows
 from llmcond.encoders.engine.engine import Engine
-from llmcond.encoders.engine.routing import embed_routed, router_inputs
-from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
+from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.finetune.base import DistributedCompute, RatedModel
+from llmcond.finetune.inputs import TokenizedInputs
 from llmcond.heads import FittedHead, PairArrays, Recipe, SharedRows
 from llmcond.heads.module import Batch, seeded
 from llmcond.heads.objectives import Objective, RatedBatch, adjacent_pairs, contrast_groups
@@ -32,9 +32,6 @@ from llmcond.system import move_to_device
 
 T = TypeVar("T")
 
-#: Number of inputs with routers that are encoded at a time without gradients.
-_ROUTED_BATCH = 1_024
-
 
 @dataclass(frozen=True)
 class RatedInputs:
@@ -42,9 +39,7 @@ class RatedInputs:
 
     Attributes:
         view: features that the head reads.
-        items: the distinct inputs.
-        tokens: tokens of each distinct input.
-        queries: tokens of the router texts of the inputs, by text.
+        texts: the distinct inputs.
         columns: (n,) position of each row's input, by prompt, part and sentence (0 or 1).
         rating: (n,) ratings on 0 to 1.
         pair: (n,) sentence pair of each row.
@@ -52,9 +47,7 @@ class RatedInputs:
     """
 
     view: FeatureView
-    items: list[EncoderInput]
-    tokens: list[Tokens]
-    queries: dict[str, Tokens]
+    texts: TokenizedInputs
     columns: dict[tuple[str, FeaturePart, int], Positions]
     rating: NDArray[np.float64]
     pair: NDArray[np.int64]
@@ -78,13 +71,9 @@ class RatedInputs:
                 columns[prompt.name, part, side] = np.array(item_positions, dtype=np.int64)[rated]
         used_positions = np.unique(np.concatenate(list(columns.values())))
         all_items = list(positions)
-        items = [all_items[position] for position in used_positions]
-        routers = router_inputs(items)
         return cls(
             view=view,
-            items=items,
-            tokens=tokenizer(items),
-            queries=dict(zip(routers, tokenizer(list(routers.values())), strict=True)),
+            texts=TokenizedInputs.of([all_items[i] for i in used_positions], tokenizer),
             columns={
                 key: np.searchsorted(used_positions, column) for key, column in columns.items()
             },
@@ -112,13 +101,6 @@ class RatedInputs:
             condition=self.view.condition_features(reader(0)),
             pair=self.pair,
         )
-
-    def embed(self, engine: Engine, which: Positions) -> Tensor:
-        """Encode some distinct inputs with gradients; return (u, dim) vectors."""
-        tokens = [self.tokens[i] for i in which]
-        if not self.queries:
-            return engine.embed(tokens)
-        return embed_routed(engine, [self.items[i] for i in which], tokens, self.queries)
 
     def distinct_inputs(self, rows: Positions) -> Positions:
         """Return the positions of the distinct inputs, (u,), of some rows (m,)."""
@@ -206,7 +188,7 @@ class BiEncoderModel(RatedModel[RatedInputs]):
         """Return the mean loss of some rows, a scalar; ``seed`` seeds dropout."""
         self.seed_dropout(seed)
         used = inputs.distinct_inputs(rows)
-        vectors = inputs.embed(self.engine, used)
+        vectors = inputs.texts.embed(self.engine, used)
         with torch.autocast(vectors.device.type, enabled=False):
             batch = inputs.batch(rows, used, vectors.float())
             first, second = self.head(*batch).chunk(2)
@@ -227,21 +209,7 @@ class BiEncoderModel(RatedModel[RatedInputs]):
 
     def predict(self, inputs: RatedInputs, shared: DistributedCompute) -> NDArray[np.float32]:
         """Predict the similarity of all rows, (n,); each distinct input is encoded once."""
-        vectors = shared(len(inputs.items), lambda which: self.encode(inputs, which))
+        vectors = shared(len(inputs.texts), lambda which: self.encode(inputs.texts, which))
         pairs = inputs.arrays(vectors)
         head: FittedHead = self.fitted_head()
         return head.similarity(pairs.first, pairs.second, pairs.condition)
-
-    def encode(self, inputs: RatedInputs, which: Positions) -> NDArray[np.float32]:
-        """Compute (u, dim) vectors of distinct inputs (u,), without dropout and gradients."""
-        if not inputs.queries:
-            return self.vectors([inputs.tokens[i] for i in which])
-        was_training = self.training
-        self.eval()
-        vectors = np.empty((len(which), self.engine.dim), dtype=np.float32)
-        with torch.inference_mode():
-            for start in range(0, len(which), _ROUTED_BATCH):
-                part = inputs.embed(self.engine, which[start : start + _ROUTED_BATCH])
-                vectors[start : start + _ROUTED_BATCH] = part.float().cpu().numpy()
-        self.train(was_training)
-        return vectors

@@ -38,7 +38,7 @@ from llmcond.runs.predictors import AnyPredictor, score_predictors
 from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data, Task
 from llmcond.workflows.evaluate import evaluate
-from llmcond.workflows.extract import check_prompts, read_data
+from llmcond.workflows.extract import check_prompts, check_router_used, read_data
 from llmcond.workflows.last_stage import StageResult, read_stage_splits, run_stage
 from llmcond.workflows.options.common import Split
 from llmcond.workflows.options.scoring import EvaluateOptions
@@ -48,7 +48,6 @@ from llmcond.workflows.training_options import (
     DataReader,
     build_tune_settings,
     check_rated_options,
-    check_unrouted,
     choose_head,
     resolve_trainable,
 )
@@ -239,7 +238,7 @@ class RankingJob(TrainingJob):
         check_prompts(prompts, resolved, task)
         view = recipe_view(recipe, prompts, subtract=False)
         view.check_texts()
-        check_unrouted(prompts, resolved)
+        check_router_used(prompts, options.encoder_options(), task)
         return cls(
             model=model,
             resolved=resolved,

@@ -148,15 +148,6 @@ def has_router(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> bool:
     return resolved.identity.routes_inside or any(prompt.has_router for prompt in prompts)
 
 
-def check_unrouted(prompts: Sequence[Prompt], resolved: ResolvedEncoder) -> None:
-    """Raise a UserError for routers, which weight only the tokens of rated rows."""
-    if has_router(prompts, resolved):
-        raise UserError(
-            "routers can only be trained on rated pairs. Leave out --router, and name a --prompt "
-            "without one, such as separate."
-        )
-
-
 def find_rated_task(name: str | None) -> Task:
     """Return a task of rated pairs by its name.
 

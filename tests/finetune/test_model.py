@@ -541,12 +541,12 @@ def test_encoder_dropout_is_active_in_training_only(prepare, name, drops):
     task = Task()
     model, inputs = task.build_model(trainable), task.build_inputs(trainable)
     model.eval()
-    expected = encode_rows(trainable.engine, inputs.tokens)
+    expected = encode_rows(trainable.engine, inputs.texts.tokens)
     model.train()
-    assert are_different(encode_rows(trainable.engine, inputs.tokens), expected) == drops
+    assert are_different(encode_rows(trainable.engine, inputs.texts.tokens), expected) == drops
     # ``encode`` turns dropout off, and on again afterwards.
-    assert_close(model.encode(inputs, np.arange(len(inputs.items))), expected)
-    assert are_different(encode_rows(trainable.engine, inputs.tokens), expected) == drops
+    assert_close(model.encode(inputs.texts, np.arange(len(inputs.texts))), expected)
+    assert are_different(encode_rows(trainable.engine, inputs.texts.tokens), expected) == drops
 
 
 def test_adapter_dropout_is_active_without_encoder_dropout(prepare):

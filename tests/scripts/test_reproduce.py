@@ -195,6 +195,12 @@ def test_csr_prints_every_table(scripts, call, inputs, tmp_path, monkeypatch):
     trained = {row["system"]: row for row in table_rows(record, "Table 1")[:9]}
     assert "LoRA of rank 16 instead of all weights" in trained["CSR"]["set_up"]
     assert "1/2 of train" in trained["CSR"]["set_up"]
+    graph_rows = {row["system"]: row for row in table_rows(record, "Table 2")[:7]}
+    assert graph_rows["CSR, 2 layers (tri-encoder)"]["paper"]["mrr"] == 66.1
+    assert "LoRA of rank 16 instead of all weights" in graph_rows["bi-encoder"]["set_up"]
+    untrained = [system for system in graph_rows if system.endswith(", not trained")]
+    assert len(untrained) == 3
+    assert graph_rows[untrained[-1]]["ours"] != graph_rows["CSR, 2 layers (tri-encoder)"]["ours"]
     # The tables share encoders.
     weights = {row["system"]: row["ours"] for row in table_rows(record, "Table 3")[:7]}
     assert weights["CSR: 1 + w"] == trained["CSR"]["ours"]

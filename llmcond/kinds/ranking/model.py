@@ -21,10 +21,10 @@ from typing_extensions import override
 
 from llmcond.arrays import Positions
 from llmcond.encoders.engine.engine import Engine
-from llmcond.encoders.engine.tokenizing import Tokens
 from llmcond.errors import UserError
 from llmcond.evaluation.ranking import rank
 from llmcond.finetune.base import DistributedCompute, TrainedModel
+from llmcond.finetune.inputs import TokenizedInputs
 from llmcond.heads import Recipe
 from llmcond.heads.module import seeded
 from llmcond.heads.pairs import DEV_SCORE_KEY
@@ -41,25 +41,24 @@ _DEV_TRIPLES, _DEV_CANDIDATES = 500, 8_192
 
 @dataclass(frozen=True)
 class GraphInputs:
-    """The triples of a split, with all texts of their graph, each tokenised once.
+    """The triples of a split, with all texts of their graph.
 
     Attributes:
         triples: triples of the split, (m, 3).
         n_relations: number of relations, R.
+        n_entities: number of entities, n.
         known: tails that are not negatives of a query: the known tails of train in training, and
             of all splits on dev.
-        entities: tokens of all entities, (n,).
-        relations: tokens of all relations in both directions, (2 R,), for heads that read them.
-        joint: tokens of head entities under relations, for heads that read them.
-        joint_of: keys of ``joint`` in ascending order; see ``joint_keys``.
+        texts: inputs of the n entities, then, for heads that read them, of all relations in both
+            directions, (2 R,), and of head entities under relations.
+        joint_of: keys of the head entities under relations in ascending order; see ``joint_keys``.
     """
 
     triples: Triples
     n_relations: int
+    n_entities: int
     known: KnownTriples
-    entities: list[Tokens]
-    relations: Sequence[Tokens] = ()
-    joint: Sequence[Tokens] = ()
+    texts: TokenizedInputs
     joint_of: Positions = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
@@ -73,12 +72,20 @@ class GraphInputs:
         """Return the keys of the joint inputs of queries with their tails, (m, 3)."""
         return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
+    def relations(self, relations: Positions) -> Positions:
+        """Return the positions of relations in ``texts``."""
+        return self.n_entities + relations
+
+    def joint(self, keys: Positions) -> Positions:
+        """Return the positions of head entities under relations in ``texts``, by their keys."""
+        return len(self.texts) - len(self.joint_of) + np.searchsorted(self.joint_of, keys)
+
     @cached_property
     def dev_sample(self) -> tuple[Positions, Positions]:
         """The sample of the split that is scored: queries (k, 3), and further candidates."""
         rng = np.random.default_rng(0)
         rows = np.sort(rng.permutation(len(self))[:_DEV_TRIPLES])
-        return self.queries(rows), rng.permutation(len(self.entities))[:_DEV_CANDIDATES]
+        return self.queries(rows), rng.permutation(self.n_entities)[:_DEV_CANDIDATES]
 
 
 class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
@@ -113,12 +120,10 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         if start is None:
             # The relations are encoded before any training step, so a resumed training starts from
             # the same head.
-            reads_relations = self.head.reads_relations
-            features = (
-                normalize(torch.from_numpy(self.vectors(inputs.relations)))
-                if reads_relations
-                else None
-            )
+            features = None
+            if self.head.reads_relations:
+                relations = inputs.relations(np.arange(2 * inputs.n_relations))
+                features = normalize(torch.from_numpy(self.encode(inputs.texts, relations)))
             seeded(lambda: self.head.initialise(features), seed)
 
     def forward(self, inputs: GraphInputs, rows: Positions, seed: list[int]) -> Tensor:
@@ -134,7 +139,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             for _ in range(settings.relation_negatives)
         ]
         # All heads are candidates: each is the tail of the inverse query.
-        random_entities = rng.integers(len(inputs.entities), size=settings.random_candidates)
+        random_entities = rng.integers(inputs.n_entities, size=settings.random_candidates)
         encoded = _EncodedTexts.of(
             self.head,
             inputs,
@@ -142,7 +147,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             np.concatenate([relation, *other_relations]),
             random_entities,
         )
-        vectors = self.engine.embed(encoded.tokens)
+        vectors = inputs.texts.embed(self.engine, encoded.texts)
         with torch.autocast(vectors.device.type, enabled=False):
             parts = torch.split(normalize(vectors.float()), encoded.sizes)
             queries = self._embed_queries(inputs, encoded, parts, triples)
@@ -212,7 +217,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
         count = 2 * inputs.n_relations
         encoded = _EncodedTexts.of(self.head, inputs, queries, np.arange(count), further_candidates)
         vectors = shared(
-            len(encoded.tokens), lambda which: self.vectors([encoded.tokens[i] for i in which])
+            len(encoded.texts), lambda which: self.encode(inputs.texts, encoded.texts[which])
         )
         if not np.isfinite(vectors).all():
             return None
@@ -253,13 +258,13 @@ class _EncodedTexts:
         entities: entities, in ascending order.
         relations: relations, in ascending order; empty if the head does not read their features.
         joint: keys of joint inputs, in ascending order; empty if the head does not read them.
-        tokens: tokens of entities, relations and joint inputs, in this order.
+        texts: positions of the entities, relations and joint inputs, in this order.
     """
 
     entities: Positions
     relations: Positions
     joint: Positions
-    tokens: list[Tokens]
+    texts: Positions
 
     @classmethod
     def of(
@@ -275,12 +280,8 @@ class _EncodedTexts:
         entities = np.unique(np.concatenate([queries[:, 0], queries[:, 2], further_entities]))
         relations = np.unique(relations) if head.reads_relations else empty
         joint = np.unique(inputs.keys(queries)) if head.reads_joint else empty
-        tokens = [
-            *(inputs.entities[i] for i in entities),
-            *(inputs.relations[i] for i in relations),
-            *(inputs.joint[i] for i in np.searchsorted(inputs.joint_of, joint)),
-        ]
-        return cls(entities, relations, joint, tokens)
+        texts = np.concatenate([entities, inputs.relations(relations), inputs.joint(joint)])
+        return cls(entities, relations, joint, texts)
 
     @property
     def sizes(self) -> list[int]:

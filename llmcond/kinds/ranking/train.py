@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from llmcond.errors import UserError
+from llmcond.finetune.inputs import TokenizedInputs
 from llmcond.kinds.ranking.arrays import joint_keys
 from llmcond.kinds.ranking.graph import Graph, KnownTriples, both_directions
 from llmcond.kinds.ranking.heads import FittedQueryHead, load_query_head
@@ -56,21 +59,26 @@ class _QueryJob(RankingJob):
     def build_parts(self, trainable: TrainableEncoder) -> TrainingParts:
         graph, (prompt,) = self.dataset, self.view.prompts
         texts = self.task.texts(graph)
-        inputs, tokenizer = QueryInputs(texts, prompt), trainable.tokenizer
+        inputs = QueryInputs(texts, prompt)
         joint = self.view.features == "joint"
         if joint:
             inputs.check_distinct()
         directions = both_directions(graph.splits["train"], graph.n_relations)
+        items = list(inputs.candidates)
+        if self.view.conditioned:
+            items += inputs.conditions
+        keys = np.empty(0, dtype=np.int64)
+        if joint:
+            items += inputs.joint
+            heads, relations = texts.query_pairs.T
+            keys = joint_keys(heads, relations, graph.n_relations)
         train = GraphInputs(
             triples=graph.splits["train"],
-            entities=tokenizer(inputs.candidates),
-            relations=tokenizer(inputs.conditions) if self.view.conditioned else [],
-            known=KnownTriples(directions, graph.n_entities),
             n_relations=graph.n_relations,
-            joint=tokenizer(inputs.joint) if joint else (),
-            joint_of=joint_keys(
-                texts.query_pairs[:, 0], texts.query_pairs[:, 1], graph.n_relations
-            ),
+            n_entities=graph.n_entities,
+            known=KnownTriples(directions, graph.n_entities),
+            texts=TokenizedInputs.of(items, trainable.tokenizer),
+            joint_of=keys,
         )
         dev = None
         if len(graph.splits.get("dev", ())):

@@ -10,6 +10,7 @@ from helpers.training import compute_alone, cpu_accelerator, resume_training
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
 from llmcond.errors import UserError
+from llmcond.finetune.inputs import TokenizedInputs
 from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.loop import Trainer
 from llmcond.finetune.settings import TuneSettings
@@ -47,18 +48,15 @@ def make_trainable(tiny_bert, **settings):
 
 def make_inputs(trainable):
     """Make the inputs of train and dev, with texts of a head entity and its relation as well."""
-
-    def tokenize(texts):
-        return trainable.tokenizer([EncoderInput("", text) for text in texts])
-
     directions = [*RELATIONS, *(f"inverse {text}" for text in RELATIONS)]
     train, all_triples = (both_directions(triples, R) for triples in (TRAIN, TRIPLES))
     keys = np.unique(all_triples[:, 0].astype(np.int64) * 2 * R + all_triples[:, 1])
-    joint = tokenize([f"{TEXTS[key // (2 * R)]}; {directions[key % (2 * R)]}" for key in keys])
-    shared = tokenize(TEXTS), tokenize(directions), joint, keys
+    joint = [f"{TEXTS[key // (2 * R)]}; {directions[key % (2 * R)]}" for key in keys]
+    items = [EncoderInput("", text) for text in (*TEXTS, *directions, *joint)]
+    shared = TokenizedInputs.of(items, trainable.tokenizer), keys
     return (
-        GraphInputs(TRAIN, R, KnownTriples(train, N), *shared),
-        GraphInputs(DEV, R, KnownTriples(all_triples, N), *shared),
+        GraphInputs(TRAIN, R, N, KnownTriples(train, N), *shared),
+        GraphInputs(DEV, R, N, KnownTriples(all_triples, N), *shared),
     )
 
 
@@ -74,9 +72,8 @@ def make_model(tiny_bert, name="hypernet-full", start=None, seed=5, **changes):
 
 def encode_arrays(model, inputs):
     """Encode all texts of a graph with the current weights, for heads on cached features."""
-    entities, relations, joint = (
-        model.vectors(tokens) for tokens in (inputs.entities, inputs.relations, inputs.joint)
-    )
+    vectors = model.encode(inputs.texts, np.arange(len(inputs.texts)))
+    entities, relations, joint = np.split(vectors, [N, N + 2 * R])
     return QueryArrays(entities, inputs.triples, R, inputs.known, relations, joint, inputs.joint_of)
 
 

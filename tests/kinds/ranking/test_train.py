@@ -91,6 +91,25 @@ def test_bi_encoder_and_free_matrices_are_trained(capsys, graph, model, tmp_path
     assert result["scores"][-1]["mrr"] in [row["mrr"] for row in rows if row["head"] == head]
 
 
+CSR = ("--router", "csr", "--router-layers", "1")
+
+
+@pytest.mark.parametrize(
+    ("router", "has_weights"),
+    [((), False), (CSR, False), ((*CSR, "--router-mode", "heavy"), True)],
+    ids=["routed pooling", "csr", "csr-heavy"],
+)
+def test_router_is_trained(capsys, graph, model, tmp_path, router, has_weights):
+    folder = tmp_path / "run"
+    arguments = ("--head", "none", "--prompt", "routed", *router)
+    result = run_json(capsys, "train-lora", *make_arguments(graph, model, folder, *arguments))
+    assert result["prompt"] == "routed"
+    record = json.loads((folder / "heads" / result["head"] / "head.json").read_text())
+    # Extraction encodes the inputs as training did; features are stored in float16.
+    assert record["dev_mrr"] == pytest.approx(result["dev_score"], abs=1e-4)
+    assert (folder / "router.safetensors").is_file() == has_weights
+
+
 def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
     options = ["--task", "kgc", "--data", graph, "--model", model, "--run", tmp_path / "frozen"]
     encoder_options = ("--pooling", "mean", "--dtype", "float32", "--device", "cpu")
@@ -139,7 +158,7 @@ def test_training_starts_from_fitted_head(capsys, graph, model, tmp_path):
         ),
         (("--head", "linear", "--prompt", "concat-sent-cond", "cond"), "Give one --prompt"),
         (("--head", "linear", "--subtract"), "nothing can be subtracted"),
-        (("--head", "linear", "--prompt", "routed"), "routers can only be trained on rated pairs"),
+        (("--head", "concat", "--router", "csr"), "the prompt separate names no router"),
     ],
 )
 def test_invalid_arguments_are_rejected(capsys, graph, model, tmp_path, arguments, message):
