@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -122,8 +123,13 @@ def result_figures(result: Result) -> dict[str, Value]:
 
 
 def average_over_seeds(values: Sequence[Value]) -> Value:
-    """Return the mean of a figure over seeds, with its deviation and Student's interval."""
-    from scipy.stats import t
+    """Return the mean of a figure over seeds, with its deviation and 95 % interval.
+
+    The interval covers the error of seeds and, if the fits have intervals, that of rows, as in
+    ``llmcond compare``: both variances are added, with Welch's degrees of freedom. The variance of
+    rows is the mean over the fits, which is slightly above that of their mean.
+    """
+    from scipy.stats import norm, t
 
     defined = [value.value for value in values if value.value is not None]
     seeds = len(values)
@@ -132,7 +138,14 @@ def average_over_seeds(values: Sequence[Value]) -> Value:
     if seeds == 1:
         return replace(values[0], seeds=1)
     mean, deviation = statistics.fmean(defined), statistics.stdev(defined)
-    half = float(t.ppf(0.975, seeds - 1)) * deviation / seeds**0.5
+    widths = [v.high - v.low for v in values if v.low is not None and v.high is not None]
+    of_rows = 0.0
+    if len(widths) == seeds:
+        of_rows = statistics.fmean((width / 2 / norm.ppf(0.975)) ** 2 for width in widths)
+    of_seeds = deviation**2 / seeds
+    variance = of_rows + of_seeds
+    freedom = (seeds - 1) * (variance / of_seeds) ** 2 if of_seeds else math.inf
+    half = float(t.ppf(0.975, freedom)) * variance**0.5
     return Value(mean, mean - half, mean + half, deviation, seeds)
 
 

@@ -118,8 +118,7 @@ def table_2(options: argparse.Namespace, tasks: Sequence[Task]) -> Iterator[Sect
             "Every entity is a candidate, other known answers are left out (filtered), and ranks "
             "are realistic if scores are tied. Both directions are averaged.",
             "The paper prints fractions. All figures of this table are multiplied by 100.",
-            "A single fit has an interval over head and tail entities, several fits have one over "
-            "seeds.",
+            "Intervals cover the error of head and tail entities and, with several fits, of seeds.",
             '"Neighbours" are the mean features of the entities that train links to an entity. The '
             "paper has nothing like it.",
         ]

@@ -243,7 +243,7 @@ class Encoder:
     def figures(self, key: str, score: str) -> Mapping[str, Value] | str:
         """Return the figures of a head over seeds: all histories, and each history by its number.
 
-        The intervals are over seeds, or of a single fit over dialogues.
+        The intervals cover the error of dialogues and of seeds.
         """
         results = self.results(key)
         if isinstance(results, str):
@@ -747,7 +747,7 @@ def _head(work: Work) -> str:
         "Dev chose the epochs by the average rank.",
         'Columns headed "paper" contain the figure as printed, or – if the paper has no such row.',
         f'Columns headed "ours" contain mean ± deviation over seeds ({seeds} per fit) '
-        "[95 % interval of that mean]. A single fit has a [95 % interval over dialogues].",
+        "[95 % interval, over dialogues and seeds].",
         "Average ranks are means over histories of 2 to 10 turns; lower is better.",
     ]
     rows = []

@@ -14,7 +14,9 @@ from helpers.graphs import write_graph
 from helpers.paths import ROOT
 
 from llmcond import train_lora
+from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.kinds.ranking.graph import read_graph
+from llmcond.metrics import METRICS
 from llmcond.runs import open_run
 from llmcond.runs.extraction import LazyEncoder
 
@@ -450,6 +452,28 @@ def test_values_are_averaged_over_seeds(scripts):
     assert mean.format(100, 1) == "20.0 ± 10.0 [-4.8, 44.8]"
     assert average([value(0.5, 0.4, 0.6)]).format(100, 1) == "50.0 [40.0, 60.0]"
     assert average([value(0.5), value(None)]).format(1, 3) == "undefined"
+
+
+def test_interval_over_seeds_is_that_of_compare(scripts):
+    rng = np.random.default_rng(0)
+    pair = np.repeat(np.arange(300), 2)
+    rating = rng.random(len(pair))
+    shared = rating + rng.normal(size=len(pair))
+    # Their predictions have a correlation of about 0.9, as those of a head's fits.
+    fits = np.stack([shared + rng.normal(scale=0.3, size=len(pair)) for _ in range(3)])
+    spearman = METRICS["spearman"]
+    together = bootstrap_metrics([fits], rating, pair, [spearman]).estimates(0)["spearman"]
+    values = [
+        scripts.shared.to_value(
+            bootstrap_metrics([fit[None]], rating, pair, [spearman]).estimates(0)["spearman"]
+        )
+        for fit in fits
+    ]
+    mean = scripts.shared.average_over_seeds(values)
+    assert mean.value == pytest.approx(together.value)
+    assert 1 < (mean.high - mean.low) / (together.high - together.low) < 1.1
+    same = scripts.shared.average_over_seeds([values[0]] * 3)
+    assert (same.low, same.high) == pytest.approx((values[0].low, values[0].high), rel=0.02)
 
 
 def test_reason_has_neither_advice_nor_folders(scripts):
