@@ -11,16 +11,10 @@ from rich.table import Table
 from llmcond.conditions import condition_titles
 from llmcond.errors import escape_control_characters
 from llmcond.files import check_output, write_csv
-from llmcond.report.figures import (
-    FIGURE_SUFFIXES,
-    ShadedToken,
-    TokenRow,
-    check_figure,
-    data_path,
-    plot_tokens,
-)
+from llmcond.report.figures import FIGURE_SUFFIXES, check_figure, data_path
 from llmcond.report.page.render import write_html
 from llmcond.report.terminal import add_figure_columns, plain_text, print_table, titled_table
+from llmcond.report.token_figures import ShadedToken, TokenRow, plot_tokens
 from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanation, Values
 from llmcond.version import __version__
 

@@ -1,16 +1,16 @@
-"""Figures: vectors, scores, intervals, distributions and tokens."""
+"""Figures: vectors, scores, intervals and distributions."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 Point = tuple[Any, float, float, float]
 
 # Okabe and Ito's palette for colour-blind readers, without its yellow, which is too pale for lines.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # Shapes distinguish series in print without colour. There is one fewer than colours, so that a
 # pair of colour and shape repeats late.
 _SHAPES = ("o", "s", "^", "D", "v", "P")
@@ -72,41 +72,6 @@ _BINS = 60
 _CHARACTER_WIDTH = 0.08
 
 
-# The width of a figure of tokens and of its labels, the height of a line, the space around the text
-# of a token, and the space between words, in inches.
-_TOKENS_WIDTH, _LABEL_WIDTH, _LINE_HEIGHT = 9.0, 2.0, 0.5
-_TOKEN_PADDING, _WORD_SPACE = 0.05, 0.05
-
-# Longer tokens are cut.
-_MAX_TOKEN = 40
-
-
-class ShadedToken(NamedTuple):
-    """A token of a figure.
-
-    Attributes:
-        text: the token.
-        number: its value, which is written below it.
-        share: its value as a share of the largest one, from -1 to 1; it decides the shade.
-        special: whether it is no part of the sentence.
-        continues: whether it continues the word of the token before it.
-    """
-
-    text: str
-    number: str
-    share: float
-    special: bool
-    continues: bool
-
-
-class TokenRow(NamedTuple):
-    """The tokens of a sentence in a figure, with the row's title and a detail below it."""
-
-    title: str
-    detail: str
-    tokens: Sequence[ShadedToken]
-
-
 def plot_clusters(
     before: NDArray[np.floating],
     after: NDArray[np.floating],
@@ -138,7 +103,7 @@ def plot_clusters(
         panels = figure.subplots(1, 2)
         for axes, points, title in zip(panels, (before, after), titles, strict=True):
             _scatter(axes, points, labels, len(names))
-            axes.set_title(_wrap_text(title, 50))
+            axes.set_title(wrap_text(title, 50))
         _legend(figure, names, "points")
 
 
@@ -187,9 +152,9 @@ def plot_curve(
         if log_x:
             axes.set_xscale("log")
         _set_ticks(axes, np.unique(np.concatenate([x for x, *_ in curves.values()])), log_x)
-        axes.set_xlabel(_wrap_text(xlabel, 80))
-        axes.set_ylabel(_wrap_text(ylabel, 44))
-        axes.set_title(_wrap_text(band, 90), fontsize="small", loc="left")
+        axes.set_xlabel(wrap_text(xlabel, 80))
+        axes.set_ylabel(wrap_text(ylabel, 44))
+        axes.set_title(wrap_text(band, 90), fontsize="small", loc="left")
         axes.grid(axis="y", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         _legend(figure, list(curves), "lines")
@@ -252,11 +217,11 @@ def plot_intervals(
             colour, shape = _style_of(series.index(row.series))
             axes.hlines(y, row.low, row.high, color=colour, alpha=0.6, linewidth=1.6)
             axes.plot(row.value, y, color=colour, marker=shape, markersize=6, linestyle="none")
-        axes.set_yticks(range(len(labels)), [_wrap_text(label, 40) for label in labels])
+        axes.set_yticks(range(len(labels)), [wrap_text(label, 40) for label in labels])
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel(_wrap_text(xlabel, 80))
-        figure.suptitle(_wrap_text(caption, 100), fontsize="small", x=0.02, ha="left")
+        axes.set_xlabel(wrap_text(xlabel, 80))
+        figure.suptitle(wrap_text(caption, 100), fontsize="small", x=0.02, ha="left")
         axes.grid(axis="x", color="#dddddd", linewidth=0.8)
         axes.set_axisbelow(True)
         if len(series) > 1:
@@ -312,13 +277,13 @@ def plot_histograms(
                 axes.stairs(percent, edges, color=colour, linewidth=1.2)
                 if len(values):
                     axes.axvline(values.mean(), color=colour, linestyle="--", linewidth=1)
-            axes.set_title(_wrap_text(title, 50))
-            axes.set_xlabel(_wrap_text(xlabel, 50))
+            axes.set_title(wrap_text(title, 50))
+            axes.set_xlabel(wrap_text(xlabel, 50))
             axes.set_ylabel(f"% of {noun}")
             axes.tick_params(labelbottom=True)
         for axes in grid:  # those that are left
             axes.set_visible(False)
-        figure.suptitle(_wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
+        figure.suptitle(wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
         _legend(figure, names, "areas")
 
 
@@ -352,120 +317,12 @@ def plot_predictions(
             axes.vlines(rating, low, high, color=colour, alpha=0.4, linewidth=5)
             axes.plot(rating, median, color="black", marker="_", markersize=11, linestyle="none")
             axes.plot(rating, mean, color=colour, marker=shape, markersize=6)
-            axes.set_title(_wrap_text(name, 42))
+            axes.set_title(wrap_text(name, 42))
             axes.set_xlabel(xlabel)
             axes.grid(axis="y", color="#dddddd", linewidth=0.8)
             axes.set_axisbelow(True)
         figure.axes[0].set_ylabel(ylabel)
-        figure.suptitle(_wrap_text(caption, 55 * len(systems)), fontsize="small", x=0.02, ha="left")
-
-
-def plot_tokens(
-    rows: Sequence[TokenRow],
-    path: Path,
-    caption: str,
-    columns: Sequence[str],
-    data: Iterable[Sequence[object]],
-) -> None:
-    """Plot the tokens of sentences, shaded by their values (CSR, figures 5 to 7).
-
-    Args:
-        rows: the tokens of each sentence.
-        path: the .png, .svg or .pdf file to write.
-        caption: the text below the rows.
-        columns: the headings of the data, which are also written as CSV; see ``data_path``.
-        data: the data.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    with draw_figure(path, (_TOKENS_WIDTH, 1.0), columns, data) as figure:
-        # Tokens are placed by their widths, without axes.
-        figure.set_layout_engine("none")
-        measure, top = _measurer(figure), 0.1
-        for row in rows:
-            label = f"{_wrap_text(row.title, 24)}\n{_wrap_text(row.detail, 28)}".rstrip()
-            text = _add_text(figure, label, 0.1, top + 0.08, fontsize="small", va="top")
-            below_label = top + measure(text)[1] + 0.16
-            top = max(_add_tokens(figure, row.tokens, top, measure), below_label) + 0.1
-        text = _add_text(
-            figure, _wrap_text(caption, 120), 0.1, top + 0.05, fontsize="small", va="top"
-        )
-        figure.set_size_inches(_TOKENS_WIDTH, top + measure(text)[1] + 0.15)
-
-
-def _measurer(figure: Any) -> Callable[[Any], tuple[float, float]]:
-    """Return a function that measures the width and the height of a text in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    # Creating a renderer for each text would take most of the time.
-    renderer = FigureCanvasAgg(figure).get_renderer()
-
-    def measure(text: Any) -> tuple[float, float]:
-        extent = text.get_window_extent(renderer)
-        return extent.width / figure.dpi, extent.height / figure.dpi
-
-    return measure
-
-
-def _add_text(figure: Any, text: str, x: float, y: float, **style: Any) -> Any:
-    """Put a text at a position in inches, where y is the distance from the figure's top."""
-    return figure.text(x, -y, text, transform=_from_top(figure), **style)
-
-
-def _from_top(figure: Any) -> Any:
-    """Return the transformation of inches from the top left corner, which may still move."""
-    from matplotlib.transforms import ScaledTranslation
-
-    return figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)
-
-
-def _add_tokens(
-    figure: Any,
-    tokens: Sequence[ShadedToken],
-    top: float,
-    measure: Callable[[Any], tuple[float, float]],
-) -> float:
-    """Put tokens into lines that begin at ``top``; return the position below the last line."""
-    from matplotlib.patches import Rectangle
-
-    x, line = _LABEL_WIDTH, top
-    for token in tokens:
-        text = token.text if len(token.text) <= _MAX_TOKEN else f"{token.text[:_MAX_TOKEN]}…"
-        colour = _blend(token.share)
-        strong = abs(token.share) > 0.65
-        style = {"ha": "center", "va": "center", "color": "white" if strong else "black"}
-        label = _add_text(
-            figure,
-            escape_control_characters(text).replace("\n", "\\n").replace("$", r"\$"),
-            0.0,
-            line + 0.16,
-            **style,
-            **({"style": "italic", "fontsize": "small"} if token.special else {}),
-        )
-        number = _add_text(figure, token.number, 0.0, line + 0.35, fontsize=7, **style)
-        width = max(measure(label)[0], measure(number)[0]) + 2 * _TOKEN_PADDING
-        x += 0.0 if token.continues else _WORD_SPACE
-        if x + width > _TOKENS_WIDTH - 0.1 and x > _LABEL_WIDTH + _WORD_SPACE:
-            x, line = _LABEL_WIDTH + _WORD_SPACE, line + _LINE_HEIGHT
-        for part, y in ((label, line + 0.16), (number, line + 0.35)):
-            part.set_position((x + width / 2, -y))
-        box = Rectangle(
-            (x, -line - 0.45), width, 0.45, facecolor=colour, transform=_from_top(figure)
-        )
-        figure.add_artist(box)
-        box.set_zorder(0)
-        x += width
-    return line + _LINE_HEIGHT
-
-
-def _blend(share: float) -> tuple[float, ...]:
-    """Return the colour of a share: white for 0, the first colour for 1, the second for -1."""
-    from matplotlib.colors import to_rgb
-
-    colour = to_rgb(_COLOURS[0] if share >= 0 else _COLOURS[1])
-    strength = min(abs(share), 1.0)
-    return tuple(1 - strength * (1 - part) for part in colour)
+        figure.suptitle(wrap_text(caption, 55 * len(systems)), fontsize="small", x=0.02, ha="left")
 
 
 def has_matplotlib() -> bool:
@@ -536,7 +393,7 @@ def draw_figure(
 
 def _style_of(i: int) -> tuple[str, str]:
     """Return the colour and the marker of the i-th series."""
-    return _COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)]
+    return COLOURS[i % len(COLOURS)], _SHAPES[i % len(_SHAPES)]
 
 
 def _scatter(
@@ -563,7 +420,7 @@ def _legend(figure: Any, names: Sequence[str], marks: Literal["lines", "points",
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    labels = [_wrap_text(name, 40) for name in names]
+    labels = [wrap_text(name, 40) for name in names]
     handles: list[Any] = []
     for i in range(len(names)):
         colour, shape = _style_of(i)
@@ -609,7 +466,7 @@ def _set_ticks(axes: Any, x: NDArray[np.float64], log_x: bool) -> None:
 _TICK = "{x:,.10g}"
 
 
-def _wrap_text(text: str, width: int) -> str:
+def wrap_text(text: str, width: int) -> str:
     r"""Wrap a label into lines, without control characters and without mathematics.
 
     Matplotlib reads text between two dollar signs as mathematics; ``\$`` is a literal dollar sign.
