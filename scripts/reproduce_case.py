@@ -472,8 +472,9 @@ def figure_3(work: Work) -> Section:
             set_up = [*work.differences(encoder, NAMES, changes), *stand_in_note(prompt)]
             rows.append(Row(encoder.name, [setting_label(prompt, True), head], ours, set_up))
     about = [
-        f"The curves are on {work.split} (the paper: test); figures are means over seeds. The "
-        "highest score of a curve is optimistic: it was chosen on the rows that it is measured on.",
+        f"The curves are on {work.split} (the paper: test); figures are means over seeds, with "
+        "intervals over seeds only. The highest score of a curve is optimistic: it was chosen on "
+        "the rows that it is measured on.",
         "The paper prints no numbers. Its non-linear heads peak within 20 epochs and then decline; "
         "its linear heads rise until the end.",
         *notes,
