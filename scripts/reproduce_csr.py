@@ -6,7 +6,8 @@ The script covers tables 1 (C-STS, trained), 2 (knowledge graphs), 3 (weighting 
 (without training), and figure 4 (number of layers with a router). ``llmcond explain`` draws the
 token weights of figures 5 to 7. The paper trains all weights of its encoders (``--rank full``);
 the default is LoRA. Trained encoders are saved in the run folder, and the same command resumes
-where it was interrupted. On a CPU, ``--train-share 4 --epochs 2`` shortens the trainings.
+where it was interrupted. On a CPU, ``--train-share 4 --kgc-share 16 --epochs 2`` shortens the
+trainings.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from llmcond.encoders.routers.settings import RELEASED_MODES
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import write_text
-from llmcond.kinds.ranking.graph import sample_folder
+from llmcond.kinds.ranking.graph import read_graph, sample_folder
 from llmcond.log import log
 from llmcond.report.figures import has_matplotlib, plot_curve
 
@@ -593,10 +594,14 @@ def _score_graph(
     """
     if encoder.reason:
         return encoder.missing_reason("")
-    name = f"graph-share{work.options.kgc_share}"
+    options = work.options
+    name = f"{Path(options.kgc_data or 'sample').name}-share{options.kgc_share}"
     prompt = system.prompt or joint_prompt(encoder.instructs)
     try:
-        data: dict[str, Any] = {"task": "kgc", "data": _graph_data(work)}
+        source = _graph_data(work)
+        if not len(read_graph(source).splits.get("test", ())):
+            raise UserError("the graph has no test triples. Add test.txt to its folder.")
+        data: dict[str, Any] = {"task": "kgc", "data": source}
         if trainings is not None:
             seeds = [
                 read_values(trainings.run(encoder, system, seed, name, **data)["test"], RANKED)
@@ -604,8 +609,7 @@ def _score_graph(
             ]
             return {key: average_over_seeds([each[key] for each in seeds]) for key in seeds[0]}
         run = folder_of(encoder, name) / ("routed" if system.router else "unrouted")
-        options = encoder_options(work, encoder, system.router)
-        extract(run=run, prompt=[prompt], **data, **options)
+        extract(run=run, prompt=[prompt], **data, **encoder_options(work, encoder, system.router))
         results = evaluate(run=run, head=["none"], split="test")
     except LlmcondError as error:
         log.info(f"{encoder.name}, {system.key} on a graph: {error}")

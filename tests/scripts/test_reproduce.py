@@ -222,6 +222,15 @@ def test_csr_prints_every_table(scripts, call, inputs, tmp_path, monkeypatch):
         assert table_rows(again[2], table) == rows
 
 
+def test_csr_needs_test_triples(scripts, call, inputs, tmp_path):
+    graph = write_graph(tmp_path / "graph")
+    (graph / "test.tsv").unlink()
+    options = ["--tables", "2", "--kgc-data", str(graph), "--router-layers", "2"]
+    _, _, record = call(scripts.csr, [inputs.bert], *options)
+    reasons = {row["reason"] for row in table_rows(record, "Table 2")}
+    assert reasons == {"not done: the graph has no test triples"}
+
+
 def test_csr_rejects_invalid_options(scripts, inputs, capsys):
     for options in (["--rank", "half"], ["--train-share", "0"]):
         with pytest.raises(SystemExit, match="2"):
