@@ -16,7 +16,7 @@ from llmcond.encoders.spec import EncoderInput
 
 @dataclass(frozen=True)
 class TokenizedInputs:
-    """Distinct encoder inputs, each tokenised once, and the texts of their routers.
+    """Encoder inputs, each tokenised once, and the texts of their routers.
 
     Attributes:
         items: the inputs.
