@@ -18,6 +18,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmcond.commands.base import Command, add_arguments, create_command
 from llmcond.commands.evaluate import evaluate
 from llmcond.commands.extract import extract
@@ -27,6 +29,7 @@ from llmcond.data.rows import Rows, split_by_pair
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.known import find_model
 from llmcond.errors import LlmcondError, UserError
+from llmcond.evaluation.paired import LEVEL, combine_errors
 from llmcond.evaluation.results import Result
 from llmcond.files import check_output, write_csv, write_json, write_text
 from llmcond.heads import load_recipe
@@ -141,11 +144,11 @@ def average_over_seeds(values: Sequence[Value]) -> Value:
     widths = [v.high - v.low for v in values if v.low is not None and v.high is not None]
     of_rows = 0.0
     if len(widths) == seeds:
-        of_rows = statistics.fmean((width / 2 / norm.ppf(0.975)) ** 2 for width in widths)
-    of_seeds = deviation**2 / seeds
-    variance = of_rows + of_seeds
-    freedom = (seeds - 1) * (variance / of_seeds) ** 2 if of_seeds else math.inf
-    half = float(t.ppf(0.975, freedom)) * variance**0.5
+        of_rows = statistics.fmean((width / 2 / norm.ppf(1 - LEVEL / 2)) ** 2 for width in widths)
+    of_seeds = np.array(deviation**2 / seeds)
+    with np.errstate(divide="ignore", invalid="ignore"):  # both variances can be 0
+        error, freedom = combine_errors(np.array(of_rows), math.inf, of_seeds, seeds - 1)
+    half = float(t.ppf(1 - LEVEL / 2, freedom) * error) if error else 0.0
     return Value(mean, mean - half, mean + half, deviation, seeds)
 
 

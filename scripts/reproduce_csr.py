@@ -540,7 +540,12 @@ def table_2(work: Work, trainings: Trainings) -> Section:
     """Compute table 2: knowledge graphs."""
     options, layers = work.options, work.options.router_layers
     csr = System.routed(f"CSR, {layers} layers (tri-encoder)", "paper", layers)
-    rows = []
+    source, reason, rows = None, "", []
+    try:
+        source = _graph_data(work)
+    except LlmcondError as error:
+        log.info(f"table 2: {error}")
+        reason = failure_reason(error)
     for encoder in work.encoders:
         notes = [] if encoder.repo in NAMES else ["other encoder"]
         if options.kgc_share > 1:
@@ -555,15 +560,15 @@ def table_2(work: Work, trainings: Trainings) -> Section:
             ),
             (csr, "csr"),
         ):
-            ours = _score_graph(work, encoder, system, trainings)
+            ours = reason or _score_graph(work, encoder, system, source, trainings)
             printed = dict(zip((m.key for m in RANKED), TABLE_2[key,], strict=True))
             rows.append(Row(encoder.name, [system.label], ours, [*notes, *trained], printed))
         for system in (
             JOINT,
-            System("", "head entity without the relation", prompt="separate"),
+            System("head", "head entity without the relation", prompt="separate"),
             csr,
         ):
-            ours = _score_graph(work, encoder, system)
+            ours = reason or _score_graph(work, encoder, system, source)
             label = f"{system.label}, not trained"
             rows.append(Row(encoder.name, [label], ours, [*notes, "not in the paper"]))
     name = Path(options.kgc_data).name if options.kgc_data else "the bundled sample graph"
@@ -586,11 +591,15 @@ def table_2(work: Work, trainings: Trainings) -> Section:
 
 
 def _score_graph(
-    work: Work, encoder: PooledEncoder, system: System, trainings: Trainings | None = None
+    work: Work,
+    encoder: PooledEncoder,
+    system: System,
+    source: str | None,
+    trainings: Trainings | None = None,
 ) -> Mapping[str, Value] | str:
     """Return the figures of an encoder on a graph, or the reason why there are none.
 
-    Without ``trainings``, the encoder is not trained.
+    ``source`` is the folder of the graph. Without ``trainings``, the encoder is not trained.
     """
     if encoder.reason:
         return encoder.missing_reason("")
@@ -598,9 +607,6 @@ def _score_graph(
     name = f"{Path(options.kgc_data or 'sample').name}-share{options.kgc_share}"
     prompt = system.prompt or joint_prompt(encoder.instructs)
     try:
-        source = _graph_data(work)
-        if not len(read_graph(source).splits.get("test", ())):
-            raise UserError("the graph has no test triples. Add test.txt to its folder.")
         data: dict[str, Any] = {"task": "kgc", "data": source}
         if trainings is not None:
             seeds = [
@@ -618,9 +624,15 @@ def _score_graph(
 
 
 def _graph_data(work: Work) -> str | None:
-    """Return the folder of the graph, or of the requested share of its triples."""
+    """Return the folder of the graph, or of the requested share of its triples.
+
+    Raises:
+        UserError: the graph cannot be read, or has no test triples.
+    """
     source: str | None = work.options.kgc_data
     share: int = work.options.kgc_share
+    if not len(read_graph(source).splits.get("test", ())):
+        raise UserError("the graph has no test triples. Add test.txt to its folder.")
     if share == 1:
         return source
     folder = Path(source) if source else sample_folder()

@@ -23,7 +23,6 @@ from llmcond.files import read_json, write_text
 FOLDER = Path(__file__).parents[1] / "docs" / "reproduced"
 HEADINGS = ("in the paper", "subject", "command", "paper", "ours", "what differs")
 NO_DATA = "an illustration without results"
-NOT_MEASURED = "not measured"
 NO_BOOKS = "not done: the Children's Book Test was not measured"
 ONE_SENTENCE = "a picture of one sentence, which the command draws for any sentence and encoder"
 EXPLAIN = "llmcond explain SENTENCE --condition C --run RUN --out FIGURE.svg"
@@ -92,10 +91,10 @@ PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
         (
             Entry("Figure 1", "architectures", NO_DATA),
             Entry("Figures 2 and 3", "the method", NO_DATA),
-            Entry("Table 1", "C-STS", NOT_MEASURED, "reproduce_csr.py --tables 1"),
+            Entry("Table 1", "C-STS"),
             Entry("Figure 4", "score and time by number of layers with a router"),
-            Entry("Table 2", "knowledge graphs", NOT_MEASURED, "reproduce_csr.py --tables 2"),
-            Entry("Table 3", "weighting strategies", NOT_MEASURED, "reproduce_csr.py --tables 3"),
+            Entry("Table 2", "knowledge graphs"),
+            Entry("Table 3", "weighting strategies"),
             Entry("Table 4", "without training"),
             Entry("Figure 5", "token weights without a router", ONE_SENTENCE, EXPLAIN),
             Entry("Figure 6", "token weights with a router", ONE_SENTENCE, EXPLAIN),

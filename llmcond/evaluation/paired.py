@@ -135,7 +135,7 @@ class BootstrapMetrics:
                 seed_variance = np.array(
                     seed_values.var(ddof=1) / len(seed_values) if len(seed_values) > 1 else 0.0
                 )
-                error, freedom = _combine_errors(
+                error, freedom = combine_errors(
                     row_variance, n_pairs, seed_variance, len(seed_values) - 1
                 )
                 half = float(student.ppf(1 - LEVEL / 2, freedom) * error)
@@ -298,7 +298,7 @@ def _compute_differences(
     seed_variances = seed_variances[1:] + seed_variances[0]
     row_variances = np.array([resampled.row_variance(m, i, baseline) for i in others])
     row_variances[np.isnan(values)] = np.nan
-    errors, freedom = _combine_errors(
+    errors, freedom = combine_errors(
         row_variances, resampled.n_clusters(m), seed_variances, seed_freedom
     )
     critical, powerful = (student.ppf(share, freedom) for share in (1 - LEVEL / 2, POWER))
@@ -308,8 +308,8 @@ def _compute_differences(
     return np.stack([values, low, high, np.sqrt(seed_variances), p, (critical + powerful) * errors])
 
 
-def _combine_errors(
-    row_variances: Floats, n_pairs: int, seed_variances: Floats, seed_freedom: int
+def combine_errors(
+    row_variances: Floats, n_pairs: float, seed_variances: Floats, seed_freedom: int
 ) -> tuple[Floats, Floats]:
     """Return standard errors from variances of rows and seeds, and Welch's degrees of freedom.
 

@@ -72,11 +72,11 @@ class GraphInputs:
         """Return the keys of the joint inputs of queries with their tails, (m, 3)."""
         return joint_keys(queries[:, 0], queries[:, 1], self.n_relations)
 
-    def relations(self, relations: Positions) -> Positions:
+    def relation_positions(self, relations: Positions) -> Positions:
         """Return the positions of relations in ``texts``."""
         return self.n_entities + relations
 
-    def joint(self, keys: Positions) -> Positions:
+    def joint_positions(self, keys: Positions) -> Positions:
         """Return the positions of head entities under relations in ``texts``, by their keys."""
         return len(self.texts) - len(self.joint_of) + np.searchsorted(self.joint_of, keys)
 
@@ -122,7 +122,7 @@ class QueryModel(TrainedModel[GraphInputs, FittedQueryHead]):
             # the same head.
             features = None
             if self.head.reads_relations:
-                relations = inputs.relations(np.arange(2 * inputs.n_relations))
+                relations = inputs.relation_positions(np.arange(2 * inputs.n_relations))
                 features = normalize(torch.from_numpy(self.encode(inputs.texts, relations)))
             seeded(lambda: self.head.initialise(features), seed)
 
@@ -280,7 +280,9 @@ class _EncodedTexts:
         entities = np.unique(np.concatenate([queries[:, 0], queries[:, 2], further_entities]))
         relations = np.unique(relations) if head.reads_relations else empty
         joint = np.unique(inputs.keys(queries)) if head.reads_joint else empty
-        texts = np.concatenate([entities, inputs.relations(relations), inputs.joint(joint)])
+        texts = np.concatenate(
+            [entities, inputs.relation_positions(relations), inputs.joint_positions(joint)]
+        )
         return cls(entities, relations, joint, texts)
 
     @property
