@@ -2,6 +2,7 @@
 
     python scripts/bench_routed.py
     python scripts/bench_routed.py --sentences 50 --data CSTS_FOLDER --rows 13326 --rounds 1
+    python scripts/bench_routed.py --dtype bfloat16 --sentences 1000 --conditions 1 8
 
 The script prints two tables. ``grid``: sentences under 1, 10 and 100 conditions each. ``rows``:
 rated rows, extracted into a store. The systems take turns. Ratios are medians over rounds, and
@@ -23,9 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_extract import find_checkpoint
+from sentence_transformers import SentenceTransformer
 
 from llmcond.data.datasets import read_dataset
 from llmcond.encoders.encoder import Encoder, load_encoder
+from llmcond.encoders.spec import EncoderInput
 from llmcond.features.extract import extract
 from llmcond.features.store import FeatureStore
 from llmcond.heads import PairArrays, SharedRows, fit_recipe, load_recipe
@@ -80,6 +84,11 @@ def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str
     conditions = [f"{known[i % len(known)]} {i}" for i in range(max(options.conditions))]
     head = fit_random_head(encoder.dim)
     alone = load_prompt("control-no-condition").conditional
+    peer = SentenceTransformer(
+        str(encoder.resolved.checkpoint.folder),
+        device=encoder.resolved.device,
+        model_kwargs={"dtype": encoder.identity.dtype},
+    )
 
     def encode_sentences() -> Any:
         return encoder.encode([alone.render(s, "") for s in sentences])
@@ -90,10 +99,17 @@ def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str
         for vector in encoder.encode([prompt.render("", c) for c in conditions[:k]]):
             head.transform(vectors, vector[None])
 
-    def encode_grid(name: str, k: int) -> None:
+    def make_grid(name: str, k: int) -> list[EncoderInput]:
         prompt, first = load_prompt(name), conditions[:k]
         inputs = [prompt.conditional.render(s, c) for s in sentences for c in first]
-        encoder.encode([*inputs, *(prompt.unconditional.render("", c) for c in first)])
+        return [*inputs, *(prompt.unconditional.render("", c) for c in first)]
+
+    def encode_grid(name: str, k: int) -> None:
+        encoder.encode(make_grid(name, k))
+
+    def encode_with_peer(k: int) -> None:
+        texts = [encoder.format(item) for item in make_grid("concat-cond-sent", k)]
+        peer.encode(texts, batch_size=32, show_progress_bar=False)
 
     rows = []
     for k in options.conditions:
@@ -102,6 +118,7 @@ def measure_grid(encoder: Encoder, options: argparse.Namespace) -> list[dict[str
             f"separate, {HEAD} head": partial(apply_head, k),
             "routed": partial(encode_grid, "routed", k),
             "concat-cond-sent": partial(encode_grid, "concat-cond-sent", k),
+            "concat-cond-sent, sentence-transformers": partial(encode_with_peer, k),
         }
         rows += [{"conditions": k, **row} for row in measure_in_turn(ways, encoder, options.rounds)]
     return rows
@@ -147,6 +164,19 @@ def main() -> None:
     )
     parser.add_argument("--model", default="minilm", help="encoder (default: minilm)")
     parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY=N",
+        help="other sizes of the architecture; its weights are then random",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder that random checkpoints are saved in and read from (default: "
+        "llmcond-bench in the temporary folder)",
+    )
+    parser.add_argument(
         "--dtype", default="float32", help="data type of the encoder (default: float32)"
     )
     parser.add_argument(
@@ -171,7 +201,8 @@ def main() -> None:
         "--json", action="store_true", help="print one JSON object on the last line"
     )
     options = parser.parse_args()
-    encoder = load_encoder(options.model, dtype=options.dtype)
+    checkpoint, like = find_checkpoint(options)
+    encoder = load_encoder(str(checkpoint), dtype=options.dtype, like=like)
     print(f"{encoder.name}, {encoder.identity.dtype}, torch {torch.__version__}")
     results = {"grid": measure_grid(encoder, options)}
     show(f"{options.sentences} sentences under conditions", results["grid"])

@@ -47,7 +47,7 @@ class PlainLoop:
 
     def pooled(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the vectors, (texts, dim) in float32, of a batch, on the device."""
-        ids, mask = batch["input_ids"], batch["attention_mask"]
+        ids, mask = (batch[key].to(self._device) for key in ("input_ids", "attention_mask"))
         if isinstance(self.network, NVEmbedModel):
             backbone = self.network.embedding_model(input_ids=ids, attention_mask=mask)
             block = self.network.latent_attention_model
@@ -70,8 +70,7 @@ class PlainLoop:
         texts = [self._encoder.format(item) for item in inputs]
         vectors = []
         for start in range(0, len(texts), BATCH):
-            batch = self.tokenize(texts[start : start + BATCH])
-            vectors.append(self.pooled({k: v.to(self._device) for k, v in batch.items()}).cpu())
+            vectors.append(self.pooled(self.tokenize(texts[start : start + BATCH])).cpu())
         return np.asarray(torch.cat(vectors).numpy())
 
     def computed(self, inputs: Sequence[EncoderInput], *, by_length: bool = False) -> int:
@@ -89,9 +88,6 @@ class _Module(nn.Module):
     def __init__(self, loop: PlainLoop) -> None:
         super().__init__()
         self.loop, self.tokenizer = loop, loop.tokenizer
-        # The buffer gives the module a device. The loop is not a module, so its network is not
-        # moved.
-        self.register_buffer("place", torch.empty(0, device=loop.network.device))
 
     def preprocess(self, inputs: Sequence[str], **kwargs: Any) -> dict[str, Tensor]:
         return self.loop.tokenize(inputs)

@@ -44,6 +44,8 @@ CONDITIONS = 8
 #: The approximate number of tokens of an input of C-STS length, and the fraction of the peak that a
 #: turn is expected to reach.
 _TOKENS_PER_INPUT, _PEAK_SHARE = 45, 0.4
+#: The expected speed of an encoder that is so small that the tokenizer limits it.
+_MAX_TOKENS_PER_SECOND = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +293,8 @@ def _list_inputs(
     instruct, length = bool(encoder.identity.instruction_format), encoder.identity.max_length
     dtype = TORCH_DTYPES[encoder.identity.dtype]
     flops = linear_flops(encoder.resolved)
-    rate = _PEAK_SHARE * product_peak(encoder.resolved.device, dtype, scale.product) / flops
+    peak = product_peak(encoder.resolved.device, dtype, scale.product)
+    rate = min(_PEAK_SHARE * peak / flops, _MAX_TOKENS_PER_SECOND)
 
     def count(tokens: int, least: int) -> int:
         return int(min(max(scale.seconds * rate / tokens, least), scale.max_inputs))
@@ -388,7 +391,7 @@ def _profile(loaded: _Loaded, label: str, inputs: list[EncoderInput]) -> Profile
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
     with (
         engine_settings(torch_engine(encoder)),
-        torch.profiler.profile(activities=kinds) as profiler,
+        torch.profiler.profile(activities=kinds, acc_events=True) as profiler,
     ):
         encoder.encode_with_counts(inputs)
         synchronize(encoder.resolved.device)
