@@ -30,6 +30,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 Finding = tuple[str, str]
 Reader = Callable[[str], Iterator[tuple[str, int, str]]]
 PAGES: Final = ("README.md", "CHANGELOG.md", "docs/**/*.md", "models/**/README.md")
+TUTORIALS: Final = "docs/tutorials/*.py"
 
 #: The largest number that `--check` accepts, by count.
 LIMITS: Final = {
@@ -112,6 +113,16 @@ def in_page(text: str) -> Iterator[tuple[str, int, str]]:
         yield from (("sentences", line, s) for s in sentences if len(s.split()) > 35)
 
 
+def in_tutorial(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield the findings in a tutorial, whose text is in comments between its cells of code."""
+    in_text, lines = False, []
+    for line in text.splitlines():
+        if line.startswith("# %%"):
+            in_text = line.startswith("# %% [markdown]")
+        lines.append(line[2:] if in_text and not line.startswith("# %%") else "")
+    return in_page("\n".join(lines))
+
+
 def measure(root: Path) -> dict[str, list[Finding]]:
     """Return the findings of every count in a checkout.
 
@@ -126,6 +137,7 @@ def measure(root: Path) -> dict[str, list[Finding]]:
         ("scripts/**/*.py", in_code, code),
         ("tests/**/*.py", in_code, {"names": "test names"}),
         *((page, in_page, {name: name for name in LIMITS}) for page in PAGES),
+        (TUTORIALS, in_tutorial, {name: name for name in LIMITS}),
     ]
     for pattern, read, counts in sources:
         for path in sorted(root.glob(pattern)):

@@ -1,0 +1,323 @@
+r"""Execute the tutorials, and write them as Markdown and as notebooks with their outputs.
+
+    python scripts/notebooks.py --out /tmp/tutorials
+    python scripts/notebooks.py quickstart tickets --out /tmp/tutorials
+
+A tutorial is a notebook in jupytext's percent format, `docs/tutorials/NAME.py`. It runs in an empty
+temporary folder with this checkout of llmcond, and without a network. A failing cell is an error,
+and so is a shell command with another exit code than 0.
+
+A cell lists regular expressions that its output must contain, with single spaces, so that the text
+cannot disagree with the output: `# %% expect=["the place 0\\.4"]`. `scripts/make_docs.py` renders
+the tutorials in the site.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+TUTORIALS: Final = ROOT / "docs" / "tutorials"
+#: Width of tables in characters, which fits into 700 pixels.
+COLUMNS: Final = 80
+#: Largest time of a cell, in seconds.
+TIMEOUT: Final = 180
+#: Makes `!command` fail where the command fails, and run without a terminal and its progress bars.
+STARTUP: Final = '''
+def _system(command):
+    """Run a shell command, print its output, and raise its failure."""
+    import subprocess
+
+    out = subprocess.run(command, shell=True, text=True, stdout=-1, stderr=subprocess.STDOUT)
+    print(out.stdout, end="", flush=True)
+    out.check_returncode()
+
+
+get_ipython().system = _system
+del _system
+'''
+#: Names of programming languages by the suffix of a file that a cell writes.
+LANGUAGES: Final = {"py": "python", "txt": "text", "md": "markdown"}
+TEMPLATE: Final = """
+{%- extends 'markdown/index.md.j2' -%}
+{% block input %}{{ cell.source | fence_source }}{% endblock input %}
+{% block stream %}{{ output.text | fence_text }}{% endblock stream %}
+{% block data_text %}{{ output.data['text/plain'] | fence_text }}{% endblock data_text %}
+{% block data_html %}{{ output.data['text/html'] | plain_html }}{% endblock data_html %}
+"""
+
+
+class TutorialError(Exception):
+    """A cell failed, or its output lacks something that the text of the tutorial relies on."""
+
+
+@dataclass
+class Tutorial:
+    """A tutorial that was executed.
+
+    Attributes:
+        name: name of its file, without the suffix.
+        notebook: the notebook with its outputs.
+        markdown: the same as a Markdown page.
+        resources: files that the page shows, by their path relative to the page.
+    """
+
+    name: str
+    notebook: Any
+    markdown: str
+    resources: dict[str, bytes] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write NAME.md, NAME.ipynb and the page's other files to a folder."""
+        import nbformat
+
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.name}.md").write_text(self.markdown, encoding="utf-8")
+        nbformat.write(self.notebook, folder / f"{self.name}.ipynb")
+        for path, content in self.resources.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+
+
+def execute(source: Path) -> Tutorial:
+    """Execute a tutorial in an empty temporary folder.
+
+    Args:
+        source: notebook in the percent format.
+
+    Raises:
+        TutorialError: a cell failed, or its output does not match the cell's `expect`.
+    """
+    import jupytext
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from traitlets.config import Config
+
+    notebook = jupytext.read(source, fmt="py:percent")
+    with TemporaryDirectory(prefix="tutorial-") as temporary:
+        folder = Path(temporary).resolve() / "work"
+        folder.mkdir()
+        # Only this user can connect to sockets in the temporary folder.
+        sockets = {"transport": "ipc", "ip": str(folder.parent / "kernel")}
+        client = NotebookClient(
+            notebook,
+            timeout=TIMEOUT,
+            kernel_name="python3",
+            record_timing=False,
+            config=Config({"ConnectionFileMixin": sockets}),
+        )
+        try:
+            client.execute(cwd=str(folder), env=_environment(folder.parent))
+        except (CellExecutionError, CellTimeoutError) as error:
+            number = sum(cell.get("execution_count") is not None for cell in code_cells(notebook))
+            cell = list(code_cells(notebook))[max(number - 1, 0)]
+            reason = error.traceback if isinstance(error, CellExecutionError) else str(error)
+            raise _error(source.stem, number, cell.source, reason) from None
+        hidden = {f"{folder}/": "", str(folder): ".", f"{ROOT}": "llmcond", str(Path.home()): "~"}
+    for number, cell in enumerate(code_cells(notebook), 1):
+        cell.outputs = list(_tidied_outputs(cell.outputs, hidden))
+        _check_output(source.stem, number, cell)
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"{source.stem}-{number}"
+        cell.metadata.pop("expect", None)
+    markdown, resources = _to_markdown(source.stem, notebook)
+    return Tutorial(source.stem, notebook, markdown, resources)
+
+
+def code_cells(notebook: Any) -> Iterator[Any]:
+    """Yield the code cells of a notebook."""
+    return (cell for cell in notebook.cells if cell.cell_type == "code")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return the environment of the kernel, whose configuration is in a folder."""
+    startup = folder / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "00-system.py").write_text(STARTUP, encoding="utf-8")
+    paths = {"PYTHONPATH": str(ROOT), "PATH": str(Path(sys.executable).parent)}
+    return {
+        **os.environ,
+        **{name: os.pathsep.join([first, *_paths(name)]) for name, first in paths.items()},
+        "IPYTHONDIR": str(folder / "ipython"),
+        "COLUMNS": str(COLUMNS),
+        "HF_HUB_OFFLINE": "1",
+        # Messages and results are in the order in which a command prints them.
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",
+    }
+
+
+def _paths(name: str) -> list[str]:
+    return list(filter(None, [os.environ.get(name)]))
+
+
+def _error(name: str, number: int, source: str, reason: str) -> TutorialError:
+    """Return the error of a cell: the tutorial, the number and source of the cell, and why."""
+    from nbconvert.filters import strip_ansi
+
+    return TutorialError(
+        f"tutorial {name}, code cell {number}:\n\n{source}\n\n{strip_ansi(reason).strip()}"
+    )
+
+
+def _check_output(name: str, number: int, cell: Any) -> None:
+    """Raise an error if an expression in a cell's `expect` is not in its output."""
+    text = "\n".join(map(_output_text, cell.outputs))
+    for pattern in cell.metadata.get("expect", ()):
+        if not re.search(pattern, text):
+            reason = f"The output does not contain {pattern!r}:\n\n{text}"
+            raise _error(name, number, cell.source, reason)
+
+
+def _output_text(output: Any) -> str:
+    """Return the text of an output without tags, and with single spaces."""
+    data = output.get("data", {})
+    text = output.get("text") or data.get("text/html") or data.get("text/plain") or ""
+    return re.sub(" +", " ", re.sub("<[^<>]*>", " ", text) if "text/html" in data else text)
+
+
+def _tidied_outputs(outputs: list[Any], hidden: Mapping[str, str]) -> Iterator[Any]:
+    """Yield the outputs of a cell, with adjacent text joined, and without colours and paths.
+
+    Args:
+        outputs: outputs of a cell.
+        hidden: replacements of paths.
+    """
+    from nbconvert.filters import strip_ansi
+    from nbformat.v4 import new_output
+
+    def tidy(text: str) -> str:
+        for path, replacement in hidden.items():
+            text = text.replace(path, replacement)
+        return "\n".join(_wrapped(line.rstrip()) for line in strip_ansi(text).split("\n"))
+
+    texts: list[str] = []
+    for output in outputs:
+        data = output.get("data", {})
+        if "text" in output:
+            texts.append(tidy(output.text))
+        elif data.get("text/html", "").startswith("<pre"):  # a message that rich has printed
+            texts.append(tidy(data["text/plain"]).rstrip("\n") + "\n")
+        else:
+            if texts:
+                yield new_output("stream", name="stdout", text="".join(texts))
+            texts = []
+            for kind in {"text/plain", "text/html"} & set(data):
+                data[kind] = tidy(data[kind])
+            yield output
+    if texts:
+        yield new_output("stream", name="stdout", text="".join(texts))
+
+
+def _wrapped(line: str) -> str:
+    """Return a line of prose as a terminal would show it; tables remain as they are."""
+    is_prose = len(line) > COLUMNS and "  " not in line and "─" not in line
+    return textwrap.fill(line, COLUMNS) if is_prose else line
+
+
+# -- Markdown ----------------------------------------------------------------------------------
+
+
+def _to_markdown(name: str, notebook: Any) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook as Markdown, and the files that it shows."""
+    from nbconvert import MarkdownExporter
+
+    exporter = MarkdownExporter(raw_template=TEMPLATE)
+    for function in (fence_source, fence_text, plain_html):
+        exporter.register_filter(function.__name__, function)
+    markdown, resources = exporter.from_notebook_node(
+        notebook, {"unique_key": name, "output_files_dir": name}
+    )
+    return re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n", resources.get("outputs", {})
+
+
+def fence_source(source: str) -> str:
+    """Return a cell as a code block: commands of a shell, a file that it writes, or Python."""
+    lines = source.splitlines()
+    if source.startswith("%%writefile "):
+        file = lines[0].split()[1]
+        suffix = file.rpartition(".")[2]
+        language = f'{LANGUAGES.get(suffix, suffix)} title="{file}"'
+        return _fence("\n".join(lines[1:]), language)
+    if source.startswith("!") and not _python_lines(lines):
+        return _fence(re.sub(r"^!", "", source, flags=re.MULTILINE), "bash")
+    return _fence(source, "python")
+
+
+def _python_lines(lines: list[str]) -> list[str]:
+    """Return the lines of a cell that no shell runs."""
+    before = ["", *lines]
+    return [
+        line
+        for previous, line in zip(before, lines, strict=False)
+        if not line.startswith("!") and not previous.endswith("\\")
+    ]
+
+
+def fence_text(text: str) -> str:
+    """Return the output of a cell as a code block; nothing for that of `%%writefile`."""
+    if re.fullmatch(r"(Writing|Overwriting) \S+\n?", text):
+        return ""
+    return "\n" + _fence(re.sub(r"\A\n+|\s+\Z", "", text), "text")
+
+
+def _fence(text: str, language: str) -> str:
+    return f"```{language}\n{text}\n```\n"
+
+
+def plain_html(html: str) -> str:
+    """Return HTML without the style and the attributes of pandas' tables."""
+    html = re.sub(r"<style.*?</style>\s*", "", html, flags=re.DOTALL)
+    html = re.sub(r' (?:border|class|style)="[^"]*"', "", html)
+    html = re.sub(r"\s+(?=</t[dh]>)", "", html)
+    # A blank line or an indented one would end the HTML block in Markdown.
+    return "\n" + "\n".join(line.strip() for line in html.splitlines() if line.strip()) + "\n"
+
+
+# -- Command line ------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Execute tutorials, write them to a folder, and print the processor time of each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = sorted(path.stem for path in TUTORIALS.glob("*.py"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a tutorial (default: all)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="output folder")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.names) - set(names))
+    if unknown:
+        parser.error(f"there is no tutorial {unknown[0]!r}. Expected: {', '.join(names)}")
+    for name in options.names or names:
+        before = _child_seconds()
+        try:
+            tutorial = execute(TUTORIALS / f"{name}.py")
+        except TutorialError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        tutorial.write(options.out)
+        seconds = _child_seconds() - before
+        sys.stdout.write(f"{name}: {seconds:.1f} s of processor time\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _child_seconds() -> float:
+    """Return the processor time of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())
