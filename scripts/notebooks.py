@@ -20,7 +20,7 @@ import re
 import resource
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,14 +30,19 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 TUTORIALS: Final = ROOT / "docs" / "tutorials"
 #: Width of tables in characters, which fits into 700 pixels.
 COLUMNS: Final = 80
+#: Number of lines above which a cell is folded.
+LONG_CELL: Final = 40
 #: Largest time of a cell, in seconds.
 TIMEOUT: Final = 180
 #: Makes `!command` fail where the command fails, and run without a terminal and its progress bars.
+#: ipykernel sets FORCE_COLOR.
 STARTUP: Final = '''
 def _system(command):
     """Run a shell command, print its output, and raise its failure."""
+    import os
     import subprocess
 
+    os.environ.pop("FORCE_COLOR", None)
     out = subprocess.run(command, shell=True, text=True, stdout=-1, stderr=subprocess.STDOUT)
     print(out.stdout, end="", flush=True)
     out.check_returncode()
@@ -46,8 +51,6 @@ def _system(command):
 get_ipython().system = _system
 del _system
 '''
-#: Names of programming languages by the suffix of a file that a cell writes.
-LANGUAGES: Final = {"py": "python", "txt": "text", "md": "markdown"}
 TEMPLATE: Final = """
 {%- extends 'markdown/index.md.j2' -%}
 {% block input %}{{ cell.source | fence_source }}{% endblock input %}
@@ -120,12 +123,9 @@ def execute(source: Path) -> Tutorial:
             client.execute(cwd=str(folder), env=_environment(folder.parent))
         except (CellExecutionError, CellTimeoutError) as error:
             number = sum(cell.get("execution_count") is not None for cell in code_cells(notebook))
-            cell = list(code_cells(notebook))[max(number - 1, 0)]
-            reason = error.traceback if isinstance(error, CellExecutionError) else str(error)
-            raise _error(source.stem, number, cell.source, reason) from None
-        hidden = {f"{folder}/": "", str(folder): ".", f"{ROOT}": "llmcond", str(Path.home()): "~"}
+            raise _error(source.stem, number, _tidied(str(error), folder)) from None
     for number, cell in enumerate(code_cells(notebook), 1):
-        cell.outputs = list(_tidied_outputs(cell.outputs, hidden))
+        cell.outputs = list(_tidied_outputs(cell.outputs, folder))
         _check_output(source.stem, number, cell)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem}-{number}"
@@ -161,13 +161,9 @@ def _paths(name: str) -> list[str]:
     return list(filter(None, [os.environ.get(name)]))
 
 
-def _error(name: str, number: int, source: str, reason: str) -> TutorialError:
-    """Return the error of a cell: the tutorial, the number and source of the cell, and why."""
-    from nbconvert.filters import strip_ansi
-
-    return TutorialError(
-        f"tutorial {name}, code cell {number}:\n\n{source}\n\n{strip_ansi(reason).strip()}"
-    )
+def _error(name: str, number: int, reason: str) -> TutorialError:
+    """Return the error of a code cell."""
+    return TutorialError(f"tutorial {name}, code cell {number}: {reason.strip()}")
 
 
 def _check_output(name: str, number: int, cell: Any) -> None:
@@ -175,8 +171,8 @@ def _check_output(name: str, number: int, cell: Any) -> None:
     text = "\n".join(map(_output_text, cell.outputs))
     for pattern in cell.metadata.get("expect", ()):
         if not re.search(pattern, text):
-            reason = f"The output does not contain {pattern!r}:\n\n{text}"
-            raise _error(name, number, cell.source, reason)
+            reason = f"the output of this cell does not contain {pattern!r}."
+            raise _error(name, number, f"{reason}\n\n{cell.source}\n\n{text}")
 
 
 def _output_text(output: Any) -> str:
@@ -186,37 +182,41 @@ def _output_text(output: Any) -> str:
     return re.sub(" +", " ", re.sub("<[^<>]*>", " ", text) if "text/html" in data else text)
 
 
-def _tidied_outputs(outputs: list[Any], hidden: Mapping[str, str]) -> Iterator[Any]:
+def _tidied_outputs(outputs: list[Any], folder: Path) -> Iterator[Any]:
     """Yield the outputs of a cell, with adjacent text joined, and without colours and paths.
 
     Args:
         outputs: outputs of a cell.
-        hidden: replacements of paths.
+        folder: working folder of the notebook.
     """
-    from nbconvert.filters import strip_ansi
     from nbformat.v4 import new_output
-
-    def tidy(text: str) -> str:
-        for path, replacement in hidden.items():
-            text = text.replace(path, replacement)
-        return "\n".join(_wrapped(line.rstrip()) for line in strip_ansi(text).split("\n"))
 
     texts: list[str] = []
     for output in outputs:
         data = output.get("data", {})
         if "text" in output:
-            texts.append(tidy(output.text))
+            texts.append(_tidied(output.text, folder))
         elif data.get("text/html", "").startswith("<pre"):  # a message that rich has printed
-            texts.append(tidy(data["text/plain"]).rstrip("\n") + "\n")
+            texts.append(_tidied(data["text/plain"], folder).rstrip("\n") + "\n")
         else:
             if texts:
                 yield new_output("stream", name="stdout", text="".join(texts))
             texts = []
             for kind in {"text/plain", "text/html"} & set(data):
-                data[kind] = tidy(data[kind])
+                data[kind] = _tidied(data[kind], folder)
             yield output
     if texts:
         yield new_output("stream", name="stdout", text="".join(texts))
+
+
+def _tidied(text: str, folder: Path) -> str:
+    """Return text without colours, trailing spaces and the paths of this machine."""
+    from nbconvert.filters import strip_ansi
+
+    hidden = {f"{folder}/": "", f"{folder}": ".", f"{ROOT}": "llmcond", f"{Path.home()}": "~"}
+    for path, replacement in hidden.items():
+        text = text.replace(path, replacement)
+    return "\n".join(_wrapped(line.rstrip()) for line in strip_ansi(text).split("\n"))
 
 
 def _wrapped(line: str) -> str:
@@ -245,13 +245,14 @@ def fence_source(source: str) -> str:
     """Return a cell as a code block: commands of a shell, a file that it writes, or Python."""
     lines = source.splitlines()
     if source.startswith("%%writefile "):
-        file = lines[0].split()[1]
-        suffix = file.rpartition(".")[2]
-        language = f'{LANGUAGES.get(suffix, suffix)} title="{file}"'
-        return _fence("\n".join(lines[1:]), language)
-    if source.startswith("!") and not _python_lines(lines):
-        return _fence(re.sub(r"^!", "", source, flags=re.MULTILINE), "bash")
-    return _fence(source, "python")
+        block = _fence("\n".join(lines[1:]), f'python title="{lines[0].split()[1]}"')
+    elif source.startswith("!") and not _python_lines(lines):
+        block = _fence(re.sub("^!", "", source, flags=re.MULTILINE), "bash")
+    else:
+        block = _fence(source, "python")
+    if len(lines) <= LONG_CELL:
+        return block
+    return f"<details markdown><summary>{len(lines)} lines</summary>\n\n{block}\n</details>\n"
 
 
 def _python_lines(lines: list[str]) -> list[str]:
