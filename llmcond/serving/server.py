@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmcond.display import Displayed
-from llmcond.errors import UserError, install_command
+from llmcond.errors import UserError, format_count, install_command
 from llmcond.log import log
 from llmcond.progress import format_duration
 from llmcond.serving.settings import ServedSource, ServerSettings, read_keys
@@ -77,11 +77,9 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
         with _log_requests():
             running.run([listening])
         seconds = time.monotonic() - start_time
-    log.info(
-        f"stopped after {format_duration(seconds)} and {running.server_state.total_requests:,} "
-        "requests"
-    )
-    return ServeResult(url, loaded.name, running.server_state.total_requests, round(seconds, 1))
+    n_requests = running.server_state.total_requests
+    log.info(f"stopped after {format_duration(seconds)} and {format_count(n_requests, 'request')}")
+    return ServeResult(url, loaded.name, n_requests, round(seconds, 1))
 
 
 @contextmanager
