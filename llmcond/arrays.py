@@ -46,7 +46,7 @@ class Matrix(ABC):
         shape: (n, dim).
         parts: the matrices that this one is computed from.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import ConcatenatedMatrix
         >>> matrix = ConcatenatedMatrix([np.ones((3, 2), dtype=np.float16), np.zeros((3, 1))])
@@ -138,7 +138,7 @@ class SharedRows(Matrix):
         unique_table: whether the vectors of the table are distinct, so that rows can be compared
             by their positions alone.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import SharedRows
         >>> table = np.array([[1.0, 0.0], [0.0, 1.0]], dtype=np.float16)
@@ -173,7 +173,7 @@ class Difference(Matrix):
         first: (n, dim) vectors.
         second: (n, dim) vectors to subtract.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import Difference
         >>> Difference(np.array([[3.0, 2.0]]), np.array([[1.0, 2.0]])).read().tolist()
@@ -198,7 +198,7 @@ class ConcatenatedMatrix(Matrix):
     Attributes:
         parts: the matrices, (n, dim_i) each.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import ConcatenatedMatrix
         >>> ConcatenatedMatrix([np.array([[1.0]]), np.array([[2.0, 3.0]])]).read().tolist()
@@ -238,7 +238,7 @@ def cosine(first: Array, second: Array) -> Array:
     Returns:
         (n,) cosines in float32.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import cosine
         >>> cosine(np.array([[1.0, 0.0], [0.0, 0.0]]), np.array([[2.0, 0.0], [1.0, 0.0]])).tolist()

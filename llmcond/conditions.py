@@ -36,7 +36,7 @@ class Condition(str):
         text: the condition without its values.
         values: the example values; empty if there are none.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> condition = llmcond.Condition("the cuisine", values=["Italian", "Thai"])
         >>> print(condition)

@@ -17,7 +17,7 @@ class LlmcondError(Exception):
 
     The command line prints the message in one line and exits with code 1.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> try:
         ...     llmcond.Condition("the cuisine", values=[1])
@@ -34,7 +34,7 @@ class UserError(LlmcondError):
 
     The command line prints the message in one line and exits with code 2.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> try:
         ...     llmcond.Condition("the cuisine", values=[1])

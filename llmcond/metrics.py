@@ -37,7 +37,7 @@ class Estimate:
         low: lower end of the interval; NaN if there is no interval.
         high: upper end of the interval; NaN if there is no interval.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> llmcond.Estimate(0.5, 0.4, 0.6).times(100)
         Estimate(value=50.0, low=40.0, high=60.0)

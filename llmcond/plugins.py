@@ -46,7 +46,7 @@ def register(name: str, value: Any) -> Any:
     Returns:
         The object.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> def mean_error(prediction, rating, group):
         ...     return abs(prediction - rating).mean()

@@ -36,7 +36,7 @@ class Clustering(Displayed):
         scores: agreement with known labels, if there are any.
         guide: number of labelled texts of each label in the guide; None: there is no guide.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> texts = ["A dog runs.", "Two dogs run.", "A cat sleeps.", "Three cats sleep."]
         >>> result = llmcond.cluster(texts=texts, condition="the activity", clusters=2)
@@ -103,7 +103,7 @@ class ClusterResult(Displayed):
         seed: random seed.
         clusterings: the clustering under each condition.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> texts = ["A dog runs.", "Two dogs run.", "A cat sleeps.", "Three cats sleep."]
         >>> conditions = ["the animal", "the activity"]

@@ -33,7 +33,7 @@ class Analyse(AnalyseOptions, Command):
         Raises:
             UserError: there is no such run or head, or the split has no rated rows.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

@@ -40,7 +40,7 @@ class Annotate(AnnotateOptions, Command):
                 or you decline the estimated cost.
             LlmcondError: the server fails, after all retries.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> result = llmcond.annotate(  # doctest: +SKIP
             ...     data="my.csv",

@@ -32,7 +32,7 @@ class Bench(BenchOptions, Command):
             UserError: a model is unknown, or a device, library or output folder is missing.
             LlmcondError: the hub cannot be reached.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> result = llmcond.bench(quantize=["none"], checks="none", quick=True)
             >>> result.failed

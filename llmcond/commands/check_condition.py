@@ -38,7 +38,7 @@ class CheckCondition(CheckConditionOptions, Command):
                 calibration.
             LlmcondError: the encoder fails.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> texts = [f"A {pet} has {n} toys." for pet in ("dog", "cat") for n in range(10)]
             >>> result = llmcond.check_condition(texts=texts, condition="the animal")

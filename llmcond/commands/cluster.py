@@ -34,7 +34,7 @@ class Cluster(ClusterOptions, Command):
             UserError: an option is invalid, or the texts, labels or guide cannot be read.
             LlmcondError: the encoder fails.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> texts = ["A dog runs.", "A dog sleeps.", "A horse runs.", "A horse sleeps."]
             >>> result = llmcond.cluster(texts=texts, condition="the animal", clusters=2)

@@ -35,7 +35,7 @@ class Compare(CompareSystemsOptions, Command):
             UserError: a run or head does not exist, the heads of a system differ in more than their
                 seed, or the runs have different tasks or rows.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

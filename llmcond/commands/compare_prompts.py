@@ -35,7 +35,7 @@ class ComparePrompts(ComparePromptsOptions, Command):
                 equal, or the report cannot be written.
             LlmcondError: every fit failed.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

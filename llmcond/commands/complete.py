@@ -31,7 +31,7 @@ class Complete(CompleteOptions, Command):
             UserError: there is no such run, head, entity or relation, or the run has no knowledge
                 graph.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> result = llmcond.extract(model="minilm", task="kgc", run="runs/graph")
             >>> completions = llmcond.complete(

@@ -44,7 +44,7 @@ class Embed(EmbedOptions, Command):
             DiskFullError: the disk is full; parts written to a folder or dataset are kept.
             LlmcondError: the encoder fails.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [{"text": "A man rides a horse."}, {"text": "A girl reads."}]
             >>> result = llmcond.embed(source=rows, out="vectors.npy", condition_text="the hobby")

@@ -31,7 +31,7 @@ class Evaluate(EvaluateOptions, Command):
         Raises:
             UserError: there is no such run, head or split, or the data has no rated rows.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

@@ -38,7 +38,7 @@ class Explain(ExplainOptions, Command):
                 written, or the run has no embeddings of sentences.
             LlmcondError: the encoder fails.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> explanation = llmcond.explain(sentence="A dog runs.", condition=["the animal"])
             >>> explanation.method

@@ -49,7 +49,7 @@ class Export(ConditionOptions, EmbedderOptions, Command):
                 sentence-transformers under these conditions.
             LlmcondError: the exported model gives different vectors; nothing is saved.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> result = llmcond.export(out="places", condition="the place")
             >>> result.conditions, result.dim

@@ -37,7 +37,7 @@ class Extract(ExtractOptions, Command):
             UserError: an option is invalid, or the model, a prompt or the data cannot be read.
             LlmcondError: the hub cannot be reached.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

@@ -29,7 +29,7 @@ class FitHead(FitHeadOptions, Command):
         Raises:
             UserError: there is no such run, recipe or prompt, or a setting is invalid.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

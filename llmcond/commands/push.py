@@ -35,7 +35,7 @@ class Push(PushOptions, Command):
                 load its encoder, or you may not write to the repository.
             LlmcondError: the hub cannot be reached, or has failed.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> llmcond.push(repo="ada/my-heads", private=True)["url"]  # doctest: +SKIP
             'https://huggingface.co/ada/my-heads'

@@ -34,7 +34,7 @@ class Reply(ReplyOptions, Command):
             UserError: there is no such run, head or file, a text is empty, or there are fewer than
                 two candidates.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> from pathlib import Path
             >>> result = llmcond.extract(model="minilm", task="dialogue", run="runs/dialogues")

@@ -51,7 +51,7 @@ class Serve(GuideOption, EmbedderOptions, ServerSettings, Command):
                 or keys cannot be read.
             LlmcondError: the model cannot be loaded, or fails to encode a text.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> llmcond.serve(port=8000, condition="the activity")  # doctest: +SKIP
         """

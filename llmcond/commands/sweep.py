@@ -37,7 +37,7 @@ class Sweep(SweepOptions, Command):
             UserError: there is no such run or recipe, a setting is invalid, or nothing varies.
             LlmcondError: every fit failed, or a process was killed.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

@@ -41,7 +41,7 @@ class SweepLora(SweepLoraOptions, Command):
             LlmcondError: the encoder cannot be loaded, every training failed, or a process was
                 killed.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

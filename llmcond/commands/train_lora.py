@@ -35,7 +35,7 @@ class TrainLora(TrainLoraOptions, Command):
                 became NaN.
             LlmcondError: the encoder cannot be loaded or trained.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> rows = [
             ...     {"sentence1": f"{n} dogs", "sentence2": f"{n} cats", "condition": c, "label": y}

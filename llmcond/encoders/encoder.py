@@ -152,7 +152,7 @@ class Encoder:
         dim: size of the vectors.
         concurrency: number of worker threads, and of CPU cores for each of them.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> encoder = llmcond.load_encoder("minilm", device="cpu")
         >>> vectors = encoder.encode(["A girl plays chess.", "Two men sing."])
@@ -668,7 +668,7 @@ Raises:
     UserError: the model is unknown, or does not support an option on this machine.
     LlmcondError: the hub cannot be reached, or the weights are broken or too large.
 
-Example:
+Examples:
     >>> import llmcond
     >>> encoder = llmcond.load_encoder("minilm", device="cpu", max_length=64)
     >>> encoder.dim

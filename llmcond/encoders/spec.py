@@ -74,7 +74,7 @@ class EncoderInput:
             context, then the text.
         router: weights the tokens that are pooled. None: the model's default pooling.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> encoder = llmcond.load_encoder("minilm", device="cpu")
         >>> item = llmcond.EncoderInput(instruction="", text="A girl plays chess.")

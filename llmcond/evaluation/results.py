@@ -194,7 +194,7 @@ class Result(Displayed):
         fits: The record of each fit.
         task: The task of the rows.
 
-    Example:
+    Examples:
         >>> from llmcond import Estimate, Result
         >>> result = Result(
         ...     name="linear@routed", head="linear", prompts=("routed",), subtract=True,
@@ -356,7 +356,7 @@ class ComparedResult(Result):
         difference: The difference to the baseline by metric; None if it is not compared.
         against: The name of the baseline's result; None if it is not compared.
 
-    Example:
+    Examples:
         >>> from llmcond import ComparedResult, Estimate, Result
         >>> result = Result(
         ...     name="none@cond", head="none", prompts=("cond",), subtract=True, split="dev",
@@ -421,7 +421,7 @@ class SystemResult(ComparedResult):
         subsets: The figures of subsets of rows or queries, by the name of the subset: the number of
             rows, the primary metric, and its difference to the baseline (not corrected).
 
-    Example:
+    Examples:
         >>> from llmcond import Estimate, SystemResult
         >>> result = SystemResult(
         ...     name="runs/a:mlp@routed", head="mlp", prompts=("routed",), subtract=True,
@@ -459,7 +459,7 @@ class SweptResult(Result):
     Attributes:
         settings: The settings that the grid varies, with their values at this point.
 
-    Example:
+    Examples:
         >>> from llmcond import Estimate, SweptResult
         >>> result = SweptResult(
         ...     name="linear@routed", head="linear", prompts=("routed",), subtract=True,
@@ -529,7 +529,7 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
     Attributes:
         rows: The results.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> data = [
         ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",

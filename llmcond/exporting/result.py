@@ -34,7 +34,7 @@ class ExportResult(Displayed):
         notes: what users of the export need to know, as sentences.
         about: description of the exported embedder.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> result = llmcond.export(out="places", condition=["the place"])
         >>> result.conditions, result.dim, result.dtype

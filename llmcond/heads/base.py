@@ -102,7 +102,7 @@ class FittedHead(FittedModule):
         seed: random seed of initialisation, dropout and row order.
         fit: record of the fit, and notes for the user.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import PairArrays, fit_recipe, load_recipe
         >>> first, second = np.random.default_rng(0).normal(size=(2, 20, 8))

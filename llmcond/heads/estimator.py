@@ -88,7 +88,7 @@ class Head(RegressorMixin, TransformerMixin, BaseEstimator):  # type: ignore[mis
         curve_ (list[dict[str, Any]]): loss and held-out Spearman correlation of each epoch; empty
             if there are no epochs.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond import Head
         >>> X = np.random.default_rng(0).normal(size=(40, 16))

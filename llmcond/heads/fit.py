@@ -423,7 +423,7 @@ def fit_recipe(
             parameters of ``start`` have other shapes, the loss diverges, or the machine lacks the
             device.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import PairArrays, fit_recipe, load_recipe
         >>> first, second = np.random.default_rng(0).normal(size=(2, 40, 8))

@@ -39,7 +39,7 @@ def load_head(folder: Path) -> tuple[FittedHead, dict[str, Any]]:
             version wrote; or the head is custom code that was neither named nor registered.
         LlmcondError: a file is damaged.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> import numpy as np

@@ -92,7 +92,7 @@ class HeadModule(nn.Module):
         multiplies_in_bfloat16: whether all products with sentence features are computed by
             ``product`` or ``batched_product``, so that they can be computed in bfloat16.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from llmcond.heads import HeadModule, SizedSettings
         >>> class Square(HeadModule):

@@ -36,7 +36,7 @@ class PairArrays:
         condition: (n, dim_c) features e(c) of each row's condition, for heads that read them.
         pair: (n,) sentence pair of each row, for objectives that contrast its two conditions.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from llmcond.heads import PairArrays
         >>> first, second = np.random.default_rng(0).normal(size=(2, 6, 4))

@@ -64,7 +64,7 @@ class Recipe:
         finetune: settings of ``train-lora`` that override its defaults when an encoder is trained
             with this head, if its authors trained one.
 
-    Example:
+    Examples:
         >>> from llmcond.heads import load_recipe
         >>> recipe = load_recipe("linear")
         >>> recipe.kind, recipe.features
@@ -189,7 +189,7 @@ def load_recipe(name_or_file: str, task: str | None = None) -> Recipe:
         UserError: the recipe does not exist, or has an unknown kind, an unknown key or an invalid
             value.
 
-    Example:
+    Examples:
         >>> from llmcond.heads import load_recipe
         >>> load_recipe("mlp").settings.depth
         2

@@ -146,7 +146,7 @@ class TrainingSettings(GradientSettings, ObjectiveSettings):
             the same condition are adjacent, so that its matrices are generated once. Contrastive
             objectives always keep the two conditions of a sentence pair together instead.
 
-    Example:
+    Examples:
         >>> from llmcond.heads import TrainingSettings
         >>> settings = TrainingSettings(
         ...     dropout=0.1, learning_rate=1e-3, batch_size=64, epochs=10, patience=3
@@ -165,7 +165,7 @@ class SizedSettings(TrainingSettings):
     Attributes:
         dim: size k of the embeddings, at most that of the features.
 
-    Example:
+    Examples:
         >>> from llmcond.heads import SizedSettings
         >>> settings = SizedSettings(
         ...     dim=128, dropout=0.1, learning_rate=1e-3, batch_size=64, epochs=10, patience=3

@@ -76,7 +76,7 @@ def save_head(head: FittedModule, folder: Path, record: dict[str, Any]) -> None:
         UserError, OSError: the folder cannot be written.
         DiskFullError: the disk is full.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> import numpy as np

@@ -110,7 +110,7 @@ def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> Sent
     Raises:
         UserError, LlmcondError: as in ``llmcond.load_embedder``.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> model = llmcond.load_sentence_transformer("minilm-conditions")
         >>> model.encode(["A man rides a horse."], condition="the activity").shape

@@ -50,7 +50,7 @@ class CrossEncoder(SimilarityModel):
             order of the sentences does not matter. ``given`` reads the given order only.
         fitted_on: The source of the data that it was trained on.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> data = [
         ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
@@ -166,7 +166,7 @@ def load_cross_encoder(
         UserError: The run does not exist or holds no cross-encoder, or the encoder has changed.
         LlmcondError: The encoder or the head cannot be loaded.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> data = [
         ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",

@@ -56,7 +56,7 @@ class Embedder(SimilarityModel):
         fitted_on: The source of the data that the head was fitted on.
         guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> embedder = llmcond.load_embedder()
         >>> vectors = embedder.encode(["A dog runs.", "A cat sleeps."], "the animal")
@@ -147,7 +147,7 @@ class Embedder(SimilarityModel):
                 longer than the encoder reads at a time.
             LlmcondError: The encoder returned NaN, or ran out of memory.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> embedder = llmcond.load_embedder()
             >>> explanation = embedder.explain("A dog runs.", "the animal", to="A cat sleeps.")
@@ -181,7 +181,7 @@ class Embedder(SimilarityModel):
             UserError: A text is empty or has two labels, there are fewer than two labels, or the
                 head does not compare embeddings by cosine.
 
-        Example:
+        Examples:
             >>> import llmcond
             >>> embedder = llmcond.load_embedder()
             >>> texts = ["Great food.", "Awful food.", "Lovely staff.", "Rude staff."]
@@ -367,7 +367,7 @@ def load_embedder(
             is a control, or the encoder has changed.
         LlmcondError: The hub cannot be reached, or the encoder cannot be loaded.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> llmcond.load_embedder()
         Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)

@@ -55,7 +55,7 @@ class ConditionExplanation:
         pairs: With the method ``exact``, the contribution of each pair of tokens, (n, m). If a
             vector is subtracted, a last row and a last column have its contributions.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> explanation = llmcond.load_embedder().explain("A dog runs.", "the animal")
         >>> explained = explanation.conditions[0]
@@ -107,7 +107,7 @@ class Explanation(Displayed):
         conditions: The explanation under each condition.
         about: Description of the run, encoder and head.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> explanation = llmcond.load_embedder().explain("A dog runs.", "the animal")
         >>> explanation.method

@@ -75,7 +75,7 @@ class PairFeatures(NamedTuple):
         n_condition: The number of last columns that hold the features of conditions; 0 for heads
             without them.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> data = [
         ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",
@@ -122,7 +122,7 @@ def load_features(
     Raises:
         UserError: The run, recipe, split or prompt does not exist, or features are missing.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> data = [
         ...     {"sentence1": f"{n} dogs run.", "sentence2": f"{n} cats run.",

@@ -28,7 +28,7 @@ class Hits(Displayed):
             texts nearest to the query without the condition were.
         guides: the guides of those conditions that have one in the index.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> texts = ["The parcel never arrived.", "I was charged twice."]
         >>> index = llmcond.Index.build("complaints", texts)

@@ -85,7 +85,7 @@ class Index:
         written: numbers of texts that the last call of ``add`` or ``build`` on this object added,
             replaced and left unchanged.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> index = llmcond.Index.build(
         ...     "letters",

@@ -29,7 +29,7 @@ class ServeResult(Displayed):
         requests: number of requests.
         seconds: time from start to stop.
 
-    Example:
+    Examples:
         >>> from llmcond import ServeResult
         >>> ServeResult("http://127.0.0.1:8000", "minilm", requests=3, seconds=4.5)
         ServeResult(url='http://127.0.0.1:8000', model='minilm', requests=3, seconds=4.5)

@@ -27,7 +27,7 @@ class Task(AnyTask[Dataset]):
             that is not is rendered by the template's ``[plain]`` part, and nothing is subtracted
             from its embedding.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> class Answers(llmcond.Task):
         ...     name = "answers"  # rated pairs of a question and an answer

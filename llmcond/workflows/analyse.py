@@ -48,7 +48,7 @@ class AnalysisResult(DisplayedDict):
     dialogues, next turns), and each other key the name of an analysis, with a list of rows
     (dictionaries) as its value.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

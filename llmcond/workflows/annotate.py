@@ -58,7 +58,7 @@ class AnnotationResult(Displayed):
         cost: the cost of these questions at the given prices; None: unknown.
         agreement: the agreement with the ratings that the rows had; None: they had none.
 
-    Example:
+    Examples:
         >>> from pathlib import Path
         >>> import llmcond
         >>> result = llmcond.AnnotationResult(

@@ -44,7 +44,7 @@ class Benchmark(Displayed):
         skipped: what could not be run on this machine, with the reasons.
         profiles: where the time goes, if ``profile`` was set.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> machine = {"device": "cpu"}
         >>> result = llmcond.Benchmark(machine, checks=[], speeds=[], skipped=[])

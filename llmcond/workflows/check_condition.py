@@ -41,7 +41,7 @@ class ConditionChecks(Displayed):
         calibration: the function from indicators to an expected accuracy.
         checks: one check for each condition.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> texts = ["A red car.", "A blue bicycle.", "Two dogs run.", "A cat sleeps."]
         >>> result = llmcond.check_condition(texts=texts, condition=["the colour"])

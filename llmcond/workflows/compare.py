@@ -67,7 +67,7 @@ class Comparison(FittedResults[ComparedResult]):
             baseline's result with the same head and subtraction; None for the baseline itself.
         left_out: the prompts that could not be compared, with the reasons.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

@@ -57,7 +57,7 @@ class SystemComparison(Displayed):
         results: the results, best first.
         baseline: the name of the system that the others are compared with.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

@@ -62,7 +62,7 @@ class EmbedResult(Displayed):
         prompt: the name of the prompt.
         guides: the guide of each condition that has one.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     {"sentence": "A man rides a bicycle.", "condition": "the vehicle"},

@@ -56,7 +56,7 @@ class ExtractResult(Displayed):
         prompts: what was done for each prompt, by its name.
         record: what the run's manifest keeps for each prompt.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

@@ -48,7 +48,7 @@ class FittedResult(Displayed):
         held_out: the score on dev if the epoch is chosen on nine tenths of dev, and the remaining
             tenth is predicted; empty if dev did not choose the epoch.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

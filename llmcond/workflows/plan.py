@@ -75,7 +75,7 @@ class ExtractionPlan(Displayed):
         fragments: the number of the store's new fragments, before small ones are merged.
         commits: the number of commits to the store.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

@@ -67,7 +67,7 @@ _PATH = re.compile(r"(?<![\w.:/~-])~?(?:/[^\s/'\"`,;()]+)+/([^\s/'\"`,;()]+)")
 class PushResult(DisplayedDict):
     """The result of an upload: ``repo``, its ``url``, the ``commit``, and the names of ``files``.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> result = llmcond.PushResult(
         ...     repo="ada/my-heads", url="https://huggingface.co/ada/my-heads", commit="1a2b3c4",

@@ -45,7 +45,7 @@ class SweepResult(FittedResults[SweptResult]):
         choice: the held-out score of the choice of the best result; None if dev is not scored, if
             there is one result only, or if the epoch of a fit was not chosen on dev.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> rows = [
         ...     dict(sentence1=f"{n} dogs run.", sentence2=f"{n} cats run.", condition=c, label=r)

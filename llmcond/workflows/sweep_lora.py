@@ -53,7 +53,7 @@ class LoraSweepResult(FittedResults[SweptResult]):
         best: the training of the best settings with the best score on dev; its run is ``best``.
         test: the scores of the best settings on test, as means over seeds; None without test.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> swept = llmcond.SweptResult(
         ...     name="none@routed", head="none", prompts=("routed",), subtract=False, split="dev",

@@ -67,7 +67,7 @@ class TrainingResult(Displayed):
             steps, seconds, and the scores on dev and test. Empty in the worker processes of a
             distributed training.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> scores = [{"split": "test", "spearman": 0.62, "spearman_ci": [0.58, 0.66]}]
         >>> result = llmcond.TrainingResult({"run": "runs/tuned", "scores": scores})

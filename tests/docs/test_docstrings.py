@@ -30,7 +30,7 @@ def find_sections(text):
 def test_docstrings_are_complete(name):
     value = PUBLIC[name]
     headings = find_sections(inspect.getdoc(value) or "")
-    assert headings & {"Example", "Examples"}
+    assert "Examples" in headings
     if not inspect.isclass(value):
         signature = inspect.signature(value)
         assert "Args" in headings or not signature.parameters

@@ -45,7 +45,7 @@ class Reply:
             dialogues are not comparable.
         text: text of the candidate.
 
-    Example:
+    Examples:
         >>> from llmcond import Reply
         >>> Reply(rank=1, score=0.26087803, text="Yes, at noon.").to_json()
         {'rank': 1, 'score': 0.260878, 'text': 'Yes, at noon.'}
@@ -76,7 +76,7 @@ class Candidates:
         before: vectors in the role before-2, (n, k), for planning.
         model: fingerprint of the encoder, the prompt and the head with which they were encoded.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in dialogues]
@@ -166,7 +166,7 @@ class DialogueState:
         turns: utterances of the dialogue.
         state: roles of the utterances, and the vector that candidates are compared with.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in dialogues]
@@ -216,7 +216,7 @@ class DialogueModel:
             candidates.
         fingerprint: identifier of the encoder, the prompts and the weights of the head.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in dialogues]
@@ -434,7 +434,7 @@ def load_dialogue(
     Raises:
         UserError: The run, head or score does not exist, or the run is of another task.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]
         >>> rows = [{"utterances": turns} for turns in dialogues]

@@ -23,7 +23,7 @@ class Replies(Displayed):
         replies: the candidates, best first.
         about: the head, the score and the query, as ``to_json`` returns them.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> from pathlib import Path
         >>> dialogues = [["Hello!", "Hi!"], ["How are you?", "Fine."], ["Bye.", "See you."]]

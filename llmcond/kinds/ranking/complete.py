@@ -21,7 +21,7 @@ class Completions(Displayed):
         completions: the entities, best first.
         about: the head that ranked them and the query, as ``to_json`` returns them.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
         >>> result = llmcond.complete(

@@ -43,7 +43,7 @@ class Completion:
         name: name of the entity.
         known: whether the completed triple is in a split of the data.
 
-    Example:
+    Examples:
         >>> from llmcond import Completion
         >>> Completion(rank=1, score=0.75, id="e7", name="Abbott cape", known=False).name
         'Abbott cape'
@@ -73,7 +73,7 @@ class Completer:
         graph: the run's knowledge graph.
         name: name of the head in the run, or ``none@PROMPT`` for zero-shot.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
         >>> completer = llmcond.load_completer("graph")
@@ -251,7 +251,7 @@ def load_completer(
     Raises:
         UserError: The run or head does not exist, or the run is of another task.
 
-    Example:
+    Examples:
         >>> import llmcond
         >>> _ = llmcond.extract(task="kgc", model="minilm", run="graph")
         >>> completer = llmcond.load_completer("graph", exclude_head=True)
