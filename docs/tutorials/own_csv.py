@@ -143,7 +143,12 @@ url = match[0]
 import json
 import urllib.request
 
-question = {"query": "We had sushi.", "condition": "the cuisine", "k": 3, "where": "city = 'Berlin'"}
+question = {
+    "query": "We had sushi.",
+    "condition": "the cuisine",
+    "k": 3,
+    "where": "city = 'Berlin'",
+}
 request = urllib.request.Request(
     f"{url}/v1/search",
     data=json.dumps(question).encode(),

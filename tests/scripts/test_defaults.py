@@ -82,7 +82,17 @@ ARGUMENTS_AND_OUTPUT = {
 PEER_LIBRARIES = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
 #: Scripts with separate tests, and modules that scripts import.
 OTHER_SCRIPTS = {
-    *("fuzz", "house", "notebooks", "prose", "bench_inputs", "bench_process", "reproduce", "reproduced"),
+    *(
+        "fuzz",
+        "house",
+        "make_docs",
+        "notebooks",
+        "prose",
+        "bench_inputs",
+        "bench_process",
+        "reproduce",
+        "reproduced",
+    ),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
