@@ -129,7 +129,9 @@ def write_reference() -> None:
         "functions": python_page(
             "Functions",
             "Each command is also a function, and its keyword arguments have the names of the "
-            "command's options. The functions `load_...` return objects for your own code.",
+            "command's options. The functions `load_...` return objects for your own code.\n\n"
+            "Log messages go to the logger `llmcond`. Notebooks and interactive sessions show them "
+            'on standard error; in a program, `logging.basicConfig(level="INFO")` shows them.',
             functions,
         ),
         "classes": python_page(
