@@ -94,7 +94,7 @@ OTHER_SCRIPTS = {
         "reproduced",
     ),
     *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
-    *("make_aspects", "manners", "aspect_figures", "aspect_samples"),
+    *("make_aspects", "manners", "aspect_figures", "aspect_samples", "pictures"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
 #: Scripts that need data that is not in the repository.
