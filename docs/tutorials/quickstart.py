@@ -67,11 +67,11 @@ for condition in ["the place", "the number of people"]:
 # An index stores texts in a folder. A search compares a query with all of them, under a condition that you name when
 # you search.
 
-# %% expect=["1 0\\.9\\d+ A boy .+\\n 2 0\\.\\d+ Two men .+\\n 3 0\\.\\d+ Two women"]
+# %% expect=["1 0\\.9\\d+ A boy .* 2 0\\.\\d+ Two men .* 3 0\\.\\d+ Two women"]
 index = llmcond.Index.build("scenes", texts)
 index.search("A man sits on the sand.", "the place", k=3)
 
-# %% expect=["1 0\\.9\\d+ A woman .+\\n 2 0\\.9\\d+ A boy"]
+# %% expect=["1 0\\.9\\d+ A woman .* 2 0\\.9\\d+ A boy"]
 index.search("A man sits on the sand.", "the number of people", k=3)
 
 # %% [markdown]

@@ -110,7 +110,7 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 #
 # `--labels` names the column with the right answers for each condition. It only adds the last table.
 
-# %% expect=["the sentiment mood 64 6\\d\\.", "the urgency urgency 64 \\d?\\d\\.", "the type of problem problem 64 0\\."]
+# %% expect=["the sentiment mood 64 6\\d\\.", "the urgency urgency 64 \\d?\\d\\.", "problem 64 0\\."]
 # !llmcond cluster tickets.csv --out groups.csv --no-check \
 #     --condition "the sentiment" --labels mood \
 #     --condition "the urgency" --labels urgency \

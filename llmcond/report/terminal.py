@@ -34,8 +34,9 @@ FORMATS = ("table", *_TABULATE_FORMATS)
 _PROSE_WIDTH = 100
 #: The minimum and the maximum width of a table that no terminal limits, in characters.
 _MIN_PIPED_WIDTH, _MAX_PIPED_WIDTH = 160, 1_000_000
-#: The minimum width of a column of prose, and the length up to which a word is never cut.
-_MIN_PROSE_COLUMN, _LONG_WORD = 24, 40
+#: The minimum width of a column of prose, the same where figures need the space, and the length up
+#: to which a word is never cut.
+_MIN_PROSE_COLUMN, _NARROW, _LONG_WORD = 24, 12, 40
 #: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
 _WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
@@ -196,7 +197,8 @@ def fit_columns(table: Table, room: int) -> list[str]:
     """Fit a table into lines of ``room`` characters without cutting a word or a number.
 
     Cells are wrapped between words. If that is not enough, words of more than ``_LONG_WORD``
-    characters, such as URLs, are cut, and columns are removed from the right, except the first one.
+    characters, such as URLs, are cut, then columns of prose become narrow if the table has figures,
+    and then columns are removed from the right, except the first one.
 
     Returns:
         The headings of the removed columns.
@@ -206,6 +208,9 @@ def fit_columns(table: Table, room: int) -> list[str]:
     widths = [_measure_column(column) for column in table.columns]
     if sum(minimum for minimum, _ in widths) > room:
         widths = [_measure_column(column, _LONG_WORD) for column in table.columns]
+    has_figures = any(column.justify == "right" for column in table.columns)
+    if has_figures and sum(minimum for minimum, _ in widths) > room:
+        widths = [_measure_column(column, _LONG_WORD, _NARROW) for column in table.columns]
     left_out: list[str] = []
     while len(widths) > 1 and sum(minimum for minimum, _ in widths) > room:
         widths.pop()
@@ -222,7 +227,9 @@ def fit_columns(table: Table, room: int) -> list[str]:
     return left_out
 
 
-def _measure_column(column: Column, longest_word: int | None = None) -> tuple[int, int]:
+def _measure_column(
+    column: Column, longest_word: int | None = None, min_prose: int = _MIN_PROSE_COLUMN
+) -> tuple[int, int]:
     """Return the minimum and the maximum useful width of a column, in characters."""
     lines = [line for cell in column.cells for line in str(cell).splitlines()]
     words = [word for line in lines for word in _WORD.findall(line)]
@@ -230,5 +237,5 @@ def _measure_column(column: Column, longest_word: int | None = None) -> tuple[in
     heading = max(map(cell_len, str(column.header).split()), default=0)
     minimum = max(map(cell_len, lines if column.no_wrap else words), default=0)
     if not column.no_wrap:
-        minimum = max(min(minimum, longest_word or minimum), min(_MIN_PROSE_COLUMN, maximum))
+        minimum = max(min(minimum, longest_word or minimum), min(min_prose, maximum))
     return max(heading, minimum), maximum
