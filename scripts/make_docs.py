@@ -31,7 +31,7 @@ from llmcond.cli import COMMANDS, _parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, PAGES, SITE = ROOT / "docs", ROOT / "build/docs", ROOT / "build/site"
-#: Pages of the site that are not in docs/, by the file that they are made from.
+#: Pages of the site that are not in docs/, by their file in the repository.
 OUTSIDE = {"CHANGELOG.md": "changelog.md", "models/README.md": "models.md"}
 #: The classes that users create or load; the other classes are results.
 CLASSES = (

@@ -245,8 +245,8 @@ def draw_conditions() -> Picture:
         for condition, value in zip(CONDITIONS, values, strict=True)
     )
     alternative = (
-        f"Similarity of “{PAIR[0]}” and “{PAIR[1]}” A plain sentence embedding gives one number, "
-        f"{alone:.2f}. llmcond gives one for each condition: {listed}."
+        f"Similarity of “{PAIR[0][:-1]}” and “{PAIR[1][:-1]}”. A plain sentence embedding gives one "
+        f"number, {alone:.2f}. llmcond gives one for each condition: {listed}."
     )
 
     def draw(sheet: Sheet) -> None:

@@ -134,7 +134,7 @@ def test_alternative_text_is_written_into_pages(tmp_path, monkeypatch):
     readme, page = tmp_path / "README.md", tmp_path / "docs" / "page.md"
     before = (
         '<img alt="old" src="docs/images/clusters-light.svg">',
-        "![](images/clusters-light.svg#only-light)![b](images/clusters-page-dark.webp)",
+        "![](images/clusters-light.svg#gh-light-mode-only)![b](images/clusters-page-dark.webp)",
     )
     readme.write_text(before[0])
     page.write_text(before[1])
