@@ -47,8 +47,12 @@ class Displayed:
         """Return the values in a line and the tables below it, for notebooks."""
         facts, tables = _split(self._displayed())
         line = ", ".join(f"{name} {_cell(value)}" for name, value in facts.items())
-        heading = f"<p><b>{type(self).__name__}</b> {escape(line)}</p>"
-        return heading + "".join(_html(name, rows) for name, rows in tables.items())
+        title = type(self).__name__
+        heading = f"<p><b>{title}</b> {escape(line)}</p>"
+        # The only table of Results needs no caption "results".
+        return heading + "".join(
+            _html("" if name == title.lower() else name, rows) for name, rows in tables.items()
+        )
 
 
 class DisplayedDict(Displayed, dict[str, Any]):
@@ -102,7 +106,8 @@ def _html(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [[_cell(row.get(key)) for key in columns] for row in rows[:_ROWS]]
     table = tabulate(cells, columns, "html", disable_numparse=True)
     more = f" (the first {_ROWS} of {format_count(len(rows), 'row')})" if len(rows) > _ROWS else ""
-    return f"<p>{escape(name)}{more}</p>{table}"
+    caption = f"<p>{escape(name)}{more}</p>" if name or more else ""
+    return f"{caption}{table}"
 
 
 def _cell(value: Any) -> str:

@@ -131,6 +131,7 @@ def test_results_are_shown_as_table_in_notebooks(monkeypatch):
     assert results[0] in results
     html = results._repr_html_()
     assert "&lt;b&gt;" in html
+    assert html.startswith("<p><b>Results</b> </p><table>")
     assert "50.0 [40.0, 60.0]" in html
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(LlmcondError, match="pip install pandas"):
