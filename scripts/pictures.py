@@ -245,8 +245,8 @@ def draw_conditions() -> Picture:
         for condition, value in zip(CONDITIONS, values, strict=True)
     )
     alternative = (
-        f"Similarity of “{PAIR[0][:-1]}” and “{PAIR[1][:-1]}”. A plain sentence embedding gives one "
-        f"number, {alone:.2f}. llmcond gives one for each condition: {listed}."
+        f"Similarity of “{PAIR[0][:-1]}” and “{PAIR[1][:-1]}”. A plain sentence embedding "
+        f"gives one number, {alone:.2f}. llmcond gives one for each condition: {listed}."
     )
 
     def draw(sheet: Sheet) -> None:
@@ -834,12 +834,20 @@ def alternative_text(name: str) -> str:
 
 
 def write_alternative_text(name: str) -> None:
-    """Write the alternative text of a picture into all pages that show it."""
+    """Write the alternative text of a picture into all pages that show it.
+
+    A text that is right but broken into lines stays as it is.
+    """
     text, file = alternative_text(name), rf"[^)\"]*images/{name}-(?:light|dark)\."
+
+    def replace(match: re.Match[str]) -> str:
+        is_right = " ".join(match[2].split()) == text
+        return match[0] if is_right else f"{match[1]}{text}{match[3]}"
+
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         before = page.read_text(encoding="utf-8")
-        after = re.sub(rf"!\[[^]]*\](?=\({file})", lambda _: f"![{text}]", before)
-        after = re.sub(rf'alt="[^"]*"(?= src="{file})', lambda _: f'alt="{text}"', after)
+        after = re.sub(rf"(!\[)([^]]*)(\]\({file})", replace, before)
+        after = re.sub(rf'(alt=")([^"]*)(" src="{file})', replace, after)
         if after != before:
             page.write_text(after, encoding="utf-8")
 

@@ -144,6 +144,17 @@ def test_alternative_text_is_written_into_pages(tmp_path, monkeypatch):
     assert page.read_text(encoding="utf-8") == before[1].replace("![]", f"![{text}]")
 
 
+def test_right_alternative_text_may_be_broken_into_lines(tmp_path, monkeypatch):
+    text = pictures.alternative_text("benchmark").replace(" ", "\n", 1)
+    (tmp_path / "docs").mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"![{text}](docs/images/benchmark-dark.svg)", encoding="utf-8")
+    before = readme.read_bytes()
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    pictures.write_alternative_text("benchmark")
+    assert readme.read_bytes() == before
+
+
 def test_unknown_picture_is_reported(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["pictures", "conditions", "cluster"])
     with pytest.raises(SystemExit, match="2"):
