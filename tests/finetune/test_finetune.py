@@ -5,7 +5,6 @@ import resource
 import shutil
 import signal
 import socket
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from helpers import checkpoints
 from helpers.commands import run_json, run_rejected
 from helpers.processes import Command
-from helpers.training import build_trainer, resume_training, stop_after
+from helpers.training import build_trainer, kill_in_step, resume_training, stop_after
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -190,25 +189,22 @@ def test_gradient_accumulation_does_not_change_parameters(tiny_bert, data, tmp_p
 
 def test_killed_training_resumes_bit_equal(tiny_bert, data, tmp_path):
     command = ["train-lora", "--model", tiny_bert, "--data", data, "--head", "mlp", "--dim", "8"]
-    command += "--epochs 5 --pooling mean --batch-size 8 --checkpoint-steps 7 --rank 4".split()
-    command += ["--early-stopping-patience", "99"]
+    command += "--epochs 2 --pooling mean --batch-size 8 --checkpoint-steps 5 --rank 4".split()
 
-    def start(folder):
-        return Command(tmp_path / f"{folder.name}-printed", [*command, "--run", folder])
+    def start(folder, setup=None):
+        printed = tmp_path / f"{folder.name}-printed"
+        return Command(printed, [*command, "--run", folder], setup=setup)
 
     uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
-    process = start(killed).process
-    while not (killed / "training" / STATE).is_file() and process.is_alive():
-        time.sleep(0.002)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    # An epoch has seven steps, so that the training ends in its second epoch.
+    assert start(killed, partial(kill_in_step, 13)).finish()[0] == -signal.SIGKILL
+    assert (killed / "training" / STATE).is_file()
     assert not (killed / "training.json").exists()
 
     for folder in (killed, uninterrupted):
         status, _, log = start(folder).finish()
         assert status == 0, log
-        assert ("from step" in log) == (folder is killed)
+        assert ("from step 10" in log) == (folder is killed)
     for name in ("adapter_model.safetensors", "heads/mlp@concat-sent-cond+c/head-*.safetensors"):
         (killed_file,), (uninterrupted_file,) = killed.glob(name), uninterrupted.glob(name)
         assert digest_file(killed_file) == digest_file(uninterrupted_file)
@@ -610,7 +606,7 @@ def limit_files_from_step_4():
 def test_full_disk_keeps_previous_checkpoint(tiny_bert, data, tmp_path):
     """A limit on the file size stands in for a full disk, because the same write fails."""
     arguments = f"train-lora --model {tiny_bert} --data {data} --run {tmp_path / 'r'} --head none"
-    arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 2 --rank 8"
+    arguments += " --pooling mean --batch-size 8 --checkpoint-steps 2 --epochs 1 --rank 8"
     limited = Command(tmp_path / "printed", arguments.split(), setup=limit_files_from_step_4)
     status, _, log = limited.finish()
     assert status == 2, log

@@ -13,7 +13,10 @@ from llmcond.system import process_context
 
 FORK_CONTEXT = process_context(
     "lance",
+    "peft",
+    "scipy.stats",
     "llmcond.encoders.encoder",
+    "llmcond.finetune.loop",
     "llmcond.runs.trials",
     "transformers.models.bert.modeling_bert",
 )

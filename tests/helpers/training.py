@@ -1,5 +1,7 @@
 """Interrupt and resume training."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,19 @@ def stop_after(trainer: Trainer, step: int) -> None:
 
     with pytest.raises(_TrainingStopped):
         trainer.run(interrupt)
+
+
+def kill_in_step(count: int) -> None:
+    """Make the process kill itself before its ``count``-th training step."""
+    step, steps = Trainer._try_step, []
+
+    def step_or_die(self, parts, number):
+        steps.append(number)
+        if len(steps) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, parts, number)
+
+    Trainer._try_step = step_or_die
 
 
 def resume_training(make: Callable[[], Trainer], step: int) -> Trainer:

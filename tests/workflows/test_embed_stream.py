@@ -32,17 +32,22 @@ OUTPUTS = ["out", "out.lance"]
 STAGED = [("_transactions", ".tmp5iRQOd"), ("_versions", "18446744073709551614.manifest#1")]
 
 
+def write_source(folder):
+    """Write three files in nested folders below a folder."""
+    for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
+        path = folder / "src" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(text_table(start, stop), path, row_group_size=30)
+    (folder / "src" / "_SUCCESS").touch()
+    (folder / "src" / "read.me").write_text("not read")
+
+
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     """Three files in nested folders below the current folder, with work units of 40 rows."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(embed_stream, "UNIT_ROWS", 40)
-    for name, start, stop in (("a/1", 0, 100), ("a/2", 100, 130), ("b", 130, 250)):
-        path = tmp_path / "src" / f"{name}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(text_table(start, stop), path, row_group_size=30)
-    (tmp_path / "src" / "_SUCCESS").touch()
-    (tmp_path / "src" / "read.me").write_text("not read")
+    write_source(tmp_path)
     return Path("src")
 
 
@@ -373,11 +378,30 @@ def test_dataset_with_missing_file_is_reported(capsys, embedded_run):
     check_damage_is_reported(capsys, embedded_run, "out.lance", "out.lance is damaged: data/")
 
 
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory, fitted):
+    """A folder with the source and both outputs, and a copy of it."""
+    folder = tmp_path_factory.mktemp("embedded")
+    write_source(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(embed_stream, "UNIT_ROWS", 40)
+        for out in OUTPUTS:
+            assert run([str(argument) for argument in embed_command(out, fitted)]) == 0
+    return folder, shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "embedded")
+
+
 @pytest.fixture
-def embedded_run(capsys, fitted, source):
-    """The run after its embeddings were written to both outputs."""
-    for out in OUTPUTS:
-        run_json(capsys, *embed_command(out, fitted))
+def embedded_run(embedded, fitted, monkeypatch):
+    """The run after its embeddings were written to both outputs, which a test may change.
+
+    The folder is the same for all tests, because the outputs record the path of their source.
+    """
+    folder, copy = embedded
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(embed_stream, "UNIT_ROWS", 40)
     return fitted
 
 

@@ -1,7 +1,6 @@
 """Sweeps over trainings: every combination is trained once, and the best encoder is kept."""
 
 import json
-import os
 import shutil
 import signal
 from functools import partial
@@ -12,6 +11,7 @@ from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
 from helpers.graphs import write_graph
 from helpers.processes import Command
+from helpers.training import kill_in_step
 
 import llmcond
 from llmcond.cli import run
@@ -209,19 +209,6 @@ def test_damaged_record_is_trained_again(complete, folder, trainings, capsys):
     assert "The training is repeated." in capsys.readouterr().err
     assert len(trainings) in (1, 2)  # the best one is trained again if its record is new
     assert json.loads(damaged.read_text())["summary"]["scores"] == scores
-
-
-def kill_in_step(count):
-    """Make the process kill itself before its ``count``-th training step."""
-    step, steps = Trainer._try_step, []
-
-    def step_or_die(self, parts, number):
-        steps.append(number)
-        if len(steps) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, parts, number)
-
-    Trainer._try_step = step_or_die
 
 
 def test_killed_sweep_resumes_from_last_checkpoint(complete, tmp_path, capsys):
