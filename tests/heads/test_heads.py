@@ -406,9 +406,14 @@ def find_weights(folder):
     return path
 
 
+@pytest.fixture(scope="module")
+def linear_head(train):
+    return fit("linear", train, **SHORT)
+
+
 @pytest.fixture
-def saved_head(tmp_path, train):
-    save_head(fit("linear", train, **SHORT), tmp_path / "head", {})
+def saved_head(tmp_path, linear_head):
+    save_head(linear_head, tmp_path / "head", {})
     return tmp_path / "head"
 
 
