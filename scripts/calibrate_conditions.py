@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from scipy.stats import t as student
 
 from llmcond import load_embedder
@@ -261,13 +261,16 @@ def predict(rows: Sequence[Figures], groups: Sequence[str]) -> Floats:
 def rank_correlation(values: Floats, accuracies: Floats, seed: int) -> Estimate:
     """Return Spearman's correlation with a 95 % bootstrap interval over conditions."""
     rng = np.random.default_rng(seed)
-    correlations = []
-    for _ in range(RESAMPLES):
-        rows = rng.integers(0, len(values), len(values))
-        if np.ptp(values[rows]) and np.ptp(accuracies[rows]):
-            correlations.append(float(spearmanr(values[rows], accuracies[rows]).statistic))
-    low, high = np.quantile(correlations, [0.025, 0.975]).tolist()
-    return Estimate(float(spearmanr(values, accuracies).statistic), low, high)
+    samples = rng.integers(0, len(values), (RESAMPLES, len(values)))
+    # The first row is all conditions.
+    samples = np.vstack([np.arange(len(values)), samples])
+    ranks = [rankdata(numbers[samples], axis=1) for numbers in (values, accuracies)]
+    first, second = (rank - rank.mean(axis=1, keepdims=True) for rank in ranks)
+    scales = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
+    with np.errstate(invalid="ignore"):  # NaN if all values of a sample are equal
+        value, *correlations = ((first * second).sum(axis=1) / scales).tolist()
+    low, high = np.nanquantile(correlations, [0.025, 0.975]).tolist()
+    return Estimate(value, low, high)
 
 
 def parse_families(options: argparse.Namespace) -> dict[str, str]:

@@ -117,7 +117,8 @@ def measure(package: Path) -> House:
             f"house: {package} contains no Python modules. Expected the folder of a package."
         )
     trees = {module_name(path, package): ast.parse(text) for path, text in sources.items()}
-    functions = [f for name, tree in trees.items() for f in functions_of(name, tree)]
+    nodes = {name: list(ast.walk(tree)) for name, tree in trees.items()}
+    functions = [f for name in trees for f in functions_of(name, nodes[name])]
     lengths = sorted(function.lines for function in functions) or [0]
     files = [
         Function(str(path.relative_to(package.parent)), text.count("\n"))
@@ -137,12 +138,12 @@ def measure(package: Path) -> House:
         function_p90=lengths[min(len(lengths) - 1, int(0.9 * len(lengths)))],
         many_parameters=[
             f"{name}.{node.name}"
-            for name, tree in trees.items()
-            for node in ast.walk(tree)
+            for name in trees
+            for node in nodes[name]
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             and len(parameters_of(node)) >= MANY
         ],
-        declared_twice=declared_twice(trees),
+        declared_twice=declared_twice(trees, nodes),
         cycles_load=cycles(edges["load"]),
         cycles_lazy=cycles(edges["load"], edges["lazy"]),
         cycles_typing=cycles(edges["load"], edges["lazy"], edges["typing"]),
@@ -150,9 +151,9 @@ def measure(package: Path) -> House:
         costs={what: files_with(word, package) for what, word in EXAMPLES.items()},
         kind_checks=[
             f"{name}: {ast.unparse(node)}"
-            for name, tree in trees.items()
+            for name in trees
             if not name.startswith(f"{package.name}.kinds.")
-            for node in ast.walk(tree)
+            for node in nodes[name]
             if isinstance(node, ast.Call)
             and ast.unparse(node.func) == "isinstance"
             and any(
@@ -169,9 +170,9 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def functions_of(module: str, tree: ast.Module) -> Iterator[Function]:
-    """Yield the functions and methods of a module, including nested ones."""
-    for node in ast.walk(tree):
+def functions_of(module: str, nodes: Iterable[ast.AST]) -> Iterator[Function]:
+    """Yield the functions and methods among the nodes of a module."""
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             end = node.end_lineno or node.lineno
             yield Function(f"{module}.{node.name}", end - node.lineno + 1)
@@ -194,7 +195,9 @@ def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, str
     }
 
 
-def declared_twice(trees: Mapping[str, ast.Module]) -> list[str]:
+def declared_twice(
+    trees: Mapping[str, ast.Module], nodes: Mapping[str, list[ast.AST]]
+) -> list[str]:
     """Return the parameters of workflows that repeat the name and default of an option.
 
     An option is a field of a class whose value is a call of ``option``; the call's first argument
@@ -202,8 +205,8 @@ def declared_twice(trees: Mapping[str, ast.Module]) -> list[str]:
     """
     options = {
         (node.target.id, ast.unparse(node.value.args[0]))
-        for tree in trees.values()
-        for node in ast.walk(tree)
+        for nodes_of_module in nodes.values()
+        for node in nodes_of_module
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
         and isinstance(node.value, ast.Call)
@@ -244,12 +247,12 @@ def import_nodes(node: ast.AST, when: When) -> Iterator[tuple[When, ast.Import |
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield when, child
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from import_nodes(child, "lazy" if when == "load" else when)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             yield from import_nodes(ast.Module(child.body, []), "typing")
             yield from import_nodes(ast.Module(child.orelse, []), when)
-        else:
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from import_nodes(child, when)
 
 

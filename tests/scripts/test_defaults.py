@@ -39,7 +39,7 @@ ARGUMENTS_AND_OUTPUT = {
         "| average |",
     ),
     "bench_encoders": ("--inputs 2 --layers 1 --folder {tmp}", "| plain loop |"),
-    "bench_extract": ("--inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
+    "bench_extract": ("--model {tiny} --inputs 2 --rounds 1", "| llmcond, PyTorch, packed |"),
     "bench_first": ("--rounds 1 --imports", "| json |"),
     "bench_fit": (
         "--rows 32 --epochs 1 --rounds 1 --pairs 64 --steps 1 --sentences 2 --conditions 2",
@@ -179,7 +179,7 @@ def threads_for_processes(monkeypatch, tiny):
         "load_encoder",
         lambda _, **options: load_encoder(tiny, **options),
     )
-    for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_scale"):
+    for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_ray", "bench_scale"):
         monkeypatch.setattr(
             import_module(name), "run_in_process", lambda function, *args: function(*args)
         )
