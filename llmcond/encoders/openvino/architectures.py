@@ -53,6 +53,9 @@ ARCHITECTURES = {
 #: GELU activations by their names in config.json, with OpenVINO's names of their approximations.
 GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 ACTIVATIONS = (*GELU, "relu")
+#: PyTorch rejects networks with more layers. Listing the tensors of millions of layers would take
+#: minutes and all memory.
+MAX_LAYERS = 1_000
 
 
 def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
@@ -65,13 +68,17 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
     Raises:
         KeyError: If a size is missing.
         TypeError: If a size is not a number.
-        ValueError: If a size is not a number, or the heads do not divide the dimensions.
+        ValueError: If a size is not a number, the heads do not divide the dimensions, or the layers
+            are too many to list.
     """
     architecture = ARCHITECTURES[config["model_type"]]
     width, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads = int(config["num_attention_heads"])
     if heads < 1 or width % heads:
         raise ValueError(f"{width} dimensions and {heads} heads")
+    n_layers = int(config["num_hidden_layers"])
+    if n_layers > MAX_LAYERS:
+        raise ValueError(f"{n_layers:,} layers")
     linear = {
         **dict.fromkeys(
             (f"{architecture.attention}.{name}" for name in architecture.projections),
@@ -91,7 +98,7 @@ def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple
     if architecture.relative:
         buckets = int(config.get("relative_attention_num_buckets", 32))
         shapes["encoder.relative_attention_bias.weight"] = (buckets, heads)
-    layers = [f"encoder.layer.{i}" for i in range(int(config["num_hidden_layers"]))]
+    layers = [f"encoder.layer.{i}" for i in range(n_layers)]
     norms = ["embeddings.LayerNorm"]
     for layer in layers:
         norms += [f"{layer}.{architecture.norm}", f"{layer}.output.LayerNorm"]

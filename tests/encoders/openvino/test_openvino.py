@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.adapters import save_adapter
+from helpers.processes import Command
 from helpers.vectors import assert_close
 from safetensors.torch import load_file, save_file
 from transformers import BertModel, MPNetConfig, MPNetModel
@@ -27,6 +28,7 @@ from llmcond.encoders.openvino.graph import relative_buckets
 from llmcond.encoders.openvino.tokenizer import JsonTokenizer, can_read
 from llmcond.encoders.spec import Router
 from llmcond.errors import LlmcondError, UserError
+from llmcond.runs import open_run
 
 pytest.importorskip("openvino")
 FLOAT32 = {"dtype": "float32", "device": "cpu"}
@@ -201,7 +203,7 @@ def test_relative_position_buckets_match_transformers():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vector_does_not_depend_on_batch(dtype):
-    items = make_inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(60)])
+    items = make_inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(30)])
     encoder = load_encoder("minilm", dtype=dtype, device="cpu")
     expected = encoder.encode_with_counts(items).vectors
     np.testing.assert_array_equal(encoder.encode_with_counts(items, threads=True).vectors, expected)
@@ -366,24 +368,16 @@ def test_memory_shortage_falls_back_to_pytorch_or_raises_error(tiny_checkpoint, 
             load_encoder(str(tiny_checkpoint()), dtype=dtype, device="cpu")
 
 
-OLD_CPU = """
-import logging
-import llmcond
-logging.basicConfig(level="INFO")
-encoder = llmcond.load_encoder("minilm", dtype="float32", device="cpu")
-print(encoder.engine.__class__.__module__, encoder.encode(["a dog"]).shape)
-"""
-
-
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of other CPUs")
-def test_cpu_unsupported_by_openvino_uses_pytorch():
+def test_cpu_unsupported_by_openvino_uses_pytorch(tmp_path, write_rows, small_rows):
     """On a CPU without AVX, the network compiles but cannot run."""
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "SSE41"}
-    result = subprocess.run(
-        [sys.executable, "-c", OLD_CPU], capture_output=True, text=True, env=environment, check=True
-    )
-    assert result.stdout.strip() == "llmcond.encoders.engine.engine (1, 384)"
-    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in result.stderr
+    run, data = tmp_path / "run", write_rows(small_rows[:24])
+    command = ("extract", "--data", data, "--run", run, "--model", "minilm", "--device", "cpu")
+    old_cpu = {"ONEDNN_MAX_CPU_ISA": "SSE41"}
+    status, _, messages = Command(tmp_path, [*command, "--dtype", "float32"], old_cpu).finish()
+    assert status == 0, messages
+    assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in messages
+    assert len(open_run(run).store()) > 24
 
 
 def test_too_little_memory_halves_the_batch(minilm, monkeypatch):
