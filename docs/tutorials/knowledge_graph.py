@@ -69,12 +69,13 @@ llmcond.evaluate(run="runs/clothes")
 # %% [markdown]
 # - `none` compares the plain vectors: its MRR of 3 is hardly better than chance. A description names many properties, and
 #   nothing says which one is meant.
-# - `rule:reverse` answers (a, r, b) where train has (b, r, a), and nothing else. Its 8.3 % of hits are the triples that
+# - `rule:reverse` answers (a, r, b) where train has (b, r, a), and does no more. Its 8.3 % of hits are the triples that
 #   `extract` counted.
 # - The head has 54 [46, 62]: it ranks the right entity first in 41 % of the queries.
 #
-# `llmcond evaluate --run runs/clothes` prints the same table. With `--reverse`, it combines the head with the reversed edges. Settings that help on one graph can harm on another:
-# `neighbours=true`, which is recommended for [WN18RR](../kgc.md), halves the MRR of this graph to 29.
+# `llmcond evaluate --run runs/clothes` prints the same table. With `--reverse`, it combines the head with the reversed
+# edges. Settings that help on one graph can harm on another: `neighbours=true`, which is recommended for
+# [WN18RR](../kgc.md), halves the MRR of this graph to 29.
 #
 # ## Complete a triple
 
@@ -83,7 +84,7 @@ llmcond.evaluate(run="runs/clothes")
 
 # %% [markdown]
 # The first answer is right: the triple is one of the test set, which the head has not seen. "Known" says whether a triple is in the graph, in any split. Without `--no-filtered`, known answers are left out, so that
-# only new ones are shown. The same in Python, in the other direction: what is made of silk?
+# only new ones are shown. The same in Python, in the other direction: which clothes are of silk?
 
 # %% expect=["1 0\\.\\d+ Corwin cap \\(known\\)"]
 completer = llmcond.load_completer("runs/clothes")
