@@ -241,7 +241,7 @@ def _to_markdown(name: str, notebook: Any) -> tuple[str, dict[str, bytes]]:
     markdown, resources = exporter.from_notebook_node(
         notebook, {"unique_key": name, "output_files_dir": name}
     )
-    return re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n", resources.get("outputs", {})
+    return markdown.strip() + "\n", resources.get("outputs", {})
 
 
 def fence_source(source: str) -> str:

@@ -1,0 +1,110 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # C-STS for researchers: from rated pairs to a table
+#
+# Conditional semantic textual similarity (C-STS) asks how similar two sentences are under a condition, on a scale from 1
+# to 5. This tutorial fits heads on frozen features, evaluates them with intervals, and tests whether they differ. The
+# last section says how to do this with the real data, and how to compute the tables of papers.
+#
+# ## The data
+#
+# The files of C-STS are not part of llmcond. The bundled sample has the same columns, and generated sentences. This cell
+# takes a part of it, so that the tutorial runs in seconds.
+
+# %% expect=["sentence1,sentence2,condition,label"]
+from pathlib import Path
+
+import llmcond
+
+sample = Path(llmcond.__file__).parent / "data" / "sample"
+Path("rows").mkdir()
+for split, n_rows in {"train": 1000, "dev": 160, "test": 400}.items():
+    lines = (sample / f"{split}.csv").read_text(encoding="utf-8").splitlines()
+    Path("rows", f"{split}.csv").write_text("\n".join(lines[: 1 + n_rows]), encoding="utf-8")
+print(*lines[:3], sep="\n")
+
+# %% [markdown]
+# Two rows share a sentence pair and differ in the condition and the rating. The split is by sentence pair.
+#
+# ## Extract features once
+#
+# A frozen encoder computes one vector for each sentence under its condition. All later steps read these vectors.
+
+# %% expect=["1,000 train, 160 dev, 400 test rows"]
+extracted = llmcond.extract(model="minilm", data="rows", run="runs/csts")
+
+# %% [markdown]
+# ## Fit heads
+#
+# `linear` and `mlp` are the heads of CASE. With three seeds of each, a comparison includes the variance of the fits.
+# The settings suit such a small dataset.
+
+# %% expect=["linear-2.*dev Spearman [45]\\d", "mlp-2.*dev Spearman [67]\\d"]
+for head in ["linear", "mlp"]:
+    for seed in range(3):
+        llmcond.fit_head(
+            head=head,
+            dim=128,
+            seed=seed,
+            name=f"{head}-{seed}",
+            set={"batch_size": 128, "epochs": 16},
+            run="runs/csts",
+        )
+
+# %% [markdown]
+# Dev chooses the epoch of each fit, so that its score on dev is a little too high. "Held-out" is an estimate without this
+# advantage.
+#
+# ## Evaluate on the test split
+
+# %% expect=["none routed yes 4\\d\\.", "linear-0 routed yes [56]\\d\\.", "mlp-0 routed yes [67]\\d\\."]
+llmcond.evaluate(run="runs/csts")
+
+# %% [markdown]
+# Figures are times 100, with 95 % intervals over sentence pairs. `none` is zero-shot, with and without subtracting the
+# vector of the condition ("minus c"). Accuracy is that of CASE: of a pair's two conditions, which one has the higher
+# rating? 50 is chance.
+#
+# ## Are the systems different?
+#
+# The intervals above overlap. They say how well each system would do on other sentence pairs, and a comparison on the
+# *same* pairs is more precise. `runs/csts:mlp` is all seeds of this recipe, as one system.
+
+# %% expect=["runs/csts:mlp, 3 seeds is better than runs/csts:linear, 3 seeds: Spearman \\+\\d+\\.\\d \\["]
+# !llmcond compare runs/csts:linear runs/csts:mlp
+
+# %% [markdown]
+# The MLP is better than the linear head, and the interval of the difference excludes 0. It covers both the choice of
+# sentence pairs and the seeds. With more than two systems, p-values are corrected for their number.
+#
+# `--format latex` prints the table for a paper, with the differences and p-values that a narrow page leaves out.
+# `--report page.html` writes a page with charts and examples.
+#
+# ## With the real data
+#
+# Put the files of C-STS into a folder as `train.csv`, `dev.csv` (or `validation.csv`) and, if you have ratings,
+# `test.csv`. The columns are `sentence1`, `sentence2`, `condition` and `label`. A label of -1 is a row without a rating.
+# Pass the folder instead of `rows`, or a dataset of the Hugging Face hub as `hf://datasets/OWNER/NAME`.
+#
+# The scripts of a clone compute the tables of CASE and Hyper-CL for any encoder, next to the figures of the paper:
+#
+# ```bash
+# python scripts/reproduce_case.py --encoders minilm --data CSTS_FOLDER --out case.md
+# python scripts/reproduce_hypercl.py --encoders minilm --data CSTS_FOLDER --out hypercl.md
+# ```
+#
+# `--quick` makes a short trial, and an interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
+# computed in this way.
+#
+# ## What to do next
+#
+# - [Heads](../heads.md) lists recipes, objectives and `sweep`, which varies settings over several seeds.
+# - [Comparing](../comparing.md) defines every column. [Results](../results.md) has the scores on re-annotated C-STS.
+# - [Fine-tuning](../finetuning.md) trains the encoder, where a head is not enough.
