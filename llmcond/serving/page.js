@@ -9,12 +9,14 @@
   const lines = (text) => text.split("\n").map((line) => line.trim()).filter(Boolean);
   const values = (text) => text.split(",").map((value) => value.trim()).filter(Boolean);
   const withValues = (condition, text) => (values(text).length ? { condition, values: values(text) } : { condition });
-  const formatNumber = (value) => (value === null ? "–" : value.toFixed(3));
+  const formatNumber = (value) => (value === null ? "–" : value.toFixed(3).replace("-", "\u2212"));
 
+  // A table whose first column has texts, and whose other columns have figures.
   const table = (caption, headings, rows) => {
-    const head = headings.map(([text, kind]) => element("th", { scope: "col", className: kind }, text));
-    const body = rows.map((cells) =>
-      element("tr", {}, ...cells.map((cell, i) => element("td", { className: headings[i][1] }, cell))));
+    const head = headings.map((text, i) => element("th", { scope: "col", className: i ? "number" : "" }, text));
+    const body = rows.map(([text, ...cells]) =>
+      element("tr", {}, element("th", { scope: "row" }, text),
+        ...cells.map((cell) => element("td", { className: "number" }, cell))));
     const grid = element("table", {},
       element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
     // The scrolling region is focusable, so that it can be scrolled with the keyboard.
@@ -39,20 +41,21 @@
         };
       },
       show: (answer, { condition }) =>
-        table("Similarity under each condition", [["Condition", "text"], ["Similarity", "number"], ["", ""]],
-          answer.similarities.map((value, i) => [condition[i], formatNumber(value), element("meter", {
-            min: 0, max: 1, value: value ?? 0, ariaLabel: `Similarity under ${condition[i]}`,
-          })])),
+        table("Similarity under each condition", ["Condition", "Similarity"],
+          answer.similarities.map((value, i) => {
+            const bar = element("meter", { min: 0, max: 1, value: value ?? 0, ariaHidden: "true" });
+            return [condition[i], element("span", {}, bar, formatNumber(value))];
+          })),
     },
     "/v1/embeddings": {
       body: (form) => ({ input: lines(form.texts), ...withValues(form.condition, form.values), encoding_format: "float" }),
       show: (answer, { input }) => {
         const vectors = answer.data.map((item) => item.embedding);
-        const headings = [["Text", "text"], ...input.map((_, i) => [`${i + 1}`, "number"]), ["Begins with", "number"]];
-        return table("Cosines of the texts", headings, vectors.map((vector, i) => [
+        const caption = "Cosine similarity between the texts, by their numbers";
+        const grid = table(caption, ["Text", ...input.map((_, i) => `${i + 1}`)], vectors.map((vector, i) => [
           `${i + 1}. ${input[i]}`, ...vectors.map((other) => formatNumber(cosine(vector, other))),
-          vector.slice(0, 3).map(formatNumber).join(" "),
         ]));
+        return element("div", {}, element("p", {}, `${caption}.`), grid);
       },
     },
     "/v1/search": {
@@ -60,12 +63,13 @@
         query: form.query, ...withValues(form.condition, form.values), k: Number(form.k),
         ...(form.where.trim() ? { where: form.where } : {}),
       }),
-      show: (answer) => element("ol", {}, ...answer.results.map(({ rank, score, text, ...others }) =>
+      show: (answer) => !answer.results.length ? element("p", {}, "No text matches.") : element("ol", {}, ...answer.results.map(({ rank, score, text, ...others }) =>
         element("li", {},
-          element("span", { className: "muted" }, `${rank}. `, formatNumber(score)), " ",
+          element("span", { className: "muted" }, `${rank}.`), " ",
           element("span", { className: "text" }, text),
           element("span", { className: "detail" },
-            Object.entries(others).filter(([, value]) => typeof value !== "object")
+            [["similarity", formatNumber(score)], ...Object.entries(others)]
+              .filter(([, value]) => typeof value !== "object" && value !== "")
               .map(([name, value]) => `${name}: ${value}`).join(", "))))),
     },
   };
@@ -98,24 +102,27 @@
     const [outcome, details] = [".outcome", "details"].map(find);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
+      // A button that is disabled would lose the focus.
+      if (button.ariaDisabled === "true") return;
       const body = endpoints[path].body(Object.fromEntries(new FormData(form)));
       const startTime = performance.now();
-      button.disabled = true;
+      button.ariaDisabled = "true";
       alert.hidden = true;
-      status.textContent = "…";
+      status.textContent = "Waiting for the server …";
       try {
         const answer = await post(path, body);
         outcome.replaceChildren(endpoints[path].show(answer, body));
-        status.textContent = `${Math.round(performance.now() - startTime)} ms`;
+        status.textContent = `Done in ${Math.round(performance.now() - startTime)} ms.`;
         details.querySelector("pre").textContent = curl(path, body);
         outcome.hidden = details.hidden = false;
       } catch (error) {
         status.textContent = "";
         outcome.hidden = details.hidden = true;
-        alert.textContent = error instanceof TypeError ? "The server does not respond." : error.message;
+        const message = error instanceof TypeError ? "the server does not respond." : error.message;
+        alert.textContent = message.charAt(0).toUpperCase() + message.slice(1);
         alert.hidden = false;
       } finally {
-        button.disabled = false;
+        button.ariaDisabled = null;
       }
     });
   }

@@ -61,7 +61,7 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
         expected = index.embedder.similarity(
             "A man rides a horse along the beach.", HOSTILE, CONDITION
         )
-        assert rows.nth(0).locator("td").nth(1).inner_text() == f"{expected:.3f}"
+        assert rows.nth(0).locator("td").nth(0).inner_text() == f"{expected:.3f}"
         assert not compare.get_by_role("alert").is_visible()
         compare.get_by_text("Request as a curl command").click()
         assert "$KEY" in compare.locator("pre").inner_text()
@@ -69,7 +69,7 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
         embed.get_by_label("Texts").fill("two men\nchildren\ntwo men")
         embed.get_by_role("button").click()
         embed.locator("tbody tr").nth(2).wait_for()
-        assert embed.locator("tbody tr").nth(0).locator("td").nth(3).inner_text() == "1.000"
+        assert embed.locator("tbody tr").nth(0).locator("td").nth(2).inner_text() == "1.000"
         search.get_by_label("Query").fill("two men play")
         search.get_by_label("Condition").fill(CONDITION)
         search.get_by_label("Query").press("Tab")
@@ -104,7 +104,7 @@ def test_browser_sends_example_values(browser, tiny_run):
         compare.get_by_role("button").click()
         pair = [compare.get_by_label(f"{name} text").input_value() for name in ("First", "Second")]
         for row, condition in enumerate([CONDITION, Condition(CONDITION, ["beach", "snow"])]):
-            cell = compare.locator("tbody tr").nth(row).locator("td").nth(1)
+            cell = compare.locator("tbody tr").nth(row).locator("td").nth(0)
             expect(cell).to_have_text(f"{embedder.similarity(*pair, condition):.3f}")
         embed.get_by_label("Example values").fill("beach, snow")
         embed.get_by_role("button").click()
