@@ -43,7 +43,7 @@
 
   function readColours() {
     // A colour that depends on the theme is resolved where it is used, not where it is declared.
-    const probe = make("i", { hidden: "" });
+    const probe = make("i", { hidden: "", style: "forced-color-adjust: none" });
     document.body.append(probe);
     for (const name of [...COLOURS, "var(--muted)", "var(--ink)"]) {
       probe.style.color = name;
@@ -130,9 +130,10 @@
   // -- reading ----------------------------------------------------------------------------------
 
   const tooltip = byId("tooltip");
+  const nothing = byId("text").textContent;
   function read(i, pointer = null) {
     current = i;
-    byId("text").textContent = i === null ? "–" : data.texts[i];
+    byId("text").textContent = i === null ? nothing : data.texts[i];
     byId("of").textContent = i === null ? "" : describe(clustering().labels[i]);
     tooltip.hidden = pointer === null || i === null;
     if (!tooltip.hidden) {
@@ -217,7 +218,7 @@
     byId("legend").replaceChildren(...clustering().clusters.map(([cluster, name, texts]) => make("li", {},
       make("button", { type: "button", "aria-pressed": "false", "data-cluster": cluster, onclick: () => choose(cluster) },
         swatch(cluster),
-        make("span", {}, make("b", {}, cluster === NOISE ? "in no cluster" : cluster), " ", make("bdi", {}, name)),
+        make("span", { class: "clamped" }, make("b", {}, cluster === NOISE ? "in no cluster" : cluster), " ", make("bdi", {}, name)),
         make("span", { class: "size" }, texts.toLocaleString("en"))))));
   }
 
@@ -248,7 +249,8 @@
 
   const redraw = () => { readColours(); draw(); };
   new MutationObserver(redraw).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  // Paper is light, whatever the theme.
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redraw);
   new ResizeObserver(draw).observe(canvas);
   const wide = new ResizeObserver((entries) => {
     for (const { target } of entries) target.classList.toggle("wide", target.scrollWidth > target.clientWidth);

@@ -12,15 +12,17 @@ import numpy as np
 from llmcond.clustering.maps import compute_maps
 from llmcond.clustering.methods import NOISE, Vectors, sample_indices
 from llmcond.clustering.result import Clustering, ClusterResult
-from llmcond.clustering.scores import METRICS
-from llmcond.clustering.tables import agreement_headings, agreement_texts, starts_text
+from llmcond.clustering.scores import METRICS, LabelAgreement
+from llmcond.clustering.tables import quality_text, starts_text
 from llmcond.conditions import Condition
 from llmcond.log import log
-from llmcond.report.format import factors_text
+from llmcond.report.format import factors_text, range_text
 from llmcond.report.page.render import write_html
+from llmcond.report.page.tables import with_minus_signs
 from llmcond.version import __version__
 
 _FOLDER = Path(__file__).parent
+_METHODS = {"kmeans": "K-means", "hdbscan": "HDBSCAN"}
 #: Maximal number of texts on the map: t-SNE of more takes minutes.
 _MAX_TEXTS = 5_000
 #: Maximal number of characters of a text on the map.
@@ -80,8 +82,10 @@ def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -
         "labelled": sum(sum((c.guide or {}).values()) for c in result.clusterings),
         "noise": NOISE,
         "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.clusterings, 2)],
-        "scores": [(title, scores, agreement_texts(scores)) for title, scores in scored],
-        "headings": agreement_headings(scored[0][1].base_name) if scored else [],
+        "qualities": [quality_text(c, result.method) for c in drawing.clusterings],
+        "method": _METHODS[result.method],
+        "scores": [(title, scores, _agreement_figures(scores)) for title, scores in scored],
+        "metrics": METRICS,
         "base": scored[0][1].base_name if scored else "",
         "starts": starts_text(result),
         "factors": factors_text(METRICS),
@@ -91,6 +95,22 @@ def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -
         (_FOLDER / f"clusters.{suffix}").read_text("utf-8") for suffix in ("js", "css")
     )
     write_html(path, _FOLDER / "clusters.html.j2", [script], style, drawing.page_data(), **values)
+
+
+def _agreement_figures(scores: LabelAgreement) -> list[tuple[str, str]]:
+    """Return each metric of the clusters, of the base's clusters, and the difference.
+
+    Each is a text, and its interval as a text.
+    """
+    figures = []
+    for metric in METRICS:
+        difference = scores.difference[metric.name]
+        for figure in (scores.own[metric.name], scores.base[metric.name], difference):
+            signed = figure is difference
+            text = metric.format(figure.value, signed)
+            interval = range_text(metric, figure.low, figure.high, signed)
+            figures.append((with_minus_signs(text), with_minus_signs(interval)))
+    return figures
 
 
 def _cross_table(first: Clustering, second: Clustering) -> tuple[Clustering, Clustering, list[Any]]:
@@ -124,7 +144,7 @@ def _describe_provenance(result: ClusterResult) -> dict[str, str]:
         "encoder": result.encoder,
         "prompt": result.prompt,
         "head": result.head,
-        "method": result.method,
+        "method": _METHODS[result.method],
         **(guides or {"guide": "none"}),
         "seed": str(result.seed),
         "llmcond": __version__,

@@ -75,6 +75,8 @@ def _make_metric(name: str, label: str, least: float) -> Metric:
     return Metric(name, function, label, least=least, most=1.0)
 
 
+#: The V-measure below which clusters are reported to agree little with labels.
+_MIN_V_MEASURE = 0.5
 METRICS = (_make_metric("v_measure", "V-measure", 0.0), _make_metric("ari", "ARI", -0.5))
 
 
@@ -170,6 +172,11 @@ class LabelAgreement:
     base_name: str
     base: Mapping[str, Estimate]
     difference: Mapping[str, Estimate]
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether the clusters agree little with the labels."""
+        return self.own["v_measure"].value < _MIN_V_MEASURE
 
     def to_json(self) -> dict[str, Any]:
         """Return the scores as ``--json`` prints them."""

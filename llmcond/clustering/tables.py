@@ -5,9 +5,10 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from llmcond.clustering.methods import NOISE, STARTS
+from llmcond.clustering.methods import CLEAR_SILHOUETTE, NOISE, STARTS
 from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS, LabelAgreement
+from llmcond.errors import format_count
 from llmcond.report.format import INTERVAL_NOTE, estimate_text, factors_text, range_text
 from llmcond.report.terminal import add_figure_columns, plain_text, print_table
 
@@ -60,6 +61,20 @@ def _score_table(scored: list[tuple[str, LabelAgreement]], starts: str) -> Table
 def agreement_headings(base_name: str) -> list[str]:
     """Return the headings of the columns of ``agreement_texts``, for base vectors of this name."""
     return [text for metric in METRICS for text in (metric.heading, base_name, "difference")]
+
+
+def quality_text(clustering: Clustering, method: str) -> str:
+    """Say how many clusters there are, how well they are separated and agree with labels."""
+    text = format_count(clustering.k, "cluster")
+    if method == "hdbscan":
+        noise = int((clustering.labels == NOISE).sum())
+        text += f"; {noise:,} of {len(clustering.labels):,} texts are in no cluster"
+    if clustering.silhouette is not None:
+        unclear = ", so not clearly separated" if clustering.silhouette <= CLEAR_SILHOUETTE else ""
+        text += f"; silhouette {clustering.silhouette:.2f}{unclear}"
+    if clustering.scores is not None and clustering.scores.is_poor:
+        text += f"; little agreement with the labels {clustering.scores.column}"
+    return text
 
 
 def starts_text(result: ClusterResult) -> str:

@@ -13,8 +13,6 @@ import numpy as np
 
 from llmcond.clustering.describe import describe_clusters
 from llmcond.clustering.methods import (
-    CLEAR_SILHOUETTE,
-    NOISE,
     Labels,
     Vectors,
     choose_k,
@@ -24,7 +22,8 @@ from llmcond.clustering.methods import (
 )
 from llmcond.clustering.page import ClusterMap, write_cluster_page
 from llmcond.clustering.result import Clustering, ClusterResult, without_condition
-from llmcond.clustering.scores import LabelAgreement, score_clusters
+from llmcond.clustering.scores import score_clusters
+from llmcond.clustering.tables import quality_text
 from llmcond.conditions import condition_text
 from llmcond.data.candidates import Collection, has_column, is_missing, read_collection, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
@@ -38,8 +37,6 @@ from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
 
-#: The V-measure below which clusters are reported to agree little with labels.
-_MIN_V_MEASURE = 0.5
 _GUIDE_HINT = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
 
 
@@ -293,20 +290,9 @@ class _ClusterFinder:
 def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool) -> None:
     """Log how well clusters are separated and agree with labels, and what may help."""
     for clustering in clusterings:
-        text = f"{clustering.title}: {_cluster_count(clustering)}"
-        if method == "hdbscan":
-            noise = int((clustering.labels == NOISE).sum())
-            text += f"; {noise:,} of {len(clustering.labels):,} texts are in no cluster"
-        if clustering.silhouette is not None:
-            unclear = (
-                ", so not clearly separated" if clustering.silhouette <= CLEAR_SILHOUETTE else ""
-            )
-            text += f"; silhouette {clustering.silhouette:.2f}{unclear}"
-        if clustering.scores is not None and _is_poor(clustering.scores):
-            text += f"; little agreement with the labels {clustering.scores.column}"
-        log.info(text)
+        log.info(f"{clustering.title}: {quality_text(clustering, method)}")
     if all(
-        clustering.scores is not None and not _is_poor(clustering.scores)
+        clustering.scores is not None and not clustering.scores.is_poor
         for clustering in clusterings
     ):
         return
@@ -327,10 +313,6 @@ def _log_condition_checks(
         check = ConditionCheck.of(condition, vectors, calibration)
         if check.expected is not None:
             log.info(f"{condition_text(condition)}: {check.sentence()}")
-
-
-def _is_poor(scores: LabelAgreement) -> bool:
-    return scores.own["v_measure"].value < _MIN_V_MEASURE
 
 
 def _cluster_count(clustering: Clustering) -> str:

@@ -478,7 +478,7 @@ def _make_page(
         for source, run in runs.items()
     }
     return Page(
-        title=f"Systems compared: {len(comparison.results)} on {split}",
+        title=f"{len(comparison.results)} systems compared on {split}",
         summary=systems_summary(comparison.results, comparison.baseline),
         results=comparison.results,
         rows=examples.rows(split),

@@ -259,14 +259,15 @@ def _write_page(
             for name, estimate in first.metrics.items()
             if not get_metric(name).secondary
         )
-        summary.append(
-            f"{highest_or_lowest(first.primary)}: {first.name}, {figures}. Whether systems differ "
-            "by more than chance is not tested; llmcond compare tests it."
+        untested = (
+            " Whether systems differ by more than chance is not tested; llmcond compare tests it."
         )
-    summary.append(
-        f"{len(best):,} systems, on {first.counts.text} of {source}. Intervals are 95 %, over "
-        f"{first.counts.resampled}."
-    )
+        summary.append(
+            f"{highest_or_lowest(first.primary)}: {first.name}, {figures}."
+            f"{untested if len(best) > 1 else ''}"
+        )
+    systems = "1 system" if len(best) == 1 else f"{len(best):,} systems"
+    summary.append(f"{systems}, on {first.counts.text} of {source}.")
     title = f"Evaluation: {run.encoder_name}"
     page = make_page(
         run, examples, best, predicted, title=title, summary=summary, settings=settings

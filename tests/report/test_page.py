@@ -474,7 +474,7 @@ def test_fits_of_same_head_and_template_do_not_overlap(page, tmp_path):
     source = write_and_parse(replace(page, results=[*page.results, *repeated]), tmp_path)
     datasets = source.data["charts"]["heads"]["datasets"].values()
     rows = next(rows for rows in datasets if "system" in rows[0])
-    positions = [(row["label"], row["slot"]) for row in rows]
+    positions = [(row["label"], row["place"]) for row in rows]
     assert len(set(positions)) == len(positions)
 
 
@@ -608,7 +608,11 @@ def test_tables_are_sorted_by_keyboard(browser, files):
 
 def test_browser_shows_ranks(browser, files):
     with open_page(browser, files / "ranked.html", 390, "dark") as tab:
-        assert tab.locator("#parts thead th").all_inner_texts()[:3] == ["system", "forward", "<b>"]
+        assert tab.locator("#parts thead th").all_inner_texts()[:3] == [
+            "system",
+            "forward\n30 queries",
+            "<b>\n0 queries",
+        ]
         assert tab.locator("#parts tbody").last.locator("tr").count() == 20
         text = tab.locator("#disagreements li").first.inner_text()
         rank_a, rank_b = (float(rank) for rank in re.findall(r"rank ([\d.]+)", text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -64,23 +65,35 @@ def interval_chart(
     """Return a chart of values with intervals, one line per label, split if it has several values.
 
     Args:
-        rows: label, slot (position among the values of the label), series, value, low and high;
-            other keys are shown in the tooltip.
+        rows: label, series, value, low and high; other keys are shown in the tooltip. The values
+            of a label are drawn in this order.
         series: the names of the series in the order of their colours and marks.
         title: the title of the axis.
         description: a description for screen readers.
         reference: the value of a dashed line; None to omit it.
     """
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    slots = len({row["slot"] for row in rows})
-    y = alt.Y("label:N", sort=labels, title=None).axis(
-        labelExpr="split(datum.label, '\\n')", grid=False, domain=False
+    counts = Counter(row["label"] for row in rows)
+    # The values of a label are centred next to it, whether there is one or there are several.
+    used: Counter[str] = Counter()
+    placed = []
+    for row in rows:
+        label = row["label"]
+        used[label] += 1
+        placed.append({**row, "place": (used[label] - 0.5) / counts[label]})
+    y = alt.Y("label:N", sort=list(counts), title=None).axis(
+        labelExpr="split(datum.label, '\\n')",
+        # The first of two lines stands above the middle of the row.
+        labelBaseline={
+            "condition": {"test": "indexof(datum.label, '\\n') > 0", "value": "bottom"},
+            "value": "middle",
+        },
+        grid=False,
+        domain=False,
     )
-    plotted = {"label", "slot", "value", "low", "high"}
+    plotted = {"label", "value", "low", "high"}
     tooltip = [alt.Tooltip(f"{key}:N") for key in rows[0] if key not in plotted]
-    base = alt.Chart(alt.InlineData(values=[dict(row) for row in rows])).encode(
-        y=y, yOffset=alt.YOffset("slot:O"), tooltip=tooltip
-    )
+    offset = alt.YOffset("place:Q", scale=alt.Scale(domain=[0, 1]))
+    base = alt.Chart(alt.InlineData(values=placed)).encode(y=y, yOffset=offset, tooltip=tooltip)
     x = alt.X("value:Q", title=title, scale=alt.Scale(zero=False, nice=True)).axis(tickCount=8)
     colour, shape = _series_encoding("series:N", series)
     bars = (
@@ -95,7 +108,7 @@ def interval_chart(
     if reference is not None:
         line = alt.Chart(alt.InlineData(values=[{"value": reference}]))
         layers.insert(0, line.mark_rule(strokeDash=[4, 4], color=_MUTED, aria=False).encode(x=x))
-    height = len(labels) * max(slots * _MARK_HEIGHT, _ROW_HEIGHT)
+    height = len(counts) * max(max(counts.values()) * _MARK_HEIGHT, _ROW_HEIGHT)
     return _make_spec(alt.layer(*layers), description, height)
 
 
@@ -166,7 +179,9 @@ def hits_chart() -> dict[str, Any]:
         alt.Tooltip("share:Q", format=".1%"),
     ]
     base = _chart_of("points").encode(
-        x=alt.X("k:Q", title="k", scale=alt.Scale(type="log")).axis(grid=False, format="~s"),
+        x=alt.X("k:Q", title="k (logarithmic axis)", scale=alt.Scale(type="log")).axis(
+            grid=False, format=",d"
+        ),
         y=alt.Y("share:Q", title="answers among the first k").axis(format="%"),
         color=colour,
         tooltip=tooltip,

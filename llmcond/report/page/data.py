@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,6 @@ def _ranked_data(page: Page, rows: QueryRows, texts: dict[str, int]) -> dict[str
                 for ranks in ranks_by_name.values()
             ],
             "decimals": metric.decimals,
-            "better": "above" if metric.higher_is_better else "below",
         },
         "charts": {"hits": charts.hits_chart()},
     }
@@ -259,7 +257,6 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
     heads = list(dict.fromkeys(result.head for result in defined))
     systems = _system_labels(page)
     rows = []
-    used: Counter[tuple[str, str]] = Counter()
     for i, result in enumerate(page.results):
         if finite_or_none(result.main.value) is None:
             continue
@@ -269,15 +266,11 @@ def head_chart(page: Page) -> tuple[dict[str, Any], Legend] | None:
         details += ["baseline"] if result.name in page.baselines else []
         named = systems.get(result.name) or f"{result.prompt or result.name}\n"
         label = ", ".join(filter(None, (named, *details))).replace("\n, ", "\n")
-        # Several results of the same head and template get separate slots.
-        slot = heads.index(result.head) + len(heads) * used[label, result.head]
-        used[label, result.head] += 1
         estimate = result.main
         low, high = interval_ends(estimate.low, estimate.high)
         rows.append(
             {
                 "label": label,
-                "slot": slot,
                 "series": result.head,
                 "value": metric.in_display_unit(estimate.value),
                 "low": metric.in_display_unit(low),
@@ -325,7 +318,6 @@ def difference_chart(page: Page) -> dict[str, Any] | None:
         rows.append(
             {
                 "label": f"{systems[result.name]}, {difference.verdict}",
-                "slot": 0,
                 "series": "difference",
                 "value": metric.in_display_unit(difference.value),
                 "low": metric.in_display_unit(low),
@@ -368,7 +360,6 @@ def isotropy_charts(page: Page) -> tuple[list[dict[str, Any]], Legend] | None:
             rows.append(
                 {
                     "label": f"{row['prompt']}\n{row['head']}",
-                    "slot": series.index(kind),
                     "series": kind,
                     "value": value,
                     "low": None if sd is None else value - sd,

@@ -107,17 +107,28 @@
     });
   }
 
+  // Further items get the focus, because the button that shows them may disappear.
+  function focusOn(item) {
+    item.tabIndex = -1;
+    item.focus();
+  }
+
   // A table of many rows, which is sorted as a whole and shown in portions.
-  function bigTable(label, columns, size = 25) {
+  function bigTable(label, columns, size = 25, noun = "rows") {
     let rows = [];
     let shown = size;
     let sorted = null;
     const body = make("tbody");
-    const more = make("button", { type: "button", class: "further", onclick: () => { shown += 4 * size; fill(); } });
+    const more = make("button", { type: "button", class: "further", onclick: () => {
+      const next = shown;
+      shown += 4 * size;
+      fill();
+      focusOn(body.rows[next]);
+    } });
     const head = make("tr");
     columns.forEach((column, i) => {
       const heading = make("th", { scope: "col", "aria-sort": "none", class: column.text ? null : "number" });
-      heading.append(make("button", { type: "button", title: column.hint, onclick: () => sort(i, nextDirection(heading)) }, column.label));
+      heading.append(make("button", { type: "button", onclick: () => sort(i, nextDirection(heading)) }, column.label));
       head.append(heading);
     });
     function sort(i, direction) {
@@ -127,12 +138,13 @@
     }
     function fill() {
       const ordered = sorted ? [...rows].sort((a, b) => compare(columns[sorted[0]].value(a), columns[sorted[0]].value(b), sorted[1])) : rows;
-      body.replaceChildren(...ordered.slice(0, shown).map((row) => make("tr", {}, ...columns.map((column) => {
+      body.replaceChildren(...ordered.slice(0, shown).map((row) => make("tr", {}, ...columns.map((column, i) => {
         const content = column.show ? column.show(row) : column.value(row) ?? "–";
-        return make("td", { class: column.text === true ? "text" : column.text ? null : "number" }, content);
+        const attributes = { class: column.text === true ? "text" : column.text ? "name" : "number" };
+        return i ? make("td", attributes, content) : make("th", { scope: "row", ...attributes }, content);
       }))));
       more.hidden = ordered.length <= shown;
-      more.textContent = `Show more of the ${ordered.length.toLocaleString("en")} rows`;
+      more.textContent = `Show more of the ${ordered.length.toLocaleString("en")} ${noun}`;
     }
     const table = make("table", {}, make("thead", {}, head), body);
     const box = make("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" }, table);
@@ -185,9 +197,9 @@
 
   // The table of numbers below a chart is built when it is opened.
   const numbers = new Map();
-  function tabulate(key, label, rows, columns, size) {
+  function tabulate(key, label, rows, columns, size, noun) {
     numbers.set(key, () => {
-      const table = bigTable(label, columns, size);
+      const table = bigTable(label, columns, size, noun);
       table.set(rows());
       return table.element;
     });
@@ -204,7 +216,7 @@
     draw("heads", "heads");
     const rows = Object.values(data.charts.heads.datasets).find((set) => set[0] && "system" in set[0]);
     tabulate("heads", `${data.primary} by system`, () => rows, [
-      { label: "system", text: true, value: (row) => row.system },
+      { label: "system", text: "name", value: (row) => row.system },
       { label: data.primary, value: (row) => row.value, show: (row) => row[data.primary] },
       { label: "lower bound", value: (row) => row.low, show: (row) => number(row.low, 1) },
       { label: "upper bound", value: (row) => row.high, show: (row) => number(row.high, 1) },
@@ -229,8 +241,9 @@
     const distinct = [...new Set((data.rows.rating ?? []).filter((r) => r !== null))].sort((a, b) => a - b);
     const gap = Math.min(...distinct.slice(1).map((r, i) => r - distinct[i]), high - low);
     // A pseudo-random shift that is the same for a row in every chart.
-    const spread = (i) => (distinct.length > 21 ? 0 : (((i * 2654435761) >>> 0) / 2 ** 32 - 0.5) * 0.6 * gap);
+    const spread = (i) => (distinct.length > 21 || distinct.length < 2 ? 0 : (((i * 2654435761) >>> 0) / 2 ** 32 - 0.5) * 0.6 * gap);
 
+    const headed = (what, letter) => (letters.length > 1 ? `${what} of ${letter}` : what);
     const textColumns = data.columns.map(
       ([key, label], column) => ({ label, text: true, value: (i) => text(key, i), show: (i) => entry(i, column) }));
     const shownPrediction = (letter, i, digits) => (data.ranked ? trimmed(system(letter).rank[i], 2) : number(system(letter).similarity[i], digits));
@@ -239,13 +252,13 @@
     tabulate("scatter", `Predictions of each ${UNIT[0]}`, () => everyRow, [
       { label: UNIT[0], value: (i) => data.rows.number[i] },
       ...(data.ranked ? [] : [{ label: "rating", value: rating, show: (i) => trimmed(rating(i), 3) }]),
-      ...letters.map((letter) => ({ label: letter, value: (i) => predicted(letter, i), show: (i) => shownPrediction(letter, i, 4) })),
+      ...letters.map((letter) => ({ label: headed(data.ranked ? "rank" : "prediction", letter), value: (i) => predicted(letter, i), show: (i) => shownPrediction(letter, i, 4) })),
       ...textColumns,
-    ]);
+    ], 25, UNIT[1]);
     const levels = () => letters.flatMap((letter, series) => system(letter).levels.map(([rating, n, mean, q1, median, q3]) => (
       { series: letter, name: system(letter).name, rating, place: rating + (letters.length > 1 ? (series - 0.5) * 0.12 * gap : 0), n, mean, low: q1, median, high: q3 })));
     tabulate("levels", "Predictions by rating", levels, [
-      { label: "system", text: true, value: (level) => level.name },
+      { label: "system", text: "name", value: (level) => level.name },
       { label: "rating", value: (level) => level.rating },
       { label: "rows", value: (level) => level.n },
       ...[["mean", "mean"], ["low", "lower quartile"], ["median", "median"], ["high", "upper quartile"]].map(
@@ -254,7 +267,7 @@
 
     const hits = () => letters.flatMap((letter) => system(letter).hits.map(([k, share]) => ({ series: letter, name: system(letter).name, k, share })));
     tabulate("hits", "Answers by rank", hits, [
-      { label: "system", text: true, value: (point) => point.name },
+      { label: "system", text: "name", value: (point) => point.name },
       { label: "among the first", value: (point) => point.k },
       { label: "answers in %", value: (point) => point.share, show: (point) => number(100 * point.share, 1) },
     ], 100);
@@ -315,13 +328,12 @@
         { label: UNIT[1], value: (i) => groups.n[i] },
         ...(data.ranked ? [] : [
           { label: "mean rating", value: (i) => groups.rating[i], show: (i) => number(groups.rating[i], 2) },
-          { label: "by chance", value: (i) => share(groups.chance[i]), show: (i) => number(share(groups.chance[i]), 1) },
+          { label: "error by chance, %", value: (i) => share(groups.chance[i]), show: (i) => number(share(groups.chance[i]), 1) },
         ]),
-        ...letters.map((letter) => ({ label: letters.length > 1 ? letter : data.ranked ? data.primary : "rank error", value: error(letter), show: (i) => number(error(letter)(i), digits) })),
+        ...letters.map((letter) => ({ label: headed(data.ranked ? data.primary : "rank error", letter) + (data.ranked ? "" : ", %"), value: error(letter), show: (i) => number(error(letter)(i), digits) })),
       ];
-      const hint = data.ranked ? `${groups.better} 0: A ranks answers higher` : "below 0: A is closer to the ratings";
-      if (letters.length > 1) columns.push({ label: "A minus B", hint, value: difference, show: (i) => number(difference(i), digits, true) });
-      const table = bigTable(data.ranked ? `${data.primary} by ${groups.what[0]}` : "Rank errors by condition", columns, 15);
+      if (letters.length > 1) columns.push({ label: "A minus B", value: difference, show: (i) => number(difference(i), digits, true) });
+      const table = bigTable(data.ranked ? `${data.primary} by ${groups.what[0]}` : "Rank errors by condition", columns, 15, groups.what[1]);
       const [label, input] = search(`Search ${groups.what[1]}`);
       const minimum = make("select", {}, ...[1, 2, 3, 5, 10, 20].map((n) => make("option", { value: n }, String(n))));
       const frequent = groups.n.filter((n) => n >= 3).length;
@@ -347,7 +359,12 @@
       const count = make("p", { role: "status" });
       const list = make("ul", { class: "cards" });
       let shown = SIZE;
-      const more = make("button", { type: "button", class: "further", onclick: () => { shown += 2 * SIZE; fill(); } }, "Show more");
+      const more = make("button", { type: "button", class: "further", onclick: () => {
+        const next = shown;
+        shown += 2 * SIZE;
+        fill();
+        focusOn(list.children[next]);
+      } }, "Show more");
       const band = new Map((data.spans ?? []).map(([rating, first, last]) => [rating, [first, last]]));
 
       const closer = (i) => {
@@ -431,8 +448,8 @@
       })).filter((point) => point.dev !== null);
     });
     const points = (i) => data.curves[i].seeds.flatMap((seed, s) => seed.map(([epoch, loss, dev]) => ({ name: data.curves[i].name, seed: data.curves[i].labels[s], epoch, loss, dev })));
-    tabulate("curves", "Learning curves", () => points(Number(select.value)), [
-      { label: "system", text: true, value: (row) => row.name },
+    tabulate("curves", "Numbers of the learning curves", () => points(Number(select.value)), [
+      { label: "system", text: "name", value: (row) => row.name },
       { label: "seed", value: (row) => row.seed },
       { label: "epoch", value: (row) => row.epoch },
       { label: "loss", value: (row) => row.loss, show: (row) => number(row.loss, 4) },

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError, install_command
+from llmcond.evaluation.results import ComparedResult
 from llmcond.files import check_output, replace_atomically
 from llmcond.log import log
-from llmcond.metrics import get_metric
-from llmcond.report.format import factors_text, sentences_text
+from llmcond.metrics import finite_or_none, get_metric
+from llmcond.report.format import MINUS, factors_text, interval_notes, sentences_text
 from llmcond.report.page.gather import Page
 from llmcond.report.page.tables import (
     compared_subsets_table,
@@ -72,6 +74,8 @@ def write_page(page: Page, path: Path) -> None:
         counts=dict.fromkeys(counts),
         primary=page.results[0].primary,
         factors=factors_text([get_metric(name) for name in page.results[0].metrics]),
+        notes=interval_notes(page.results),
+        intervals=_find_intervals(page.results),
         results=main_table(page),
         differences=difference_table(page.results if page.baselines else ()),
         parts={
@@ -105,6 +109,7 @@ def write_html(
     environment.policies["json.dumps_kwargs"] = json
     environment.tests["nested"] = _is_nested
     environment.filters["plain"] = _format_value
+    environment.filters["typeset"] = _typeset
     page_scripts = [
         _escape_script(text) for text in (*scripts, (_FOLDER / "theme.js").read_text("utf-8"))
     ]
@@ -153,6 +158,18 @@ def _escape_script(text: str) -> str:
     return text.replace("\r\n", "\n").replace("</script", r"<\/script").replace("<!--", r"<\!--")
 
 
+def _find_intervals(results: Sequence[ComparedResult]) -> str:
+    """Return whether "all" or "some" of the results have an interval; empty if none has."""
+    has_interval = [finite_or_none(result.main.low) is not None for result in results]
+    return "all" if all(has_interval) else "some" if any(has_interval) else ""
+
+
+def _typeset(text: str) -> str:
+    """Give numbers minus signs, and keep them and their units on one line."""
+    signed = re.sub(r"(?<![\w-])-(?=\d)", MINUS, text)
+    return re.sub(r"(?<=\d) (?=%)|(?<=\bp) (?=< \d)|(?<=p <) (?=\d)", "\u00a0", signed)
+
+
 def _is_nested(value: object) -> bool:
     """Return whether a value of the page's provenance is shown as a nested table."""
     if isinstance(value, Mapping):
@@ -164,7 +181,7 @@ def _format_value(value: object) -> str:
     """Format a value of the page's provenance as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if value is None or value in ({}, [], ()):
+    if value is None or value in ("", {}, [], ()):
         return "–"
     if isinstance(value, list | tuple):
         return ", ".join(_format_value(item) for item in value)

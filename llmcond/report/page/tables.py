@@ -58,12 +58,14 @@ class Column:
 
     Attributes:
         label: the heading.
-        hint: an explanation of the heading.
+        hint: an explanation of the heading, shown below the table.
+        detail: a smaller text below the heading.
         numeric: whether the column contains figures.
     """
 
     label: str
     hint: str = ""
+    detail: str = ""
     numeric: bool = True
 
 
@@ -97,13 +99,10 @@ def main_table(page: Page) -> PageTable:
     """Return the results, one row each, with the columns that apply to any of them."""
     results, baselines = page.results, page.baselines
     subtraction_hint = "whether the unconditional vector is subtracted"
-    tags = [(f"control: {r.control}",) if r.control else () for r in results]
-    recipes = ["" if r.head == r.title else r.head for r in results]
-    labelled = zip(results, recipes, tags, strict=True)
-    heads = [Cell(r.title, r.title, recipe, tags=tag) for r, recipe, tag in labelled]
+    head_hint = "the head that compares the features; none: zero-shot, without a head"
     columns: list[tuple[Column, Sequence[Cell]]] = [
-        (Column("head", "none: zero-shot, compares features without a head", numeric=False), heads),
-        (Column("template", numeric=False), [_text_cell(r.prompt) for r in results]),
+        (Column("head", head_hint, numeric=False), _head_cells(page)),
+        (Column("template", numeric=False), [_text_cell(r.prompt or "–") for r in results]),
     ]
     if page.subtracts:
         cells = [_text_cell("yes" if r.subtract else "no") for r in results]
@@ -141,13 +140,28 @@ def main_table(page: Page) -> PageTable:
         )
     if any(r.dim is not None for r in results):
         columns.append(
-            (Column("dim", "embedding dimension"), [_count_cell(r.dim) for r in results])
+            (
+                Column("dim", "dimensions of an embedding"),
+                [_count_cell(r.dim) for r in results],
+            )
         )
     if len({(r.split, r.counts.n) for r in results}) > 1:
         columns.append((Column("rows"), [_count_cell(r.counts.n, r.split) for r in results]))
     headings, cells_by_column = zip(*columns, strict=True)
     baseline_rows = frozenset(i for i, r in enumerate(results) if r.name in baselines)
     return PageTable(headings, list(zip(*cells_by_column, strict=True)), baseline_rows)
+
+
+def _head_cells(page: Page) -> list[Cell]:
+    cells = []
+    variants = page.variants[1] if page.variants else [""] * len(page.results)
+    for result, variant in zip(page.results, variants, strict=True):
+        # The column of the variants already shows the variant, with which a name may end.
+        title = replace(result, name=result.name.removesuffix(f" {variant}")).title
+        recipe = "" if result.head == title else result.head
+        tags = (f"control: {result.control}",) if result.control else ()
+        cells.append(Cell(title, title, recipe, tags=tags))
+    return cells
 
 
 def _subset_columns(
@@ -348,7 +362,7 @@ def subsets_table(
     cells = _interval_cells(metric, flat, [None] * len(flat))
     rows = [cells[i : i + len(first)] for i in range(0, len(cells), len(first))]
     if len(first) <= _MAX_SUBSET_COLUMNS:
-        headings = (Column(name, f"{part.n:,} queries") for name, part in first.items())
+        headings = (Column(name, detail=f"{part.n:,} queries") for name, part in first.items())
         labelled = [(_text_cell(r.name), *row) for r, row in zip(results, rows, strict=True)]
         return PageTable((Column("system", numeric=False), *headings), labelled)
     columns = (Column(kind, numeric=False), Column("queries"), *(Column(r.name) for r in results))
