@@ -93,8 +93,23 @@ def find_overflow(tab):
     )
 
 
+VIEWS = (("screen", 1_280, "light"), ("print", 718, "dark"), ("screen", 390, "dark"))
+
+
 def find_accessibility_faults(tab):
     from axe_playwright_python.sync_playwright import Axe
 
-    violations = Axe().run(tab).response["violations"]
-    return [item for item in violations if item["impact"] in ("serious", "critical")]
+    options = {"resultTypes": ["violations"], "rules": {"target-size": {"enabled": True}}}
+    return Axe().run(tab, options=options).response["violations"]
+
+
+def check_views(tab):
+    """Check the current state of a page wide and light, printed, and narrow and dark.
+
+    It must fit in each of these views, and break no rule of axe on screen.
+    """
+    for media, width, scheme in VIEWS:
+        tab.emulate_media(media=media, color_scheme=scheme)
+        tab.set_viewport_size({"width": width, "height": 800})
+        assert find_overflow(tab) == [0, []]
+        assert media == "print" or find_accessibility_faults(tab) == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.pages import HOSTILE, ParsedPage, find_accessibility_faults, find_overflow, open_page
+from helpers.pages import HOSTILE, ParsedPage, check_views, open_page
 
 from llmcond.encoders.engine.tokenizing import Token
 from llmcond.errors import UserError
@@ -151,7 +151,16 @@ def test_page_joins_parts_of_words(tmp_path):
     assert "Compared with: Skiing" in page.visible_text
 
 
-def test_page_fits_narrow_browser(browser, tmp_path):
-    with open_page(browser, hostile_page(tmp_path), 390, "dark") as tab:
-        assert find_overflow(tab) == [0, []]
-        assert find_accessibility_faults(tab) == []
+def test_page_is_accessible_in_all_views(browser, tmp_path):
+    with open_page(browser, hostile_page(tmp_path)) as tab:
+        check_views(tab)
+
+
+def test_tokens_of_right_to_left_sentence_begin_at_right(browser, tmp_path):
+    sentence = HOSTILE[4]
+    tokens = [Token(word, None, None, False) for word in sentence.split()]
+    explained = ConditionExplanation("c", tokens, np.ones(len(tokens)))
+    write_explanation(Explanation(sentence, None, "exact", [explained]), tmp_path / "page.html")
+    with open_page(browser, tmp_path / "page.html") as tab:
+        first, second = (tab.locator(".tokens li").nth(i).bounding_box()["x"] for i in (0, 1))
+        assert first > second
