@@ -6,7 +6,8 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -47,20 +48,31 @@ def build(cls: type[T], values: dict[str, Any], source: str) -> T:
     Raises:
         UserError: a key is unknown or missing, or a value has the wrong type or is out of range.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
         text = json.dumps(values)
     except (TypeError, RecursionError) as error:  # TOML has dates, which no setting of ours uses.
         raise UserError(f"{source}: {error}.") from error
     try:
-        return TypeAdapter(cls).validate_json(text)
+        result: T = type_adapter(cls).validate_json(text)
+        return result
     except ValidationError as error:
         problems = [
             describe_validation_error(problem, _legal_keys(cls, problem["loc"][:-1]))
             for problem in error.errors()
         ]
         raise UserError(f"{source}: {'; '.join(problems)}") from error
+
+
+def _create_type_adapter(schema: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)
+
+
+#: Returns pydantic's checks of a type, which take milliseconds to create.
+type_adapter: Callable[[Any], Any] = lru_cache(maxsize=128)(_create_type_adapter)
 
 
 #: Names of limits in pydantic's errors, with their wording in messages.

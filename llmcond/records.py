@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmcond.config import describe_validation_error
+from llmcond.config import describe_validation_error, type_adapter
 from llmcond.errors import LlmcondError
 from llmcond.files import read_json
 
@@ -45,16 +44,7 @@ def check_record(
     from pydantic import ValidationError
 
     try:
-        _adapter(schema).validate_json(json.dumps(values))
+        type_adapter(schema).validate_json(json.dumps(values))
     except ValidationError as error:
         problem = describe_validation_error(error.errors()[0], ())
         raise LlmcondError(f"{source} was damaged: {problem} {remedy}".rstrip()) from error
-
-
-def _create_adapter(schema: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(schema)
-
-
-_adapter: Callable[[Any], Any] = cache(_create_adapter)
