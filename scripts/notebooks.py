@@ -123,10 +123,11 @@ def execute(source: Path) -> Tutorial:
             client.execute(cwd=str(folder), env=_environment(folder.parent))
         except (CellExecutionError, CellTimeoutError) as error:
             number = sum(cell.get("execution_count") is not None for cell in code_cells(notebook))
-            raise _error(source.stem, number, _tidied(str(error), folder)) from None
+            raise _error(source.stem, number, tidy_text(str(error), folder)) from None
     for number, cell in enumerate(code_cells(notebook), 1):
         cell.outputs = list(_tidied_outputs(cell.outputs, folder))
-        _check_output(source.stem, number, cell)
+        check_output(source.stem, number, cell)
+    notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem}-{number}"
         cell.metadata.pop("expect", None)
@@ -168,7 +169,7 @@ def _error(name: str, number: int, reason: str) -> TutorialError:
     return TutorialError(f"tutorial {name}, code cell {number}: {reason.strip()}")
 
 
-def _check_output(name: str, number: int, cell: Any) -> None:
+def check_output(name: str, number: int, cell: Any) -> None:
     """Raise an error if an expression in a cell's `expect` is not in its output."""
     text = "\n".join(map(_output_text, cell.outputs))
     for pattern in cell.metadata.get("expect", ()):
@@ -198,21 +199,21 @@ def _tidied_outputs(outputs: list[Any], folder: Path) -> Iterator[Any]:
     for output in outputs:
         data = output.get("data", {})
         if "text" in output:
-            texts.append(_tidied(output.text, folder))
+            texts.append(tidy_text(output.text, folder))
         elif data.get("text/html", "").startswith("<pre"):  # a message that rich has printed
-            texts.append(_tidied(data["text/plain"], folder).rstrip("\n") + "\n")
+            texts.append(tidy_text(data["text/plain"], folder).rstrip("\n") + "\n")
         else:
             if texts:
                 yield new_output("stream", name="stdout", text="".join(texts))
             texts = []
             for kind in {"text/plain", "text/html"} & set(data):
-                data[kind] = _tidied(data[kind], folder)
+                data[kind] = tidy_text(data[kind], folder)
             yield output
     if texts:
         yield new_output("stream", name="stdout", text="".join(texts))
 
 
-def _tidied(text: str, folder: Path) -> str:
+def tidy_text(text: str, folder: Path) -> str:
     """Return text without colours, trailing spaces and the paths of this machine."""
     from nbconvert.filters import strip_ansi
 

@@ -40,7 +40,8 @@ run = llmcond.extract(task="dialogue", model="minilm", run="runs/rides")
 #
 # ## Fit and evaluate
 #
-# The head `weighted` learns a small map for each role. The sample is small, so that it needs more epochs than its recipe has.
+# The head `weighted` learns a small map for each role. The sample is small, so that it needs more epochs than its recipe
+# has.
 
 # %% expect=["dev average rank [12]\\.\\d"]
 fit = llmcond.fit_head(head="weighted", set={"epochs": 20, "batch_size": 128}, run="runs/rides")

@@ -16,14 +16,14 @@
 #
 # The bundled sample has rated sentence pairs. This cell takes a part of it, to be quick, and encodes it with MiniLM.
 
-# %% expect=["600 train, 200 dev, 400 test rows"]
+# %% expect=["500 train, 100 dev, 300 test rows"]
 from pathlib import Path
 
 import llmcond
 
 sample = Path(llmcond.__file__).parent / "data" / "sample"
 Path("rows").mkdir()
-for split, n_rows in {"train": 600, "dev": 200, "test": 400}.items():
+for split, n_rows in {"train": 500, "dev": 100, "test": 300}.items():
     lines = (sample / f"{split}.csv").read_text(encoding="utf-8").splitlines()
     Path("rows", f"{split}.csv").write_text("\n".join(lines[: 1 + n_rows]), encoding="utf-8")
 
@@ -82,27 +82,26 @@ _ = Path("gated.toml").write_text(recipe, encoding="utf-8")
 # Naming the recipe imports `my_heads.py`. The fitted head is saved in the run as `gated@routed`: its recipe, and the
 # features that it reads.
 
-# %% expect=["gated@routed: 384 -> 128 dimensions on 600 rows", "dev Spearman"]
+# %% expect=["gated@routed: 384 -> 128 dimensions on 500 rows", "dev Spearman"]
 fit = llmcond.fit_head(head="gated.toml", run="runs/gated")
 
 # %% [markdown]
 # The `mlp` gets the same dimension, batch size and number of epochs.
 
-# %% expect=["mlp@routed: 384 -> 128 dimensions on 600 rows"]
+# %% expect=["mlp@routed: 384 -> 128 dimensions on 500 rows"]
 fit = llmcond.fit_head(
     head="mlp", dim=128, set={"hidden": 256, "batch_size": 64, "epochs": 15}, run="runs/gated"
 )
 
-# %% [markdown]
-# A later command must name the plugin. Otherwise, a run from somebody else could execute code.
-
 # %% expect=["none routed yes 4\\d", "gated routed yes [56]\\d", "mlp routed yes [56]\\d"]
-# !llmcond evaluate --run runs/gated --plugin my_heads.py:GatedHead
+llmcond.evaluate(run="runs/gated")
 
 # %% [markdown]
-# Both heads are far better than the features alone (`none`).
+# Both heads have higher scores than the features alone (`none`).
 #
 # ## Compare
+#
+# A new process must name the plugin with `--plugin`. Otherwise, a run from somebody else could execute code.
 
 # %% expect=["There is no evidence that .* differ: Spearman [+-]?\\d+\\.\\d", "holds for this seed only"]
 # !llmcond compare runs/gated:mlp runs/gated:gated --plugin my_heads.py:GatedHead

@@ -16,7 +16,7 @@
 # ## The data
 #
 # The bundled sample has generated sentence pairs with ratings from 1 to 5, each under a condition. Templates are compared
-# without fitting anything, so that only the rows of the test split count. This cell takes 300 of them, to be quick. For
+# without fitting anything, so that only the rows of the test split count. This cell takes 240 of them, to be quick. For
 # your data, pass a file or a folder with such columns.
 
 # %% expect=["sentence1,sentence2,condition,label"]
@@ -26,7 +26,7 @@ import llmcond
 
 sample = Path(llmcond.__file__).parent / "data" / "sample"
 Path("rows").mkdir()
-for split, n_rows in {"train": 20, "dev": 20, "test": 300}.items():
+for split, n_rows in {"train": 10, "dev": 10, "test": 240}.items():
     lines = (sample / f"{split}.csv").read_text(encoding="utf-8").splitlines()
     Path("rows", f"{split}.csv").write_text("\n".join(lines[: 1 + n_rows]), encoding="utf-8")
 print(*lines[:3], sep="\n")

@@ -1,18 +1,17 @@
 """The files and commands of docs/extending.md work exactly as printed."""
 
-import re
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.blocks import find_blocks, run_command, split_commands, write_titled_file
 from helpers.paths import ROOT
 
 from llmcond import plugins
 from llmcond.cli import run
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = find_blocks(PAGE)
 
 #: Maps a part of a command line to text that its output must contain.
 EXPECTED_OUTPUT = {
@@ -38,19 +37,15 @@ def test_page_runs(tmp_path, monkeypatch, capsys, forget_plugins):
     monkeypatch.chdir(tmp_path)
     names = []
     for language, text in BLOCKS:
-        title = re.match(r"# (\S+\.(?:py|toml|csv))\n", text)
-        if title:
-            names.append(title[1])
-            Path(title[1]).write_text(text[title.end() :], encoding="utf-8")
+        name = write_titled_file(text)
+        if name:
+            names.append(name)
         elif language == "bash":
-            for line in text.replace("\\\n", " ").splitlines():
+            for words in split_commands(text):
                 forget_plugins()
-                program, *arguments = shlex.split(line)
-                assert program == "llmcond"
-                assert run(arguments) == 0, (line, capsys.readouterr().err)
-                captured = capsys.readouterr()
+                out = run_command(words, capsys)
                 for part, expected in EXPECTED_OUTPUT.items():
-                    assert part not in line or expected in captured.out
+                    assert part not in " ".join(words) or expected in out
         elif language == "python":
             forget_plugins()
             namespace = {}

@@ -5,7 +5,13 @@ import re
 
 import pytest
 
-from llmcond.report.terminal import add_figure_columns, identity_table, print_table, rows_table
+from llmcond.report.terminal import (
+    add_figure_columns,
+    identity_table,
+    print_table,
+    rows_table,
+    titled_table,
+)
 
 TEXT = "The kettle leaks after a week and nobody answers, see https://example.org/support/19."
 ROWS = [
@@ -69,6 +75,19 @@ def test_piped_table_is_not_wrapped(capsys, monkeypatch, name):
     out = print_and_check(capsys, table)
     for row in zip(*(column.cells for column in table.columns), strict=True):
         assert any(all(str(cell) in line for cell in row) for line in out.splitlines())
+
+
+def test_figures_are_shown_before_prose_is_comfortable(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    table = titled_table("", "head", "with")
+    add_figure_columns(table, "MRR")
+    table.add_row("hypernet-full", "neighbours, reversed edge", "36.6 [31.3, 42.0]")
+    assert "36.6 [31.3, 42.0]" in print_and_check(capsys, table)
+    # Prose without figures gets the space.
+    monkeypatch.setenv("COLUMNS", "40")
+    table = titled_table("", "name", "description", "source")
+    table.add_row("hypernet-full", "a hypernetwork of full rank", "the paper of its authors")
+    assert "paper" not in print_and_check(capsys, table)
 
 
 def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):

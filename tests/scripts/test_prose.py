@@ -41,9 +41,10 @@ FILES = {
     "scripts/c.py": "class Other:\n    pass\n",
     "tests/d.py": "asked = {'help': 'told'}\n",
     "README.md": PAGE,
+    "docs/tutorials/e.py": "# %% [markdown]\n# It is told.\n\n# %%\n# here\n",
 }
 COUNTS = {
-    "words": ["told", "here", "nothing else", "told"],
+    "words": ["told", "here", "nothing else", "told", "told"],
     "names": ["_kept", "found", "own"],
     "test names": ["asked"],
     "help": ["of the fits"],
@@ -68,7 +69,7 @@ def prose(monkeypatch):
 def checkout(tmp_path):
     for name, text in FILES.items():
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return tmp_path
 

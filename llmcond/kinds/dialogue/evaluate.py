@@ -316,7 +316,7 @@ def _parse_numbers(text: str | None, flag: str) -> list[int] | None:
     if text is None:
         return None
     values: set[int] = set()
-    for part in text.split(","):
+    for part in str(text).split(","):  # in Python, a single number is natural
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if match is None:
             raise UserError(f"{flag} is {text!r}; expected a range or numbers: 2-10 or 2,5.")

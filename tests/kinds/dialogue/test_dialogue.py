@@ -181,6 +181,14 @@ def test_candidates_ties_and_histories_can_be_set(capsys, dialogue_run, tmp_path
     assert "the candidates lack" in message
 
 
+def test_history_is_a_number_in_python(dialogue_run):
+    number, text = (
+        llmcond.evaluate(run=dialogue_run, head=["none"], score=["bi"], history=history)
+        for history in (3, "3")
+    )
+    assert number.to_json() == text.to_json()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
