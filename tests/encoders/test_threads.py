@@ -328,18 +328,17 @@ def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
     assert encoder.concurrency.threads == 3
     # These are less than one thread takes at a time, exactly as much, and more than two take.
     batches = [random_inputs(seed, n) for seed, n in enumerate([3, UNIT, 2 * UNIT + 1])]
-    encoded = [
-        [
-            encoder.encode_with_counts(items[start : start + 50])
-            for start in range(0, len(items), 50)
-        ]
+    expected = [
+        np.concatenate(
+            [encoder.encode(items[start : start + 50]) for start in range(0, len(items), 50)]
+        )
         for items in batches
     ]
-    vectors, barrier = {}, threading.Barrier(len(batches))
+    encoded, barrier = {}, threading.Barrier(len(batches))
 
     def use(number):
         barrier.wait(PATIENCE)
-        vectors[number] = encoder.encode(batches[number])
+        encoded[number] = encoder.encode_with_counts(batches[number])
 
     users = [threading.Thread(target=use, args=(number,)) for number in range(len(batches))]
     for user in users:
@@ -347,11 +346,10 @@ def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
     for user in users:
         user.join(PATIENCE)
     for number, items in enumerate(batches):
-        expected = np.concatenate([part.vectors for part in encoded[number]])
-        np.testing.assert_allclose(vectors[number], expected, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(encoded[number].vectors, expected[number], rtol=0, atol=1e-5)
         lengths = [len(item.text.split()) + 2 for item in items]
-        assert [n for part in encoded[number] for n in part.n_tokens.tolist()] == lengths
-        assert 0 < sum(part.n_computed for part in encoded[number]) <= sum(lengths)
+        assert encoded[number].n_tokens.tolist() == lengths
+        assert 0 < encoded[number].n_computed <= sum(lengths)
 
 
 def test_error_in_worker_is_raised_by_encode(encoders, monkeypatch):

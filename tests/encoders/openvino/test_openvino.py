@@ -377,6 +377,7 @@ def test_cpu_unsupported_by_openvino_uses_pytorch(tmp_path, write_rows, small_ro
     status, _, messages = Command(tmp_path, [*command, "--dtype", "float32"], old_cpu).finish()
     assert status == 0, messages
     assert "runs in PyTorch on this CPU: OpenVINO cannot run it" in messages
+    assert open_run(run).identity.runtime == "torch"
     assert len(open_run(run).store()) > 24
 
 
