@@ -591,7 +591,7 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
         return {"results": [_table_row(result) for result in self.rows]}
 
 
-def _table_row(result: Result) -> dict[str, str]:
+def _table_row(result: Result) -> dict[str, Any]:
     """Return the row of a result in a table: head, prompt, subtraction and figures."""
     figures = {}
     for name, estimate in result.metrics.items():
@@ -599,7 +599,23 @@ def _table_row(result: Result) -> dict[str, str]:
         interval = f"[{metric.format(estimate.low)}, {metric.format(estimate.high)}]"
         figures[metric.heading] = f"{metric.format(estimate.value)} {interval}"
     subtracted = "yes" if result.subtract else "no"
-    return {"head": result.title, "prompt": result.prompt, "minus c": subtracted, **figures}
+    identity = {"head": result.title, "prompt": result.prompt, "minus c": subtracted}
+    return {**identity, **figures, **_difference_cells(result)}
+
+
+def _difference_cells(result: Result) -> dict[str, Any]:
+    """Return the difference of a compared result to the baseline; nothing for other results."""
+    metric = result.primary
+    differences = result.difference if isinstance(result, ComparedResult) else None
+    difference = (differences or {}).get(metric.name)
+    if difference is None:
+        return {}
+    interval = f"[{metric.format(difference.low)}, {metric.format(difference.high)}]"
+    return {
+        "difference": f"{metric.format(difference.value, signed=True)} {interval}",
+        "p": finite_or_none(difference.p_holm),
+        "verdict": difference.verdict,
+    }
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Results: their JSON, their order, and undefined metrics."""
 
 import json
+import re
 import sys
+from dataclasses import replace
 from math import nan
 
 import numpy as np
@@ -136,6 +138,16 @@ def test_results_are_shown_as_table_in_notebooks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(LlmcondError, match="pip install pandas"):
         results.to_pandas()
+
+
+def test_compared_results_are_shown_with_their_difference():
+    difference = PairedDifference(0.125, 0.1, 0.15, 0, 0.01, 0.02, 0.1, "better")
+    baseline = ComparedResult(**ABOUT, metrics=METRICS)
+    better = replace(baseline, difference={"spearman": difference})
+    html = Results((better, baseline))._repr_html_()
+    cells = re.findall("<td>(.*?) *</td>", html)
+    assert cells[len(cells) // 2 - 3 : len(cells) // 2] == ["+12.5 [10.0, 15.0]", "0.02", "better"]
+    assert cells[-3:] == ["", "", ""]
 
 
 def test_results_convert_to_data_frame():
