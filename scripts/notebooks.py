@@ -256,7 +256,8 @@ def fence_source(source: str) -> str:
         block = _fence(source, "python")
     if len(lines) <= LONG_CELL:
         return block
-    return f"<details markdown><summary>{len(lines)} lines</summary>\n\n{block}\n</details>\n"
+    summary = f"<summary>Show this cell of {len(lines)} lines</summary>"
+    return f"<details markdown>{summary}\n\n{block}\n</details>\n"
 
 
 def _python_lines(lines: list[str]) -> list[str]:

@@ -80,7 +80,8 @@ llmcond.evaluate(run="runs/clothes")
 # ## Complete a triple
 
 # %% expect=["1 0\\.\\d+ weddings weddings yes"]
-# !llmcond complete --head-entity lomax_jacket --relation spoiled_by -k 4 --no-filtered --run runs/clothes
+# !llmcond complete --head-entity lomax_jacket --relation spoiled_by -k 4 \
+#     --no-filtered --run runs/clothes
 
 # %% [markdown]
 # The first answer is right: the triple is one of the test set, which the head has not seen. "Known" says whether a triple is in the graph, in any split. Without `--no-filtered`, known answers are left out, so that

@@ -18,8 +18,9 @@
 # ## Compare two texts
 
 # %% expect=["the number of people 0\\.9[678]", "the activity 0\\.2", "the place 0\\.4"]
-# !llmcond similarity "Two women read a book at the beach." "Two women cook at night." \
-#     --condition "the number of people" --condition "the activity" --condition "the place"
+# !llmcond similarity "Two women read a book at the beach." \
+#     "Two women cook at night." --condition "the number of people" \
+#     --condition "the activity" --condition "the place"
 
 # %% [markdown]
 # The similarities are cosines, and 1 is the maximum. Both sentences have two women, so that the first similarity is
@@ -84,7 +85,8 @@ index.search("A man sits on the sand.", "the number of people", k=3)
 # a condition.
 
 # %% expect=["book \\+0\\.[12]", "beach \\+0\\.0\\d+ \\+0\\.[345]"]
-# !llmcond explain "Two women read a book at the beach." --condition "the activity" --condition "the place"
+# !llmcond explain "Two women read a book at the beach." \
+#     --condition "the activity" --condition "the place"
 
 # %% [markdown]
 # "Read" and "book" decide under the activity, and "beach" under the place.

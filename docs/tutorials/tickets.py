@@ -98,8 +98,9 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # `check-condition` embeds the texts under each condition and looks at how they are distributed. It needs no labels.
 
 # %% expect=["the product works", "the sentiment not expected", "the urgency not expected", "the type of problem works"]
-# !llmcond check-condition tickets.csv --condition "the product" --condition "the sentiment" \
-#     --condition "the urgency" --condition "the type of problem"
+# !llmcond check-condition tickets.csv --condition "the product" \
+#     --condition "the sentiment" --condition "the urgency" \
+#     --condition "the type of problem"
 
 # %% [markdown]
 # The product is expected to work. The sentiment and the urgency are not. All intervals but the first are very wide: the

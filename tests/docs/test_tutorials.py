@@ -145,7 +145,7 @@ def test_unknown_tutorial_is_rejected(notebooks, capsys):
 
 def test_long_cells_are_folded(notebooks):
     text = notebooks.fence_source("\n".join(["a = 1"] * 60))
-    assert text.startswith("<details markdown><summary>60 lines</summary>")
+    assert text.startswith("<details markdown><summary>Show this cell of 60 lines</summary>")
     assert notebooks.fence_source("a = 1") == "```python\na = 1\n```\n"
 
 
