@@ -138,6 +138,8 @@ def test_named_run_or_model_is_resolved(tmp_path, capsys):
     )
     assert "llmcond extract --model minilm" in run_rejected(capsys, *arguments, "--model", "minilm")
     assert "there is no run at x" in run_rejected(capsys, *arguments, "--run", "x")
+    named_as_run = run_rejected(capsys, *arguments, "--run", "minilm-csts")
+    assert "use --model minilm-csts" in named_as_run
 
 
 def test_bundled_model_can_be_trained_and_packaged_again(

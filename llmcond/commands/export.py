@@ -55,10 +55,12 @@ class Export(ConditionOptions, EmbedderOptions, Command):
             >>> result.conditions, result.dim
             (['the place'], 384)
         """
+        run_folder = self.resolve_folder()
+        # A wrong name is reported before the slow imports.
         from llmcond.exporting.export import export_model
 
         return export_model(
-            self.resolve_folder(),
+            run_folder,
             Path(self.out),
             self.conditions(),
             head=self.head,

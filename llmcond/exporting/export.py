@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmcond.bundled import pretrained_folder
 from llmcond.encoders.checkpoints.checkpoint import read_settings
 from llmcond.encoders.loading.architecture import silence_transformers
 from llmcond.encoders.spec import Dtype
@@ -253,7 +254,8 @@ def _finish_export(
     licence = known.licence if known else None
     # The command contains no local paths.
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
-    words += ["--run", run.name, "--head", str(result.about["head"])]
+    is_bundled = run == pretrained_folder(run.name)
+    words += ["--model" if is_bundled else "--run", run.name, "--head", str(result.about["head"])]
     words += [word for condition in result.conditions for word in ("--condition", condition)]
     card = render_card(
         Path(__file__).with_name("card.md.j2"),

@@ -14,8 +14,9 @@ from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.deprecation import renamed_methods
 from llmcond.encoders import resolve_base
-from llmcond.errors import UserError
+from llmcond.errors import UserError, format_count
 from llmcond.features.view import FeaturePart, FeatureView
+from llmcond.files import read_json
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
@@ -23,6 +24,7 @@ from llmcond.prompts import Prompt
 from llmcond.runs import RunEmbeddingHead
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
+from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.runs.open import find_or_download_run
 from llmcond.runs.similarity import (
     SimilarityModel,
@@ -53,7 +55,8 @@ class Embedder(SimilarityModel):
         head: The head g. Zero-shot by default, where the embeddings are the features.
         name: The head's name in the run. ``none``: zero-shot.
         cache: Keeps the matrices that a hypernetwork generates from conditions between calls.
-        fitted_on: The source of the data that the head was fitted on.
+        fitted_on: The source of the data that the head was fitted on, and the number of datasets
+            with texts that its encoder was trained on, if any.
         guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
 
     Examples:
@@ -379,13 +382,24 @@ def load_embedder(
 
 def make_embedder(encoder: Encoder, saved: RunEmbeddingHead) -> Embedder:
     """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder."""
-    fitted_on = describe_source(saved.record["data"]["source"]) if saved.is_fitted else ""
+    fitted_on = _describe_training_data(encoder, saved) if saved.is_fitted else ""
     cache = None
     if not isinstance(saved.head, NumpyHead) and saved.head.generates_matrices:
         from llmcond.heads.base import ConditionCache
 
         cache = ConditionCache(saved.head)
     return Embedder(encoder, saved.view, saved.head, saved.reference, cache, fitted_on)
+
+
+def _describe_training_data(encoder: Encoder, saved: RunEmbeddingHead) -> str:
+    """Return the source of a fitted head's data, and how many sets of texts trained its encoder."""
+    source = describe_source(saved.record["data"]["source"])
+    checkpoint = encoder.resolved.checkpoint
+    record = (checkpoint.adapter or checkpoint.folder) / "training.json"
+    if saved.record["encoder"]["model"] != IN_RUN_FOLDER or not record.is_file():
+        return source
+    n_sets = len(read_json(record).get("summary", {}).get("aspects", ()))
+    return f"{source} and texts of {format_count(n_sets, 'dataset')}" if n_sets else source
 
 
 def base_encoder(encoder: Encoder) -> Encoder | None:

@@ -124,7 +124,8 @@ def resolve_run(run: str | Path | None, model: str | None = None) -> Path:
         model: The name of a bundled model, instead of ``run``.
 
     Raises:
-        UserError: Both were given, or the model does not exist.
+        UserError: Both were given, the model does not exist, or ``run`` is a ``Path`` that does
+            not exist and has the name of a bundled model.
     """
     if model is not None:
         path = pretrained_folder(model)
@@ -137,8 +138,14 @@ def resolve_run(run: str | Path | None, model: str | None = None) -> Path:
                 f"llmcond extract --model {model} --run DIR"
             )
         return path
+    if run is not None and not Path(run).exists():
+        if isinstance(run, Path) and pretrained_folder(str(run)):
+            raise UserError(
+                f"there is no run at {run}, but a bundled model has that name: use --model {run}."
+            )
+        return pretrained_folder(run) or Path(run)
     if run is not None:
-        return (not Path(run).exists() and pretrained_folder(run)) or Path(run)
+        return Path(run)
     if run_exists(DEFAULT_RUN, cross=True):
         if open_any_run(DEFAULT_RUN, cross=True).manifest["data"]["source"] != SAMPLE:
             return DEFAULT_RUN

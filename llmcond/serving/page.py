@@ -27,6 +27,7 @@ def page_response(model: ServedModel, *, needs_key: bool) -> Response:
         model=model,
         about=model.describe(),
         embeds=isinstance(model.model, Embedder),
+        has_head=model.model.head.kind != "none",
         needs_key=needs_key,
         style=Markup(style),  # noqa: S704
         script=Markup(script),  # noqa: S704

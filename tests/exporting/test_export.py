@@ -14,6 +14,7 @@ from helpers.commands import run_json, run_rejected
 
 import llmcond
 from llmcond import extract, fit_head
+from llmcond.bundled import DEFAULT_MODEL
 from llmcond.encoders import EncoderOptions
 from llmcond.exporting import export as exporting
 from llmcond.exporting.modules import to_modules
@@ -158,10 +159,18 @@ def test_card_has_export_command_without_local_folders(exported, fitted):
     (command,) = re.findall(r"^```bash\n(.*)\n```$", card, re.MULTILINE)
     arguments = shlex.split(command)
     assert arguments[:4] == ["llmcond", "export", "--format", "sentence-transformers"]
+    assert arguments[arguments.index("--run") + 1] == fitted.name
     assert arguments[-6:] == [
         argument for condition in CONDITIONS for argument in ("--condition", condition)
     ]
     assert str(fitted.parents[1]) not in card
+
+
+def test_card_of_bundled_model_names_it_as_model(tmp_path):
+    llmcond.export(out=tmp_path / "any")
+    card = (tmp_path / "any" / "README.md").read_text()
+    assert f" --model {DEFAULT_MODEL} --head " in card
+    assert "--run" not in card
 
 
 def test_decoder_with_instruction_is_exported(tmp_path, write_rows, small_rows):

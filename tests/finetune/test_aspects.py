@@ -151,6 +151,9 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
     config = json.loads((uninterrupted / "training.json").read_text())["made_of"]["aspects"]
     assert config["aspects"] == {"scenes": digest_file(aspects / "scenes.json")}
     assert config["aspects_texts"] == 24
+    assert llmcond.load_embedder(uninterrupted).fitted_on.endswith(
+        "rows.csv and texts of 1 dataset"
+    )
     card = (uninterrupted / "README.md").read_text()
     assert "Each step also used 24 texts with known attributes" in card
     assert "They are from 1 dataset, which the training record below names." in card

@@ -28,6 +28,15 @@ def test_page_makes_no_external_requests_and_runs_only_its_script(client):
     assert not re.findall(r"(?:src|href)=[\"'](?!#|data:)", text)
 
 
+def test_page_names_training_data_and_no_head_of_bundled_model():
+    with serve(ServedModel(load_embedder())) as (client, _):
+        page = client.get("/").body.decode()
+        (model,) = client.get("/v1/models").json["data"]
+    assert model["fitted_on"] == "csts and texts of 38 datasets"
+    about = "384 dimensions, prompt concat-cond-sent, trained on csts and texts of 38 datasets."
+    assert f'<p class="muted">{about}</p>' in page
+
+
 def test_page_works_for_index_without_conditions(tiny_run, tmp_path):
     index = Index.build(tmp_path / "i", ["two men play"], run=tiny_run, device="cpu")
     with serve(ServedModel(index.embedder, None, index)) as (client, _):
