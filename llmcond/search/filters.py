@@ -99,7 +99,7 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
         types: the Arrow type of each column that may be used, by column name.
 
     Raises:
-        UserError: if the filter does not follow the grammar, names an unknown column, or compares
+        FilterError: if the filter does not follow the grammar, names an unknown column, or compares
             values of different kinds.
     """
     parser = _Parser(text, types)
@@ -107,12 +107,16 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
     return Filter(list(parser.columns), predicate)
 
 
+class FilterError(UserError):
+    """A filter is invalid, or takes too long."""
+
+
 class _Parser:
     """Recursive descent parser with one method for each rule of the grammar."""
 
     def __init__(self, text: str, types: Mapping[str, Any]) -> None:
         if len(text) > MAX_LENGTH:
-            raise UserError(
+            raise FilterError(
                 f"the filter has {len(text):,} characters; at most {MAX_LENGTH:,} are allowed."
             )
         self.columns: dict[str, None] = {}
@@ -141,7 +145,7 @@ class _Parser:
             start, token_text = token.start, shortened_repr(token.text) if token.text else "the end"
             problem = f"{problem}, got {token_text}"
         problem += "" if problem.endswith("?") else "."
-        raise UserError(
+        raise FilterError(
             f"the filter {shortened_repr(self._text)} cannot be applied: character {start + 1}: "
             f"{problem} "
             f"{_ALLOWED}. The columns are {', '.join(self._types)}."

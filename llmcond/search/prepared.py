@@ -31,6 +31,20 @@ _SPARE = 6
 Scores = NDArray[np.float32]
 
 
+class UnpreparedConditionError(UserError):
+    """Texts would have to be encoded under a condition before a search under it.
+
+    Attributes:
+        condition: the condition.
+        problem: what is missing, as a sentence.
+        command: the command that encodes the texts.
+    """
+
+    def __init__(self, condition: str, problem: str, command: str) -> None:
+        super().__init__(f"{problem} Encode them: {command}")
+        self.condition, self.problem, self.command = condition, problem, command
+
+
 class _TextsWithVectors(NamedTuple):
     """Queries or texts, and their vectors without a condition, (n, parts * dim)."""
 
@@ -70,7 +84,7 @@ class PreparedSearch:
         """Evaluate the filter of a search for at most k hits.
 
         Raises:
-            UserError: if the filter cannot be applied, or takes longer than ``seconds``.
+            FilterError: if the filter cannot be applied, or takes longer than ``seconds``.
         """
         mask = None if where is None else version.table.match_filter(where, seconds)
         n = len(version.table) if mask is None else int(mask.sum())
@@ -85,7 +99,7 @@ class PreparedSearch:
         """Return the hits of each query among all texts.
 
         Raises:
-            UserError: if texts would have to be encoded under a condition.
+            UnpreparedConditionError: if texts would have to be encoded under a condition.
         """
         n, joint = len(self.version.table), bool(self.version.model.templates.joint)
         batch_size = max(1, _MAX_SCORES // max(1, n))
@@ -167,12 +181,13 @@ class PreparedSearch:
         view = self.version.view(condition)
         if view is None:
             n_missing, n_texts = len(self.version.find_missing(condition)), len(self.version.table)
-            raise UserError(
+            raise UnpreparedConditionError(
+                condition or "",
                 "this model encodes each text together with the condition, but "
                 f"{n_missing:,} of {format_count(n_texts, 'text')} have no vectors under "
-                f"{shortened_repr(condition)}. Encode them: llmcond index --out "
-                f"{self.version.table.folder} "
-                f"{condition_flags(condition or '')}"
+                f"{shortened_repr(condition)}.",
+                f"llmcond index --out {self.version.table.folder} "
+                f"{condition_flags(condition or '')}",
             )
         return view.scores(self._project(queries, condition))
 

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from llmcond.errors import (
     LlmcondError,
-    UserError,
     first_line,
     format_count,
     is_disk_full,
@@ -32,7 +31,7 @@ from llmcond.errors import (
 )
 from llmcond.files import check_free_space
 from llmcond.lance_io import READ_ERRORS, convert_panics, open_newest
-from llmcond.search.filters import parse_filter
+from llmcond.search.filters import FilterError, parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Names of columns that every index has, or that every hit has.
@@ -107,7 +106,7 @@ class TextTable:
         """Return which rows match a filter, (n,); see ``llmcond.search.filters`` for the grammar.
 
         Raises:
-            UserError: if the filter cannot be parsed, names an unknown column, casts a value that
+            FilterError: if the filter cannot be parsed, names an unknown column, casts a value that
                 cannot be cast, or takes longer than ``seconds``.
         """
         mask = np.zeros(len(self), dtype=np.bool_)
@@ -119,7 +118,7 @@ class TextTable:
         columns, predicate = parse_filter(where, types)
         for block, rows in self.blocks(np.arange(len(self)), columns or ["id"]):
             if time.monotonic() > deadline:
-                raise UserError(
+                raise FilterError(
                     f"the filter {shortened_repr(where)} takes longer than {seconds:g} s. Use "
                     "fewer "
                     "conditions."
@@ -127,7 +126,7 @@ class TextTable:
             try:
                 matches = rows.append_column(NUMBER, pa.array(block)).filter(predicate)
             except pa.ArrowException as error:
-                raise UserError(
+                raise FilterError(
                     f"the filter {shortened_repr(where)} cannot be applied: {first_line(error)}"
                 ) from error
             mask[matches[NUMBER].to_numpy()] = True

@@ -15,9 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count
+from llmcond.encoders.spec import InputError
+from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.runs.embedder import Embedder, normalise_vectors
 from llmcond.runs.similarity import pair_with_conditions
+from llmcond.search.filters import FilterError
+from llmcond.search.prepared import UnpreparedConditionError
 from llmcond.serving.batching import Batcher, Row
 from llmcond.serving.errors import RequestError, invalid_value_error, json_response
 from llmcond.serving.metrics import Metrics
@@ -44,6 +47,8 @@ _Handler = Callable[[Request], Awaitable[Response]]
 _FILTER_SECONDS = 5.0
 #: Largest number of vectors that is serialised on the thread that reads the requests.
 _MAX_INLINE_VECTORS = 16
+#: Largest number of conditions that an error message lists.
+_MAX_LISTED = 10
 
 
 class Endpoints:
@@ -144,6 +149,10 @@ class Endpoints:
         """Return the served model as a list of one, in OpenAI's format."""
         entry = {"id": self._name, "object": "model", "created": self._start_time}
         entry |= {"owned_by": "llmcond", **self._model.describe()}
+        entry["max_length"] = self._model.encoder.identity.max_length
+        index = self._model.index
+        if index is not None and index.encodes_pairs:
+            entry["conditions"] = index.conditions
         return json_response({"object": "list", "data": [entry]})
 
     # -- work for the model ----------------------------------------------------------------------
@@ -226,6 +235,8 @@ class Endpoints:
             raise _not_served_error(
                 "this server has no index to search. Start it with --index DIR."
             )
+        if not body.query.strip():
+            raise invalid_value_error("query", "query is empty; give a text.")
         request.state.texts = 1
         condition = self._choose_condition(body)
 
@@ -245,13 +256,22 @@ class Endpoints:
             calls = self._batcher.call(lambda: plan()())  # noqa: PLW0108 - the model's thread runs both
         else:
             calls = self._batcher.call(
-                await self._await_result(request, self._planners.submit(plan))
+                await self._await_result(request, self._planners.submit(plan), "condition")
             )
-        (hits,) = await self._await_result(request, calls)
+        (hits,) = await self._await_result(request, calls, "condition")
         return json_response({"model": self._name, **hits.to_json()})
 
     def _choose_condition(self, body: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
         """Return a request's condition or the server's default; without either, raise an error."""
+        conditions = () if body.condition is None else body.condition
+        for number, text in enumerate([conditions] if isinstance(conditions, str) else conditions):
+            if not text.strip():
+                where = (
+                    f"condition at position {number}"
+                    if isinstance(conditions, list)
+                    else "condition"
+                )
+                raise invalid_value_error("condition", f"the {where} is empty; give a text.")
         try:
             requested = body.conditions()
         except UserError as error:
@@ -280,6 +300,12 @@ class Endpoints:
                 f"{self._max_texts:,} (--max-client-batch-size).",
                 param=name,
             )
+        if not isinstance(conditions, str) and len(conditions) != len(texts):
+            raise invalid_value_error(
+                "condition",
+                f"{name} has {format_count(len(texts), 'text')}, but condition has "
+                f"{len(conditions)}. Give one condition for all texts, or one for each.",
+            )
         try:
             return list(pair_with_conditions(texts, conditions))
         except UserError as error:
@@ -300,8 +326,13 @@ class Endpoints:
             counts["zero_vectors"] = int((~encoded.vectors.any(axis=1)).sum())
         return counts
 
-    async def _await_result(self, request: Request, future: Future[Any]) -> Any:
-        """Wait for a result; cancel it if the client disconnects or the request times out."""
+    async def _await_result(
+        self, request: Request, future: Future[Any], param: str | None = None
+    ) -> Any:
+        """Wait for a result; cancel it if the client disconnects or the request times out.
+
+        ``param`` is the field that other invalid values are attributed to.
+        """
         self._batcher.awaited += 1
         result = asyncio.wrap_future(future)
         disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
@@ -312,14 +343,40 @@ class Endpoints:
             if not disconnect.done():  # the request itself was cancelled, by its time limit
                 raise
             raise ClientDisconnect from None
+        except InputError:
+            raise invalid_value_error("condition", self._describe_long_condition()) from None
+        except UnpreparedConditionError as error:
+            message = self._describe_unprepared(error)
+            raise invalid_value_error("condition", self._model.without_paths(message)) from None
+        except FilterError as error:
+            raise invalid_value_error("where", self._model.without_paths(error)) from None
         except UserError as error:
-            raise invalid_value_error(None, self._model.without_paths(error)) from None
+            raise invalid_value_error(param, self._model.without_paths(error)) from None
         except LlmcondError as error:
             raise RequestError(500, "model_failed", self._model.without_paths(error)) from error
         finally:
             self._batcher.awaited -= 1
             disconnect.cancel()
             result.cancel()
+
+    def _describe_long_condition(self) -> str:
+        return (
+            "condition, with its values, is too long: this model reads at most "
+            f"{self._model.encoder.identity.max_length:,} tokens, and condition and values leave "
+            "no room for the text. Shorten them."
+        )
+
+    def _describe_unprepared(self, error: UnpreparedConditionError) -> str:
+        prepared = [] if self._model.index is None else self._model.index.conditions
+        sentences = [error.problem]
+        if error.condition not in prepared:
+            listed = ", ".join(map(shortened_repr, prepared[:_MAX_LISTED]))
+            n_others = len(prepared) - _MAX_LISTED
+            others = f" and {n_others:,} others (GET /v1/models)" if n_others > 0 else ""
+            sentences.append(did_you_mean(error.condition, prepared))
+            sentences.append(f"Prepared conditions: {listed or 'none'}{others}.")
+        sentences.append(f"Whoever runs the server can prepare it: {error.command}")
+        return " ".join(filter(None, sentences))
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -91,9 +91,11 @@ class Gate:
             await self._handle(scope, receive, send_with_id)
         except TimeoutError:
             # If no facts were recorded, the time was spent on reading the body.
-            timeout_status, limit = 504 if facts else 408, f"{self._timeout:g} s (--timeout)"
-            error = RequestError(
-                timeout_status, "timeout", f"the request took longer than {limit}."
+            message = f"the request took longer than {self._timeout:g} s (--timeout)."
+            error = (
+                RequestError(504, "timeout", f"{message} Send fewer texts at a time.")
+                if facts
+                else RequestError(408, "timeout", message)
             )
             await error.response()(scope, receive, send_with_id)
         except Exception as error:

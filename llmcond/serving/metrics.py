@@ -44,8 +44,14 @@ class Metrics:
         self.in_progress = Gauge(
             "llmcond_requests_in_progress", "Requests in progress.", registry=registry
         )
-        self._texts = Counter("llmcond_texts", "Rows encoded.", registry=registry)
-        self._tokens = Counter("llmcond_tokens", "Tokens encoded.", registry=registry)
+        self._texts = Counter(
+            "llmcond_texts",
+            "Texts encoded, including those of /readyz, but no queries of searches.",
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "llmcond_tokens", "Tokens of these texts, before long texts are cut.", registry=registry
+        )
         self._truncated = Counter("llmcond_truncated_texts", "Truncated texts.", registry=registry)
         self._batch = Histogram(
             "llmcond_batch_texts", "Rows per batch.", registry=registry, buckets=_TEXTS

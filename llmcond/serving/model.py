@@ -80,7 +80,7 @@ class ServedModel:
         source = source if source.startswith("hf://") else PurePath(source).name
         return {**description, "encoder": self.name, "fitted_on": source}
 
-    def without_paths(self, error: Exception) -> str:
+    def without_paths(self, error: Exception | str) -> str:
         """Return an error's message with the paths of model and index shortened to their names."""
         text, folders = str(error), [self.encoder.resolved.checkpoint.folder]
         if self.index is not None:

@@ -88,6 +88,7 @@
       body: JSON.stringify(body),
     });
     const answer = await response.json();
+    if (response.status === 401) throw new Error("the API key is missing or wrong. Enter it at the top of the page.");
     if (!response.ok) throw new Error(answer.error.message);
     return answer;
   };

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -168,18 +168,28 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 #: Error code for pydantic's type of a validation error; other types give ``invalid_value``.
 _CODES = {"extra_forbidden": "unknown_field", "missing": "missing_field"}
+#: What pydantic's types of a validation error expect, in the words of this API.
+_EXPECTED = {
+    "string_type": "a text",
+    "list_type": "a list of texts",
+    "dict_type": "an object",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
 
 
 def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Convert a validation error; of several alternatives of a field, use the innermost problem."""
-    problem = max(error.errors(include_url=False), key=lambda entry: len(entry["loc"]))
+    problems = error.errors(include_url=False)
+    problem = max(problems, key=lambda entry: len(entry["loc"]))
     reason = problem["type"]
     if reason == "json_invalid":
         detail = str(problem.get("ctx", {}).get("error", problem["msg"]))
         return RequestError(400, "invalid_json", f"the body is not valid JSON: {detail}.")
     if not problem["loc"]:
         return RequestError(422, "invalid_type", "the body must be a JSON object.")
-    name, *inner = problem["loc"]
+    name = problem["loc"][0]
     if name == "input" and reason == "string_type" and isinstance(problem["input"], int | list):
         return RequestError(
             422,
@@ -188,7 +198,21 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
             "LangChain's OpenAIEmbeddings sends texts with check_embedding_ctx_length=False.",
             param=name,
         )
-    # A location also names the alternatives of a type, which the client does not know.
-    location = (name, *(part for part in inner if isinstance(part, int)))
-    message = describe_validation_error({**problem, "loc": location}, list(kind.model_fields))
+    location = _without_alternatives(problem["loc"])
+    described = {**problem, "loc": location}
+    expected = [
+        _EXPECTED[other["type"]]
+        for other in problems
+        if other["type"] in _EXPECTED and _without_alternatives(other["loc"]) == location
+    ]
+    if reason in _EXPECTED:
+        described["msg"] = f"it should be {' or '.join(dict.fromkeys(expected))}"
+    message = describe_validation_error(described, list(kind.model_fields))
+    if problem["input"] is None:
+        message = message.replace(" is None: ", " is null: ", 1)
     return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])
+
+
+def _without_alternatives(location: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Return a location without the alternatives of a type, which the client does not know."""
+    return (location[0], *(part for part in location[1:] if isinstance(part, int)))

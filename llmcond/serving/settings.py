@@ -15,6 +15,8 @@ from llmcond.log import log
 from llmcond.options import Options, Positive, option
 
 _LIMITS = "limits"
+#: Command that generates an API key.
+_NEW_KEY = 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +100,19 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise UserError(f"--api-key-file {path} cannot be read: {reason}.") from error
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip()}
     if not keys:
-        raise UserError(f"--api-key-file {path} holds no key. Write one key per line.")
-    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise UserError(
-            f"--api-key-file {path} holds a key with characters that an HTTP header cannot "
-            "contain. Use letters, digits and punctuation, without spaces."
+            f"--api-key-file {path} holds no key. Write one key per line. {_NEW_KEY} prints a new "
+            "one."
         )
+    for number, key in keys.items():
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise UserError(
+                f"--api-key-file {path}: line {number} is no key, because an HTTP header cannot "
+                "contain it. Use letters, digits and punctuation, without spaces and comments. "
+                f"{_NEW_KEY} prints a new key."
+            )
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         log.warning(f"other users can read {path}; protect it: chmod 600 {path}")
-    return tuple(key.encode() for key in keys)
+    return tuple(key.encode() for key in keys.values())

@@ -45,8 +45,8 @@ def test_key_file_is_parsed(tmp_path, caplog):
     assert read_keys(file) == (b"one", b"two")
     assert "chmod" not in caplog.text
     for content, message in (
-        (b"\n \n", "holds no key"),
-        (b"a b\n", "an HTTP header cannot"),
+        (b"\n \n", "holds no key.*token_urlsafe"),
+        (b"one\n\n# comment\n", "line 3 is no key, because an HTTP header cannot"),
         (b"\xff", "not a text file"),
     ):
         file.write_bytes(content)

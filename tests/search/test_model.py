@@ -71,32 +71,38 @@ def test_values_come_from_index_or_request(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "param", "message"),
     [
-        ({"query": " "}, "query is empty"),
-        ({"condition": "the mood"}, "the mood"),
-        ({"condition": {}}, "no condition"),
-        ({"condition": {PLACE: 0}}, "weights are 0"),
-        ({"where": "yaer > 3"}, "yaer"),
-        ({"where": "DROP TABLE"}, "DROP TABLE"),
-        ({"where": "repeat('a', 2000000000) = text"}, "functions are not allowed"),
-        ({"where": "lpad('a', 2147483647, 'b') = text"}, "functions are not allowed"),
-        ({"where": "array_repeat(1, 1000000000) = [1]"}, "functions are not allowed"),
-        ({"condition": {PLACE: 1e308}}, "must be between -1,000,000 and 1,000,000"),
+        ({"query": " "}, "query", "query is empty"),
+        ({"condition": "the mood"}, "condition", "the mood"),
+        ({"condition": {}}, "condition", "no condition"),
+        ({"condition": {PLACE: 0}}, "condition", "weights are 0"),
+        ({"where": "yaer > 3"}, "where", "yaer"),
+        ({"where": "DROP TABLE"}, "where", "DROP TABLE"),
+        ({"where": "repeat('a', 2000000000) = text"}, "where", "functions are not allowed"),
+        ({"where": "lpad('a', 2147483647, 'b') = text"}, "where", "functions are not allowed"),
+        ({"where": "array_repeat(1, 1000000000) = [1]"}, "where", "functions are not allowed"),
+        ({"condition": {PLACE: 1e308}}, "condition", "must be between -1,000,000 and 1,000,000"),
         (
             {"values": ["Rome", "Paris, Texas"]},
+            "condition",
             "--condition 'the place' --values 'Rome,\"Paris, Texas\"'",
         ),
-        ({"condition": {PLACE: 1, "b": 1}, "values": ["a"]}, "values is a list, but there are 2"),
-        ({"values": {"the mood": ["sad"]}}, "'the mood', which is not in condition"),
-        ({"condition": None, "values": ["a"]}, "no condition that the values belong to"),
+        (
+            {"condition": {PLACE: 1, "b": 1}, "values": ["a"]},
+            "values",
+            "values is a list, but there are 2",
+        ),
+        ({"values": {"the mood": ["sad"]}}, "values", "'the mood', which is not in condition"),
+        ({"condition": None, "values": ["a"]}, "values", "no condition that the values belong to"),
     ],
 )
-def test_invalid_request_is_rejected(service, changes, message):
+def test_invalid_request_is_rejected(service, changes, param, message):
     client, _ = service
     answer = client.post("/v1/search", {"query": "two men", "condition": PLACE, **changes})
     assert answer.status == 422
     assert message in answer.error["message"]
+    assert answer.error["param"] == param
 
 
 def test_slow_filter_blocks_neither_model_nor_searches(service, monkeypatch):
@@ -135,6 +141,15 @@ def test_error_names_index_folder_without_its_path(folder, service):
     answer = client.post("/v1/search", {"query": "two men", "condition": "the mood"})
     assert f"llmcond index --out {folder.name} --condition 'the mood'" in answer.error["message"]
     assert str(folder.parent) not in answer.error["message"]
+
+
+def test_error_and_model_name_prepared_conditions(service):
+    client, index = service
+    assert client.get("/v1/models").json["data"][0]["conditions"] == index.conditions
+    error = client.post("/v1/search", {"query": "two men", "condition": "The place"}).error
+    assert error["param"] == "condition"
+    assert "Did you mean 'the place'? Prepared conditions: 'the place'" in error["message"]
+    assert "Whoever runs the server can prepare it: llmcond index" in error["message"]
 
 
 def test_damaged_index_is_reported_without_its_path(tiny_run, tmp_path):

@@ -134,6 +134,7 @@ def test_server_describes_itself(client, embedder):
     (model,) = client.get("/v1/models").json["data"]
     assert (model["id"], model["dim"]) == (name, embedder.dim)
     assert (model["encoder"], model["fitted_on"]) == (name, "")
+    assert model["max_length"] == embedder.encoder.identity.max_length
     paths = client.get("/openapi.json").json["paths"]
     fields = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
     assert "condition" in fields["schema"]["properties"]
@@ -193,10 +194,28 @@ INVALID_REQUESTS = [
         {**VALID, "input": [{}]},
         422,
         "input",
-        "'input.0' is {}: it should be a valid str",
+        "'input.0' is {}: it should be a text.",
     ),
     ("/v1/embeddings", {**VALID, "input": 3.5}, 422, "input", "'input' is 3.5: it should be"),
-    ("/v1/embeddings", {**VALID, "condition": [CONDITION]}, 422, "input", "3 sentences and 1 cond"),
+    (
+        "/v1/embeddings",
+        {**VALID, "input": None},
+        422,
+        "input",
+        "'input' is null: it should be a text or a list of texts.",
+    ),
+    ("/v1/embeddings", {**VALID, "condition": [CONDITION]}, 422, "condition", "condition has 1"),
+    ("/v1/embeddings", {**VALID, "condition": ""}, 422, "condition", "the condition is empty"),
+    (
+        "/v1/similarity",
+        {**PAIRS, "condition": ["a", "b", " "]},
+        *(422, "condition", "the condition at position 2 is empty"),
+    ),
+    (
+        "/v1/similarity",
+        {**PAIRS, "condition": "two men " * 200},
+        *(422, "condition", "condition, with its values, is too long"),
+    ),
     (
         "/v1/embeddings",
         {**VALID, "dimensions": 8},
@@ -220,13 +239,13 @@ INVALID_REQUESTS = [
     ("/v1/embeddings", b'{"input": "\xff"}', 400, None, "invalid unicode"),
     ("/v1/embeddings", b'{"input": "\\ud800"}', 400, None, "not valid JSON"),
     ("/v1/embeddings", {"input": TEXTS, "values": ["a"]}, 422, "values", "there is no condition"),
-    ("/v1/embeddings", {**VALID, "values": "a, b"}, 422, "values", "should be a valid array"),
+    ("/v1/embeddings", {**VALID, "values": "a, b"}, 422, "values", "should be a list of texts"),
     (
         "/v1/embeddings",
         {**VALID, "values": ["a", 7]},
         422,
         "values",
-        "'values.1' is 7: it should be a valid",
+        "'values.1' is 7: it should be a text",
     ),
     ("/v1/embeddings", {**VALID, "values": [["a"], ["b"]]}, 422, "values", "a list of lists; give"),
     (
@@ -234,7 +253,7 @@ INVALID_REQUESTS = [
         {**VALID, "values": ["a"] * 9 + [["b"]]},
         422,
         "values",
-        "should be a valid",
+        "'values.9' is .*: it should be a text",
     ),
     (
         "/v1/embeddings",
@@ -247,8 +266,8 @@ INVALID_REQUESTS = [
         "/v1/embeddings",
         {**VALID, "condition": " ", "values": ["a"]},
         422,
-        "values",
-        "an empty condition",
+        "condition",
+        "the condition is empty",
     ),
     (
         "/v1/embeddings",
@@ -504,6 +523,7 @@ def test_slow_requests_time_out(embedder, blocked_encoding):
         blocked_encoding.started.acquire()
         second = client.post("/v1/embeddings", VALID)
         assert (second.status, second.error["code"]) == (504, "timeout")
+        assert "Send fewer texts at a time" in second.error["message"]
         assert first().status == 504
         with socket.create_connection(("127.0.0.1", client.port), timeout=PATIENCE) as connection:
             head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n"
