@@ -343,6 +343,17 @@ def test_moved_checkpoint_is_used_after_extraction(capsys, run_copy, tiny):
     assert run_json(capsys, *similarity)["head"] == "none"
 
 
+def test_only_extraction_suggests_to_read_windows(capsys, tiny, write_rows):
+    long, short = "the park " * 200, "two dogs"
+    data = write_rows([(f"{n} {long}", short, "place", n) for n in (1, 3, 5)])
+    assert run(["extract", "--model", str(tiny), "--data", str(data), "--run", "run"]) == 0
+    err = " ".join(capsys.readouterr().err.split())
+    assert "3 inputs (a text counts once for each condition) are longer than 64 tokens" in err
+    assert "extract a new run with --long-texts windows" in err
+    with pytest.warns(UserWarning, match=r"use whole sentences, split long texts\.$"):
+        assert run(["similarity", long, short, "--condition", "place", "--run", "run"]) == 0
+
+
 @pytest.mark.parametrize("name", ["exp:1", "r[/x]", "with space"])
 def test_run_folder_may_have_any_name(capsys, tiny, write_rows, small_rows, name):
     data = write_rows(small_rows)

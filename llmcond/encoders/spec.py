@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, format_count
 from llmcond.files import digest_bytes
 
 Attention = Literal["bidirectional", "causal"]
@@ -20,8 +20,8 @@ Runtime = Literal["torch", "openvino"]
 Orders = Literal["both", "given"]
 #: What warnings say about inputs that are longer than ``max_length``, unless windows are read.
 TRUNCATION_NOTE = (
-    "their sentences were cut, their conditions and instructions were not (--long-texts windows "
-    "reads the whole sentences)"
+    "the ends of sentences were cut, conditions and instructions were not. To use whole "
+    "sentences, split long texts"
 )
 #: A part of an input's texts: the field, the position of its first character, and the position
 #: after its last character.
@@ -130,6 +130,17 @@ class EncoderInput:
     @staticmethod
     def _digest_json(texts: Any) -> bytes:
         return digest_bytes(json.dumps(texts).encode(), size=16)
+
+
+def truncation_note(count: int, limit: str) -> str:
+    """Return what to say about the inputs that were cut.
+
+    Args:
+        count: the number of inputs.
+        limit: what they exceed, such as ``256 tokens``.
+    """
+    are, note = ("is", "") if count == 1 else ("are", " (a text counts once for each condition)")
+    return f"{format_count(count, 'input')}{note} {are} longer than {limit}: {TRUNCATION_NOTE}"
 
 
 class InputError(UserError):

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llmcond.encoders import EncoderInput, ResolvedEncoder
-from llmcond.encoders.spec import TRUNCATION_NOTE, InputError
+from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.errors import UserError
 from llmcond.features.extract import Chunking, Extraction, PlanExecutor, extract
 from llmcond.features.missing import MissingCount
@@ -120,13 +120,10 @@ def extract_inputs(
         if processes > 1:
             summary += f" by {processes} processes ({extraction.n_computed:,} by this one)"
         summary += f", {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
-    truncation = (
-        f"; {extraction.n_truncated:,} inputs are longer than {resolved.identity.max_length} "
-        f"tokens: {TRUNCATION_NOTE}"
-        if extraction.n_truncated
-        else ""
-    )
-    log.info(f"{name}: {summary}{truncation}")
+    if extraction.n_truncated:
+        limit = f"{resolved.identity.max_length} tokens"
+        summary += f"; {truncation_note(extraction.n_truncated, limit)}"
+    log.info(f"{name}: {summary}")
     return extraction
 
 

@@ -117,14 +117,13 @@ class AnyRun(ABC):
 
         store = self.store()
         if self.is_bundled:
-            why = "a bundled model cannot be written. To save them, create a run: llmcond extract"
+            log.debug("features are not saved, because a bundled model cannot be written")
         else:
             try:
                 store.check_writable()
                 return store
             except UserError as error:
-                why = str(error)
-        log.info(f"the features of these texts are not saved: {why}")
+                log.info(f"the features of these texts are not saved: {error}")
         folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
         temporary = FeatureStore(folder, store.identity, store.dtype)
         weakref.finalize(temporary, shutil.rmtree, folder, ignore_errors=True)

@@ -26,7 +26,7 @@ from llmcond.data.streams import (
     open_texts,
     survey,
 )
-from llmcond.encoders.spec import TRUNCATION_NOTE, InputError
+from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.errors import LlmcondError, UserError, format_list
 from llmcond.features.view import FeatureView
 from llmcond.files import check_format
@@ -471,7 +471,7 @@ def _embed_units(
             raise
     output.finish()
     if n_truncated:
-        log.info(f"{n_truncated:,} inputs are longer than the encoder's limit: {TRUNCATION_NOTE}")
+        log.info(truncation_note(n_truncated, "the encoder's limit"))
     return dim
 
 

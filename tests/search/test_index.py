@@ -586,7 +586,7 @@ def test_long_texts_and_queries_are_truncated_with_warning(build, caplog):
     caplog.set_level("INFO")
     long_text = " ".join(["beach"] * 200)
     index = build([long_text, TEXTS[0]])
-    assert "1 inputs are longer than 64 tokens" in caplog.text
+    assert "1 input is longer than 64 tokens: the ends of sentences" in caplog.text
     with pytest.warns(UserWarning, match="1 of 1 inputs are longer than the 64 tokens"):
         assert index.search(long_text, PLACE, 1).rows[0]["text"] == long_text
 

@@ -300,7 +300,7 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
     long = write_rows([("the park " * 200,), ("two dogs",), ("children",)], "long.csv", "text")
     arguments = ["cluster", long, *PLACE, "--clusters", "2", "--out", "out.csv"]
     assert run([str(argument) for argument in (*arguments, "--run", module_run)]) == 0
-    assert "1 inputs are longer than 64 tokens" in capsys.readouterr().err
+    assert "1 input is longer than 64 tokens: the ends of sentences" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
