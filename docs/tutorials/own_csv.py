@@ -78,13 +78,14 @@ for i in similarity.argsort()[::-1][1:6]:
 #
 # `check-condition` predicts from the distribution of the embeddings whether a condition works on these texts.
 
-# %% expect=["the cuisine not expected to work", "the service not expected to work", "4\\d % \\[1\\d, 7\\d\\]"]
+# %% expect=["the cuisine unclear", "the service unclear", "4\\d % \\[1\\d, 7\\d\\]"]
 # !llmcond check-condition reviews.csv --condition "the cuisine" --condition "the service"
 
 # %% [markdown]
-# It expects neither to work, with intervals that nearly include everything. On a small table of texts that differ in
-# every respect, the check is too careful: the list above shows that the cuisine works. Take its verdict as a reason to
-# look at results, which is the next step.
+# The verdict is "unclear" for both: the intervals include chance, and also accuracies that count as working. This is
+# common on a small table of texts that differ in every respect. The list above shows that the cuisine works. Look at
+# results, which is the next step ([what to do if the check is
+# unsure](../aspects.md#what-to-do-if-the-check-is-unsure)).
 #
 # ## Build an index and search it
 #
@@ -112,7 +113,7 @@ for query in ["The waiter was unfriendly.", "The waiter was friendly."]:
 
 # %% [markdown]
 # Both queries find the same reviews: the model understands that "the service" is about the staff, and not whether they
-# are friendly. Under this condition the verdict of the check was right. [Group support tickets](tickets.md) shows how
+# are friendly. The check could not decide this, but the results do. [Group support tickets](tickets.md) shows how
 # labelled texts repair such a condition.
 #
 # ## Serve the index

@@ -97,15 +97,15 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 #
 # `check-condition` embeds the texts under each condition and looks at how they are distributed. It needs no labels.
 
-# %% expect=["the product works", "the sentiment not expected", "the urgency not expected", "the type of problem works"]
+# %% expect=["the product works", "the sentiment unclear", "the urgency unclear", "the type of problem works"]
 # !llmcond check-condition tickets.csv --condition "the product" \
 #     --condition "the sentiment" --condition "the urgency" \
 #     --condition "the type of problem"
 
 # %% [markdown]
-# The product is expected to work. The sentiment and the urgency are not. All intervals but the first are very wide: the
-# check is a hint, not a measurement. It sees whether texts form tight groups, and cannot see which aspect groups them.
-# This matters for the last condition, as the next step shows.
+# The product is expected to work. For the sentiment and the urgency, the check is unsure. All intervals but the first
+# are very wide: the check is a hint, not a measurement. It sees whether texts form tight groups, and cannot see which
+# aspect groups them. This matters for the last condition, as the next step shows.
 #
 # ## Group, and read some texts
 #
@@ -120,8 +120,8 @@ print(len(tickets), "tickets, among them:", tickets[1]["text"])
 # %% [markdown]
 # The V-measure says how well clusters agree with the right answers: 100 is perfect, and 0 is chance.
 #
-# - **The sentiment** works better than predicted: the clusters are the neutral, angry and friendly tickets, with errors.
-# - **The urgency** fails, as predicted. The clusters mix urgent tickets with others.
+# - **The sentiment** works: the clusters are the neutral, angry and friendly tickets, with errors.
+# - **The urgency** fails. The clusters mix urgent tickets with others.
 # - **The type of problem** fails, although the check expected it to work. The clusters have the names of the products,
 #   because the model still groups by product.
 #

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
-from llmcond.conditions import condition_json
+from llmcond.conditions import Condition, condition_json
 from llmcond.errors import LlmcondError
 from llmcond.files import check_format
 from llmcond.metrics import Estimate
@@ -36,9 +36,9 @@ _RECORDED = ("intercept", "coefficients", "half_width", "measured")
 #: The fraction of the other texts that count as the nearest ones.
 _NEAREST = 0.02
 
-Verdict = Literal["works", "works in part", "not expected to work", "too few texts to tell"]
-
-ADVICE = "give example values (--values), labelled texts (--guide), or a larger encoder"
+Verdict = Literal[
+    "works", "works in part", "unclear", "not expected to work", "too few texts to tell"
+]
 
 
 # -- indicators --------------------------------------------------------------------------------
@@ -165,7 +165,8 @@ class ConditionCheck:
     Attributes:
         condition: The condition.
         n_texts: The number of distinct texts that were used.
-        verdict: The verdict in words, see WORKS and WORKS_IN_PART.
+        verdict: The verdict in words, see WORKS and WORKS_IN_PART. A lower expected accuracy is
+            "unclear" if its interval reaches WORKS.
         expected: The expected accuracy of paired triples, a fraction, with its 95 % interval; None
             if there were too few texts.
         indicators: The indicators by name; empty if there were too few texts.
@@ -185,7 +186,7 @@ class ConditionCheck:
             return cls(condition, n, "too few texts to tell", None, {})
         values = indicators(vectors)
         expected = calibration.expect(values)
-        return cls(condition, n, _verdict(expected.value), expected, values)
+        return cls(condition, n, _verdict(expected), expected, values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON output."""
@@ -200,7 +201,10 @@ class ConditionCheck:
         }
 
     def sentence(self) -> str:
-        """Return the verdict as a sentence, with advice if the condition may not work."""
+        """Return the verdict as a sentence, with advice if the condition may not work.
+
+        Remedies that are in use, such as example values, are not suggested.
+        """
         if self.expected is None:
             return (
                 f"{self.n_texts} distinct texts are too few to tell whether the condition works; "
@@ -208,12 +212,25 @@ class ConditionCheck:
             )
         value, low, high = (f"{100 * figure:.0f}" for figure in astuple(self.expected))
         accuracy = f"expected accuracy {value} % [{low}, {high}]; 50 % is chance"
+        has_values = isinstance(self.condition, Condition) and bool(self.condition.values)
+        values = "" if has_values else "give example values (--values), "
+        if self.verdict == "unclear":
+            return (
+                f"these texts do not decide whether this condition works ({accuracy}); compare a "
+                f"few texts (llmcond explain), read the results of a search, {values}or label "
+                "about 40 texts (--guide of cluster, index and embed)"
+            )
         if self.verdict == "not expected to work":
-            return f"this condition is not expected to work ({accuracy}); {ADVICE}"
+            return (
+                f"this condition is not expected to work ({accuracy}); {values}label about 40 "
+                "texts (--guide of cluster, index and embed), or use a larger encoder"
+            )
         return f"this condition {self.verdict} ({accuracy})"
 
 
-def _verdict(accuracy: float) -> Verdict:
-    if accuracy >= WORKS:
+def _verdict(expected: Estimate) -> Verdict:
+    if expected.value >= WORKS:
         return "works"
-    return "works in part" if accuracy >= WORKS_IN_PART else "not expected to work"
+    if expected.value >= WORKS_IN_PART:
+        return "works in part"
+    return "unclear" if expected.high >= WORKS else "not expected to work"

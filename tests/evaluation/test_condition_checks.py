@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from llmcond.bundled import DEFAULT_MODEL
+from llmcond.conditions import Condition
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation import condition_checks
 from llmcond.evaluation.condition_checks import (
@@ -51,8 +52,35 @@ def test_clustered_vectors_score_higher_than_single_cloud():
         "the mood", sample_groups(60, 4, 20), Calibration(0.1, {}, 0.1, {})
     )
     assert (clustered.verdict, unreliable.verdict) == ("works", "not expected to work")
-    assert "give example values (--values)" in unreliable.sentence()
+    assert "is not expected to work (expected accuracy 10 % [0, 20]" in unreliable.sentence()
     assert clustered.to_json()["expected_accuracy_ci"][0] < clustered.to_json()["expected_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "half_width", "verdict"),
+    [
+        (0.70, 0.3, "works"),
+        (0.58, 0.3, "works in part"),
+        (0.41, 0.3, "unclear"),
+        (0.41, 0.28, "not expected to work"),
+    ],
+)
+def test_low_accuracy_is_unclear_if_its_interval_reaches_works(accuracy, half_width, verdict):
+    calibration = Calibration(accuracy, {}, half_width, {})
+    check = ConditionCheck.of("the mood", sample_groups(20, 4, 1.0), calibration)
+    assert check.verdict == check.to_json()["verdict"] == verdict
+    assert ("these texts do not decide" in check.sentence()) == (verdict == "unclear")
+
+
+@pytest.mark.parametrize("half_width", [0.1, 0.4])
+def test_values_are_only_suggested_for_a_condition_without_values(half_width):
+    calibration = Calibration(0.4, {}, half_width, {})
+    sentences = [
+        ConditionCheck.of(condition, sample_groups(20, 4, 1.0), calibration).sentence()
+        for condition in ("the mood", Condition("the mood", "happy, sad"))
+    ]
+    assert ["(--values)" in sentence for sentence in sentences] == [True, False]
+    assert all("--guide" in sentence for sentence in sentences)
 
 
 def test_indicators_hardly_depend_on_number_of_texts():
