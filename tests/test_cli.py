@@ -579,9 +579,13 @@ def test_invalid_fit_options_are_rejected(capsys, run_copy, arguments, expected)
     [
         (["evaluate", "--rating-range", "0", "10"], "and --data was not given"),
         (["evaluate", "--head", "mpl"], "Did you mean 'mlp'"),
-        (["similarity", "a", "b", "--condition", " "], "condition at position 0 is empty"),
+        (["similarity", "a", "b", "--condition", " "], "the first condition is empty"),
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
-        (["embed", "texts.csv", "--out", "v.npy"], "no column 'condition'"),
+        (["embed", "texts.csv", "--out", "v.npy"], "Name the conditions: --condition COL_OR_TEXT."),
+        (
+            ["embed", "texts.csv", "--out", "v.npy", "--text", "t", "--condition", "c"],
+            "Name the column of the texts: --text COL.",
+        ),
         (["embed", "texts.csv", "--out", "x.txt"], ".parquet or .csv or .npy"),
         (["embed", "texts.csv", "--out", "no/v.npy", "--sentence", "x"], "no column 'x'"),
         (

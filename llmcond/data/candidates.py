@@ -215,7 +215,7 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
         texts, *other_values = read_columns(source, source.files, columns)
     except MissingColumnError as error:
         advice = "Name one of its columns (--text COL for the texts)."
-        raise MissingColumnError(error.finding, advice) from error
+        raise MissingColumnError(error.finding, advice, error.column) from error
     return Collection(
         texts, Path(source.files[0]).name, dict(zip(others, other_values, strict=True))
     )

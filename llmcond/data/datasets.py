@@ -18,6 +18,7 @@ from llmcond.data.readers import (
     open_source,
     read_records,
     source_name,
+    suffix_of,
     without_shard,
 )
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
@@ -341,7 +342,7 @@ def read_columns(
     # Equal texts, such as the sentence of several conditions, share one object to save memory.
     interned: dict[Any, Any] = {}
     for file in files:
-        problems = Problems(Path(file).name)
+        problems = Problems(Path(file).name, with_header=suffix_of(file) in _WITH_HEADER)
         with ReadBar(problems.file) as bar:
             for number, record in enumerate(bar.count(read_records(source, file, names)), 1):
                 for values, (name, read) in zip(values_by_column, columns, strict=True):
@@ -374,17 +375,30 @@ def cell_text(value: object) -> str:
     return str(value)
 
 
-class Problems:
-    """Collects the invalid rows of a file, so that a single error reports their number."""
+#: The formats whose first row is a header.
+_WITH_HEADER = (".csv", ".tsv", ".xlsx")
+#: The largest number of further invalid rows that an error lists.
+_MAX_LISTED = 9
 
-    def __init__(self, file: str) -> None:
+
+class Problems:
+    """Collects the invalid rows of a file, so that a single error reports all of them.
+
+    Args:
+        file: the file's name.
+        with_header: whether the file has a header, which a user may count as a row.
+    """
+
+    def __init__(self, file: str, *, with_header: bool = False) -> None:
         self.file = file
+        self._with_header = with_header
         self._first: str | None = None
         self._rows: set[int] = set()
 
     def add(self, number: int, what: str) -> None:
         """Record that the row with this number is invalid, and why."""
-        self._first = self._first or f"row {number} of {self.file}: {what}"
+        row = "data row" if self._with_header else "row"
+        self._first = self._first or f"{row} {number} of {self.file}: {what}"
         self._rows.add(number)
 
     def text(self, number: int, column: str, value: object) -> str:
@@ -396,13 +410,18 @@ class Problems:
             return ""
 
     def raise_if_any(self) -> None:
-        """Raise a ``UserError`` that names the first invalid row and counts the others, if any."""
+        """Raise a ``UserError`` that names the first invalid row and lists the others, if any."""
         if self._first is None:
             return
-        others = len(self._rows) - 1
-        noun = "row is" if others == 1 else "rows are"
-        note = f" ({others} more {noun} invalid)" if others else ""
-        raise UserError(f"{self._first}{note}. Correct or remove it and try again.")
+        others = sorted(self._rows)[1:]
+        noun = "row is" if len(others) == 1 else "rows are"
+        listed = ", ".join(f"{number:,}" for number in others[:_MAX_LISTED])
+        if len(others) > _MAX_LISTED:
+            listed += ", …"
+        note = f" ({len(others):,} more {noun} invalid: {listed})" if others else ""
+        header = ". The header is not counted" if self._with_header else ""
+        them = "them" if others else "it"
+        raise UserError(f"{self._first}{note}{header}. Correct or remove {them} and try again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,8 +487,9 @@ def read_texts(
             opened, opened.files, [*readers, *unread_columns(keep)]
         )
     except MissingColumnError as error:
-        other = "" if condition_text else ", and the conditions: --condition COL_OR_TEXT"
-        advice = f"Name the column of the texts: --text COL{other}."
+        advice = "Name the column of the texts: --text COL."
+        if error.column == column:
+            advice = "Name the conditions: --condition COL_OR_TEXT."
         raise UserError(f"{error.finding} {advice}") from error
     conditions = other_values.pop(0) if column else [condition_text or ""] * len(sentences)
     return ConditionedTexts(

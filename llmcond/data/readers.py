@@ -196,11 +196,12 @@ class MissingColumnError(UserError):
 
     Attributes:
         finding: the sentence about the missing column, without advice.
+        column: the first column that is missing.
     """
 
-    def __init__(self, finding: str, advice: str) -> None:
+    def __init__(self, finding: str, advice: str, column: str) -> None:
         super().__init__(f"{finding} {advice}")
-        self.finding = finding
+        self.finding, self.column = finding, column
 
 
 def suffix_of(path: str) -> str:
@@ -390,6 +391,7 @@ def check_columns(
             f"{name} has no column {shortened_repr(missing[0])}; it has {format_list(present)}. "
             f"{hint}".rstrip(),
             advice,
+            missing[0],
         )
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from rich import box
@@ -122,16 +123,27 @@ def rows_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -
     table = Table(box=box.SIMPLE_HEAD)
     for key in columns:
         table.add_column(key.replace("_", " "), overflow="fold", no_wrap=key == "name")
+    formats = {key: _float_format([row[key] for row in rows]) for key in columns}
     for row in rows:
-        table.add_row(*(_format_cell(row[key]) for key in columns))
+        table.add_row(*(_format_cell(row[key], formats[key]) for key in columns))
     return table
 
 
-def _format_cell(value: object) -> Text:
+def _float_format(values: Sequence[object]) -> str:
+    """Return a format with four digits for the largest value, and equal decimals for all."""
+    floats = [abs(value) for value in values if isinstance(value, float) and isfinite(value)]
+    largest = max(floats, default=0)
+    if not 0.01 <= largest < 1e4:
+        return ".4g"
+    # Cosines, also those that rounding makes slightly larger than 1, have four decimals.
+    return f".{4 if largest < 1.00005 else 4 - len(str(int(largest)))}f"
+
+
+def _format_cell(value: object, float_format: str) -> Text:
     if isinstance(value, bool):
         return plain_text("yes" if value else "no")
     if isinstance(value, float):
-        return plain_text(f"{value:.4g}")
+        return plain_text(f"{value:{float_format}}")
     return plain_text("" if value is None else value)
 
 

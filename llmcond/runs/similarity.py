@@ -143,5 +143,6 @@ def pair_with_conditions(
             if not isinstance(text, str):
                 raise UserError(f"position {number} holds {text!r}, which is not a text.")
             if not text.strip():
-                raise UserError(f"the {noun} at position {number} is empty.")
+                which = f"{noun} {number + 1} of {len(rows)}" if number else f"the first {noun}"
+                raise UserError(f"{which} is empty. Give a text.")
     return rows

@@ -180,27 +180,36 @@ def test_unrated_rows_are_read_and_counted(tmp_path: Path, write_rows: WriteRows
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("", "b", "c", 1)], "row 1 of rows.csv: sentence1 is empty. Correct or remove it"),
+        (
+            [("", "b", "c", 1)],
+            "data row 1 of rows.csv: sentence1 is empty. The header is not counted. Correct or",
+        ),
         (
             [("a", "b", "c", 1), ("a", " \t", "c", 1)],
-            "row 2 of rows.csv: sentence2 is empty. Correct or remove it",
+            "data row 2 of rows.csv: sentence2 is empty. The header is not counted.",
         ),
         (
             [("a", "b", "\n", 1), ("a", "b", "c", 9)],
-            "row 1 of rows.csv: condition is empty (1 more row is invalid)",
+            "row 1 of rows.csv: condition is empty (1 more row is invalid: 2). The header",
         ),
         (
             [("a", "b", "c", 1), ("", "", "", ""), ("", "b", "c", 1), ("a", "b", "c", 0)],
-            "row 2 of rows.csv: sentence1 is empty (2 more rows are invalid)",
+            "row 2 of rows.csv: sentence1 is empty (2 more rows are invalid: 3, 4)",
         ),
     ],
 )
-def test_first_invalid_row_is_named_and_others_are_counted(
+def test_first_invalid_row_is_named_and_others_are_listed(
     write_rows: WriteRows, rows: list[tuple[object, ...]], message: str
 ):
     with pytest.raises(UserError) as caught:
         load_rows(str(write_rows(rows)))
     assert message in str(caught.value)
+
+
+def test_at_most_ten_invalid_rows_are_listed(write_rows: WriteRows):
+    rows = write_rows([("", "b", "c", 1)] * 12)
+    with pytest.raises(UserError, match=r"\(11 more rows are invalid: 2, 3, .*, 9, 10, …\)"):
+        load_rows(str(rows))
 
 
 @pytest.mark.parametrize(

@@ -438,7 +438,7 @@ def test_similarity_rejects_invalid_texts(cross_run):
         ((["a"], ["b", "c"], "c"), "sentences1 has 1 texts and sentences2 has 2"),
         (("a", ["b"], "c"), "Give two texts, or two lists"),
         (("a", "b", ["c"]), "Give two texts, or two lists"),
-        ((["a"], [" "], "c"), "the sentence at position 0 is empty"),
+        ((["a"], [" "], "c"), "the first sentence is empty"),
         ((["a"], ["b"], ["c", "d"]), "1 sentences and 2 conditions"),
     ]:
         with pytest.raises(UserError, match=message):

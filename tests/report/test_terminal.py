@@ -100,3 +100,19 @@ def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):
     table = rows_table([{"source": address}])
     print_table(table)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ([0.778, 0.7749, -0.06146], ["0.7780", "0.7749", "-0.0615"]),
+        ([1.0000001, 0.5], ["1.0000", "0.5000"]),
+        ([12.25, 0.5, float("nan")], ["12.25", "0.50", "nan"]),
+        ([1e-6, 2.5e-5], ["1e-06", "2.5e-05"]),
+        ([float("inf"), 123456.0], ["inf", "1.235e+05"]),
+        ([True, 3, None], ["yes", "3", ""]),
+    ],
+)
+def test_figures_of_a_column_have_equal_decimals(values, cells):
+    table = rows_table([{"score": value} for value in values])
+    assert [str(cell) for cell in table.columns[0].cells] == cells

@@ -164,9 +164,9 @@ def test_bundled_model_finds_words_of_condition():
 @pytest.mark.parametrize(
     ("sentence", "conditions", "to", "message"),
     [
-        ("", "the place", None, "sentence at position 0 is empty"),
-        (FIRST, ["the place", " "], None, "condition at position 1 is empty"),
-        (FIRST, "the place", "", "sentence at position 1 is empty"),
+        ("", "the place", None, "the first sentence is empty"),
+        (FIRST, ["the place", " "], None, "condition 2 of 2 is empty"),
+        (FIRST, "the place", "", "sentence 2 of 2 is empty"),
         (FIRST, [], None, "there are no conditions"),
         ("beach", "the place", None, "'beach' has only one token"),
         (7, "the place", None, "7, which is not a text"),
@@ -178,5 +178,5 @@ def test_invalid_texts_are_rejected(embedder, sentence, conditions, to, message)
 
 
 def test_second_sentence_of_routed_run_is_checked(routed):
-    with pytest.raises(UserError, match="sentence at position 0 is empty"):
+    with pytest.raises(UserError, match="the first sentence is empty"):
         routed.explain(FIRST, "the place", to="  ")

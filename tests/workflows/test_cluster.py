@@ -376,7 +376,7 @@ def test_invalid_guide_is_rejected(capsys, texts, write_rows, rows, expected):
         ([("two men",), ("two men",)], "1 distinct text, but at least 2"),
         (
             [("two men",), (" ",), ("",)],
-            "row 2 of few.csv: text is empty (1 more row is invalid)",
+            "data row 2 of few.csv: text is empty (1 more row is invalid: 3). The header is not",
         ),
     ],
 )

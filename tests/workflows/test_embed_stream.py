@@ -533,7 +533,7 @@ def test_invalid_row_is_reported_before_writing(capsys, fitted, source, out):
     rows["text"][4], rows["topic"][20], rows["text"][21] = " \t", None, ""
     pq.write_table(pa.table(rows), "src/a/2.parquet")
     line = run_rejected(capsys, *embed_command(out, fitted))
-    assert line.startswith("row 5 of a/2.parquet: text is empty (2 more rows are invalid)")
+    assert line.startswith("row 5 of a/2.parquet: text is empty (2 more rows are invalid: 21, 22)")
     assert not Path(out).exists()
 
 
