@@ -116,6 +116,25 @@ for query in ["The waiter was unfriendly.", "The waiter was friendly."]:
 # are friendly. The check could not decide this, but the results do. [Group support tickets](tickets.md) shows how
 # labelled texts repair such a condition.
 #
+# ## Write the vectors to a file
+#
+# Write the embeddings for your own program: one for each text, under one condition. `--keep` also writes other columns.
+
+# %% expect=["24 embeddings of 384 dimensions"]
+# !llmcond embed reviews.csv --out vectors.parquet --condition "the cuisine" --keep id
+
+# %% expect=["\\(24, 384\\) .*id.*sentence.*condition.*embedding"]
+import numpy as np
+import pyarrow.parquet as pq
+
+table = pq.read_table("vectors.parquet")
+vectors = np.array(table["embedding"].to_pylist())
+print(vectors.shape, table.column_names)
+
+# %% [markdown]
+# The vectors have unit length, so that inner products are cosines. With pandas, which `'.[demo]'` does not install, read
+# the file with `pandas.read_parquet`. `--out vectors.csv` and `--out vectors.npy` work as well.
+#
 # ## Serve the index
 #
 # `llmcond serve` needs `pip install '.[serve]'`. In a terminal, run `llmcond serve --index reviews.index`. A notebook
