@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from llmcond.clustering.scores import METRICS, LabelAgreement
 from llmcond.clustering.tables import quality_text, starts_text
 from llmcond.conditions import Condition
 from llmcond.log import log
-from llmcond.report.format import factors_text, range_text
+from llmcond.report.format import factors_text, head_text, range_text
 from llmcond.report.page.render import write_html
 from llmcond.report.page.tables import with_minus_signs
 from llmcond.version import __version__
@@ -71,8 +71,17 @@ class ClusterMap:
         }
 
 
-def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -> None:
-    """Write the page of a result."""
+def write_cluster_page(
+    result: ClusterResult, drawing: ClusterMap, path: Path, verdicts: Mapping[str, str]
+) -> None:
+    """Write the page of a result.
+
+    Args:
+        result: the result.
+        drawing: the map of the texts.
+        path: the file to write.
+        verdicts: what to say, by title of a clustering, about whether its condition works.
+    """
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
     log.info(f"drawing a map of {len(drawing.texts):,} texts")
     values: dict[str, Any] = {
@@ -83,6 +92,7 @@ def write_cluster_page(result: ClusterResult, drawing: ClusterMap, path: Path) -
         "noise": NOISE,
         "cross_tables": [_cross_table(a, b) for a, b in combinations(drawing.clusterings, 2)],
         "qualities": [quality_text(c, result.method) for c in drawing.clusterings],
+        "verdicts": verdicts,
         "method": _METHODS[result.method],
         "scores": [(title, scores, _agreement_figures(scores)) for title, scores in scored],
         "metrics": METRICS,
@@ -143,7 +153,7 @@ def _describe_provenance(result: ClusterResult) -> dict[str, str]:
         **values,
         "encoder": result.encoder,
         "prompt": result.prompt,
-        "head": result.head,
+        "head": head_text(result.head),
         "method": _METHODS[result.method],
         **(guides or {"guide": "none"}),
         "seed": str(result.seed),

@@ -14,6 +14,11 @@ MINUS = "\N{MINUS SIGN}"
 INTERVAL_NOTE = "95 % confidence intervals over {groups} and, with several fits, over seeds."
 
 
+def head_text(name: str) -> str:
+    """Return the name of a head for readers: zero-shot embeddings have no head."""
+    return "no head" if name.partition("@")[0] == "none" else name
+
+
 def estimate_text(metric: Metric, estimate: Estimate) -> str:
     """Format a figure with its interval, if it has one: ``58.7 [55.5, 61.9]``."""
     if finite_or_none(estimate.value) is None:

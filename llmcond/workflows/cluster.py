@@ -85,7 +85,9 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         )
         if drawing is not None and conditions:
             described = describe_clusters(collection.texts, base_vectors, base_labels[0])
-            drawing.add(Clustering(name, None, base_labels[0], described), base_vectors)
+            separation = silhouette(base_vectors, base_labels[0], seed)
+            base = Clustering(name, None, base_labels[0], described, separation)
+            drawing.add(base, base_vectors)
     result = ClusterResult(
         out=out,
         report=report,
@@ -103,12 +105,13 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         extra_columns = {name: collection.columns[name] for name in keep}
         _write_table(out, {column: collection.texts, **extra_columns}, clusterings, columns)
     _log_quality(clusterings, method, guide is not None)
+    verdicts: dict[str, str] = {}
     if options.check and guide is None:
-        _log_condition_checks(conditions, samples, run_folder)
+        verdicts = _log_condition_checks(conditions, samples, run_folder)
     destination = "" if out is None else f" -> {out}"
     log.info(f"{len(collection.texts):,} texts in {_count_clusters(clusterings)}{destination}")
     if drawing is not None and report is not None:
-        write_cluster_page(result, drawing, report)
+        write_cluster_page(result, drawing, report, verdicts)
     return result
 
 
@@ -304,15 +307,22 @@ def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool
 
 def _log_condition_checks(
     conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
-) -> None:
-    """Log how well each condition is expected to work, unless there are too few texts."""
+) -> dict[str, str]:
+    """Log and return how well each condition is expected to work, unless there are too few texts.
+
+    Returns:
+        A sentence, without the full stop, by title of the condition.
+    """
     calibration = find_calibration(run_folder)
+    verdicts: dict[str, str] = {}
     if calibration is None or not calibration.ranks_conditions:
-        return
+        return verdicts
     for condition, vectors in zip(conditions, samples, strict=True):
         check = ConditionCheck.of(condition, vectors, calibration)
         if check.expected is not None:
+            verdicts[condition_text(condition)] = check.sentence()
             log.info(f"{condition_text(condition)}: {check.sentence()}")
+    return verdicts
 
 
 def _cluster_count(clustering: Clustering) -> str:

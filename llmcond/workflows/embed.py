@@ -36,6 +36,7 @@ from llmcond.files import check_output, replace_atomically
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.prompts import Prompt
+from llmcond.report.format import head_text
 from llmcond.runs.embedder import fit_checked_guide, guides_json, normalise_vectors
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
@@ -221,7 +222,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     with replace_atomically(out) as temporary:
         write(temporary, texts, dim, chain([first], vectors))
     name = embeddings.head_name
-    log.info(f"{len(rows):,} embeddings of {dim} dimensions by {name} -> {out}")
+    log.info(f"{len(rows):,} embeddings of {dim} dimensions ({head_text(name)}) -> {out}")
     return EmbedResult(out, len(rows), dim, name, embeddings.view.name, embeddings.guides)
 
 

@@ -35,6 +35,7 @@ from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
+from llmcond.report.format import head_text
 from llmcond.runs.embedder import (
     Embedder,
     fit_checked_guide,
@@ -338,7 +339,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         dim = dim or output.dim
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
-    log.info(f"{n:,} embeddings of {dim} dimensions by {model.head} -> {out}{previous_note}")
+    head = head_text(model.head)
+    log.info(f"{n:,} embeddings of {dim} dimensions ({head}) -> {out}{previous_note}")
     return EmbedResult(out, n, dim, model.head, model.prompt, model.guides)
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.pages import ParsedPage
 
 import llmcond
 from llmcond.cli import run
@@ -99,13 +100,17 @@ def test_invalid_input_is_reported_in_one_line(captions, tiny_run, capsys, flags
     assert message in run_rejected(capsys, "check-condition", captions, "--run", tiny_run, *flags)
 
 
-def test_cluster_prints_condition_check(captions, calibrated_run, capsys):
+def test_cluster_prints_and_reports_condition_check(captions, calibrated_run, tmp_path, capsys):
     arguments = ["cluster", str(captions), "--run", str(calibrated_run), "--condition", "the place"]
-    arguments += ["--clusters", "3", "--device", "cpu"]
+    page = tmp_path / "page.html"
+    arguments += ["--clusters", "3", "--device", "cpu", "--report", str(page)]
     assert run(arguments) == 0
     assert "the place: this condition" in capsys.readouterr().err
+    sentence = "Check without labels: this condition works (expected accuracy"
+    assert sentence in ParsedPage(page.read_text("utf-8")).visible_text
     assert run([*arguments, "--no-check"]) == 0
     assert "this condition" not in capsys.readouterr().err
+    assert "Check without labels" not in page.read_text("utf-8")
 
 
 def test_search_prints_condition_check(captions, calibrated_run, tmp_path, capsys):

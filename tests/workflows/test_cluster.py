@@ -420,7 +420,8 @@ def test_page_holds_every_text_once_and_loads_nothing(page):
         sizes = [size for _, _, size in view["clusters"]]
         assert np.bincount(view["labels"]).tolist() == sizes
     assert "56 texts, clustered with K-means" in parsed.visible_text
-    assert "8 clusters; silhouette 0." in parsed.visible_text
+    assert parsed.visible_text.count("8 clusters; silhouette 0.") == len(data["shown"])
+    assert "no head" in parsed.visible_text
     policy = parsed.all("meta")[1]["content"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert not any(
