@@ -35,6 +35,7 @@ class Clustering(Displayed):
         silhouettes: mean silhouette of every candidate K, if K was chosen.
         scores: agreement with known labels, if there are any.
         guide: number of labelled texts of each label in the guide; None: there is no guide.
+        guided: number of texts with each label of the guide, by cluster; None: there is no guide.
 
     Examples:
         >>> import llmcond
@@ -55,6 +56,7 @@ class Clustering(Displayed):
     silhouettes: Mapping[int, float] = field(default_factory=dict)
     scores: LabelAgreement | None = None
     guide: Mapping[str, int] | None = None
+    guided: Mapping[int, Mapping[str, int]] | None = None
 
     @property
     def title(self) -> str:
@@ -83,6 +85,9 @@ class Clustering(Displayed):
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
             "scores": None if self.scores is None else self.scores.to_json(),
             "guide": None if self.guide is None else dict(self.guide),
+            "guided": None
+            if self.guided is None
+            else {str(cluster): dict(counts) for cluster, counts in self.guided.items()},
         }
 
 

@@ -33,12 +33,18 @@ def _cluster_table(clustering: Clustering) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     add_figure_columns(table, "cluster", "texts")
     table.add_column("name", overflow="fold")
+    if clustering.guided:
+        table.add_column("guide labels", overflow="fold")
     table.add_column("a typical text", overflow="fold")
     for cluster in shown:
         number = "none" if cluster.cluster == NOISE else str(cluster.cluster)
         text = " ".join(next(iter(cluster.typical), "").split())
         text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
-        table.add_row(number, f"{cluster.size:,}", plain_text(cluster.name), plain_text(text))
+        cells = [plain_text(cluster.name)]
+        if clustering.guided:
+            counts = clustering.guided.get(cluster.cluster, {}).items()
+            cells.append(plain_text(", ".join(f"{label} {n:,}" for label, n in counts)))
+        table.add_row(number, f"{cluster.size:,}", *cells, plain_text(text))
     return table
 
 

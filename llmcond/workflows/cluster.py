@@ -73,7 +73,8 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         clustering = finder.with_guide(guide_labels).make_clustering(
             embeddings.encoder.name, condition, vectors, collection.texts
         )
-        clusterings.append(replace(clustering, guide=guide_labels))
+        guided = _count_guide_labels(collection.texts, clustering.labels, guides.get(condition))
+        clusterings.append(replace(clustering, guide=guide_labels, guided=guided))
         samples.append(vectors[sample_texts(collection.texts)])
         if drawing is not None:
             drawing.add(clusterings[-1], vectors)
@@ -342,6 +343,20 @@ def _read_guides(
             f"{collection.file}; they guide the clusters but are in none"
         )
     return {labelled.condition: labelled for labelled in guides}
+
+
+def _count_guide_labels(
+    texts: Sequence[str], labels: Labels, labelled: LabelledTexts | None
+) -> dict[int, dict[str, int]] | None:
+    """Return how many of the clustered texts have each label of the guide, by cluster."""
+    if labelled is None:
+        return None
+    names = dict(zip(labelled.texts, labelled.labels, strict=True))
+    counts: dict[int, Counter[str]] = {}
+    for text, cluster in zip(texts, labels.tolist(), strict=True):
+        if text in names:
+            counts.setdefault(cluster, Counter())[names[text]] += 1
+    return {cluster: dict(counter.most_common()) for cluster, counter in sorted(counts.items())}
 
 
 def _read_known_labels(

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +239,8 @@ def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
     location, people, mood = result["clusterings"]
     assert (location["k"], people["k"], mood["guide"]) == (4, 3, None)
     assert people["guide"] == dict.fromkeys(PEOPLE[:3], 6)
+    assert sum(map(Counter, people["guided"].values()), Counter()) == people["guide"]
+    assert (len(people["guided"]) > 1, mood["guided"]) == (True, None)
     # Clusters under one condition do not depend on the labels of another.
     place_guide = write_rows([row[:2] for row in rows[:24]], "place.csv", "text,label")
     (unchanged,) = call(*PLACE, "--guide", place_guide, "--out", "out.csv")["clusterings"]
@@ -250,8 +253,18 @@ def test_guide_may_hold_other_texts(call, capsys, module_run, texts, write_rows)
     guide = write_rows(rows, "other.csv", "text,label")
     arguments = ["cluster", texts, "--guide", guide, "--out", "out.csv", "--run", module_run]
     assert run([str(argument) for argument in arguments]) == 0
-    assert "8 of 8 labelled texts are not in texts.csv" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "8 of 8 labelled texts are not in texts.csv" in printed.err
+    assert "guide labels" not in printed.out
     assert len(read_csv("out.csv")) == 48
+
+
+def test_table_shows_labels_of_guide_in_each_cluster(capsys, module_run, texts, guide):
+    arguments = ["cluster", str(texts), "--guide", str(guide), "--run", str(module_run)]
+    assert run(arguments) == 0
+    table = capsys.readouterr().out
+    assert "guide labels" in table
+    assert all(re.search(rf"{label} \d", table) for label in PLACES)
 
 
 def test_hdbscan_counts_texts_without_cluster(call, capsys, module_run, texts):
