@@ -36,6 +36,9 @@ def format_duration(seconds: float) -> str:
 class _Bar:
     """A progress bar, as a context manager; prints lines if standard error is not a terminal."""
 
+    #: The words before the estimate of the time left.
+    _estimate = "about"
+
     def __init__(
         self, name: str, visible: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -72,7 +75,7 @@ class _Bar:
         self._progress.update(self._task, **changes)
         seconds_left = self._seconds_left()
         if seconds_left:
-            detail += f", about {format_duration(seconds_left)} left"
+            detail += f", {self._estimate} {format_duration(seconds_left)} left"
         self._progress.update(self._task, detail=detail)
         now = self._clock()
         is_due = now - self._last_line >= EVERY_SECONDS
@@ -190,6 +193,8 @@ class FitBar(_Bar):
         show: function that formats a score.
         clock: function that returns the time in seconds.
     """
+
+    _estimate = "at most"  # a fit that no longer improves stops early
 
     def __init__(
         self, score: str, show: Callable[[float], str], clock: Callable[[], float] = time.monotonic

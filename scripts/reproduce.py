@@ -495,6 +495,7 @@ class Work:
         reason = encoder.missing_reason(prompt)
         if reason:
             return reason
+        log.info(f"{encoder.name}: {head} on {prompt}")
         try:
             sweep_options = SweepOptions(
                 run=encoder.run,

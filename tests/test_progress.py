@@ -129,10 +129,10 @@ def test_long_epoch_is_reported_while_it_runs(clock, lines):
         bar.on_epoch(1.5, 2, None)
         clock.now += 0.25
         bar.on_epoch(1.75, 2, None)
-    assert lines[0] == "fitting: epoch 1 of 2 (2% done), about 4 min left"
-    assert lines[1] == "fitting: epoch 1 of 2 (27% done), about 3 min left"
+    assert lines[0] == "fitting: epoch 1 of 2 (2% done), at most 4 min left"
+    assert lines[1] == "fitting: epoch 1 of 2 (27% done), at most 3 min left"
     assert lines[-1] == (
-        "fitting: epoch 2 of 2 (50% done), dev MRR on 1,000 queries 25.0, about 1 min left"
+        "fitting: epoch 2 of 2 (50% done), dev MRR on 1,000 queries 25.0, at most 1 min left"
     )
 
 
@@ -142,8 +142,8 @@ def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
             clock.now += 20
             bar.on_epoch(epoch, 100, 0.5)
     assert lines == [
-        "fitting: epoch 2 of 100, dev Spearman 50.0, about 33 min left",
-        "fitting: epoch 4 of 100, dev Spearman 50.0, about 32 min left",
+        "fitting: epoch 2 of 100, dev Spearman 50.0, at most 33 min left",
+        "fitting: epoch 4 of 100, dev Spearman 50.0, at most 32 min left",
     ]
     lines.clear()
     with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:

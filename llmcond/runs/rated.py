@@ -169,7 +169,10 @@ def log_rows(dataset: Dataset) -> None:
         if name == "train":
             continue
         if leaked := leaked_pairs(rows, train):
-            log.warning(f"{leaked:,} sentence pairs of {name} are also in train")
+            log.warning(
+                f"{leaked:,} sentence pairs of {name} are also in train. They are scored "
+                "nevertheless; to leave them out, remove their rows from one of the splits"
+            )
         sentences = train.take(train.rated).folded_sentences()
         shared = int((shares_sentence(rows, sentences) & rows.rated).sum())
         if shared:

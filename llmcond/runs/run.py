@@ -494,6 +494,8 @@ class AnyRun(ABC):
                         "Heads are fitted in a run: llmcond extract --model "
                         f"{self.folder.name} --prompt {' '.join(self.prompts())}"
                     )
+                if recipe and next((self.folder / "sweep").glob("*.json"), None):
+                    remedy = f"The fits of a sweep are not heads of the run. {remedy}"
                 raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
             full_names += matches
         return list(dict.fromkeys(full_names))

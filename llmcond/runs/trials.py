@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import LlmcondError, UserError, format_count
 from llmcond.evaluation.results import Result
 from llmcond.features.view import FeatureView
 from llmcond.files import check_writable, digest_text, read_json, write_json
@@ -265,7 +265,7 @@ def run_trials(
     }
     missing = {digest: trial for digest, trial in by_digest.items() if digest not in outcomes}
     if by_digest:
-        log.info(f"{len(by_digest):,} fits, {len(outcomes):,} of them already done")
+        log.info(f"{format_count(len(by_digest), 'fit')}, {len(outcomes):,} of them already done")
     if missing:
         check_writable(next(iter(paths.values())))
     failures = []

@@ -129,16 +129,26 @@ class _Member:
         return self.source if is_cross else f"{self.source}:{self.predictor.name}"
 
     @property
-    def configuration(self) -> str:
-        """Everything that determines the head except for the encoder, the data and the seed."""
+    def configuration(self) -> dict[str, str]:
+        """Everything that determines the head except for the encoder, the data and the seed.
+
+        The keys are the names of the settings, and the values are JSON.
+        """
         predictor = self.predictor
         if isinstance(predictor, CrossEncoder):
-            return json.dumps(["cross", predictor.orders])
+            return {"recipe": predictor.name, "orders": json.dumps(predictor.orders)}
         view = predictor.view
         settings = asdict(predictor.head.settings) if predictor.is_fitted else {}
-        prompts = [prompt.digest for prompt in view.prompts]
-        parts = [predictor.recipe, settings, prompts, view.subtract, view.features]
-        return json.dumps(parts, sort_keys=True, default=str)
+        parts = {
+            "recipe": predictor.recipe,
+            **settings,
+            "prompt": [f"{prompt.name} ({prompt.digest})" for prompt in view.prompts],
+            "subtract": view.subtract,
+            "features": view.features,
+        }
+        return {
+            name: json.dumps(value, sort_keys=True, default=str) for name, value in parts.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -280,11 +290,7 @@ def _find_system(
         for predictor in _load_predictors(runs[source], head, split, device)
     ]
     names = ", ".join(member.name for member in members)
-    if len({member.configuration for member in members}) > 1:
-        raise UserError(
-            f"{reference} names heads that differ in more than their seed: {names}. Name one of "
-            "them, or those of one recipe and prompt, separated by commas."
-        )
+    _check_configurations(reference, members)
     seeds = [member.predictor.head.seed for member in members if member.predictor.is_fitted]
     if len(members) > 1 and len(set(seeds)) < len(members):
         raise UserError(
@@ -292,6 +298,32 @@ def _find_system(
             "Name heads with different seeds, or one of them."
         )
     return _System(reference, members)
+
+
+def _check_configurations(reference: str, members: Sequence[_Member]) -> None:
+    """Check that the heads of a system differ in their seeds only.
+
+    Raises:
+        UserError: they differ in settings, which the message names.
+    """
+    configurations = [member.configuration for member in members]
+    values = {
+        key: dict.fromkeys(configuration.get(key, "none") for configuration in configurations)
+        for key in dict.fromkeys(key for configuration in configurations for key in configuration)
+    }
+    different = [f"{key} ({' or '.join(v)})" for key, v in values.items() if len(v) > 1]
+    if not different:
+        return
+    groups = [
+        [member.name for member in members if member.configuration == configuration]
+        for configuration in configurations
+    ]
+    largest: list[str] = max(groups, key=len)
+    raise UserError(
+        f"{reference} names heads that differ in more than their seed: "
+        f"{', '.join(member.name for member in members)}. They differ in {', '.join(different)}. "
+        f"Name heads with equal settings, separated by commas: {','.join(largest)}"
+    )
 
 
 def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> Sequence[Predictor]:

@@ -217,4 +217,6 @@ def test_heads_that_differ_in_settings_are_no_system(capsys, fitted, tmp_path):
     llmcond.fit_head(run=folder, head="linear", set=changed, seed=1, name="other", device="cpu")
     message = run_rejected(capsys, "compare", f"{folder}:none", f"{folder}:linear")
     assert "differ in more than their seed" in message
-    assert "linear@concat-sent-cond" in message
+    system = f"{folder}:linear@concat-sent-cond"
+    assert "differ in dropout (0.2 or 0.5), epochs (2 or 1). Name" in message
+    assert message.rstrip().endswith(f"separated by commas: {system}")

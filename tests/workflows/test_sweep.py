@@ -149,6 +149,15 @@ def test_repeated_sweep_fits_nothing(capsys, folder, fits):
     assert {**json.loads(deleted.read_text()), "created": 0} == {**record, "created": 0}
 
 
+def test_fits_of_sweep_are_no_heads_of_run(capsys, folder):
+    arguments = ("compare", f"{folder}:none@{JOINT}", f"{folder}:mlp")
+    assert "of a sweep" not in run_rejected(capsys, *arguments)
+    run_sweep(capsys, folder, *DIMS)
+    message = run_rejected(capsys, *arguments)
+    assert "has no fitted head 'mlp' (none is fitted yet). The fits of a sweep are" in message
+    assert f"Fit it: llmcond fit-head --head mlp --run {folder}" in message
+
+
 def test_sweeps_share_common_fits(capsys, folder, fits):
     run_sweep(capsys, folder, *DIMS)
     run_sweep(capsys, folder, "--head", "small.toml", "--vary", "dim=4,6", "--seeds", 3)
