@@ -853,7 +853,8 @@ def _command(paper: Paper, work: Work) -> str:
     source = [f"--data {options.data_name}"] if options.data_name else []
     quick = ["--quick"] if options.quick else []
     encoders = " ".join(encoder.name for encoder in work.encoders)
-    words = ["--encoders", encoders, *source, *changed, f"--seeds {work.seeds}", *quick]
+    tables = [f"--tables {' '.join(options.tables)}"] if options.tables else []
+    words = ["--encoders", encoders, *source, *changed, f"--seeds {work.seeds}", *quick, *tables]
     return " ".join([f"python scripts/{paper.script}", *words])
 
 

@@ -730,6 +730,7 @@ def _command(work: Work) -> str:
     words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
     words += ["--seeds", str(1 if options.quick else options.seeds)]
     words += ["--quick"] if options.quick else []
+    words += ["--tables", *options.tables] if options.tables else []
     return " ".join(["python scripts/reproduce_triple.py", *words])
 
 

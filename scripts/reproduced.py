@@ -18,6 +18,7 @@ from typing import Any
 
 from reproduce import markdown_table
 
+from llmcond.errors import format_count
 from llmcond.files import read_json, write_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reproduced"
@@ -46,10 +47,12 @@ class Entry:
     command: str = ""
 
 
-#: The first words of a paper's name in the JSON files -> its reference, and its contents.
-PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
+#: The first words of a paper's name in the JSON files -> its reference, a note, and its contents.
+PAPERS: Mapping[str, tuple[str, str, Sequence[Entry]]] = {
     "CASE": (
         "[CASE](https://arxiv.org/abs/2503.17279)",
+        "The paper trains on the original ratings. It tunes on 70 % of the re-annotated validation "
+        "set, which it split itself, and scores the other 30 %.",
         (
             Entry("Figure 1", "a sentence pair under two conditions", NO_DATA),
             Entry("Figure 2", "the method", NO_DATA),
@@ -69,6 +72,7 @@ PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
     ),
     "Hyper-CL": (
         "[Hyper-CL](https://arxiv.org/abs/2403.09490) (ACL 2024)",
+        "",
         (
             Entry("Figure 1", "two conditions of a sentence pair", NO_DATA),
             Entry("Figure 2", "four architectures", NO_DATA),
@@ -88,6 +92,7 @@ PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
     ),
     "CSR": (
         "[CSR](https://github.com/bigai-nlco/CSR) (EMNLP 2024 Findings)",
+        "",
         (
             Entry("Figure 1", "architectures", NO_DATA),
             Entry("Figures 2 and 3", "the method", NO_DATA),
@@ -103,6 +108,7 @@ PAPERS: Mapping[str, tuple[str, Sequence[Entry]]] = {
     ),
     "Triple-Encoders": (
         "[Triple-Encoders](https://arxiv.org/abs/2402.12332) (ACL 2024)",
+        "",
         (
             Entry("Figure 1", "the method", NO_DATA),
             Entry("Figure 2", "a difficult example", NO_DATA),
@@ -137,17 +143,21 @@ def render(pages: Mapping[str, Mapping[str, Any]]) -> str:
         "This page has a row for every table and figure of four papers. "
         "`python scripts/reproduced.py` generates it from the JSON files in this folder, which the "
         "scripts write together with the pages that the first column links to.",
-        "Columns with figures have the range over a table's rows, in its first column of figures. "
-        '"What differs" has the differences that most of these rows have. No figure of a paper can '
-        "be reproduced exactly without its encoders; the scripts take any encoder "
-        "(`--encoders`).",
+        "Columns with figures have the range over the rows that the paper has, in a table's first "
+        "column of figures. If there is no figure of ours in these rows, it is the range over all "
+        "rows of ours. "
+        '"What differs" has the differences that at least half of these rows have.',
+        "No figure of a paper can be reproduced exactly without its encoders; the scripts take any "
+        "encoder (`--encoders`). In the commands, `csts`, `wn18rr`, `fb15k-237` and `dialogues` "
+        "are the folders with the data of C-STS, of the graphs and of the dialogues.",
     ]
-    for name, (reference, entries) in PAPERS.items():
+    for name, (reference, note, entries) in PAPERS.items():
         records = {
             page: record for page, record in pages.items() if record["paper"].startswith(name)
         }
         commands = "\n".join(record["command"] for record in records.values())
-        parts += [f"## {reference}", *([f"```bash\n{commands}\n```"] if commands else [])]
+        block = f"```bash\n{commands}\n```" if commands else ""
+        parts += [f"## {reference}", *filter(None, (note, block))]
         rows = [row for entry in entries for row in _rows(entry, records)]
         parts.append(markdown_table(HEADINGS, rows))
     return "\n\n".join(parts) + "\n"
@@ -156,17 +166,27 @@ def render(pages: Mapping[str, Mapping[str, Any]]) -> str:
 def _rows(entry: Entry, records: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yield a row for each section of an entry's table, or one without figures."""
     sections = [
-        (page, section)
+        (page, record["command"], section)
         for page, record in records.items()
         for section in record["sections"]
         if section["table"] == entry.table
     ]
-    for page, section in sections:
+    for page, page_command, section in sections:
         link = f"[{entry.table}]({page}#{_anchor(section)})"
-        yield [link, section["title"], f"`{section['command']}`", *_figures(section)]
+        command = _full_command(section["command"], page_command)
+        yield [link, section["title"], f"`{command}`", *_figures(section)]
     if not sections:
         command = f"`{entry.command}`" if entry.command else "–"
         yield [entry.table, entry.subject, command, "–", "–", entry.note or "not done"]
+
+
+def _full_command(command: str, page_command: str) -> str:
+    """Return the command of a section with the options of the command of its page."""
+    script, _, options = command.partition(" ")
+    start = page_command.partition(" --tables ")[0]
+    if options and options in start:
+        return start
+    return f"{start} {options}".rstrip() if script in start else f"python scripts/{command}"
 
 
 def _anchor(section: Mapping[str, Any]) -> str:
@@ -189,16 +209,27 @@ def _figures(section: Mapping[str, Any]) -> list[str]:
                 *row["paper_others"].get(key, []),
             )
         ]
-        ours = [
-            measure["scale"] * row["ours"][key]["value"]
+        all_measured = [
+            row
             for row in rows
             if row["ours"] and key in row["ours"] and row["ours"][key]["value"] is not None
         ]
+        # The rows of stand-ins, which the paper does not have, are no part of the comparison.
+        measured = [
+            row for row in all_measured if key in row["paper"] or row["paper_others"].get(key)
+        ] or all_measured
+        ours = [measure["scale"] * row["ours"][key]["value"] for row in measured]
         if not printed and not ours:
             continue
         heading, digits = measure["heading"], measure["digits"]
-        counts = Counter(text for row in rows for text in row["set_up"] if row["ours"])
-        common = [text for text, count in counts.items() if 2 * count > len(ours)]
+        counts = Counter(text for row in measured for text in row["set_up"])
+        common = [text for text, count in counts.items() if 2 * count >= len(ours)]
+        # "Scored on dev" is part of "scored on dev, which also chose the epoch".
+        common = [text for text in common if not any(o != text and text in o for o in common)]
+        n_left_out = len(all_measured) - len(measured)
+        if n_left_out:
+            further = format_count(n_left_out, "further row")
+            common.append(f"the page has {further} that the paper lacks")
         cells = [_range(printed, None), _range(ours, digits)]
         texts = [f"{heading} {cell}" if cell != "–" else cell for cell in cells]
         return [*texts, "; ".join(common) or (reasons[0] if reasons and not ours else "nothing")]

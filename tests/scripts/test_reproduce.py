@@ -352,6 +352,7 @@ def test_protocol_chooses_epochs_and_scores_on_different_rows(
     assert f"--protocol {protocol}" in record["command"]
     assert str(tmp_path) not in out.read_text(encoding="utf-8")
     assert record["sections"][0]["command"] == "reproduce_case.py --tables 2"
+    assert record["command"].endswith(" --tables 2")
     n_dev = len({row[:2] for row in map(tuple, dev)})
     run = open_run(inputs.folder / "runs" / protocol.replace(":", "-") / inputs.bert.split("/")[-1])
     pairs = {name: set(run.rows(name).pair_keys()) for name in ("train", "dev", "test")}

@@ -34,6 +34,7 @@ def make_section(**changes):
         row(0.5, 0.256, ["other encoder"]),
         row(None, 0.1, ["other encoder", "one seed"], others=[0.25, 3]),
         row(None, None, []),
+        row(None, 0.9, ["stand-in"]),
     ]
     return {
         "table": "Table 3",
@@ -49,7 +50,8 @@ def make_section(**changes):
 
 
 def rows_of(script, *sections):
-    record = {"paper": "Triple-Encoders", "command": "python x", "sections": sections}
+    command = "python scripts/reproduce_triple.py --data talks --tables 2 3"
+    record = {"paper": "Triple-Encoders", "command": command, "sections": sections}
     lines = script.render({"triple.md": record}).splitlines()
     return [line for line in lines if "Table 3" in line and "triple" in line]
 
@@ -58,12 +60,26 @@ def test_row_has_ranges_and_common_differences(script):
     (line,) = rows_of(script, make_section())
     assert line == (
         "| [Table 3](triple.md#table-3-short-term-planning-in-) | short-term planning (in %) | "
-        "`reproduce_triple.py --tables 3` | rank 0.25 to 3 | rank 10.0 to 25.6 | other encoder |"
+        "`python scripts/reproduce_triple.py --data talks --tables 3` | rank 0.25 to 3 | "
+        "rank 10.0 to 25.6 | other encoder; one seed; "
+        "the page has 1 further row that the paper lacks |"
     )
 
 
+def test_table_that_paper_lacks_has_range_of_all_rows(script):
+    (line,) = rows_of(script, make_section(rows=make_section()["rows"][3:]))
+    assert line.endswith("| – | rank 90.0 | stand-in |")
+
+
+def test_options_of_page_are_not_repeated(script):
+    command = "bench_cache.py --graph g --sample 3"
+    assert script._full_command(command, f"python scripts/{command}") == f"python scripts/{command}"
+    page_command = "python scripts/reproduce_graphs.py --data g"
+    assert script._full_command("reproduce_graphs.py", page_command) == page_command
+
+
 def test_table_without_figures_has_reason(script):
-    rows = make_section()["rows"][2:]
+    rows = make_section()["rows"][2:3]
     (line,) = rows_of(script, make_section(rows=rows))
     assert line.endswith("| – | – | not done: no data |")
 
