@@ -72,6 +72,9 @@ llmcond.evaluate(run="runs/csts")
 # vector of the condition ("minus c"). Accuracy is that of CASE: of a pair's two conditions, which one has the higher
 # rating? 50 is chance.
 #
+# With pandas (`pip install pandas`), the same results are a data frame with one row for each system, for your own tables
+# and plots: `llmcond.evaluate(run="runs/csts").to_pandas()`.
+#
 # ## Are the systems different?
 #
 # The intervals above say how well each system would do on other sentence pairs. A comparison on the *same* pairs is more
@@ -94,14 +97,25 @@ llmcond.evaluate(run="runs/csts")
 # `test.csv`. The columns are `sentence1`, `sentence2`, `condition` and `label`. A label of -1 is a row without a rating.
 # Pass the folder instead of `rows`, or a dataset of the Hugging Face hub as `hf://datasets/OWNER/NAME`.
 #
+# The published test split of C-STS has no ratings, so that you score dev:
+#
+# ```bash
+# llmcond evaluate --run runs/csts --split dev
+# llmcond compare runs/csts:none runs/csts:linear runs/csts:mlp --split dev
+# ```
+#
+# Dev has also chosen the epochs, so that the scores are optimistic. Report the "held-out" column of `evaluate`, which is
+# not. `compare` tests the plain scores.
+#
 # The scripts of a clone compute the tables of CASE and Hyper-CL for any encoder, next to the figures of the paper:
 #
 # ```bash
-# python scripts/reproduce_case.py --encoders minilm --data CSTS_FOLDER --out case.md
-# python scripts/reproduce_hypercl.py --encoders minilm --data CSTS_FOLDER --out hypercl.md
+# python scripts/reproduce_case.py --encoders minilm --data CSTS_FOLDER --dtype float32 --out case.md
+# python scripts/reproduce_hypercl.py --encoders minilm --data CSTS_FOLDER --dtype float32 --out hypercl.md
 # ```
 #
-# `--quick` makes a short trial, and an interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
+# Most of the time goes into the fits. `--tables 1` computes one table only, `--quick` makes a short trial, and an
+# interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
 # computed in this way.
 #
 # ## What to do next

@@ -60,7 +60,9 @@ class GatedHead(HeadModule):
 
 # %% [markdown]
 # The recipe is a TOML file that names the class and its settings. `SizedSettings` defines `dim` and the settings that
-# every head has.
+# every head has, of which the recipe must give these: `dropout`, `learning_rate`, `batch_size`, `epochs` and `patience`.
+# For a setting of your own, inherit it: a class with the decorator `@dataclass(frozen=True, kw_only=True)` and a field,
+# such as `temperature: float = 1.0`. The recipe can then set `temperature`, and the head reads `settings.temperature`.
 
 # %%
 recipe = """
