@@ -32,6 +32,7 @@ from llmcond.features.fragments import row_bytes
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import MissingCount, count_missing, merge_counts
 from llmcond.metrics import Estimate
+from llmcond.progress import format_duration
 from llmcond.records import RECORD, read_record
 from llmcond.runs import AnyRun, create_run, open_any_run
 from llmcond.runs.extraction import LazyEncoder
@@ -116,12 +117,12 @@ class ExtractionPlan(Displayed):
         if self.hours and self.wall_hours and self.tokens_per_second:
             rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
             # No interval is shown, because the error of the speed is larger than the tokens'.
-            rows["hours"] = f"{self.hours.value:.3g}"
+            rows["time"] = format_duration(3600 * self.hours.value)
             if self.workers > 1:
-                rows[f"hours, {self.workers} at a time"] = f"{self.wall_hours.value:.3g}"
+                wall_time = format_duration(3600 * self.wall_hours.value)
+                rows[f"time, {self.workers} at a time"] = wall_time
         if self.cost:
             rows["cost"] = f"{self.cost.value:{',.2f' if self.cost.value >= 1 else '.2g'}}"
-        rows["fragments, commits"] = f"{self.fragments:,}, {self.commits:,}"
         return [{"plan": name, "": value} for name, value in rows.items()]
 
 

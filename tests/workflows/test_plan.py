@@ -143,7 +143,7 @@ def test_plan_counts_only_missing_inputs(settings, extracted_run, tmp_path):
     assert {path: path.stat().st_mtime for path in folder.rglob("*")} == before
     second_plan = extract(plan=True, **settings, run=folder, prompt=PROMPTS)
     assert (second_plan.tokens.value, second_plan.hours, second_plan.fragments) == (0, None, 0)
-    assert "hours" not in [row["plan"] for row in second_plan.rows()]
+    assert "time" not in [row["plan"] for row in second_plan.rows()]
 
 
 def write_benchmark(tmp_path, **changes):
@@ -166,7 +166,7 @@ def test_hours_follow_speed_of_benchmark(settings, tmp_path):
     assert plan.hours.value == pytest.approx(plan.tokens.value / 1_000 / 3_600)
     assert plan.wall_hours.value == pytest.approx(plan.hours.value / 4)
     assert plan.fragments == 6  # one for each part, because a part takes more than ten seconds
-    assert plan.rows()[-1] == {"plan": "fragments, commits", "": f"6, {plan.commits}"}
+    assert plan.rows()[-1]["plan"] == "time, 4 at a time"
 
 
 @pytest.mark.parametrize(
