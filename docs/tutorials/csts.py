@@ -114,8 +114,8 @@ llmcond.evaluate(run="runs/csts")
 # python scripts/reproduce_hypercl.py --encoders minilm --data CSTS_FOLDER --dtype float32 --out hypercl.md
 # ```
 #
-# Most of the time goes into the fits. `--tables 1` computes one table only, `--quick` makes a short trial, and an
-# interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
+# On two shared cores, MiniLM encodes C-STS in three minutes for each prompt; the fits take longer. `--tables 1` computes
+# one table only, `--quick` makes a short trial, and an interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
 # computed in this way.
 #
 # ## What to do next

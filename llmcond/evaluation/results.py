@@ -572,7 +572,8 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
 
         Returns:
             A DataFrame whose columns are the keys of ``to_json``, with the columns ``METRIC_low``
-            and ``METRIC_high`` for intervals.
+            and ``METRIC_high`` for intervals. The names of values in another value start with its
+            name: ``settings_dim``, ``unseen_sentences_spearman``.
 
         Raises:
             LlmcondError: pandas is not installed.
@@ -581,14 +582,23 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
             import pandas as pd  # type: ignore[import-untyped,unused-ignore]
         except ImportError as error:
             raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
-        rows = [result.to_json() for result in self.rows]
-        for row, result in zip(rows, self.rows, strict=True):
-            for name in result.metrics:
-                row[f"{name}_low"], row[f"{name}_high"] = row.pop(f"{name}_ci")
-        return pd.DataFrame(rows)
+        return pd.DataFrame([flatten_json(result.to_json()) for result in self.rows])
 
     def _displayed(self) -> dict[str, Any]:
         return {"results": [_table_row(result) for result in self.rows]}
+
+
+def flatten_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a result without nested objects and intervals, for a table's row."""
+    row: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            row |= {f"{name}_{key}": item for key, item in flatten_json(value).items()}
+        elif name.endswith("_ci"):
+            row[f"{name[:-3]}_low"], row[f"{name[:-3]}_high"] = value
+        else:
+            row[name] = value
+    return row
 
 
 def _table_row(result: Result) -> dict[str, Any]:

@@ -34,6 +34,11 @@ Compared = Sequence[ComparedResult]
 _MAX_NAMED = 3
 #: The width of an interval's bar in characters.
 _BAR_WIDTH = 21
+#: The note on p-values of several comparisons, for titles.
+CORRECTION_NOTE = (
+    "p and the verdict are after Holm's correction, and intervals are not: an interval without 0 "
+    "may have no evidence."
+)
 #: With fewer sentence pairs than this, only large differences are significant.
 FEW_PAIRS = 30
 
@@ -230,10 +235,10 @@ def systems_table(results: Sequence[SystemResult], baseline: str) -> Table:
     """Return the table of a comparison of systems, with one row per system, best first."""
     first, primary = results[0], results[0].primary
     metrics = [metric for name in first.metrics if not (metric := get_metric(name)).secondary]
-    correction = "; p after Holm's correction" if len(results) > 2 else ""
+    correction = f". {CORRECTION_NOTE}" if len(results) > 2 else "."
     title = (
         f"{first.split}: {first.counts.text}. {factors_text(metrics)}{interval_notes(results)} "
-        f"Differences are from {baseline}{correction}."
+        f"Differences are from {baseline}{correction}"
     )
     table = titled_table(title, "system", "encoder", "prompt")
     add_figure_columns(table, "seeds", primary.heading, "seeds ±", "difference", "p")
@@ -308,7 +313,7 @@ def comparison_table(results: Compared, baseline: str, run: object, *, bars: boo
     title = (
         f"{run}, {first.split}: {first.counts.text}. {sentences_text(first)}{factors_text(metrics)}"
         f"{interval_notes(results)} "
-        f"Differences are from {baseline} with the same head; p after Holm's correction."
+        f"Differences are from {baseline} with the same head. {CORRECTION_NOTE}"
     )
     table = identity_table(title)
     add_figure_columns(table, primary.heading, "seeds ±")

@@ -29,7 +29,7 @@ from llmcond.evaluation.results import (
     take_scored,
 )
 from llmcond.log import log
-from llmcond.metrics import Metric, choose_metrics, finite_or_none
+from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.report.comparisons import systems_summary
 from llmcond.report.page import Page, check_page, write_page
 from llmcond.runs import AnyRun, open_any_run
@@ -79,11 +79,12 @@ class SystemComparison(Displayed):
         return {**self.results.to_json(), "baseline": self.baseline, **provenance()}
 
     def to_pandas(self) -> Any:
-        """Convert the differences to a pandas DataFrame.
+        """Convert the scores and differences to a pandas DataFrame.
 
         Returns:
-            A DataFrame with one row for each compared system and metric: ``system``, ``baseline``,
-            ``metric``, its value (``figure``), and the fields of the difference.
+            A DataFrame with one row for each system and metric: ``system``, ``baseline``, the
+            number of ``seeds``, ``metric``, its ``value`` with the interval from ``low`` to
+            ``high``, and the fields of the difference, which the baseline does not have.
 
         Raises:
             LlmcondError: pandas is not installed.
@@ -96,17 +97,28 @@ class SystemComparison(Displayed):
             {
                 "system": result.name,
                 "baseline": self.baseline,
+                "seeds": len(result.seeds),
                 "metric": name,
-                "figure": finite_or_none(result.metrics[name].value),
-                **{f"difference_{key}": v for key, v in difference_json(difference).items()},
+                "value": finite_or_none(estimate.value),
+                "low": finite_or_none(estimate.low),
+                "high": finite_or_none(estimate.high),
+                **_difference_columns(result, name),
             }
             for result in self.results
-            for name, difference in (result.difference or {}).items()
+            for name, estimate in result.metrics.items()
+            if not get_metric(name).secondary
         )
 
     @override
     def _displayed(self) -> dict[str, Any]:
         return {"baseline": self.baseline, **self.results._displayed()}
+
+
+def _difference_columns(result: SystemResult, metric: str) -> dict[str, Any]:
+    if result.difference is None:
+        return {}
+    columns = difference_json(result.difference[metric])
+    return {f"difference_{key}": value for key, value in columns.items()}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from llmcond.evaluation.results import (
     RowCounts,
     SweptResult,
     best_first,
+    flatten_json,
     score_results,
 )
 from llmcond.metrics import DEFAULT_METRICS, Estimate, Metric
@@ -155,3 +156,17 @@ def test_results_convert_to_data_frame():
     frame = Results((Result(**ABOUT, metrics=METRICS),)).to_pandas()
     assert frame["spearman_low"].tolist() == [0.4]
     assert "spearman_ci" not in frame
+
+
+def test_nested_values_have_separate_columns():
+    values = {
+        "held_out_spearman_ci": [0.1, 0.2],
+        "unseen_sentences": {"n_pairs": 3, "f_ci": [1, 2]},
+    }
+    assert flatten_json(values) == {
+        "held_out_spearman_low": 0.1,
+        "held_out_spearman_high": 0.2,
+        "unseen_sentences_n_pairs": 3,
+        "unseen_sentences_f_low": 1,
+        "unseen_sentences_f_high": 2,
+    }

@@ -69,7 +69,16 @@ def test_seeds_of_a_system_may_be_named_one_by_one_and_in_several_runs(seeded, t
     }
     table = comparison.to_pandas()
     assert set(table["metric"]) == {"spearman", "accuracy"}
-    assert len(table) == 4
+    assert len(table) == 6
+    assert set(zip(table["system"], table["seeds"], strict=True)) == {
+        (comparison.baseline, 0),
+        (f"{first}, 2 seeds", 2),
+        (f"{second}, 2 seeds", 2),
+    }
+    assert table.loc[table["system"] == comparison.baseline, "difference_value"].isna().all()
+    row = table[(table["system"] == one.name) & (table["metric"] == "spearman")].iloc[0]
+    assert row["value"] == one.main.value
+    assert {"low", "high", "difference_p_holm"} <= set(table)
     assert set(table["baseline"]) == {f"{seeded}:none@concat-sent-cond"}
 
 

@@ -43,7 +43,10 @@ class EvaluateOptions(
     """Options of ``llmcond evaluate``: the heads and rows to score, and the files to write."""
 
     head: Sequence[str] = option(
-        (), metavar="NAME", help="fitted heads to score; none: only zero-shot (default: all)"
+        (),
+        metavar="NAME",
+        help="fitted heads to score, next to zero-shot with their prompts; none: only zero-shot "
+        "(default: all)",
     )
     data: Any = option(
         None,
