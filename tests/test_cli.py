@@ -83,9 +83,10 @@ def test_sample_from_extract_to_similarity(capsys, small_sample):
     assert (result["head"], result["fitted_on"]) == ("mlp@routed", "the bundled sample")
     people, _, place = (row["similarity"] for row in result["similarities"])
     assert people > place
-    # The README states the figures without a head; in bfloat16 the digits differ.
+    # The home page states the figures without a head; in bfloat16 the digits differ.
     result = run_json(capsys, "similarity", *pair, *options, "--head", "none")
-    figures = re.search(r"the three are (\S+), (\S+) and (\S+)\.", (ROOT / "README.md").read_text())
+    page = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    figures = re.search(r"the three are (\S+), (\S+) and (\S+)\.", page)
     assert figures is not None
     similarities = [row["similarity"] for row in result["similarities"]]
     assert similarities == pytest.approx([float(figure) for figure in figures.groups()], abs=0.02)
