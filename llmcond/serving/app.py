@@ -264,14 +264,11 @@ class Endpoints:
     def _choose_condition(self, body: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
         """Return a request's condition or the server's default; without either, raise an error."""
         conditions = () if body.condition is None else body.condition
-        for number, text in enumerate([conditions] if isinstance(conditions, str) else conditions):
+        texts = [conditions] if isinstance(conditions, str) else [*conditions]
+        for number, text in enumerate(texts, 1):
             if not text.strip():
-                where = (
-                    f"condition at position {number}"
-                    if isinstance(conditions, list)
-                    else "condition"
-                )
-                raise invalid_value_error("condition", f"the {where} is empty; give a text.")
+                which = f"condition {number} of {len(texts)}" if len(texts) > 1 else "the condition"
+                raise invalid_value_error("condition", f"{which} is empty. Give a text.")
         try:
             requested = body.conditions()
         except UserError as error:

@@ -180,7 +180,7 @@ INVALID_REQUESTS = [
         "the key 'input' is missing. Legal keys: ",
     ),
     ("/v1/embeddings", {**VALID, "input": []}, 422, "input", "is empty; give at least one text"),
-    ("/v1/embeddings", {**VALID, "input": ["a", " "]}, 422, "input", "position 1 is empty"),
+    ("/v1/embeddings", {**VALID, "input": ["a", " "]}, 422, "input", "sentence 2 of 2 is empty"),
     (
         "/v1/embeddings",
         {**VALID, "input": [1, 2]},
@@ -209,7 +209,7 @@ INVALID_REQUESTS = [
     (
         "/v1/similarity",
         {**PAIRS, "condition": ["a", "b", " "]},
-        *(422, "condition", "the condition at position 2 is empty"),
+        *(422, "condition", "condition 3 of 3 is empty"),
     ),
     (
         "/v1/similarity",
