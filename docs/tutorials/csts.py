@@ -114,9 +114,9 @@ llmcond.evaluate(run="runs/csts")
 # python scripts/reproduce_hypercl.py --encoders minilm --data CSTS_FOLDER --dtype float32 --out hypercl.md
 # ```
 #
-# On two shared cores, MiniLM encodes C-STS in three minutes for each prompt; the fits take longer. `--tables 1` computes
-# one table only, `--quick` makes a short trial, and an interrupted run resumes. [All reproduced tables](../reproduced/README.md) were
-# computed in this way.
+# On two shared cores, MiniLM encodes C-STS in about three minutes for each of the prompts, and the fits come on top.
+# `--tables 1` computes one table only, `--quick` makes a short trial, and an interrupted run resumes.
+# [All reproduced tables](../reproduced/README.md) were computed in this way.
 #
 # ## What to do next
 #
