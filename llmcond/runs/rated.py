@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from llmcond.data.datasets import Dataset
 from llmcond.data.rows import Rows, leaked_pairs, shares_sentence
+from llmcond.errors import format_count
 from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
@@ -169,9 +170,10 @@ def log_rows(dataset: Dataset) -> None:
         if name == "train":
             continue
         if leaked := leaked_pairs(rows, train):
+            pairs = f"{format_count(leaked, 'sentence pair')} of {name}"
             log.warning(
-                f"{leaked:,} sentence pairs of {name} are also in train. They are scored "
-                "nevertheless; to leave them out, remove their rows from one of the splits"
+                f"{pairs} {'is' if leaked == 1 else 'are'} also in train and scored nevertheless; "
+                "to leave them out, remove their rows from one of the splits"
             )
         sentences = train.take(train.rated).folded_sentences()
         shared = int((shares_sentence(rows, sentences) & rows.rated).sum())

@@ -7,7 +7,9 @@ from helpers.commands import run_json
 from scipy.stats import spearmanr
 
 from llmcond.cli import run
+from llmcond.data.datasets import read_dataset
 from llmcond.report.format import MINUS
+from llmcond.runs.rated import log_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -17,6 +19,15 @@ HEADER = ("sentence1", "sentence2", "condition", "label")
 def write_csv(path, rows):
     with path.open("w", newline="") as stream:
         csv.writer(stream).writerows([HEADER, *rows])
+
+
+def test_warning_of_shared_pairs_says_how_to_leave_them_out(tmp_path, caplog, small_rows):
+    write_csv(tmp_path / "train.csv", small_rows[:40])
+    write_csv(tmp_path / "dev.csv", small_rows[38:])
+    log_rows(read_dataset(str(tmp_path)))
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "1 sentence pair of dev is also in train" in warning
+    assert "remove their rows from one of the splits" in warning
 
 
 def test_rows_with_unseen_sentences_are_scored_separately(
