@@ -398,6 +398,7 @@ def test_compare_prompts_evaluates_dialogues(capsys, run, model, tmp_path):
         min(rows, key=lambda name: rows[name]["average_rank"]),
         "none@separate",
     ]
-    assert page["conditions"]["better"] == "below"
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "A negative difference means that A ranks answers higher" in text
     message = run_rejected(capsys, *command[:-2], "concat-sent-cond")
     assert message.endswith("in the task dialogue. Prompts that can be used: separate.")
