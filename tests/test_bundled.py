@@ -46,9 +46,9 @@ def test_bundled_model_compares_and_embeds_without_run(capsys, tmp_path):
         "the activity", "--condition", "the place",
     )  # fmt: skip
     similarities = [row["similarity"] for row in compared["similarities"]]
-    # The README shows these similarities; they differ slightly in bfloat16.
+    # The home page shows these similarities; they differ slightly in bfloat16.
     readme_values = re.findall(
-        r"^  the [a-z ]+ +(0\.\d+)$", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^  the [a-z ]+ +(0\.\d+)$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
     )
     assert similarities == pytest.approx([float(figure) for figure in readme_values], abs=0.02)
     Path("texts.csv").write_text("sentence\n" + "\n".join(texts), encoding="utf-8")
