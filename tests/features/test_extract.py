@@ -558,11 +558,14 @@ def interruptible(checkpoint):
     encoder.concurrency = Concurrency(2, 1)
     encoder.engine.budget = 1
     encoder.passes, encoder.interrupted_at = 0, None
+    counting = threading.Lock()
 
     def count_passes(*_):
-        encoder.passes += 1
-        if encoder.passes == encoder.interrupted_at:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # Two threads with the same count would both interrupt, the second after the test has ended.
+        with counting:
+            encoder.passes += 1
+            if encoder.passes == encoder.interrupted_at:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         if encoder.interrupted_at and encoder.passes >= encoder.interrupted_at:
             # Slow passes let the main thread run, however busy the machine is.
             time.sleep(0.01)
