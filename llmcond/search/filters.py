@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from llmcond.errors import UserError, did_you_mean, shortened_repr
+from llmcond.errors import did_you_mean, shortened_repr
+from llmcond.search.errors import FilterError
 
 #: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.
 MAX_LENGTH, MAX_NESTING, MAX_WILDCARDS = 2_000, 20, 20
@@ -105,10 +106,6 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
     parser = _Parser(text, types)
     predicate = parser.filter()
     return Filter(list(parser.columns), predicate)
-
-
-class FilterError(UserError):
-    """A filter is invalid, or takes too long."""
 
 
 class _Parser:

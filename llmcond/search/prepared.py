@@ -16,6 +16,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.log import log
 from llmcond.runs.embedder import normalise_vectors
+from llmcond.search.errors import UnpreparedConditionError
 from llmcond.search.half_precision import top_k
 from llmcond.search.hits import Hits
 from llmcond.search.model import short_name
@@ -29,20 +30,6 @@ _MAX_SCORES = 2**25
 _SPARE = 6
 
 Scores = NDArray[np.float32]
-
-
-class UnpreparedConditionError(UserError):
-    """Texts would have to be encoded under a condition before a search under it.
-
-    Attributes:
-        condition: the condition.
-        problem: what is missing, as a sentence.
-        command: the command that encodes the texts.
-    """
-
-    def __init__(self, condition: str, problem: str, command: str) -> None:
-        super().__init__(f"{problem} Encode them: {command}")
-        self.condition, self.problem, self.command = condition, problem, command
 
 
 class _TextsWithVectors(NamedTuple):

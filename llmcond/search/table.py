@@ -31,7 +31,8 @@ from llmcond.errors import (
 )
 from llmcond.files import check_free_space
 from llmcond.lance_io import READ_ERRORS, convert_panics, open_newest
-from llmcond.search.filters import FilterError, parse_filter
+from llmcond.search.errors import FilterError
+from llmcond.search.filters import parse_filter
 
 NUMBER, VECTOR = "_row", "_vector"
 #: Names of columns that every index has, or that every hit has.

@@ -19,8 +19,7 @@ from llmcond.encoders.spec import InputError
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
 from llmcond.runs.embedder import Embedder, normalise_vectors
 from llmcond.runs.similarity import pair_with_conditions
-from llmcond.search.filters import FilterError
-from llmcond.search.prepared import UnpreparedConditionError
+from llmcond.search.errors import FilterError, UnpreparedConditionError
 from llmcond.serving.batching import Batcher, Row
 from llmcond.serving.errors import RequestError, invalid_value_error, json_response
 from llmcond.serving.metrics import Metrics
