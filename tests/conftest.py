@@ -135,16 +135,6 @@ def check_flags_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def freeze_earlier_objects() -> None:
-    """Exempt the objects of earlier modules from searches for garbage.
-
-    Every training searches several times, and libraries that are imported later make that slow.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
 def compile_networks_once(
     request: pytest.FixtureRequest, _compiled: dict[bytes, Any]
 ) -> Iterator[None]:
