@@ -167,7 +167,9 @@ def test_card_has_export_command_without_local_folders(exported, fitted):
 
 
 def test_card_of_bundled_model_names_it_as_model(tmp_path):
-    llmcond.export(out=tmp_path / "any")
+    # In another process: in this one, the bundled model's libraries would stay loaded.
+    command = [sys.executable, "-m", "llmcond", "export", "--out", str(tmp_path / "any")]
+    subprocess.run(command, check=True, capture_output=True)
     card = (tmp_path / "any" / "README.md").read_text()
     assert f" --model {DEFAULT_MODEL} --head " in card
     assert "--run" not in card
