@@ -21,6 +21,7 @@ import argparse
 import json
 import random
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
-from scipy.stats import rankdata
+from scipy.stats import ConstantInputWarning, pearsonr, rankdata
 from scipy.stats import t as student
 
 from llmcond import load_embedder
@@ -265,10 +266,9 @@ def rank_correlation(values: Floats, accuracies: Floats, seed: int) -> Estimate:
     # The first row is all conditions.
     samples = np.vstack([np.arange(len(values)), samples])
     ranks = [rankdata(numbers[samples], axis=1) for numbers in (values, accuracies)]
-    first, second = (rank - rank.mean(axis=1, keepdims=True) for rank in ranks)
-    scales = np.sqrt((first**2).sum(axis=1) * (second**2).sum(axis=1))
-    with np.errstate(invalid="ignore"):  # NaN if all values of a sample are equal
-        value, *correlations = ((first * second).sum(axis=1) / scales).tolist()
+    with warnings.catch_warnings():  # NaN if all values of a sample are equal
+        warnings.simplefilter("ignore", ConstantInputWarning)
+        value, *correlations = pearsonr(*ranks, axis=1).statistic.tolist()
     low, high = np.nanquantile(correlations, [0.025, 0.975]).tolist()
     return Estimate(value, low, high)
 

@@ -1,7 +1,7 @@
 r"""Execute the tutorials, and write them as Markdown and as notebooks with their outputs.
 
-    python scripts/notebooks.py --out /tmp/tutorials
-    python scripts/notebooks.py quickstart tickets --out /tmp/tutorials
+    python scripts/notebooks.py --out build/tutorials
+    python scripts/notebooks.py quickstart tickets --out build/tutorials
 
 A tutorial is a notebook in jupytext's percent format, `docs/tutorials/NAME.py`. It runs in an empty
 temporary folder with this checkout of llmcond, and without a network. A failing cell is an error,

@@ -18,6 +18,9 @@ Runtime = Literal["torch", "openvino"]
 #: The order in which a cross-encoder reads two sentences: both orders, whose predictions are
 #: averaged, or only the given one.
 Orders = Literal["both", "given"]
+#: The most layers of a network. Creating millions of them, or listing their tensors, would take
+#: minutes and all memory.
+MAX_LAYERS = 1_000
 #: What warnings say about inputs that are longer than ``max_length``, unless windows are read.
 TRUNCATION_NOTE = (
     "the ends of sentences were cut, conditions and instructions were not. To use whole "

@@ -167,7 +167,8 @@ def test_card_has_export_command_without_local_folders(exported, fitted):
 
 
 def test_card_of_bundled_model_names_it_as_model(tmp_path):
-    # In another process: in this one, the bundled model's libraries would stay loaded.
+    # In another process: a library gives the main thread a signal stack that is too small here, so
+    # that an interrupt in a later test would end the process.
     command = [sys.executable, "-m", "llmcond", "export", "--out", str(tmp_path / "any")]
     subprocess.run(command, check=True, capture_output=True)
     card = (tmp_path / "any" / "README.md").read_text()

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.settings import encoder_types
-from llmcond.encoders.spec import Attention
+from llmcond.encoders.spec import MAX_LAYERS, Attention
 from llmcond.errors import UserError, first_line, shortened_repr
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
@@ -95,7 +95,7 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
 
 #: The largest counts in a config by the last word of their keys. Modules (or labels) are created
 #: one by one for them.
-_MAX_COUNTS = {"layer": 1_000, "layers": 1_000, "experts": 10_000, "labels": 100_000}
+_MAX_COUNTS = {"layer": MAX_LAYERS, "layers": MAX_LAYERS, "experts": 10_000, "labels": 100_000}
 
 
 def _check_counts(config: Mapping[str, Any], name: str) -> None:

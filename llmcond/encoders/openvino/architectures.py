@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmcond.encoders.spec import MAX_LAYERS
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -53,9 +55,6 @@ ARCHITECTURES = {
 #: GELU activations by their names in config.json, with OpenVINO's names of their approximations.
 GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 ACTIVATIONS = (*GELU, "relu")
-#: PyTorch rejects networks with more layers. Listing the tensors of millions of layers would take
-#: minutes and all memory.
-MAX_LAYERS = 1_000
 
 
 def tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:
