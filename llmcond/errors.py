@@ -50,13 +50,12 @@ class DiskFullError(UserError):
     """The disk is full. Everything that was stored before is intact."""
 
 
-#: The argument of ``pip install`` in a clone's folder; no package index has llmcond.
-_DISTRIBUTION = "."
-
-
 def install_command(extra: str) -> str:
-    """Return the command that installs an extra, for messages."""
-    return f"pip install '{_DISTRIBUTION}[{extra}]' in the repository's folder"
+    """Return the command that installs an extra, for messages.
+
+    pip finds that llmcond is installed, wherever it came from, and adds the extra's libraries.
+    """
+    return f"pip install 'llmcond[{extra}]'"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

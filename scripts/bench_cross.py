@@ -11,7 +11,7 @@ Ratios are medians over rounds.
     python scripts/bench_cross.py
     python scripts/bench_cross.py --data CSTS_FOLDER --rows 11342 --epochs 4 --batch-size 64
 
-The script needs sentence-transformers and datasets (pip install '.[dev]').
+The script needs sentence-transformers and datasets (pip install --group dev).
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ print(vectors.shape, table.column_names)
 #
 # ## Serve the index
 #
-# `llmcond serve` needs `pip install '.[serve]'`. In a terminal, run `llmcond serve --index reviews.index`. A notebook
-# starts it as a background process; `--port 0` chooses a free port, which the server prints.
+# `llmcond serve` needs `pip install 'llmcond[serve]'`. In a terminal, run `llmcond serve --index reviews.index`. A
+# notebook starts it as a background process; `--port 0` chooses a free port, which the server prints.
 
 # %% expect=["http://127.0.0.1:\\d+"]
 import re

@@ -110,7 +110,7 @@ def test_first_sheet_of_a_workbook_is_read(tmp_path: Path):
 def test_missing_openpyxl_is_reported_with_its_installation(monkeypatch, tmp_path: Path):
     path = write_table(tmp_path / "rows.xlsx", TRICKY)
     monkeypatch.setitem(sys.modules, "openpyxl", None)
-    with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install '\.\[excel\]'"):
+    with pytest.raises(UserError, match=r"rows.xlsx needs .*pip install 'llmcond\[excel\]'"):
         load_rows(path)
 
 

@@ -44,13 +44,7 @@ def test_installation_names_all_extras():
     ]
     sources = " ".join(path.read_text() for path in (ROOT / "llmcond").rglob("*.py"))
     named = set(re.findall(r"install_command\('(\w+)'\)|needs the extra (\w+)", sources))
-    named = {"".join(pair) for pair in named} | set(extras) - {"dev"}
+    named = {"".join(pair) for pair in named} | set(extras)
     assert named <= set(extras)
     page = (ROOT / "docs" / "install.md").read_text()
     assert all(f"`{name}`" in page or f"[{name}]" in page for name in named)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_installs_extras_from_clone(page):
-    """The package is on no index, so pages install it from a clone."""
-    assert "llmcond[" not in page.read_text(encoding="utf-8")

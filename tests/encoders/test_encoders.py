@@ -317,7 +317,7 @@ def test_benchmark_does_not_import_optional_libraries(tiny_checkpoint):
         try:
             load_encoder(sys.argv[1], device="cpu", quantize="8bit")
         except UserError as error:
-            assert "pip install '.[quantize]'" in str(error), error
+            assert "pip install 'llmcond[quantize]'" in str(error), error
         else:
             raise AssertionError("loaded")
     """)

@@ -559,13 +559,13 @@ def test_analyses_work_without_matplotlib(monkeypatch, tmp_path, tiny_run, caplo
     fit_head(run=run, head="pca", dim=4)
     results = llmcond.analyse(run=run, what=["isotropy", "clusters"], conditions=2, split="train")
     assert {row["name"] for row in results["clusters"]} >= {"pca@concat-sent-cond"}
-    assert "no pictures: matplotlib is not installed (pip install '.[plots]' in" in caplog.text
+    assert "no pictures: matplotlib is not installed (pip install 'llmcond[plots]')" in caplog.text
     assert not (run / "analyses").exists()
 
 
 def test_missing_matplotlib_error_names_install_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install '\.\[plots\]'"):
+    with pytest.raises(UserError, match=r"pip install 'llmcond\[plots\]'"):
         draw_curves(tmp_path / "figure.png")
     assert not list(tmp_path.iterdir())
 

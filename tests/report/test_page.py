@@ -511,7 +511,7 @@ def test_invalid_paths_and_missing_packages_are_rejected(page, tmp_path, monkeyp
     check_page(tmp_path / "new" / "page.html")
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr("llmcond.report.page.render.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install '\.\[report\]'"):
+    with pytest.raises(UserError, match=r"pip install 'llmcond\[report\]'"):
         check_page(tmp_path / "page.html")
 
 

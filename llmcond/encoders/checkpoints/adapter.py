@@ -1,6 +1,7 @@
 """Adapters: LoRA weights in peft's format, which are added to those of a base encoder.
 
-An adapter's settings are read without peft. Only applying the adapter imports it.
+A plain adapter is read and added to its base without peft. Only adapters of another kind, and
+adapters on quantised weights, import it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmcond.encoders.settings import CHOICES, MODEL_SETTINGS
 from llmcond.errors import LlmcondError, UserError, first_line
@@ -46,6 +47,15 @@ _TRAINING_FIELDS = {
 #: The values of ``init_lora_weights`` that leave the base's weights as they are; all others modify
 #: them.
 NEUTRAL_INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+#: The fields that a plain adapter may set: they decide the sum of the base and B A, or nothing.
+_PLAIN_FIELDS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha",
+    "lora_dropout", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
+#: Values that other fields of a plain adapter may have in addition to empty ones.
+_PLAIN_VALUES = {"bias": "none", "megatron_core": "megatron.core", "peft_type": "LORA"}
 
 #: peft's name for the only adapter of a model.
 _ADAPTER_NAME = "default"
@@ -165,6 +175,33 @@ def read_lora(folder: Path, name: str) -> dict[str, Any]:
     return record
 
 
+def special_fields(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields of an adapter's config that make it more than the sum of the base and B A.
+
+    The list is empty for a plain adapter.
+    """
+    special = [
+        key
+        for key, value in record.items()
+        if value and key not in _PLAIN_FIELDS and _PLAIN_VALUES.get(key) != value
+    ]
+    if record.get("init_lora_weights") not in NEUTRAL_INITIALISATIONS:
+        special.append("init_lora_weights")
+    return special
+
+
+def is_target(name: str, target_modules: Any) -> bool:
+    """Return whether an adapter adapts a layer; ``target_modules`` is interpreted as in peft.
+
+    Raises:
+        re.error: It is a text, and no regular expression.
+    """
+    if isinstance(target_modules, str):
+        return re.fullmatch(target_modules, name) is not None
+    suffixes = target_modules if isinstance(target_modules, list) else []
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
+
+
 def identify(folder: Path, name: str, base_weights: str) -> str:
     """Compute ``EncoderIdentity.weights`` of an adapter on its base; all its weights are read.
 
@@ -211,10 +248,106 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
             weights stay separate, and compute in the number type of the unquantised weights.
 
     Raises:
-        UserError: as ``inject``.
+        UserError: as ``check_adapter``.
         LlmcondError: the adapter's file is broken, or a resulting weight is not finite.
     """
-    root, values = inject(network, folder, name)
+    # peft loads the weights that accelerate has offloaded to the CPU or to a disk.
+    merge_here = merge and not any(value.is_meta for value in network.parameters())
+    updates = _read_updates(network, folder, name) if merge_here else None
+    try:
+        if updates is None:
+            _attach_with_peft(network, folder, name, merge=merge)
+        else:
+            for update in updates:
+                _add(update)
+    except (RuntimeError, ValueError) as error:
+        raise LlmcondError(
+            f"the adapter {name} cannot be added to the weights of its base: {first_line(error)}"
+        ) from error
+    return network
+
+
+def check_adapter(network: Any, folder: Path, name: str, *, merge: bool) -> None:
+    """Check that an adapter can be applied to a base, which has no weights and may be modified.
+
+    The arguments are those of ``attach``.
+
+    Raises:
+        UserError: the adapter is not supported or belongs to another architecture, or it needs
+            peft, which is not installed.
+        LlmcondError: the adapter's file is broken.
+    """
+    if not merge or _read_updates(network, folder, name) is None:
+        _inject(network, folder, name)
+
+
+class _Update(NamedTuple):
+    """What a plain adapter adds to the weight of one layer: scale B A."""
+
+    layer: Any
+    scale: float
+    down: Any
+    up: Any
+
+
+def _read_updates(network: Any, folder: Path, name: str) -> list[_Update] | None:
+    """Return what a plain adapter adds to each layer; None if only peft can apply the adapter.
+
+    Raises:
+        UserError: the adapter belongs to another architecture.
+        LlmcondError: the adapter's file is broken.
+    """
+    import torch
+    from torch import nn
+
+    record = _DEFAULTS | read_lora(folder, name)
+    rank, alpha, targets = (record[key] for key in ("r", "lora_alpha", "target_modules"))
+    if special_fields(record) or not (
+        type(rank) is int and rank > 0 and type(alpha) in (int, float)
+    ):
+        return None
+    tensors = _read_tensors(folder, name)
+    root = _find_root(network, tensors)
+    try:
+        layers = {key: layer for key, layer in root.named_modules() if is_target(key, targets)}
+    except re.error:
+        return None
+    if targets == "all-linear" or not all(type(layer) is nn.Linear for layer in layers.values()):
+        return None
+    if not layers:
+        raise _other_base_error(network, record, name)
+    _check_ranks(record, tensors, name)
+    expected = {}
+    with torch.device("meta"):
+        for key, layer in layers.items():
+            expected[f"{key}.lora_A.weight"] = torch.empty(rank, layer.in_features)
+            expected[f"{key}.lora_B.weight"] = torch.empty(layer.out_features, rank)
+    tensors = _drop_other_heads(network, tensors, expected)
+    _check_tensors(tensors, expected, expected, network, name)
+    scale = alpha / (rank**0.5 if record.get("use_rslora") else rank)
+    return [
+        _Update(layer, scale, *(tensors[f"{key}.lora_{factor}.weight"] for factor in "AB"))
+        for key, layer in layers.items()
+    ]
+
+
+def _add(update: _Update) -> None:
+    """Add B A in float32, so that a weight of fewer bits is rounded once."""
+    weight = update.layer.weight.data
+    down, up = (factor.to(weight.device).float() for factor in (update.down, update.up))
+    weight += update.scale * (up @ down)
+    _check_overflow(weight)
+
+
+def _check_overflow(weight: Any) -> None:
+    if not weight.isfinite().all():
+        raise ValueError(
+            f"they overflow in {weight.dtype}. Try another dtype (llmcond extract --dtype)."
+        )
+
+
+def _attach_with_peft(network: Any, folder: Path, name: str, *, merge: bool) -> None:
+    root, values = _inject(network, folder, name)
     state = root.state_dict()
     for key, value in values.items():
         values[key] = value if state[key].is_meta else value.to(state[key])
@@ -222,19 +355,13 @@ def attach(network: Any, folder: Path, name: str, *, merge: bool) -> Any:
     # addition, moves the whole model to other devices, reads pickles, and only warns about missing
     # tensors.
     root.load_state_dict(values, strict=False, assign=True)
-    try:
-        _merge_or_keep_layers(root, merge)
-    except (RuntimeError, ValueError) as error:
-        raise LlmcondError(
-            f"the adapter {name} cannot be added to the weights of its base: {first_line(error)}"
-        ) from error
+    _merge_or_keep_layers(root, merge)
     if hasattr(network, "peft_config"):
         del network.peft_config
-    return network
 
 
-def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
-    """Insert an adapter's layers into a network, without loading their weights.
+def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+    """Insert an adapter's layers into a network by peft, without loading their weights.
 
     Returns:
         The module that the adapter's tensor names are relative to, and the tensors of its file,
@@ -247,14 +374,15 @@ def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
     """
     from llmcond.encoders.loading.quantization import require_libraries
 
-    require_libraries(f"{name} is an adapter", "peft", extra="lora")
+    require_libraries(
+        f"{name} is an adapter that is not plain LoRA on unquantised weights", "peft", extra="lora"
+    )
     # peft imports bitsandbytes if that is installed, which then warns about faster kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import get_peft_model_state_dict, inject_adapter_in_model
-    from torch import nn
 
     record, tensors = read_lora(folder, name), _read_tensors(folder, name)
-    root, architecture = _find_root(network, tensors), network.config.model_type
+    root = _find_root(network, tensors)
     try:
         _check_ranks(record, tensors, name)
         config = _build_lora_config(record, name, root)
@@ -268,33 +396,43 @@ def inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
     except LlmcondError:
         raise
     except Exception as error:  # an invalid config can make peft raise any error
-        if "not found in the base model" not in str(error):
-            raise UserError(
-                f"{CONFIG} of {name} cannot be applied to its base ({architecture}): "
-                f"{type(error).__name__}: {first_line(error)}"
-            ) from error
-        target_modules = record.get("target_modules")
-        target_modules = (
-            ", ".join(sorted(map(str, target_modules)))
-            if isinstance(target_modules, list)
-            else repr(target_modules)
-        )
-        # Quantised layers are subclasses of nn.Linear, so this lists them too.
-        linear = (key for key, layer in network.named_modules() if isinstance(layer, nn.Linear))
+        if "not found in the base model" in str(error):
+            raise _other_base_error(network, record, name) from error
         raise UserError(
-            f"{name} is an adapter of the layers {target_modules}, but its base ({architecture}) "
-            "has none of them, so it belongs to another base. The linear layers of this base are "
-            f"{', '.join(dict.fromkeys(key.rpartition('.')[2] for key in linear))}."
+            f"{CONFIG} of {name} cannot be applied to its base ({network.config.model_type}): "
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     key_of = {id(value): state_key for state_key, value in state.items()}
     state_keys = {state_key: state_key for state_key in state} | {
         key: key_of[id(adapter_state[key])] for key in adapter_state
     }
-    left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
-    tensors = {k: v for k, v in tensors.items() if k in state_keys or not left_out.match(k)}
+    tensors = _drop_other_heads(network, tensors, state_keys)
     expected = {key: state[state_key] for key, state_key in state_keys.items()}
-    _check_tensors(tensors, expected, adapter_state, f"{name} on its base ({architecture})")
+    _check_tensors(tensors, expected, adapter_state, network, name)
     return root, {state_keys[key]: value for key, value in tensors.items()}
+
+
+def _other_base_error(network: Any, record: Mapping[str, Any], name: str) -> UserError:
+    """Return the error for an adapter whose layers its base does not have."""
+    from torch import nn
+
+    targets = record.get("target_modules")
+    named = ", ".join(sorted(map(str, targets))) if isinstance(targets, list) else repr(targets)
+    # Quantised layers are subclasses of nn.Linear, so this lists them too.
+    linear = (key for key, layer in network.named_modules() if isinstance(layer, nn.Linear))
+    return UserError(
+        f"{name} is an adapter of the layers {named}, but its base ({network.config.model_type}) "
+        "has none of them, so it belongs to another base. The linear layers of this base are "
+        f"{', '.join(dict.fromkeys(key.rpartition('.')[2] for key in linear))}."
+    )
+
+
+def _drop_other_heads(
+    network: Any, tensors: Mapping[str, Any], expected: Container[str]
+) -> dict[str, Any]:
+    """Return the tensors without those of heads and poolers that the network does not have."""
+    left_out = _HEADS_AND_POOLER if getattr(network, "pooler", None) is None else _HEADS
+    return {k: v for k, v in tensors.items() if k in expected or not left_out.match(k)}
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Any]:
@@ -394,11 +532,13 @@ def _check_tensors(
     tensors: Mapping[str, Any],
     expected: Mapping[str, Any],
     adapter_keys: Iterable[str],
-    description: str,
+    network: Any,
+    name: str,
 ) -> None:
     """Raise a ``UserError`` for missing tensors, unexpected ones, and ones of a wrong shape."""
-    missing = [name for name in adapter_keys if name not in tensors]
-    unexpected = [name for name in tensors if name not in expected]
+    description = f"{name} on its base ({network.config.model_type})"
+    missing = [key for key in adapter_keys if key not in tensors]
+    unexpected = [key for key in tensors if key not in expected]
     problems = [f"lacks {summarize_names(missing, 'tensors')}"] if missing else []
     if unexpected:
         problems.append(f"has {summarize_names(unexpected, 'tensors')} that do not belong to it")
@@ -407,11 +547,11 @@ def _check_tensors(
             f"{description} {' and '.join(problems)}. It was trained on another base, or its file "
             "is incomplete."
         )
-    for name, value in tensors.items():
-        shape, expected_shape = tuple(value.shape), tuple(expected[name].shape)
+    for key, value in tensors.items():
+        shape, expected_shape = tuple(value.shape), tuple(expected[key].shape)
         if shape != expected_shape:
             raise UserError(
-                f"{description} has {name} of the shape {shape}; expected {expected_shape}. It was "
+                f"{description} has {key} of the shape {shape}; expected {expected_shape}. It was "
                 "trained on another base, or with a rank other than the one in its config."
             )
 
@@ -451,11 +591,7 @@ def _merge_or_keep_layers(root: Any, merge: bool) -> None:
             with onload_layer(module):
                 move(module, torch.float32)
                 module.merge()
-                if not base.weight.isfinite().all():
-                    raise ValueError(
-                        f"they overflow in {base.weight.dtype}. Try another dtype (llmcond extract "
-                        "--dtype)."
-                    )
+                _check_overflow(base.weight)
             replacement = base
         else:
             continue

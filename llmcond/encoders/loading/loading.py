@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from llmcond.encoders.checkpoints.adapter import ROUTER, attach, inject
+from llmcond.encoders.checkpoints.adapter import ROUTER, attach, check_adapter
 from llmcond.encoders.checkpoints.checkpoint import check_dense, fetch_weights
 from llmcond.encoders.checkpoints.weights import check_size, load_dense, read_network
 from llmcond.encoders.loading.architecture import build_on_meta, silence_transformers
@@ -102,13 +102,14 @@ def check_dense_and_adapter(resolved: ResolvedEncoder, network: Any) -> None:
     """Check the dense layers and the adapter before weights are downloaded.
 
     ``network`` is a network without memory for its weights. It is modified and cannot be used any
-    more. Errors are those of ``check_dense`` and ``inject``.
+    more. Errors are those of ``check_dense`` and ``check_adapter``.
     """
     checkpoint = resolved.checkpoint
     check_dense(checkpoint)
     if checkpoint.adapter is not None:
         _drop_pooler(network, resolved)
-        inject(network, checkpoint.adapter, checkpoint.name)
+        merge = resolved.identity.quantize == "none"
+        check_adapter(network, checkpoint.adapter, checkpoint.name, merge=merge)
 
 
 def _read_weights(

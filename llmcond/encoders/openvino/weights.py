@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmcond.encoders.checkpoints.adapter import CONFIG, NEUTRAL_INITIALISATIONS, PREFIX, WEIGHTS
+from llmcond.encoders.checkpoints.adapter import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    is_target,
+    special_fields,
+)
 from llmcond.encoders.checkpoints.checkpoint import (
     IGNORED_WEIGHTS,
     Checkpoint,
@@ -25,16 +31,6 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.encoders.openvino.architectures import ARCHITECTURES, linear_layers, tensor_shapes
 from llmcond.errors import first_line
-
-#: Fields of an adapter's config that this module reads, or that do not change the result. If any
-#: other field is set, the adapted weights are not just the sum of the base and B A.
-_PLAIN_LORA = {
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha",
-    "lora_dropout", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
-    "target_modules", "task_type", "use_rslora",
-}  # fmt: skip
-#: Values that these fields may have in addition to empty ones.
-_ALLOWED_VALUES = {"bias": "none", "megatron_core": "megatron.core", "peft_type": "LORA"}
 
 
 class CannotRunError(Exception):
@@ -216,13 +212,8 @@ def _find_factors(
         CannotRunError: If it is not a plain LoRA adapter of this network.
     """
     settings = read_settings(folder / CONFIG, {})
-    unsupported = [
-        key
-        for key, value in settings.items()
-        if value and key not in _PLAIN_LORA and _ALLOWED_VALUES.get(key) != value
-    ]
-    if unsupported or settings.get("init_lora_weights") not in NEUTRAL_INITIALISATIONS:
-        raise CannotRunError(f"its adapter has {', '.join(unsupported) or 'init_lora_weights'}")
+    if special := special_fields(settings):
+        raise CannotRunError(f"its adapter has {', '.join(special)}")
     rank, alpha, targets = (settings.get(key) for key in ("r", "lora_alpha", "target_modules"))
     if not (isinstance(rank, int) and isinstance(alpha, int | float)):
         raise CannotRunError(f"its adapter has r = {rank!r} and lora_alpha = {alpha!r}")
@@ -235,7 +226,11 @@ def _find_factors(
         if pooler or not name.startswith("pooler."):
             factors.setdefault(name, []).append(tensor)
     layers = linear_layers(config, pooler=pooler)
-    if factors.keys() != {name for name in layers if _is_target(name, targets)}:
+    try:
+        adapted = {name for name in layers if is_target(name, targets)}
+    except re.error as error:
+        raise CannotRunError(f"its adapter has target_modules = {targets!r}") from error
+    if factors.keys() != adapted:
         raise CannotRunError("its adapter has tensors of other layers than target_modules names")
     for name, pair in factors.items():
         out_features, in_features = layers[name]
@@ -243,17 +238,6 @@ def _find_factors(
             raise CannotRunError(f"its adapter has other shapes than expected at {name}")
     scale = float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
     return scale, {f"{name}.weight": pair for name, pair in factors.items()}
-
-
-def _is_target(name: str, targets: Any) -> bool:
-    """Return whether an adapter adapts a layer; ``targets`` are interpreted as in peft."""
-    if isinstance(targets, str):
-        try:
-            return re.fullmatch(targets, name) is not None
-        except re.error as error:
-            raise CannotRunError(f"its adapter has target_modules = {targets!r}") from error
-    suffixes = targets if isinstance(targets, list) else []
-    return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)
 
 
 def _tensor_shapes(config: Mapping[str, Any], *, pooler: bool) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -30,7 +31,7 @@ from llmcond.encoders.checkpoints.adapter import (
     WEIGHTS,
     EncoderRecord,
     attach,
-    inject,
+    check_adapter,
     read_encoder_record,
     write_encoder_record,
 )
@@ -788,17 +789,34 @@ def test_folder_with_both_model_and_adapter_is_rejected(bert):
         load_on_cpu(folder)
 
 
-def test_missing_peft_is_reported_before_download(bert, monkeypatch):
-    _, folder = bert
+@pytest.fixture
+def no_peft(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "peft" else find_spec(name)
     )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "peft", None)  # importing it raises an ImportError
+
+
+def test_plain_adapter_needs_no_peft(bert, no_peft):
+    base, folder = bert
+    adapted = encode_texts(folder)
+    assert np.abs(adapted - encode_texts(base)).max() > 0.01
+
+
+def test_missing_peft_is_reported_before_download(bert, monkeypatch, no_peft):
+    _, folder = bert
+    checkpoints.change_json(folder / CONFIG, use_dora=True)
     monkeypatch.setattr(
         "llmcond.encoders.loading.loading.fetch_weights",
         lambda _: pytest.fail("weights were fetched"),
     )
-    expected = r"is an adapter, which needs peft\. Install it: pip install '\.\[lora\]'"
+    expected = (
+        r"is an adapter that is not plain LoRA on unquantised weights, which needs peft\. "
+        r"Install it: pip install 'llmcond\[lora\]'"
+    )
     with pytest.raises(UserError, match=expected):
         load_on_cpu(folder)
 
@@ -1112,9 +1130,10 @@ def test_run_records_adapter_and_rejects_changed_one(
     assert "holds features of" in capsys.readouterr().err
 
 
-def test_adapter_fit_is_checked_without_weights(bert):
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapter_fit_is_checked_without_weights(bert, merge):
     base, folder = bert
     network = build_on_meta(load_config(resolve(str(base), CPU).checkpoint))
     network.pooler = None
-    inject(network, folder, "x")
+    check_adapter(network, folder, "x", merge=merge)
     assert all(weight.is_meta for weight in network.parameters())
