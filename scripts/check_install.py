@@ -1,0 +1,131 @@
+"""Install the package in new environments, away from the clone, and run the README's examples.
+
+    python scripts/check_install.py [--python 3.11 3.12 3.13] [--versions lowest newest]
+
+Without ``--package``, the script builds an sdist, and a wheel from it. For each Python and each set
+of versions it creates an environment with the extra ``demo``, with the lowest or the newest
+versions of the dependencies that pyproject.toml admits. It needs uv (``pip install uv``), which
+downloads several gigabytes: on Linux, PyPI has PyTorch for CUDA only. ``--index`` names another
+index for PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
+TEXTS = """text
+A man swims in a lake.
+Two girls swim in a pool.
+Three dogs run in a park.
+A boy runs on a beach.
+A cat eats at home.
+Two men eat in a restaurant.
+"""
+
+
+def main() -> None:
+    """Check each combination, and print a row for it; exit with 1 if any failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", nargs="+", default=["3.11"], help="versions or paths")
+    parser.add_argument("--versions", nargs="+", default=[*RESOLUTIONS], choices=RESOLUTIONS)
+    parser.add_argument("--package", type=Path, help="a wheel or an sdist")
+    parser.add_argument("--index", help="URL of an index that has PyTorch")
+    arguments = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        package = arguments.package or build(folder / "dist")
+        print("| Python | versions | torch | transformers | pylance | README | seconds |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+        for python in arguments.python:
+            for versions in arguments.versions:
+                start = time.perf_counter()
+                try:
+                    environment = folder / f"{python.replace(os.sep, '-')}-{versions}"
+                    executable = install(
+                        package.resolve(), environment, python, versions, arguments.index
+                    )
+                    found = " | ".join(list_versions(executable))
+                    n_examples = run_readme(executable, folder / "work")
+                    result = f"{found} | {n_examples} examples run"
+                except subprocess.CalledProcessError as error:
+                    result, failed = f"failed: {shlex.join(map(str, error.cmd))}", True
+                    print(error.stderr or error.stdout, file=sys.stderr)
+                seconds = time.perf_counter() - start
+                print(f"| {python} | {versions} | {result} | {seconds:.0f} |", flush=True)
+    sys.exit(int(failed))
+
+
+def build(out: Path) -> Path:
+    """Build an sdist, and a wheel from it, and return the wheel."""
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def install(
+    package: Path, environment: Path, python: str, versions: str, index: str | None
+) -> Path:
+    """Create an environment with the package and the extra ``demo``, and return its Python."""
+    executable = environment / "bin" / "python"
+    extra_index = ["--extra-index-url", index] if index else []
+    run("uv", "venv", "--quiet", "--no-project", "--python", python, environment)
+    run(
+        *("uv", "pip", "install", "--quiet", "--python", executable, *extra_index),
+        *("--resolution", RESOLUTIONS[versions], f"llmcond[demo] @ {package.as_uri()}"),
+    )
+    return executable
+
+
+def list_versions(executable: Path) -> list[str]:
+    """Return the installed versions of the libraries that change most."""
+    code = "import importlib.metadata as m\nfor name in ('torch', 'transformers', 'pylance'): "
+    return run(executable, "-c", code + "print(m.version(name))").split()
+
+
+def run_readme(executable: Path, folder: Path) -> int:
+    """Run the README's examples in a folder, without a network, and return their number."""
+    folder.mkdir(exist_ok=True)
+    (folder / "texts.csv").write_text(TEXTS)
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples: list[list[str | Path]] = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            examples.append([executable, "-c", block])
+        for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            program, *words = shlex.split(line, comments=True)
+            if program == "llmcond":  # the other commands install the package
+                examples.append([executable.with_name("llmcond"), *words])
+    for example in examples:
+        run(*example, cwd=folder)
+    return len(examples)
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    """Run a command without a network for models, and return what it printed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    process = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return process.stdout
+
+
+if __name__ == "__main__":
+    main()
