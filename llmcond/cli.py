@@ -89,6 +89,9 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     log_to_terminal()
     command: type[Command] = Command
     try:
+        if sorted(arguments) == ["--verbose", "--version"]:
+            _print_installation()
+            return 0
         options = vars(_parser().parse_args(arguments))
         command = _command(options.get("subcommand") or options["command"])
         try:
@@ -111,6 +114,13 @@ def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
     except (MemoryError, OSError) as error:
         return _print_error(*_describe_system_error(error))
     return 0
+
+
+def _print_installation() -> None:
+    from llmcond.benchmark.machine import describe_installation
+
+    for name, value in describe_installation().items():
+        sys.stdout.write(f"{name}: {value}\n")
 
 
 def _describe_system_error(error: MemoryError | OSError) -> tuple[str, int]:
@@ -145,17 +155,48 @@ def _command(name: str) -> type[Command]:
     return command
 
 
+class _OnlyWithVersion(argparse.Action):
+    """An action for ``--verbose``, which ``_run`` accepts together with ``--version``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.error("only the version has a verbose form, and without a command")
+
+
+class _PrintCompletion(argparse.Action):
+    """An action that prints the completion script of a shell, and ends the program."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, values: object, *__: object
+    ) -> None:
+        import shtab
+
+        sys.stdout.write(f"{shtab.complete(parser, str(values))}\n")
+        parser.exit()
+
+
 @cache  # Commands and their options do not change within a process.
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="llmcond",
         allow_abbrev=False,
-        description="Condition-aware text embeddings: small heads on frozen LLM encoders.",
+        description="Text embeddings under a condition: one vector for each text and aspect.",
         epilog="First steps: `llmcond extract --model minilm`, `llmcond fit-head --head mlp`, "
         "`llmcond evaluate`. Exit codes: 0 success, 2 invalid input, 130 interrupted, "
         "143 terminated, 1 any other error.",
     )
-    parser.add_argument("--version", action="version", version=f"llmcond {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"llmcond {__version__}",
+        help="print the version; with --verbose also those of libraries, the device and the extras",
+    )
+    parser.add_argument("--verbose", action=_OnlyWithVersion, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes commands and flags in this shell",
+    )
     subparsers = {
         "": parser.add_subparsers(
             dest="command", metavar="COMMAND", required=True, parser_class=Parser

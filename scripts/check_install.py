@@ -57,9 +57,9 @@ def main() -> None:
                     executable = install(
                         package.resolve(), environment, python, versions, arguments.index
                     )
-                    found = " | ".join(list_versions(executable))
+                    libraries = " | ".join(list_versions(executable))
                     n_examples = run_readme(executable, folder / "work")
-                    result = f"{found} | {n_examples} examples run"
+                    result = f"{libraries} | {n_examples} examples run"
                 except subprocess.CalledProcessError as error:
                     result, failed = f"failed: {shlex.join(map(str, error.cmd))}", True
                     print(error.stderr or error.stdout, file=sys.stderr)
@@ -80,7 +80,7 @@ def install(
 ) -> Path:
     """Create an environment with the package and the extra ``demo``, and return its Python."""
     executable = environment / "bin" / "python"
-    extra_index = ["--extra-index-url", index] if index else []
+    extra_index = ("--extra-index-url", index) if index else ()
     run("uv", "venv", "--quiet", "--no-project", "--python", python, environment)
     run(
         *("uv", "pip", "install", "--quiet", "--python", executable, *extra_index),

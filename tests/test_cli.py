@@ -1,6 +1,7 @@
 """Every command as a user runs it: in a new process where start-up matters, else in this one."""
 
 import csv
+import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from helpers.processes import Command
 from helpers.waiting import wait_until
 
 import llmcond
+import llmcond.benchmark.machine
 import llmcond.config
 from llmcond.cli import run
 from llmcond.data.datasets import sample_folder
@@ -427,6 +429,56 @@ def test_package_runs_as_module(arguments):
     )
     assert process.stdout
     assert process.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--version", "--verbose"], ["--verbose", "--version"]])
+def test_verbose_version_describes_installation(arguments, capsys):
+    assert run(arguments) == 0
+    facts = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["llmcond"] == llmcond.__version__
+    assert facts["python"].endswith(f"({sys.executable})")
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert facts["package"] == str(Path(llmcond.__file__).parent)
+    assert facts["device"] in ("cpu", "cuda:0")
+    assert facts["extra lora"] == "installed"
+    assert "extra all" not in facts
+
+
+def test_verbose_version_describes_broken_installation(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises an ImportError
+    find_version = llmcond.benchmark.machine.version
+
+    def find_all_but_peft(name):
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return find_version(name)
+
+    monkeypatch.setattr("llmcond.benchmark.machine.version", find_all_but_peft)
+    assert run(["--version", "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert "device: import of torch halted" in out
+    assert "extra lora: lacks peft\n" in out
+
+
+def test_verbose_without_version_is_rejected(capsys):
+    line = run_rejected(capsys, "--verbose", "models")
+    assert "only the version has a verbose form" in line
+
+
+def test_bash_completes_commands_flags_and_values(capsys):
+    with pytest.raises(SystemExit):
+        run(["--print-completion", "bash"])
+    script = f"""{capsys.readouterr().out}
+complete_words() {{
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_llmcond
+    echo "${{COMPREPLY[*]}}"
+}}
+complete_words llmcond fit
+complete_words llmcond extract --qu
+complete_words llmcond extract --quantize ""
+complete_words llmcond prompts s"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["fit-head", "--quantize", "none 8bit 4bit", "show"]
 
 
 def test_help_of_extract_lists_speed_options(capsys):

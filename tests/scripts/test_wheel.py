@@ -42,7 +42,7 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [*pip, "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True)
     (site,) = environment.glob("lib/python*/site-packages")
-    (installed,) = (found for found in distributions(path=[str(site)]) if found.name == "llmcond")
+    (installed,) = distributions(name="llmcond", path=[str(site)])
     for required in find_requirements(installed, "demo"):
         link_files(required, site)
     subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
@@ -51,18 +51,18 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def find_requirements(package: Distribution, extra: str) -> list[Distribution]:
     """Return the packages that a package with an extra requires, directly and indirectly."""
-    pending, found = [(package.name, extra)], set()
+    pending, visited = [(package.name, extra)], set()
     while pending:
         name, extra = pending.pop()
-        if (name, extra) in found:
+        if (name, extra) in visited:
             continue
-        found.add((name, extra))
+        visited.add((name, extra))
         source = package if name == package.name else distribution(name)
         for requirement in map(Requirement, source.requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 required = canonicalize_name(requirement.name)
                 pending += [(required, extra) for extra in ("", *requirement.extras)]
-    return [distribution(name) for name in {name for name, _ in found} - {package.name}]
+    return [distribution(name) for name in {name for name, _ in visited} - {package.name}]
 
 
 def link_files(package: Distribution, site: Path) -> None:

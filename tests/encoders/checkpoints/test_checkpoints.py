@@ -1087,7 +1087,7 @@ def test_minilm_resolves_by_both_names_in_any_case():
     assert resolved.assumed == ()
 
 
-def test_own_package_of_weights_precedes_the_other_one(tmp_path, monkeypatch):
+def test_package_of_llmcond_precedes_the_other_one(tmp_path, monkeypatch):
     folder = resolve("minilm", CPU).checkpoint.folder
     shutil.copytree(folder, tmp_path / "llmcond_minilm")
     (tmp_path / "llmcond_minilm-1.0.0.dist-info").mkdir()
