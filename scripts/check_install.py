@@ -5,8 +5,8 @@
 Without ``--package``, the script builds an sdist, and a wheel from it. For each Python and each set
 of versions it creates an environment with the extra ``demo``, with the lowest or the newest
 versions of the dependencies that pyproject.toml admits. It needs uv (``pip install uv``), which
-downloads several gigabytes: on Linux, PyPI has PyTorch for CUDA only. ``--index`` names another
-index for PyTorch.
+downloads several gigabytes: on Linux, PyPI has PyTorch for CUDA only. ``--torch-backend cpu`` takes
+the CPU build from PyTorch's index.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--python", nargs="+", default=["3.11"], help="versions or paths")
     parser.add_argument("--versions", nargs="+", default=[*RESOLUTIONS], choices=RESOLUTIONS)
     parser.add_argument("--package", type=Path, help="a wheel or an sdist")
-    parser.add_argument("--index", help="URL of an index that has PyTorch")
+    parser.add_argument("--torch-backend", help="passed to uv, for example cpu")
     arguments = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -55,7 +55,7 @@ def main() -> None:
                 try:
                     environment = folder / f"{python.replace(os.sep, '-')}-{versions}"
                     executable = install(
-                        package.resolve(), environment, python, versions, arguments.index
+                        package.resolve(), environment, python, versions, arguments.torch_backend
                     )
                     libraries = " | ".join(list_versions(executable))
                     n_examples = run_readme(executable, folder / "work")
@@ -76,16 +76,18 @@ def build(out: Path) -> Path:
 
 
 def install(
-    package: Path, environment: Path, python: str, versions: str, index: str | None
+    package: Path, environment: Path, python: str, versions: str, torch_backend: str | None
 ) -> Path:
     """Create an environment with the package and the extra ``demo``, and return its Python."""
     executable = environment / "bin" / "python"
-    extra_index = ("--extra-index-url", index) if index else ()
+    backend = ("--torch-backend", torch_backend) if torch_backend else ()
     run("uv", "venv", "--quiet", "--no-project", "--python", python, environment)
-    run(
-        *("uv", "pip", "install", "--quiet", "--python", executable, *extra_index),
-        *("--resolution", RESOLUTIONS[versions], f"llmcond[demo] @ {package.as_uri()}"),
-    )
+    uv = ("uv", "pip", "install", "--quiet", "--python", executable)
+    # uv takes the lowest versions of the requirements of a file, but not of those of a wheel.
+    resolution = ("--resolution", RESOLUTIONS[versions], *backend)
+    run(*uv, *resolution, "--requirements", ROOT / "pyproject.toml", "--extra", "demo")
+    run(*uv, "--no-deps", package)
+    run("uv", "pip", "check", "--python", executable)
     return executable
 
 

@@ -94,7 +94,7 @@ OTHER_SCRIPTS = {
         "reproduce",
         "reproduced",
     ),
-    *("calibrate_conditions", "check_install", "fuzz_changes", "fuzz_services"),
+    *("calibrate_conditions", "check_install", "release", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples", "pictures"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
 }
