@@ -82,7 +82,7 @@ def install(
     executable = environment / "bin" / "python"
     backend = ("--torch-backend", torch_backend) if torch_backend else ()
     run("uv", "venv", "--quiet", "--no-project", "--python", python, environment)
-    uv = ("uv", "pip", "install", "--quiet", "--python", executable)
+    uv = ("uv", "pip", "install", "--quiet", "--only-binary", ":all:", "--python", executable)
     # uv takes the lowest versions of the requirements of a file, but not of those of a wheel.
     resolution = ("--resolution", RESOLUTIONS[versions], *backend)
     run(*uv, *resolution, "--requirements", ROOT / "pyproject.toml", "--extra", "demo")
