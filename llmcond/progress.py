@@ -189,6 +189,7 @@ class FitBar(_Bar):
     """A progress bar for fitting: epochs, the share of the current epoch, and the last dev score.
 
     Args:
+        key: key of the score in the entries of learning curves.
         score: name of the score.
         show: function that formats a score.
         clock: function that returns the time in seconds.
@@ -197,23 +198,30 @@ class FitBar(_Bar):
     _estimate = "at most"  # a fit that no longer improves stops early
 
     def __init__(
-        self, score: str, show: Callable[[float], str], clock: Callable[[], float] = time.monotonic
+        self,
+        key: str,
+        score: str,
+        show: Callable[[float], str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("fitting", clock=clock)
-        self._score, self._format_score = score, show
+        self._key, self._score, self._format_score = key, score, show
         self._last_score, self._last_shown = "", -math.inf
 
-    def on_epoch(self, epoch: float, epochs: int, score: float | None) -> None:
+    def on_epoch(self, epoch: float, epochs: int, entry: Mapping[str, Any] | None) -> None:
         """Show the progress after an epoch, or within one.
 
         Args:
             epoch: number of completed epochs, with a fraction within an epoch.
             epochs: total number of epochs.
-            score: score after an epoch; None within one, which is not always shown.
+            entry: entry of the learning curve after an epoch; None within one, which is not always
+                shown.
         """
         now = self._clock()
-        if score is not None:
-            self._last_score = f", dev {self._score} {self._format_score(score)}"
+        if entry is not None:
+            score = entry.get(self._key)
+            if score is not None:
+                self._last_score = f", dev {self._score} {self._format_score(score)}"
             detail = f"epoch {epoch:,.0f} of {epochs:,}"
         elif now - self._last_shown < _WITHIN_EPOCH_SECONDS:
             return
@@ -268,24 +276,24 @@ class TrainBar(_Bar):
         self._key, self._score, self._format_score = key, score, show
         self._n_logged = 0
 
-    def on_step(self, done: _Training, steps: int, loss: float) -> None:
+    def on_step(self, done: _Training, steps: int, entry: Mapping[str, Any]) -> None:
         """Show the progress after a step, and log each evaluation.
 
         Args:
             done: state of the training.
             steps: total number of steps.
-            loss: loss of the step.
+            entry: loss and other figures of the step.
         """
         best = ""
         if done.best_score is not None:
             best = f", best dev {self._format_score(done.best_score)}"
-        detail = f"step {done.step:,} of {steps:,}, loss {loss:.4f}{best}"
+        detail = f"step {done.step:,} of {steps:,}, loss {entry['loss']:.4f}{best}"
         self._show(detail, completed=done.step, total=steps)
-        for entry in done.curve[self._n_logged :]:
-            if entry["step"] == done.step:
-                line = f"step {entry['step']:,}, epoch {entry['epoch']}: loss {entry['loss']:.4f}"
+        for point in done.curve[self._n_logged :]:
+            if point["step"] == done.step:
+                line = f"step {point['step']:,}, epoch {point['epoch']}: loss {point['loss']:.4f}"
                 if self._key is not None:
-                    score = entry[self._key]
+                    score = point[self._key]
                     score_text = "undefined" if score is None else self._format_score(score)
                     line += f", dev {self._score} {score_text}"
                 log.info(line)

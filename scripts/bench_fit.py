@@ -17,7 +17,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ RELATIONS, QUERIES = 474, 544_230
 PAPER = {"linear": 1.5, "mlp": 5.0}
 
 
-def quiet(epoch: float, epochs: int, score: float | None) -> None:
+def quiet(epoch: float, epochs: int, entry: Mapping[str, Any] | None) -> None:
     """Report no progress."""
 
 

@@ -119,12 +119,12 @@ def test_extraction_of_unknown_size_is_reported(clock, lines):
 
 def test_long_epoch_is_reported_while_it_runs(clock, lines):
     """The remaining time is known from the second step on; quick steps are not reported."""
-    with FitBar("MRR on 1,000 queries", METRICS["mrr"].format, clock) as bar:
+    with FitBar("dev_score", "MRR on 1,000 queries", METRICS["mrr"].format, clock) as bar:
         for step in range(1, 120):
             clock.now += 1
             bar.on_epoch(step / 120, 2, None)
         clock.now += 5
-        bar.on_epoch(1, 2, 0.25)
+        bar.on_epoch(1, 2, {"dev_score": 0.25})
         clock.now += 60
         bar.on_epoch(1.5, 2, None)
         clock.now += 0.25
@@ -137,10 +137,10 @@ def test_long_epoch_is_reported_while_it_runs(clock, lines):
 
 
 def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
-    with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
+    with FitBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 5):
             clock.now += 20
-            bar.on_epoch(epoch, 100, 0.5)
+            bar.on_epoch(epoch, 100, {"dev_spearman": 0.5})
     assert lines == [
         "fitting: epoch 2 of 100, dev Spearman 50.0, at most 33 min left",
         "fitting: epoch 4 of 100, dev Spearman 50.0, at most 32 min left",
@@ -149,7 +149,7 @@ def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
     with TrainBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for step in range(1, 8):
             clock.now += 7
-            bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, 0.125)
+            bar.on_step(SimpleNamespace(step=step, curve=(), best_score=0.25), 9, {"loss": 0.125})
     assert lines == [
         "training: step 2 of 9, loss 0.1250, best dev 25.0, about 49 s left",
         "training: step 7 of 9, loss 0.1250, best dev 25.0, about 14 s left",
@@ -157,10 +157,10 @@ def test_epochs_of_fit_and_steps_of_training_are_reported(clock, lines):
 
 
 def test_short_fit_is_not_reported(clock, lines):
-    with FitBar(SPEARMAN.heading, SPEARMAN.format, clock) as bar:
+    with FitBar("dev_spearman", SPEARMAN.heading, SPEARMAN.format, clock) as bar:
         for epoch in range(1, 29):
             clock.now += 1
-            bar.on_epoch(epoch, 28, 0.5)
+            bar.on_epoch(epoch, 28, {"dev_spearman": 0.5})
     assert lines == []
 
 

@@ -25,8 +25,10 @@ from llmcond.finetune.state import STATE, TrainingProgress, TrainingState
 from llmcond.heads.batches import GroupSampler
 from llmcond.heads.fit import entries_since_best
 
-#: Called after each step and each evaluation.
-OnStep = Callable[[TrainingProgress, int, float], None]
+#: Called after each step and its evaluation, if there is one. The arguments are the progress, the
+#: total number of steps, and the figures of the step: its number and epoch, the loss, the learning
+#: rate of the encoder, and the norm of the gradients before clipping.
+OnStep = Callable[[TrainingProgress, int, Mapping[str, Any]], None]
 #: State of AdamW for each weight.
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -187,7 +189,7 @@ class Trainer(Generic[R]):
             next_epoch, index = divmod(step, self._schedule.steps)
             if next_epoch != epoch:
                 epoch, parts = next_epoch, self._schedule.epoch(next_epoch)
-            loss = self._try_step(parts[index], step)
+            loss, norm = self._try_step(parts[index], step)
             self.progress = replace(
                 self.progress,
                 step=step + 1,
@@ -197,13 +199,20 @@ class Trainer(Generic[R]):
             )
             count, steps = min(settings.evaluations, self._schedule.steps), self._schedule.steps
             scored = (index + 1) * count // steps > index * count // steps
+            entry = {"step": step + 1, "epoch": next_epoch + 1, "loss": loss}
+            entry |= {"learning_rate": self._learning_rate(step), "gradient_norm": norm}
             if scored:
                 self._evaluate(next_epoch + 1)
-            on_step(self.progress, self.steps, loss)
+            on_step(self.progress, self.steps, entry)
             if scored or self.progress.step % settings.checkpoint_steps == 0:
                 self._save()
 
-    def _try_step(self, parts: list[NDArray[np.int64]], step: int) -> float:
+    def _learning_rate(self, step: int) -> float:
+        """Return the learning rate of the encoder in a step."""
+        rate = self._settings.learning_rate * self._learning_rate_scale
+        return rate * self._settings.learning_rate_factor(step, self.steps)
+
+    def _try_step(self, parts: list[NDArray[np.int64]], step: int) -> tuple[float, float]:
         """Run a step; if memory is too small, raise an error with advice."""
         try:
             return self._run_step(parts, step)
@@ -220,7 +229,8 @@ class Trainer(Generic[R]):
                 "--batch-size, in another --run."
             ) from error
 
-    def _run_step(self, parts: list[NDArray[np.int64]], step: int) -> float:
+    def _run_step(self, parts: list[NDArray[np.int64]], step: int) -> tuple[float, float]:
+        """Run a step; return its loss, and the norm of the gradients before clipping."""
         accelerator, settings = self._accelerator, self._settings
         process, count = accelerator.process_index, accelerator.num_processes
         n_parts = settings.gradient_accumulation_steps
@@ -240,11 +250,11 @@ class Trainer(Generic[R]):
             loss += part.detach() / count
         value = float(accelerator.reduce(loss, "sum"))
         self._check_finite(value, step, "the loss")
-        norm = accelerator.clip_grad_norm_(
-            self._weights.values(), settings.max_grad_norm or math.inf
+        norm = float(
+            accelerator.clip_grad_norm_(self._weights.values(), settings.max_grad_norm or math.inf)
         )
         if accelerator.scaler is None:  # float16 skips steps with infinite gradients
-            self._check_finite(float(norm), step, "the norm of the gradients")
+            self._check_finite(norm, step, "the norm of the gradients")
         rate = settings.learning_rate_factor(step, self.steps)
         for group in self._optimiser.param_groups:
             group["lr"] = group["base"] * rate
@@ -254,7 +264,7 @@ class Trainer(Generic[R]):
                 # The decay is smaller at first; otherwise the initial weights would dominate.
                 decay = min(settings.ema_decay, (step + 1) / (step + 10))
                 average.lerp_(self._weights[name], 1 - decay)
-        return value
+        return value, norm
 
     def _check_finite(self, value: float, step: int, what: str) -> None:
         if math.isfinite(value):
@@ -282,6 +292,7 @@ class Trainer(Generic[R]):
             "step": progress.step,
             "epoch": epoch,
             "loss": loss,
+            "learning_rate": self._learning_rate(progress.step - 1),
             self.model.dev_score_name: score,
         }
         curve = (*progress.curve, entry)

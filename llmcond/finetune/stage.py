@@ -24,6 +24,7 @@ from llmcond.finetune.settings import StageSettings, TuneSettings
 from llmcond.finetune.state import TrainingProgress, TrainingState
 from llmcond.log import log
 from llmcond.progress import TrainBar
+from llmcond.run_log import RunLog
 
 #: Second number, next to the seed, of the random generator that samples the share of train. The
 #: generators of steps use numbers from 0.
@@ -45,6 +46,7 @@ class LastStage(Generic[P]):
         accelerator: computes on one device or in several processes.
         folder: folder of the states of these trainings.
         training_config: everything that determines the result of training.
+        run_log: log of the training.
     """
 
     model: RatedModel[P]
@@ -57,6 +59,7 @@ class LastStage(Generic[P]):
     accelerator: Accelerator
     folder: Path
     training_config: Mapping[str, Any]
+    run_log: RunLog
 
     def cross_validate(self) -> CrossValidatedGain:
         """Cross-validate the stage over folds of dev, and compare with the weights before it.
@@ -104,8 +107,9 @@ class LastStage(Generic[P]):
             + (f", from step {first_step:,}" if first_step else "")
         )
         metric = self.model.metric
+        self.run_log.resume(first_step, name)
         with TrainBar(key=None, score=metric.heading, show=metric.format, name=name) as bar:
-            trainer.run(bar.on_step)
+            trainer.run(self.run_log.on_step(bar.on_step, name))
         self.accelerator.wait_for_everyone()
         trainer.load_best_weights()
         # The wrapper for several processes must be removed before the model is wrapped again.

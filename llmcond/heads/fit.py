@@ -28,6 +28,7 @@ from llmcond.heads.pairs import (
     H,
     OnEpoch,
     PairArrays,
+    in_stage,
     score_key,
 )
 from llmcond.heads.recipes import Recipe
@@ -191,10 +192,11 @@ class HeadTrainer(ABC, Generic[M, H]):
                 functions = {key: dev.compute, **dev.others}
                 head = self.current_head()
                 scores = {name: compute(head) for name, compute in functions.items()}
-            score = scores[key]
             defined = {name: finite_or_none(value) for name, value in scores.items()}
-            curve.append({"epoch": epoch, "loss": loss, **defined})
-            on_epoch(epoch, settings.epochs, score)
+            progress = {"epoch": epoch, "step": epoch * self.steps}
+            rate = optimiser.param_groups[0]["lr"]
+            curve.append({**progress, "loss": loss, "learning_rate": rate, **defined})
+            on_epoch(epoch, settings.epochs, curve[-1])
             since = 0 if dev is None else entries_since_best(curve, key, dev.metric)
             if not since:
                 number = epoch
@@ -251,11 +253,12 @@ def fit_members(
             f"Set members to {len(starts)}, or start from another head."
         )
     fitted = []
-    for member_seed, start_module in zip(seeds, starts, strict=True):
+    for number, (member_seed, start_module) in enumerate(zip(seeds, starts, strict=True)):
         trainer = fitting(member_seed)
         if start_module is not None:
             _load_start(trainer.module, start_module)
-        fitted.append(trainer.run(on_epoch))
+        in_member = on_epoch if members == 1 else in_stage(on_epoch, f"member-{number}")
+        fitted.append(trainer.run(in_member))
     module, fit = fitted[0]
     if members == 1:
         return module, fit
@@ -406,7 +409,8 @@ def fit_recipe(
             in closed form ignore them.
         seed: random seed of initialisation, dropout and row order.
         on_epoch: function that is called with the progress: finished epochs (1.5: half of the
-            second epoch is done), the maximum number of epochs, and the dev score or None.
+            second epoch is done), the maximum number of epochs, and after each epoch its entry in
+            the learning curve, otherwise None.
         device: device to fit on: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         metric: metric on dev that selects the epoch; Spearman correlation by default.
         start: fitted head with the initial parameters; None: new ones. Heads that are fitted in

@@ -126,5 +126,18 @@ class DevScore(Generic[H]):
 
 #: Called after each epoch, and after each step within an epoch except the last. The arguments are
 #: the number of finished epochs (1.5: half of the second epoch is done), the maximum number of
-#: epochs, and the dev score (None except after an epoch).
-OnEpoch = Callable[[float, int, float | None], None]
+#: epochs, and the epoch's entry in the learning curve (None except after an epoch). If several
+#: heads are fitted, the entry also has the key ``stage``, such as ``member-0``.
+OnEpoch = Callable[[float, int, Mapping[str, Any] | None], None]
+
+
+def in_stage(on_epoch: OnEpoch, stage: str) -> OnEpoch:
+    """Return a function that adds the name of one of several fits to the entries of its epochs."""
+
+    def report(epoch: float, epochs: int, entry: Mapping[str, Any] | None) -> None:
+        if entry is not None:
+            names = [stage, entry["stage"]] if "stage" in entry else [stage]
+            entry = {**entry, "stage": "/".join(names)}
+        on_epoch(epoch, epochs, entry)
+
+    return report

@@ -12,7 +12,7 @@ from llmcond.errors import UserError
 from llmcond.evaluation.dev_gain import CrossValidatedGain, check_fold_count
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, Recipe, fit_recipe
-from llmcond.heads.pairs import OnEpoch
+from llmcond.heads.pairs import OnEpoch, in_stage
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.predictors import predict
 from llmcond.runs.run_heads import RunHead
@@ -66,7 +66,7 @@ class DevFit:
 
     def fit(self) -> FittedHead:
         """Fit on all rated rows of train and dev, and record this in ``trained_on``."""
-        head = self._fit(self._dev)
+        head = self._fit(self._dev, self.on_epoch)
         record = {**head.fit.record, "trained_on": ["train", "dev"], "weight": self.weight}
         return replace(head, fit=replace(head.fit, record=record))
 
@@ -81,11 +81,12 @@ class DevFit:
         dev = self._dev
         check_fold_count(dev, count)
         fold = fold_of_pair(dev, count, self.seed)
-        without = self._predict(self._fit(None), dev)
+        without = self._predict(self._fit(None, in_stage(self.on_epoch, "without-dev")), dev)
         trained = np.empty_like(without)
         for number in range(count):
             is_held_out = fold == number
-            head = self._fit(dev.take(~is_held_out))
+            on_epoch = in_stage(self.on_epoch, f"fold-{number}")
+            head = self._fit(dev.take(~is_held_out), on_epoch)
             trained[is_held_out] = self._predict(head, dev.take(is_held_out))
         metric = self.run.task.main_metric
         return CrossValidatedGain.of(count, without, trained, dev, self.run.rows("train"), metric)
@@ -95,11 +96,11 @@ class DevFit:
         rows = self.run.rows("dev")
         return rows.take(rows.rated)
 
-    def _fit(self, dev: Rows | None) -> FittedHead:
+    def _fit(self, dev: Rows | None, on_epoch: OnEpoch) -> FittedHead:
         train = self.run.rows("train")
         parts = [train.take(train.rated), *([] if dev is None else [dev] * self.weight)]
         pairs = RowFeatures(join_rows(parts), self.run.store()).pairs(self.view)
-        return fit_recipe(self.recipe, pairs, None, self.seed, self.on_epoch, self.device)
+        return fit_recipe(self.recipe, pairs, None, self.seed, on_epoch, self.device)
 
     def _predict(self, head: FittedHead, rows: Rows) -> NDArray[np.float32]:
         pairs = RowFeatures(rows, self.run.store()).pairs(self.view)

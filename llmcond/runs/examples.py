@@ -21,7 +21,7 @@ from llmcond.features.view import FeatureView
 from llmcond.heads import Recipe
 from llmcond.heads.base import FittedModule
 from llmcond.heads.held_out import HeldOut
-from llmcond.heads.pairs import OnEpoch
+from llmcond.heads.pairs import DEV_SCORE_KEY, OnEpoch
 from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import R
@@ -59,6 +59,11 @@ class Examples(ABC):
         """The name of the score that chooses the epoch, such as "MRR on 1,000 queries"."""
         heading = get_metric(self.run.dev_metric).heading
         return f"{heading} on {self.dev_sample}" if self.dev_sample else heading
+
+    @property
+    def epoch_score_key(self) -> str:
+        """The key of the score that chooses the epoch in learning curves."""
+        return DEV_SCORE_KEY
 
     @abstractmethod
     def fit(

@@ -17,7 +17,7 @@ from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.held_out import HeldOut
-from llmcond.heads.pairs import OnEpoch
+from llmcond.heads.pairs import OnEpoch, score_key
 from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, get_metric
 from llmcond.runs.dev_fit import DevFit
@@ -65,6 +65,11 @@ class RatedExamples(Examples):
             "n_dev": int(dev.sum()) if self._dev_scores else 0,
             "n_dropped": int((~train).sum()),
         }
+
+    @property
+    @override
+    def epoch_score_key(self) -> str:
+        return score_key("dev", self.run.dev_metric)
 
     @override
     def fit(

@@ -25,6 +25,7 @@ from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics, finite_or_none, get_metric
 from llmcond.progress import FitBar
 from llmcond.records import RECORD, check_record
+from llmcond.run_log import RunLog, log_path, send_log
 from llmcond.runs import AnyRun, RunHead, dev_score, head_name, open_any_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.pool import count_cores, run_in_pool
@@ -67,6 +68,18 @@ class Trial:
         """Its name, settings and seed, for messages."""
         settings = [f"{key}={value}" for key, value in self.varied.items()]
         return " ".join([self.name, *settings, f"seed={self.seed}"])
+
+    def config(self, run: AnyRun, recipe: Recipe) -> dict[str, Any]:
+        """Return the settings of a fit for its log; ``recipe`` is sized to the features."""
+        return {
+            "task": run.task.name,
+            "encoder": run.encoder_name,
+            "data": run.manifest["data"]["digest"],
+            "recipe": recipe.to_json(),
+            "prompts": {prompt.name: prompt.digest for prompt in self.view.prompts},
+            "subtract": self.view.subtracts,
+            "seed": self.seed,
+        }
 
     def digest(self, run: AnyRun, split: str) -> str:
         """Return the digest of everything that determines its result."""
@@ -226,6 +239,8 @@ class _TrialSettings:
     metrics: Sequence[str]
     device: str
     curve_split: str | None
+    #: The folder of the trials in the run, and within its logs.
+    name: str
 
 
 def run_trials(
@@ -237,13 +252,15 @@ def run_trials(
     metrics: Sequence[str] = (),
     device: str = "auto",
     curve_split: str | None = None,
+    trackers: Sequence[str] = (),
 ) -> tuple[dict[str, tuple[Trial, TrialOutcome]], list[str]]:
     """Run the trials that have no saved outcome yet. Equal trials are run once.
 
     Outcomes are saved in ``folder`` of the run. They hold the task's metrics and further
     ``metrics`` on ``split``, and the prediction of each row. ``workers`` is the number of parallel
     fits; None: one per core, at most eight. Learning curves have the score on dev, and that on
-    ``curve_split`` if it is named; outcomes that lack the latter are computed again.
+    ``curve_split`` if it is named; outcomes that lack the latter are computed again. ``trackers``
+    get the log of each fit when it has finished.
 
     Returns:
         The trials with their outcomes by digest, in the order of the trials, and one line for each
@@ -269,7 +286,7 @@ def run_trials(
     if missing:
         check_writable(next(iter(paths.values())))
     failures = []
-    job = _TrialSettings(run.folder, split, metrics, choose_device(device), curve_split)
+    job = _TrialSettings(run.folder, split, metrics, choose_device(device), curve_split, folder)
     # Closed explicitly: after an interrupt, the traceback would keep the generator, and with it the
     # worker processes, alive.
     with closing(_run_missing(job, missing, workers)) as records:
@@ -279,6 +296,8 @@ def run_trials(
                 log.info(f"failed: {failures[-1]}")
                 continue
             write_json(paths[digest], record)
+            label = f"{run.folder.name}/{by_digest[digest].label}"
+            send_log(log_path(run.folder, f"{folder}/{digest}"), label, trackers)
             outcome = read_outcome(digest)
             assert outcome is not None  # noqa: S101 - the file was written in the previous line
             outcomes[digest] = outcome
@@ -305,23 +324,28 @@ class _Worker:
         #: The metric that chooses the epoch, and its name in the progress bar.
         self.metric = get_metric(self._run.dev_metric)
         self.epoch_score = self._examples.epoch_score
+        self.epoch_score_key = self._examples.epoch_score_key
 
     def fit(
         self, digest: str, trial: Trial, on_epoch: OnEpoch = lambda *_: None
     ) -> tuple[str, _Record]:
         try:
-            return digest, self._fit(trial, on_epoch)
+            return digest, self._fit(digest, trial, on_epoch)
         except UserError as error:
             return digest, str(error)
         except (RuntimeError, MemoryError) as error:  # for example out of memory
             return digest, f"{type(error).__name__}: {error}"
 
-    def _fit(self, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
+    def _fit(self, digest: str, trial: Trial, on_epoch: OnEpoch) -> dict[str, Any]:
         split, examples, view = self._job.split, self._examples, trial.view
         recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view), quiet=True)
-        head = examples.fit(
-            recipe, view, trial.seed, on_epoch, self._job.device, curve_split=self._job.curve_split
-        )
+        name, config = f"{self._job.name}/{digest}", trial.config(self._run, recipe)
+        with RunLog(log_path(self._run.folder, name), trial.label, config) as run_log:
+            on_epoch, curve_split = run_log.on_epoch(on_epoch), self._job.curve_split
+            device = self._job.device
+            head = examples.fit(recipe, view, trial.seed, on_epoch, device, curve_split=curve_split)
+            dev_score = examples.score_on_dev(head, view)
+            run_log.write("end", {f"dev_{self.metric.name}": dev_score})
         saved = RunHead(trial.name, head, view, {"recipe": recipe.to_json()})
         predicted = examples.predict(saved, split)
         rows, task = examples.scored_rows(split), self._run.task.name
@@ -337,7 +361,7 @@ class _Worker:
             },
             "recipe": recipe.to_json(),
             "fit": dict(head.fit.record),
-            f"dev_{self._run.dev_metric}": finite_or_none(examples.score_on_dev(head, view)),
+            f"dev_{self._run.dev_metric}": finite_or_none(dev_score),
             **provenance(),
         }
 
@@ -355,7 +379,7 @@ def _run_missing(
     if count == 1:
         worker = _Worker(job)
         for digest, trial in trials.items():
-            with FitBar(score=worker.epoch_score, show=worker.metric.format) as bar:
+            with FitBar(worker.epoch_score_key, worker.epoch_score, worker.metric.format) as bar:
                 fitted = worker.fit(digest, trial, bar.on_epoch)
             yield fitted
         return

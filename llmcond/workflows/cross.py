@@ -93,6 +93,7 @@ def train_cross(options: TrainCrossOptions) -> TrainingResult:
                 "merge": merge,
                 **({} if stage is None else {"then": asdict(stage)}),
             },
+            trackers=options.log,
             stage=stage,
             head_settings=head_settings,
             orders=orders,

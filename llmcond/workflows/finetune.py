@@ -125,6 +125,7 @@ def plan_pairs(options: TrainLoraOptions, task: Task, read: DataReader | None = 
         seed=plan.seed,
         merge=merge,
         config=config,
+        trackers=options.log,
         plan=plan,
         view=view,
         stage=stage,

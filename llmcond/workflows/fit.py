@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from llmcond.features.view import FeatureView, recipe_view
 from llmcond.files import check_writable
 from llmcond.heads import FittedHead, Recipe, load_recipe, save_head
 from llmcond.log import log
-from llmcond.metrics import Estimate, estimates_json, finite_or_none, get_metric
+from llmcond.metrics import Estimate, Metric, estimates_json, finite_or_none, get_metric
 from llmcond.progress import FitBar
 from llmcond.report.format import dev_gain_text, estimate_text
+from llmcond.run_log import RunLog, log_path
 from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit
 from llmcond.runs.examples import load_examples
@@ -123,7 +124,7 @@ def fit_head(options: FitHeadOptions) -> FittedResult:
             "would give another head the next time. Give the new head another --name."
         )
     trial = Trial(recipe, dim, view, options.seed, {})
-    return fit_and_save(run, trial, name, options.device, dev_options, start)
+    return fit_and_save(run, trial, name, options.device, dev_options, start, options.log)
 
 
 def _load_start(
@@ -167,6 +168,7 @@ def fit_and_save(
     device: str,
     dev_options: DevOptions | None = None,
     start: RunHead[Any] | None = None,
+    trackers: Sequence[str] = (),
 ) -> FittedResult:
     """Fit a head on a run's training features, and save it in the run.
 
@@ -177,6 +179,7 @@ def fit_and_save(
         device: the device to fit on.
         dev_options: how to fit on dev as well; None: fit on train only.
         start: the head whose parameters are the initial ones; None: new ones.
+        trackers: the trackers that get the records of the fit.
     """
     folder = run.head_folder(name)
     check_writable(folder / "head.json")
@@ -184,24 +187,32 @@ def fit_and_save(
     counts, unit = examples.counts(), examples.unit
     view, seed = trial.view, trial.seed
     recipe = size_recipe(trial.recipe, trial.dim, examples.dim(view))
-    began = time.monotonic()
-    with FitBar(score=examples.epoch_score, show=metric.format) as bar:
+    run_log = RunLog(
+        log_path(run.folder, folder.name),
+        f"{run.folder.name}/{name}",
+        trial.config(run, recipe),
+        trackers,
+    )
+    bar = FitBar(examples.epoch_score_key, examples.epoch_score, metric.format)
+    with run_log, bar:
+        began = time.monotonic()
+        on_epoch = run_log.on_epoch(bar.on_epoch)
         if dev_options is None:
             start_head = () if start is None else (start.head,)
-            fitted = examples.fit(recipe, view, seed, bar.on_epoch, device, *start_head)
+            fitted = examples.fit(recipe, view, seed, on_epoch, device, *start_head)
         else:
-            with_dev = examples.with_dev(
-                recipe, view, seed, device, dev_options.weight, bar.on_epoch
-            )
+            with_dev = examples.with_dev(recipe, view, seed, device, dev_options.weight, on_epoch)
             fitted = _fit_with_dev(with_dev, dev_options.folds)
-    seconds, record = time.monotonic() - began, fitted.fit.record
+        seconds, record = time.monotonic() - began, fitted.fit.record
+        dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
+        held_out = examples.score_held_out([fitted.fit.held_out])
+        run_log.write("end", _final_figures(record, metric, dev_score, held_out, seconds))
     for text in fitted.fit.notes:
         log.info(text)
     replaced = (folder / "head.json").is_file()
     if "n_contrastive_pairs" in record:
         n_pairs = record["n_contrastive_pairs"]
         log.info(f"contrastive pairs: {n_pairs:,} in {counts['n_train']:,} rows")
-    dev_score = math.nan if dev_options else examples.score_on_dev(fitted, view)
     record_fields = {**head_record(run, view, recipe.to_json()), "counts": counts}
     if start is not None:
         record_fields["start"] = {
@@ -209,7 +220,6 @@ def fit_and_save(
             "weights_sha256": start.record["weights_sha256"],
         }
     record_fields[f"dev_{metric.name}"] = finite_or_none(dev_score)
-    held_out = examples.score_held_out([fitted.fit.held_out])
     if held_out:
         record_fields["held_out"] = estimates_json(held_out)
     save_head(fitted, folder, record_fields)
@@ -242,6 +252,22 @@ def fit_and_save(
         seconds=seconds,
         held_out=held_out,
     )
+
+
+def _final_figures(
+    record: Mapping[str, Any],
+    metric: Metric,
+    dev_score: float,
+    held_out: Mapping[str, Estimate],
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the figures at the end of a fit's log: those of its record, and the scores."""
+    return {
+        **{key: value for key, value in record.items() if key not in ("curve", "members")},
+        f"dev_{metric.name}": dev_score,
+        **{f"held_out_{name}": estimate.value for name, estimate in held_out.items()},
+        "seconds": round(seconds, 3),
+    }
 
 
 def _fit_with_dev(with_dev: DevFit, folds: int) -> FittedHead:

@@ -88,7 +88,15 @@ def sweep(options: SweepOptions) -> SweepResult:
     rows = examples.scored_rows(split)
     trials = list(_make_trials(run, options))
     outcomes, failures = run_trials(
-        run, split, trials, "sweep", options.workers, metrics, device, options.curve_split()
+        run,
+        split,
+        trials,
+        "sweep",
+        options.workers,
+        metrics,
+        device,
+        options.curve_split(),
+        options.log,
     )
     groups = _group_seeds(outcomes.values())
     points = [_combine_seeds(group, run, split) for group in groups]

@@ -18,12 +18,13 @@ from typing_extensions import override
 
 from llmcond.errors import LlmcondError, UserError, format_count
 from llmcond.evaluation.results import FittedResults, Results, SweptResult, score_results
-from llmcond.files import check_writable, digest_file, read_json, write_json
+from llmcond.files import check_writable, digest_file, read_json, write_json, write_text
 from llmcond.log import log
 from llmcond.metrics import Metric, choose_metrics
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import check_record
 from llmcond.report.format import estimate_text
+from llmcond.run_log import TRAINING, log_path, send_log
 from llmcond.runs import open_any_run
 from llmcond.runs.examples import load_examples
 from llmcond.runs.pool import run_in_pool
@@ -98,7 +99,7 @@ def sweep_lora(options: SweepLoraOptions) -> LoraSweepResult:
         raise UserError(f"{folder} already holds a run. Name another --run.")
     groups = plan_trainings(options, folder / _TRAININGS)
     check_writable(folder / _TRAININGS / "x.json")
-    search = _Search(folder, groups, options.keep_all)
+    search = _Search(folder, groups, options.keep_all, options.log)
     search.run(options.workers, _list_gpus(options, groups[0][0].job))
     result = search.finish()
     data = groups[0][0].job.dataset.to_json()
@@ -137,9 +138,14 @@ class _Search:
     """The trainings of a sweep, with the records of those that have finished."""
 
     def __init__(
-        self, folder: Path, groups: Sequence[Sequence[PlannedTraining]], keep_all: bool
+        self,
+        folder: Path,
+        groups: Sequence[Sequence[PlannedTraining]],
+        keep_all: bool,
+        trackers: Sequence[str],
     ) -> None:
         self._folder, self._groups, self._keep_all = folder, groups, keep_all
+        self._trackers = trackers
         self._trainings = {training.digest: training for group in groups for training in group}
         self._records = {
             digest: record
@@ -169,12 +175,21 @@ class _Search:
                 else:
                     write_json(self._file(digest), record)
                     self._records[digest] = record
+                    self._keep_log(digest, label)
                     score = f"{self._metric.heading} {self._metric.format(self._score(digest))}"
                     log.info(f"{count:,}/{len(missing):,} {label}: {score} on dev")
                 self._remove_weights()
         if not self._records:
             failure = next(iter(self._failures.values()))
             raise LlmcondError(f"every training failed. The first failure: {failure}")
+
+    def _keep_log(self, digest: str, label: str) -> None:
+        """Copy the log of a training, whose folder may be removed, and send it to the trackers."""
+        trained = log_path(self._folder / _TRAININGS / digest, TRAINING)
+        if trained.is_file():  # an ensemble has the logs of its members
+            path = log_path(self._folder, digest)
+            write_text(path, trained.read_text(encoding="utf-8"))
+            send_log(path, f"{self._folder.name}/{label}", self._trackers)
 
     def _score(self, digest: str) -> float:
         """Return the score on dev; NaN if it is undefined."""

@@ -30,6 +30,7 @@ from llmcond.progress import TrainBar, format_duration
 from llmcond.prompts import load_prompt
 from llmcond.report.card import model_card
 from llmcond.report.format import estimate_text
+from llmcond.run_log import TRAINING, RunLog, log_path
 from llmcond.runs import AnyRun, Run, complete_run, head_name, head_record, portable_model_name
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.examples import load_examples
@@ -116,6 +117,7 @@ class TrainingJob:
         seed: the random seed.
         merge: whether adapters are merged into the encoder at the end.
         config: everything that decides the resulting weights.
+        trackers: the trackers that get the records of the training.
     """
 
     cross: ClassVar[bool] = False
@@ -135,6 +137,7 @@ class TrainingJob:
     seed: int
     merge: bool
     config: Mapping[str, Any]
+    trackers: Sequence[str] = ()
 
     def run(self) -> TrainingResult:
         """Train, or continue where the same job was stopped; see ``train``."""
@@ -160,6 +163,7 @@ class TrainingJob:
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
         config: Mapping[str, Any],
+        run_log: RunLog,
     ) -> StageResult | None:
         """Train the model further from its best weights ``start``, if there is a last stage."""
         return None
@@ -250,6 +254,7 @@ class RankingJob(TrainingJob):
             seed=options.seed,
             merge=merge,
             config=training_config(resolved, dataset, prompts, recipe, options, settings, merge),
+            trackers=options.log,
             recipe=recipe,
             start=start,
             view=view,
@@ -339,6 +344,7 @@ class RatedJob(TrainingJob):
         start: Mapping[str, Tensor],
         accelerator: Accelerator,
         config: Mapping[str, Any],
+        run_log: RunLog,
     ) -> StageResult | None:
         if self.stage is None:
             return None
@@ -357,6 +363,7 @@ class RatedJob(TrainingJob):
                 accelerator=accelerator,
                 folder=self.folder / STATE,
                 training_config=config,
+                run_log=run_log,
             )
         )
 
@@ -428,40 +435,51 @@ def _train(job: TrainingJob) -> dict[str, Any]:
         + f" on {resolved.device}: {trainer.steps:,} steps"
         + (f", from step {trainer.progress.step:,}" if trainer.progress.step else "")
     )
-    on_dev, metric = parts.model.dev_score_name, parts.model.metric
-    score_heading = metric.heading + (" of a sample" if job.of_sample else "")
-    with TrainBar(key=on_dev, score=score_heading, show=metric.format) as bar:
-        trainer.run(bar.on_step)
-    accelerator.wait_for_everyone()
-    progress, head = trainer.progress, None
-    trainer.load_best_weights()
-    del trainer
-    accelerator.free_memory()
-    staged = job.last_stage(
-        parts.model, trainable.tokenizer, state.load_best(), accelerator, config
-    )
-    # All processes must have read the state before the main process deletes it.
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        name, cross = portable_model_name(job.model, resolved), job.cross
-        dev_of = job.dataset.digest if "dev" in job.trained_on else None
-        save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross, dev_of=dev_of)
-        head = parts.model.fitted_head(
-            {
-                "best_step": progress.best_step,
-                "selected_on": None if progress.best_score is None else "dev",
-                "n_parameters": n_head,
-                "curve": list(progress.curve),
-                **job.record_fields(),
-                **({} if staged is None else staged.record),
-            }
+    path = log_path(job.folder, TRAINING) if accelerator.is_main_process else None
+    log_config = {"task": job.task.name, **config, "weights": weights}
+    first_step = trainer.progress.step
+    with RunLog(path, _name_in_trackers(job), log_config, job.trackers, first_step) as run_log:
+        on_dev, metric = parts.model.dev_score_name, parts.model.metric
+        score_heading = metric.heading + (" of a sample" if job.of_sample else "")
+        with TrainBar(key=on_dev, score=score_heading, show=metric.format) as bar:
+            trainer.run(run_log.on_step(bar.on_step))
+        accelerator.wait_for_everyone()
+        progress, head = trainer.progress, None
+        trainer.load_best_weights()
+        del trainer
+        accelerator.free_memory()
+        staged = job.last_stage(
+            parts.model, trainable.tokenizer, state.load_best(), accelerator, config, run_log
         )
-    # The saved encoder is loaded next, and a GPU may not have room for both.
-    del trainable, parts
-    accelerator.free_memory()
-    summary = {} if head is None else _finish(job, head, progress, weights, on_dev, staged)
-    accelerator.wait_for_everyone()
-    return summary
+        # All processes must have read the state before the main process deletes it.
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            name, cross = portable_model_name(job.model, resolved), job.cross
+            dev_of = job.dataset.digest if "dev" in job.trained_on else None
+            save_encoder(trainable, name, job.folder, merge=job.merge, cross=cross, dev_of=dev_of)
+            head = parts.model.fitted_head(
+                {
+                    "best_step": progress.best_step,
+                    "selected_on": None if progress.best_score is None else "dev",
+                    "n_parameters": n_head,
+                    "curve": list(progress.curve),
+                    **job.record_fields(),
+                    **({} if staged is None else staged.record),
+                }
+            )
+        # The saved encoder is loaded next, and a GPU may not have room for both.
+        del trainable, parts
+        accelerator.free_memory()
+        summary = (
+            {} if head is None else _finish(job, head, progress, weights, on_dev, staged, run_log)
+        )
+        accelerator.wait_for_everyone()
+        return summary
+
+
+def _name_in_trackers(job: TrainingJob) -> str:
+    """Return the last two parts of a run's path, as members of an ensemble share the last."""
+    return "/".join(job.folder.absolute().parts[-2:])
 
 
 def _finish(
@@ -471,6 +489,7 @@ def _finish(
     weights: Mapping[str, int],
     on_dev: str,
     staged: StageResult | None,
+    run_log: RunLog,
 ) -> dict[str, Any]:
     """Save the head, its scores, the card and, as the last step, the training record."""
     folder, base, trained_head = job.folder, job.resolved, job.save(head)
@@ -491,6 +510,13 @@ def _finish(
         **({} if staged is None else {**staged.record, f"{on_dev}_before": best_score}),
         "scores": [result.to_json() for result in trained_head.scores],
     }
+    scores = {
+        f"{result.split}_{name}": estimate.value
+        for result in trained_head.scores
+        for name, estimate in result.metrics.items()
+    }
+    figures = {key: summary[key] for key in ("steps", "best_step", on_dev, "seconds")}
+    run_log.write("end", {**figures, **scores})
     curves = {"curve": head.fit.record["curve"]}
     if staged is not None:
         curves["then_curve"] = staged.curve

@@ -24,7 +24,7 @@ from llmcond.options import options_of, parse_value
 from llmcond.runs.kind import find_kind
 from llmcond.tasks import AnyTask, find_task
 from llmcond.workflows.extract import read_data
-from llmcond.workflows.options.common import RunOption, TaskOptions
+from llmcond.workflows.options.common import LogOption, RunOption, TaskOptions
 from llmcond.workflows.options.training import SweepLoraOptions, TrainLoraOptions
 from llmcond.workflows.training import TrainingJob
 
@@ -32,7 +32,9 @@ from llmcond.workflows.training import TrainingJob
 _HEAD = "head."
 #: Options that are the same in all trainings of a sweep, besides those of the classes below.
 _FIXED = {"model", "device", "set", "seed", "teacher", "teacher_rows"}
-_FIXED |= {item.name for cls in (RunOption, TaskOptions, StageSettings) for item in fields(cls)}
+_FIXED |= {
+    item.name for cls in (RunOption, TaskOptions, LogOption, StageSettings) for item in fields(cls)
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def plan_trainings(options: SweepLoraOptions, folder: Path) -> list[list[Planned
         LlmcondError: the encoder cannot be loaded.
     """
     task, varied = find_task(options.task), options.varied()
-    base = options.select(TrainLoraOptions)
+    base = replace(options.select(TrainLoraOptions), log=())  # the sweep sends finished logs
     _check_names(varied, base, task)
     grid = list(itertools.product(*(dict.fromkeys(values) for values in varied.values())))
     if len(grid) == options.seeds == 1:

@@ -25,6 +25,7 @@ from llmcond.metrics import Estimate
 from llmcond.prompts import Prompt
 from llmcond.records import RECORD as RECORDED
 from llmcond.records import read_record
+from llmcond.run_log import LOGS
 from llmcond.runs import open_any_run
 from llmcond.tasks import Data
 from llmcond.workflows.options.training import HeadTrainingOptions
@@ -192,7 +193,9 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
             f"{folder} holds features of the frozen encoder {name}, which differ from those of a "
             "trained one. Name another --run."
         )
-    other_files = [path.name for path in folder.iterdir() if path.name not in {STATE, ".lock"}]
+    # A training that was stopped before its first checkpoint leaves a log.
+    training_files = {STATE, LOGS, ".lock"}
+    other_files = [path.name for path in folder.iterdir() if path.name not in training_files]
     if other_files and not (folder / STATE).is_dir():
         raise UserError(f"{folder} holds other files ({other_files[0]}). Name another --run.")
     return None

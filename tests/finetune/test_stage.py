@@ -17,6 +17,7 @@ from llmcond.finetune.settings import StageSettings
 from llmcond.finetune.stage import stage_rows
 from llmcond.finetune.state import STATE
 from llmcond.progress import TrainBar
+from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.workflows.last_stage import check_stage_settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,6 +117,19 @@ def test_stage_stopped_in_any_training_resumes_bit_equal(
     assert records[0]["then"]["folds"] == records[1]["then"]["folds"]
     assert records[0]["scores"] == records[1]["scores"]
     assert not (folder / "training").exists()
+    logs = [without_times(read_log(log_path(each, TRAINING))) for each in (folder, staged)]
+    assert logs[0] == logs[1]
+    steps = [(record.get("stage"), record["step"]) for record in logs[0] if "loss" in record]
+    assert steps.count(("then", 3)) == 1 < steps.count((None, 4))  # a step, and its evaluation
+
+
+def without_times(records):
+    """Return the records of a log that two equal trainings have in common."""
+    return [
+        {key: value for key, value in record.items() if key not in ("time", "name", "seconds")}
+        for record in records
+        if record["event"] != "resume"
+    ]
 
 
 def test_stage_starts_from_best_checkpoint_and_changes_weights(command, staged, tmp_path):

@@ -287,8 +287,8 @@ def fit_with_spy(pairs, dev=None, kind="linear", seed=0, **changes):
     base_recipe = make_recipe(kind, **{**SHORT, "dim": 2, "learning_rate": 1e-6, **changes})
     spy_recipe = replace(base_recipe, family=spy.family)
 
-    def on_epoch(epoch, epochs, score):
-        if score is not None:
+    def on_epoch(epoch, epochs, entry):
+        if entry is not None:
             spy.ends.append(len(spy.batches))
 
     spy.head, spy.fit = fit_by_gradient(spy_recipe, pairs, dev, seed, on_epoch)

@@ -8,6 +8,7 @@ import pytest
 from helpers.commands import run_json, run_rejected
 
 import llmcond
+from llmcond.run_log import log_path, read_log
 from llmcond.runs import open_any_run
 
 #: Settings with which a fit hardly changes its initial parameters.
@@ -60,6 +61,52 @@ def test_same_start_and_seed_give_same_head(capsys, run):
     first, second, new = (tensors_of(run, name) for name in ("first", "second", "new"))
     assert_equal_tensors(first, second)
     assert not np.array_equal(first["weight"], new["weight"])
+
+
+def evaluations(run, name):
+    """Return the learning curves of a fit's log, by stage."""
+    curves = {}
+    for record in read_log(log_path(run, name)):
+        if record["event"] == "evaluation":
+            stage = record.get("stage", "")
+            entry = {k: v for k, v in record.items() if k not in ("event", "time", "stage")}
+            curves.setdefault(stage, []).append(entry)
+    return curves
+
+
+def test_log_has_learning_curve_of_each_fit(capsys, run):
+    command = ("fit-head", "--run", run, "--head", "linear", "--dim", "4")
+    result = run_json(capsys, *command, "--name", "one", "--set", "epochs=2")
+    fit = json.loads((run / "heads/one/head.json").read_text())["fit"]
+    assert evaluations(run, "one") == {"": fit["curve"]}
+    assert fit["curve"][1]["step"] == 2 * fit["steps_per_epoch"]
+    start, *_, end = read_log(log_path(run, "one"))
+    assert (start["config"]["recipe"]["settings"]["dim"], start["config"]["seed"]) == (4, 0)
+    assert end["dev_spearman"] == result["dev_spearman"]
+    assert end["best_epoch"] == result["best_epoch"]
+
+    run_json(capsys, *command, "--name", "two", "--set", "epochs=1", "members=2")
+    fit = json.loads((run / "heads/two/head.json").read_text())["fit"]
+    curves = [member["curve"] for member in fit["members"]]
+    assert evaluations(run, "two") == {"member-0": curves[0], "member-1": curves[1]}
+
+    on_dev = ("--with", "dev", "--folds", "2", "--set", "epochs=1")
+    run_json(capsys, *command, "--name", "dev", *on_dev)
+    assert [*evaluations(run, "dev")] == ["without-dev", "fold-0", "fold-1", ""]
+
+
+def test_log_of_head_in_closed_form_has_its_figures(capsys, run):
+    run_json(capsys, "fit-head", "--run", run, "--head", "pca", "--dim", "4")
+    start, end = read_log(log_path(run, "pca@concat-sent-cond"))
+    assert (start["event"], end["event"]) == ("start", "end")
+    assert 0 < end["explained_variance"] <= 1
+
+
+def test_log_of_failed_fit_shows_its_epochs(capsys, run):
+    diverging = ("--set", "epochs=9", "learning_rate=1e30")
+    run_rejected(capsys, "fit-head", "--run", run, "--head", "mlp", "--name", "bad", *diverging)
+    records = read_log(log_path(run, "bad"))
+    assert {record["event"] for record in records} <= {"start", "evaluation"}
 
 
 def test_start_decides_size_and_subtraction(capsys, run):

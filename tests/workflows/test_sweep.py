@@ -30,6 +30,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.results import RowCounts, SweptResult
 from llmcond.metrics import Estimate
 from llmcond.report import sweeps
+from llmcond.run_log import read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread", "in_tmp")
 
@@ -127,6 +128,18 @@ def test_every_combination_is_fitted_once(capsys, folder, fits):
     assert report["results"] == rows
     assert report["data"] == json.loads((folder / "run.json").read_text())["data"]
     assert "torch" in report["versions"]
+
+
+def test_every_fit_has_a_log(folder):
+    swept = sweep(run=folder, head=["small.toml"], prompt=JOINT, vary={"dim": [4, 8]}, seeds=1)
+    logs = [read_log(path) for path in sorted((folder / "logs/sweep").glob("*.jsonl"))]
+    names = {path.stem for path in (folder / "sweep").glob("*.json")}
+    assert {path.stem for path in (folder / "logs/sweep").iterdir()} == names
+    scores = [record["dev_spearman"] for log in logs for record in log[1:-1]]
+    curves = [epoch for row in swept.to_json()["results"] for epoch in row["curves"][0]]
+    assert sorted(scores) == sorted(epoch["dev_spearman"] for epoch in curves)
+    dims = [log[0]["config"]["recipe"]["settings"]["dim"] for log in logs]
+    assert sorted(dims) == [4, 8]
 
 
 def test_repeated_sweep_fits_nothing(capsys, folder, fits):

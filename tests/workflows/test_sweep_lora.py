@@ -17,6 +17,7 @@ import llmcond
 from llmcond.cli import run
 from llmcond.errors import UserError
 from llmcond.finetune.loop import Trainer
+from llmcond.run_log import read_log
 from llmcond.workflows import sweep_lora
 from llmcond.workflows.options.training import SweepLoraOptions
 from llmcond.workflows.training_grid import plan_trainings
@@ -148,6 +149,15 @@ def test_best_encoder_is_run_of_best_seed_of_best_settings(swept, capsys):
 def test_weights_of_other_trainings_are_removed(swept):
     assert find_weights(swept) == ["best"]
     assert all(path.suffix == ".json" for path in (swept / "trainings").iterdir())
+
+
+def test_every_training_has_a_log_even_if_its_weights_are_removed(swept):
+    digests = sorted(path.stem for path in (swept / "trainings").glob("*.json"))
+    paths = sorted((swept / "logs").glob("*.jsonl"))
+    assert [path.stem for path in paths] == digests
+    rates = [read_log(path)[0]["config"]["settings"]["learning_rate"] for path in paths]
+    assert sorted(rates) == [0.0001, 0.0001, 0.05, 0.05]
+    assert all(read_log(path)[-1]["event"] == "end" for path in paths)
 
 
 def test_training_equals_that_of_train_lora(swept, complete, tmp_path, capsys):

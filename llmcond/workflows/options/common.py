@@ -13,6 +13,7 @@ from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
 from llmcond.options import Amount, Options, Positive, option
+from llmcond.run_log import Tracker, check_trackers
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
@@ -126,6 +127,23 @@ class DeviceOption(Options):
     """Options of commands that compute on a device."""
 
     device: str = option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOption(Options):
+    """Options of commands that fit or train, whose records trackers can get too."""
+
+    log: Sequence[Tracker] = option(
+        (),
+        metavar="TRACKER",
+        help="trackers that get the loss, the learning rate and the scores: tensorboard, wandb, "
+        "trackio or mlflow (default: none; the run has them as JSON lines)",
+    )
+
+    def __post_init__(self) -> None:
+        """Also check that the trackers are installed."""
+        super().__post_init__()
+        check_trackers(self.log)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,13 @@ from annotated_types import Ge, Le
 
 from llmcond.errors import UserError
 from llmcond.options import Options, Positive, Seed, option
-from llmcond.workflows.options.common import DeviceOption, MetricOption, RunOption, SplitOption
+from llmcond.workflows.options.common import (
+    DeviceOption,
+    LogOption,
+    MetricOption,
+    RunOption,
+    SplitOption,
+)
 
 _WITH_DEV = "fitting on dev as well"
 
@@ -50,7 +56,7 @@ class DevOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitHeadOptions(RunOption, DeviceOption, DevOptions):
+class FitHeadOptions(RunOption, DeviceOption, LogOption, DevOptions):
     """Options of ``llmcond fit-head``: the recipe, and the features to fit it on."""
 
     head: str = option(
@@ -140,7 +146,9 @@ class GridOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(GridOptions, RunOption, SplitOption, MetricOption, TrialOptions, DeviceOption):
+class SweepOptions(
+    GridOptions, RunOption, SplitOption, MetricOption, TrialOptions, DeviceOption, LogOption
+):
     """Options of ``llmcond sweep``: the heads and settings to fit."""
 
     head: Sequence[str] = option(

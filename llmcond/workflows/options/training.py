@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from llmcond.encoders.spec import Orders
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.options import Positive, Seed, all_optional, option
-from llmcond.workflows.options.common import RunOption, RunOptions
+from llmcond.workflows.options.common import LogOption, RunOption, RunOptions
 from llmcond.workflows.options.fitting import GridOptions
 
 _HEAD = "head and inputs"
@@ -26,7 +26,7 @@ else:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(RunOptions, _TuneOptions):
+class TrainingOptions(RunOptions, _TuneOptions, LogOption):
     """Options of every command that trains an encoder."""
 
     merge: bool = option(

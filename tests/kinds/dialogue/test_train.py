@@ -11,6 +11,7 @@ from helpers.dialogues import write_dialogues
 import llmcond
 from llmcond.cli import run
 from llmcond.kinds.dialogue.roles import load_roles_head
+from llmcond.run_log import TRAINING, log_path, read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +49,8 @@ def test_summary_matches_evaluate(capsys, trained, model):
     assert record["dev_average_rank"] == pytest.approx(summary["dev_score"], abs=0.1)
     curve = [entry["dev_score"] for entry in record["fit"]["curve"]]
     assert min(curve) == summary["dev_score"] >= 1
+    end = read_log(log_path(trained, TRAINING))[-1]
+    assert end["test_average_rank"] == summary["scores"][1]["average_rank"]
     encoder = llmcond.load_encoder(trained)
     base = llmcond.load_encoder(model, dtype="float32", pooling="mean")
     item = [llmcond.EncoderInput("", "two men ?")]

@@ -9,6 +9,7 @@ from helpers.commands import run_json, run_rejected
 import llmcond
 from llmcond.cli import run
 from llmcond.kinds.ranking.heads import load_query_head
+from llmcond.run_log import TRAINING, log_path, read_log
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +47,8 @@ def test_summary_matches_evaluate(capsys, trained):
     assert record["dev_mrr"] == summary["scores"][0]["mrr"]
     assert record["dev_mrr"] == pytest.approx(summary["dev_score"], abs=1e-4)  # float16 in store
     assert [entry["epoch"] for entry in record["fit"]["curve"]] == [1, 2]
+    end = read_log(log_path(trained, TRAINING))[-1]
+    assert end["test_mrr"] == summary["scores"][1]["mrr"]
 
 
 def test_run_has_card_but_cannot_be_pushed_without_graph(capsys, trained):
