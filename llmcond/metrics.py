@@ -166,7 +166,9 @@ def pearson(prediction: Floats, rating: Floats, group: Indices | None = None) ->
     """Return the Pearson correlation; NaN for fewer than 2 rows, or if one side is constant."""
     if len(prediction) < 2 or not np.ptp(prediction) or not np.ptp(rating):
         return math.nan
-    a, b = prediction - prediction.mean(), rating - rating.mean()
+    a, b = (values - values.mean() for values in (prediction, rating))
+    # Scaling by powers of two is exact, and no square overflows or underflows.
+    a, b = (np.ldexp(values, -np.frexp(np.abs(values).max())[1]) for values in (a, b))
     scale = np.sqrt((a @ a) * (b @ b))
     return float(a @ b / scale) if scale > 0 else math.nan
 

@@ -158,7 +158,7 @@ def test_dropout_and_order_follow_seed(tiny_bert, data, tmp_path):
             adapter_dropout=dropout,
             encoder_dropout=False,
         )
-        trainer.run(lambda progress, steps, loss, seen=seen: seen.append(loss))
+        trainer.run(lambda _, steps, entry, seen=seen: seen.append(entry["loss"]))
         losses.append(seen)
     assert losses[0] == losses[1]
     # Adapters start as zero maps, so that dropout has an effect from the second step on.
