@@ -44,14 +44,20 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise a UserError if a package that a tracker needs is not installed."""
     for name in names:
         packages = _PACKAGES.get(name, (name,))
-        missing = [] if find_spec("accelerate") else ["accelerate"]
-        missing += [] if any(map(find_spec, packages)) else [packages[0]]
+        missing = [] if _is_installed("accelerate") else ["accelerate"]
+        missing += [] if any(map(_is_installed, packages)) else [packages[0]]
         if missing:
             raise UserError(
                 f"--log {name} needs {' and '.join(missing)}, which "
                 f"{'is' if len(missing) == 1 else 'are'} not installed. Install: pip install "
                 f"{' '.join(missing)}. Without --log, the run has the same records as JSON lines."
             )
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    # W&B writes to a folder `wandb`, which Python takes for a package without code.
+    return spec is not None and spec.origin is not None
 
 
 class RunLog:

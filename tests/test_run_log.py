@@ -9,7 +9,7 @@ import pytest
 
 import llmcond
 from llmcond.errors import UserError
-from llmcond.run_log import RunLog, log_path, read_log
+from llmcond.run_log import RunLog, check_trackers, log_path, read_log
 
 CONFIG = {"seed": 0, "settings": {"rank": 4, "target": ["auto"]}}
 
@@ -134,6 +134,14 @@ def test_missing_packages_are_reported_before_the_fit(run_copy, monkeypatch, mis
     assert not (run_copy / "logs").exists()
 
 
+def test_folder_with_name_of_tracker_is_no_package(tmp_path, monkeypatch):
+    """W&B writes to a folder ``wandb`` in the working directory."""
+    (tmp_path / "untracked").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="needs untracked, which is not installed"):
+        check_trackers(["untracked"])
+
+
 def test_unknown_tracker_is_reported(run_copy):
     with pytest.raises(UserError, match=r"--log is 'tensorbord'. Did you mean 'tensorboard'"):
         llmcond.fit_head(run=run_copy, head="linear", log="tensorbord")
@@ -209,3 +217,17 @@ def test_fit_head_sends_its_curve(run_copy):
         entry["step"] for entry in curve
     ]
     assert scalars["end/best_epoch"] == [(curve[-1]["step"], fitted.record["best_epoch"])]
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_sweep_sends_each_fit(run_copy):
+    swept = llmcond.sweep(
+        run=run_copy, head="linear", vary={"dim": [4, 8]}, seeds=1, set={"epochs": 1}, workers=1,
+        log="tensorboard",
+    )  # fmt: skip
+    folders = [*(run_copy / "logs/sweep").glob("*.tensorboard")]
+    names = {path.stem for path in (run_copy / "sweep").glob("*.json")}
+    assert {folder.stem for folder in folders} == names
+    losses = sorted(read_scalars(folder)["evaluation/loss"][0][1] for folder in folders)
+    expected = sorted(row.fits[0]["curve"][0]["loss"] for row in swept.results)
+    assert losses == pytest.approx(expected)

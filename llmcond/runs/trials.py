@@ -295,9 +295,10 @@ def run_trials(
                 failures.append(f"{by_digest[digest].label}: {record}")
                 log.info(f"failed: {failures[-1]}")
                 continue
-            write_json(paths[digest], record)
             label = f"{run.folder.name}/{by_digest[digest].label}"
+            # Before the fit is saved, because a saved fit is not sent again.
             send_log(log_path(run.folder, f"{folder}/{digest}"), label, trackers)
+            write_json(paths[digest], record)
             outcome = read_outcome(digest)
             assert outcome is not None  # noqa: S101 - the file was written in the previous line
             outcomes[digest] = outcome

@@ -173,9 +173,9 @@ class _Search:
                     self._failures[digest] = f"{label}: {record}"
                     log.info(f"failed: {self._failures[digest]}")
                 else:
+                    self._keep_log(digest, label)
                     write_json(self._file(digest), record)
                     self._records[digest] = record
-                    self._keep_log(digest, label)
                     score = f"{self._metric.heading} {self._metric.format(self._score(digest))}"
                     log.info(f"{count:,}/{len(missing):,} {label}: {score} on dev")
                 self._remove_weights()

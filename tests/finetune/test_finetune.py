@@ -31,6 +31,7 @@ from llmcond.finetune.state import BEST, STATE, TrainingState, describe_differen
 from llmcond.heads import load_recipe
 from llmcond.heads.objectives import contrast_groups
 from llmcond.prompts import load_prompt
+from llmcond.run_log import TRAINING, log_path, read_log
 from llmcond.workflows.extract import _choose_default_prompt
 from llmcond.workflows.training_options import build_tune_settings
 
@@ -669,6 +670,9 @@ def test_two_processes_match_two_accumulation_steps(tiny_bert, data, tmp_path):
     single = json.loads((tmp_path / "one" / "training.json").read_text())["summary"]
     assert distributed["steps"] == single["steps"], (distributed, single)
     assert distributed["best_step"] == single["best_step"], (distributed, single)
+    records = read_log(log_path(tmp_path / "two", TRAINING))
+    steps = [record["step"] for record in records if record["event"] == "step"]
+    assert steps == list(range(1, single["steps"] + 1))  # one process writes the log
     for name in ("adapter_model.safetensors", f"heads/{single['head']}/head-*.safetensors"):
         single_tensors, distributed_tensors = (
             load_file(next((tmp_path / folder).glob(name))) for folder in ("one", "two")
