@@ -397,18 +397,32 @@ def check_similarities(body: bytes, count: int) -> str:
     return ""
 
 
+def check_ranking(body: bytes, count: int) -> str:
+    """Return what is wrong with the best half of some documents, if anything."""
+    results = read_json(body)["results"]
+    scores = [result["relevance_score"] for result in results]
+    indices = {result["index"] for result in results}
+    if scores != sorted(scores, reverse=True) or len(indices) != (count + 1) // 2:
+        return f"{len(indices)} documents of {count}, with scores {scores[:5]}"
+    return ""
+
+
 def draw_body(chance: Random) -> tuple[str, dict[str, Any], Callable[[bytes], str]]:
     """Return a path, a valid body for it, and the check of the answer."""
     count = chance.choice((1, 1, 2, 30))
     texts = [chance.choice(("two men", "children read", "x", *TEXTS)) for _ in range(count)]
     condition = chance.choice((*CONDITIONS, "the colour"))
-    match chance.randrange(4):
+    match chance.randrange(5):
         case 0:
             embed: dict[str, Any] = {"input": texts, "condition": condition}
             return "/v1/embeddings", embed, partial(check_embeddings, count=count)
         case 1:
             pairs = {"sentence1": texts, "sentence2": "two men", "condition": condition}
             return "/v1/similarity", pairs, partial(check_similarities, count=count)
+        case 2:
+            rank: dict[str, Any] = {"query": "two men", "documents": texts, "condition": condition}
+            rank["top_n"] = (count + 1) // 2
+            return "/v1/rerank", rank, partial(check_ranking, count=count)
     text, ids = draw_filter(chance)
     k = chance.choice((1, 10, 300))
     search = {"query": "two men", "condition": condition, "k": k, "where": text}

@@ -1,4 +1,4 @@
-"""``llmcond serve``: embeddings, similarity and search over HTTP."""
+"""``llmcond serve``: embeddings, similarity, reranking and search over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Serve(GuideOption, EmbedderOptions, ServerSettings, Command):
-    """Serve embeddings, similarity and search over HTTP.
+    """Serve embeddings, similarity, reranking and search over HTTP.
 
     The protocol is OpenAI's embeddings API with a condition added. The server does not encrypt: to
     serve other machines, put it behind a proxy that does.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,27 +21,39 @@ from llmcond.runs.embedder import Embedder, normalise_vectors
 from llmcond.runs.similarity import pair_with_conditions
 from llmcond.search.errors import FilterError, UnpreparedConditionError
 from llmcond.serving.batching import Batcher, Row
-from llmcond.serving.errors import RequestError, invalid_value_error, json_response
+from llmcond.serving.errors import JsonResponse, RequestError, invalid_value_error
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
+from llmcond.serving.openapi import Handler, Route, describe_api
 from llmcond.serving.page import page_response
 from llmcond.serving.requests import (
     EmbeddingsRequest,
+    RerankRequest,
     SearchRequest,
     SimilarityRequest,
     TextOrTexts,
     read_request,
 )
+from llmcond.serving.responses import (
+    Counts,
+    Embedding,
+    EmbeddingsResponse,
+    HealthResponse,
+    ModelEntry,
+    ModelList,
+    RerankResponse,
+    RerankResult,
+    SearchResponse,
+    SimilarityResponse,
+)
 from llmcond.serving.settings import ServerSettings
-from llmcond.version import __version__
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoded
     from llmcond.search import Hits
 
-#: A function that answers a request.
-_Handler = Callable[[Request], Awaitable[Response]]
-
+#: Path of the description of one model, without the model's name.
+_MODELS = "/v1/models/"
 #: Time limit of a search's filter in seconds.
 _FILTER_SECONDS = 5.0
 #: Largest number of vectors that is serialised on the thread that reads the requests.
@@ -51,39 +63,49 @@ _MAX_LISTED = 10
 
 
 class Endpoints:
-    """The endpoints of one model as an ASGI application, which ``Gate`` wraps.
-
-    Attributes:
-        routes: the method and the handler of each path.
-    """
+    """The endpoints of one model as an ASGI application, which ``Gate`` wraps."""
 
     def __init__(
-        self, model: ServedModel, batcher: Batcher, metrics: Metrics, settings: ServerSettings
+        self,
+        model: ServedModel,
+        batcher: Batcher,
+        metrics: Metrics,
+        settings: ServerSettings,
+        *,
+        needs_key: bool,
     ) -> None:
         self._model, self._batcher, self._metrics = model, batcher, metrics
         self._max_texts, self._max_bytes = settings.max_client_batch_size, settings.payload_limit
-        self._page = page_response(model, needs_key=settings.api_key_file is not None)
+        self._needs_key = needs_key
+        self._page = page_response(model, needs_key=needs_key)
         #: Threads that evaluate filters, so that a slow one delays neither the model nor other
         #: requests.
         self._planners = ThreadPoolExecutor(2, thread_name_prefix="llmcond-filter")
         self._probe: asyncio.Future[Any] | None = None
         self._start_time, self._name = int(time.time()), model.name
-        get_routes: dict[str, _Handler] = {
-            "/": self.page,
-            "/healthz": self.healthz,
-            "/readyz": self.readyz,
-            "/metrics": self.metrics,
-            "/v1/models": self.models,
-        }
-        post_routes: dict[str, tuple[_Handler, type[BaseModel]]] = {
-            "/v1/embeddings": (self.embeddings, EmbeddingsRequest),
-            "/v1/similarity": (self.similarity, SimilarityRequest),
-            "/v1/search": (self.search, SearchRequest),
-        }
-        self._document = json_response(_describe_api(get_routes, post_routes))
-        self.routes = {path: ("GET", handler) for path, handler in get_routes.items()}
-        self.routes |= {path: ("POST", handler) for path, (handler, _) in post_routes.items()}
-        self.routes["/openapi.json"] = "GET", self.openapi
+        routes = (
+            Route("GET", "/", self.page, public=True, media_type="text/html"),
+            Route("GET", "/healthz", self.healthz, errors=[503], public=True),
+            Route("GET", "/readyz", self.readyz, errors=[503], public=True),
+            Route("GET", "/metrics", self.metrics, media_type="text/plain"),
+            Route("GET", "/openapi.json", self.openapi),
+            Route("GET", "/v1/models", self.models),
+            Route("GET", f"{_MODELS}{{id}}", self.model, errors=[404]),
+            Route("POST", "/v1/embeddings", self.embeddings, EmbeddingsRequest, errors=[404]),
+            Route("POST", "/v1/similarity", self.similarity, SimilarityRequest),
+            Route("POST", "/v1/rerank", self.rerank, RerankRequest),
+            Route("POST", "/v1/search", self.search, SearchRequest, errors=[404]),
+        )
+        self._routes = {route.path: route for route in routes}
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """The OpenAPI document, which takes longer to create than most responses."""
+        return describe_api(self._routes.values(), needs_key=self._needs_key)
+
+    def find_route(self, path: str) -> Route | None:
+        """Return the route of a path, or None if there is none."""
+        return self._routes.get(f"{_MODELS}{{id}}" if path.startswith(_MODELS) else path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI application.
@@ -97,20 +119,19 @@ class Endpoints:
         response = await self._find_handler(request)(request)
         await response(scope, receive, send)
 
-    def _find_handler(self, request: Request) -> _Handler:
+    def _find_handler(self, request: Request) -> Handler:
         """Return the handler of a request; raise a RequestError if there is none."""
         path = request.scope["path"]
-        if path not in self.routes:
-            path = path[:80]
-            suggestion = (
-                did_you_mean(path, [*self.routes]) or f"Use one of {', '.join(self.routes)}."
-            )
+        route = self.find_route(path)
+        if route is None:
+            path, paths = path[:80], [*self._routes]
+            suggestion = did_you_mean(path, paths) or f"Use one of {', '.join(paths)}."
             raise RequestError(404, "not_found", f"there is no path {path!r}. {suggestion}")
-        method, handler = self.routes[path]
-        if request.method != method:
-            message = f"{path} does not accept {request.method}; use {method}."
-            raise RequestError(405, "method_not_allowed", message, headers={"Allow": method})
-        return handler
+        if request.method != route.method:
+            message = f"{route.path} does not accept {request.method}; use {route.method}."
+            headers = {"Allow": route.method}
+            raise RequestError(405, "method_not_allowed", message, headers=headers)
+        return route.handler
 
     # -- information about the server ------------------------------------------------------------
 
@@ -118,13 +139,13 @@ class Endpoints:
         """Return a page on which the endpoints can be tried by hand."""
         return self._page
 
-    async def healthz(self, _: Request) -> Response:
+    async def healthz(self, _: Request) -> JsonResponse[HealthResponse]:
         """Report whether the model's thread is running."""
         if not self._batcher.alive:
             raise RequestError(503, "not_running", "the model's thread has stopped.")
-        return json_response({"status": "ok", "model": self._name})
+        return JsonResponse({"status": "ok", "model": self._name})
 
-    async def readyz(self, _: Request) -> Response:
+    async def readyz(self, _: Request) -> JsonResponse[HealthResponse]:
         """Encode a text to check that the server is ready; concurrent requests share one check."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.wrap_future(self._batcher.submit([self._model.ready_row()]))
@@ -134,35 +155,52 @@ class Endpoints:
             raise RequestError(
                 503, "not_ready", "the model did not encode a text within 10 s."
             ) from error
-        return json_response({"status": "ready", "model": self._name})
+        return JsonResponse({"status": "ready", "model": self._name})
 
-    async def openapi(self, _: Request) -> Response:
+    async def openapi(self, _: Request) -> JsonResponse[dict[str, Any]]:
         """Return the OpenAPI document of the endpoints and their fields."""
-        return self._document
+        return JsonResponse(self.document)
 
     async def metrics(self, _: Request) -> Response:
         """Return metrics in Prometheus's text format."""
         return self._metrics.response()
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, _: Request) -> JsonResponse[ModelList]:
         """Return the served model as a list of one, in OpenAI's format."""
-        entry = {"id": self._name, "object": "model", "created": self._start_time}
-        entry |= {"owned_by": "llmcond", **self._model.describe()}
-        entry["max_length"] = self._model.encoder.identity.max_length
+        return JsonResponse({"object": "list", "data": [self._describe_model()]})
+
+    async def model(self, request: Request) -> JsonResponse[ModelEntry]:
+        """Return the served model by its name, in OpenAI's format."""
+        name = request.scope["path"].removeprefix(_MODELS)
+        if name != self._name:
+            message = f"there is no model {name[:80]!r}; this server has {self._name!r}."
+            raise RequestError(404, "model_not_found", message, param="model")
+        return JsonResponse(self._describe_model())
+
+    def _describe_model(self) -> ModelEntry:
+        entry: ModelEntry = {
+            "id": self._name,
+            "object": "model",
+            "created": self._start_time,
+            "owned_by": "llmcond",
+            **self._model.describe(),  # type: ignore[typeddict-item]
+            "max_length": self._model.encoder.identity.max_length,
+        }
         index = self._model.index
         if index is not None and index.encodes_pairs:
             entry["conditions"] = index.conditions
-        return json_response({"object": "list", "data": [entry]})
+        return entry
 
     # -- work for the model ----------------------------------------------------------------------
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, request: Request) -> JsonResponse[EmbeddingsResponse]:
         """Return embeddings of texts under conditions, in OpenAI's format."""
         body = await read_request(request, EmbeddingsRequest, self._max_bytes)
         embedder = self._model.model
         if not isinstance(embedder, Embedder):
             raise _not_served_error(
-                "this server has a cross-encoder, which has no embeddings. Use /v1/similarity."
+                "this server has a cross-encoder, which has no embeddings. Use /v1/similarity or "
+                "/v1/rerank."
             )
         if body.dimensions not in (None, embedder.dim):
             raise invalid_value_error(
@@ -174,7 +212,7 @@ class Endpoints:
         rows = self._make_rows("input", texts, self._choose_condition(body))
         encoded = await self._encode(request, rows, len(texts))
 
-        def response() -> Response:
+        def response() -> JsonResponse[EmbeddingsResponse]:
             vectors = normalise_vectors(encoded.vectors, embedder.head)
             embeddings: list[Any] = (
                 vectors.tolist()
@@ -183,18 +221,18 @@ class Endpoints:
                     base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, "<f4")
                 ]
             )
-            data = [
+            data: list[Embedding] = [
                 {"object": "embedding", "index": index, "embedding": embedding}
                 for index, embedding in enumerate(embeddings)
             ]
-            return json_response(
+            return JsonResponse(
                 {"object": "list", "model": self._name, "data": data, **self._count_usage(encoded)}
             )
 
         # Serialising many vectors takes so long that it would block other requests.
         return response() if len(rows) <= _MAX_INLINE_VECTORS else await asyncio.to_thread(response)
 
-    async def similarity(self, request: Request) -> Response:
+    async def similarity(self, request: Request) -> JsonResponse[SimilarityResponse]:
         """Return the similarities of pairs of texts under conditions."""
         body = await read_request(request, SimilarityRequest, self._max_bytes)
         condition = self._choose_condition(body)
@@ -203,12 +241,12 @@ class Endpoints:
             "sentence2": body.sentence2,
             "condition": condition,
         }
-        counts = {name: len(value) for name, value in fields.items() if not isinstance(value, str)}
-        count = next(iter(counts.values()), 1)
-        if set(counts.values()) - {count}:
-            listing = ", ".join(f"{number} in {name}" for name, number in counts.items())
+        lengths = {name: len(value) for name, value in fields.items() if not isinstance(value, str)}
+        count = next(iter(lengths.values()), 1)
+        if set(lengths.values()) - {count}:
+            listing = ", ".join(f"{number} in {name}" for name, number in lengths.items())
             raise invalid_value_error(
-                [*counts][-1],
+                [*lengths][-1],
                 f"the numbers of texts differ: {listing}. Give equally many, or one text for all.",
             )
         rows1, rows2 = (
@@ -223,10 +261,33 @@ class Endpoints:
             triples = [(a, b, c) for (a, c), (b, _) in zip(rows1, rows2, strict=True)]
             encoded = await self._encode(request, triples, 2 * count)
             values = encoded.vectors
-        answer = {"model": self._name, "similarities": values.tolist()}
-        return json_response({**answer, **self._count_usage(encoded)})
+        counts = self._count_usage(encoded)
+        return JsonResponse({"model": self._name, "similarities": values.tolist(), **counts})
 
-    async def search(self, request: Request) -> Response:
+    async def rerank(self, request: Request) -> JsonResponse[RerankResponse]:
+        """Order documents by their similarity to a query under a condition, best first."""
+        body = await read_request(request, RerankRequest, self._max_bytes)
+        condition, texts = self._choose_condition(body), body.documents
+        (query,) = self._make_rows("query", [body.query], condition)
+        rows = self._make_rows("documents", texts, condition)
+        model, n_texts = self._model.model, 1 + len(texts)
+        if isinstance(model, Embedder):
+            encoded = await self._encode(request, [query, *rows], n_texts)
+            documents = encoded.vectors[1:]
+            scores = model.compare(np.broadcast_to(encoded.vectors[:1], documents.shape), documents)
+        else:
+            triples = [(body.query, text, condition) for text, _ in rows]
+            encoded = await self._encode(request, triples, n_texts)
+            scores = encoded.vectors
+        results: list[RerankResult] = []
+        for index in np.argsort(-scores, kind="stable")[: body.top_n].tolist():
+            results.append({"index": index, "relevance_score": float(scores[index])})
+            if body.return_documents:
+                results[-1]["document"] = {"text": texts[index]}
+        counts = self._count_usage(encoded)
+        return JsonResponse({"model": self._name, "results": results, **counts})
+
+    async def search(self, request: Request) -> JsonResponse[SearchResponse]:
         """Search the index for the texts nearest to a query under a condition."""
         body = await read_request(request, SearchRequest, self._max_bytes)
         index = self._model.index
@@ -258,9 +319,12 @@ class Endpoints:
                 await self._await_result(request, self._planners.submit(plan), "condition")
             )
         (hits,) = await self._await_result(request, calls, "condition")
-        return json_response({"model": self._name, **hits.to_json()})
+        response: SearchResponse = {"model": self._name, **hits.to_json()}  # type: ignore[typeddict-item]
+        return JsonResponse(response)
 
-    def _choose_condition(self, body: EmbeddingsRequest | SimilarityRequest | SearchRequest) -> Any:
+    def _choose_condition(
+        self, body: EmbeddingsRequest | SimilarityRequest | RerankRequest | SearchRequest
+    ) -> Any:
         """Return a request's condition or the server's default; without either, raise an error."""
         conditions = () if body.condition is None else body.condition
         texts = [conditions] if isinstance(conditions, str) else [*conditions]
@@ -313,11 +377,13 @@ class Endpoints:
         request.state.tokens = int(encoded.n_tokens.sum())
         return encoded
 
-    def _count_usage(self, encoded: Encoded) -> dict[str, Any]:
+    def _count_usage(self, encoded: Encoded) -> Counts:
         """Count the tokens, the truncated texts, and the embeddings that are zero vectors."""
         tokens = int(encoded.n_tokens.sum())
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        counts = {"usage": usage, "truncated": int(encoded.truncated.sum())}
+        counts: Counts = {
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "truncated": int(encoded.truncated.sum()),
+        }
         if isinstance(self._model.model, Embedder):
             counts["zero_vectors"] = int((~encoded.vectors.any(axis=1)).sum())
         return counts
@@ -378,24 +444,6 @@ class Endpoints:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _describe_api(
-    get_routes: Mapping[str, _Handler], post_routes: Mapping[str, tuple[_Handler, type[BaseModel]]]
-) -> dict[str, Any]:
-    """Return the OpenAPI document of the GET and POST endpoints, with the fields of bodies."""
-
-    def operation(answer: _Handler, **request: Any) -> dict[str, Any]:
-        summary = (answer.__doc__ or "").partition("\n")[0]
-        return {"summary": summary, **request, "responses": {"200": {"description": "Success"}}}
-
-    paths = {path: {"get": operation(handler)} for path, handler in get_routes.items()}
-    for path, (handler, body_type) in post_routes.items():
-        content = {"application/json": {"schema": body_type.model_json_schema()}}
-        body = {"required": True, "content": content}
-        paths[path] = {"post": operation(handler, requestBody=body)}
-    info = {"title": "llmcond", "version": __version__}
-    return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
 def _not_served_error(why: str) -> RequestError:

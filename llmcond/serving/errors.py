@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from llmcond.serving.batching import ClosedError
+from llmcond.serving.responses import ErrorResponse
+
+T = TypeVar("T")
 
 #: Status, in logs and metrics, of a request whose client disconnected before the response.
 CLIENT_CLOSED = 499
@@ -37,16 +41,18 @@ class RequestError(Exception):
         self.status, self.code, self.param = status, code, param
         self.headers = dict(headers or {})
 
-    def response(self) -> Response:
+    def response(self) -> JsonResponse[ErrorResponse]:
         """Convert the error to a response."""
         default_type = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": " ".join(str(self).split()),
-            "type": _TYPES.get(self.status, default_type),
-            "param": self.param,
-            "code": self.code,
+        error: ErrorResponse = {
+            "error": {
+                "message": " ".join(str(self).split()),
+                "type": _TYPES.get(self.status, default_type),
+                "param": self.param,
+                "code": self.code,
+            }
         }
-        return json_response({"error": error}, self.status, self.headers)
+        return JsonResponse(error, self.status, self.headers)
 
 
 def invalid_value_error(param: str | None, message: str) -> RequestError:
@@ -74,8 +80,11 @@ def to_request_error(error: Exception) -> RequestError:
     )
 
 
-def json_response(
-    value: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return a value as a JSON response."""
-    return Response(to_json(value, inf_nan_mode="null"), status, headers, "application/json")
+class JsonResponse(Response, Generic[T]):
+    """A response whose body is JSON of the type T."""
+
+    def __init__(
+        self, value: T, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        body = to_json(value, inf_nan_mode="null")
+        super().__init__(body, status, headers, "application/json")

@@ -27,8 +27,6 @@ from llmcond.serving.metrics import Metrics
 #: Log of one line for each request, without its texts and its key.
 request_log = logging.getLogger("llmcond.requests")
 
-#: Paths that need no key, because they neither read nor return texts.
-_PUBLIC_PATHS = ("/", "/healthz", "/readyz")
 _HEADERS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 
 
@@ -36,6 +34,7 @@ class Gate:
     """The ASGI application that the server calls.
 
     Attributes:
+        app: the endpoints.
         closing: whether further requests are rejected.
     """
 
@@ -63,9 +62,7 @@ class Gate:
                 browser on this machine could let its own name resolve to this server (DNS
                 rebinding), and read whatever the server returns.
         """
-        self._app, self._batcher, self._metrics = app, batcher, metrics
-        #: Known paths. Other paths may contain anything, so they are logged and counted as "other".
-        self._paths = app.routes.keys()
+        self.app, self._batcher, self._metrics = app, batcher, metrics
         self._keys, self._max_requests, self._timeout = keys, max_requests, timeout
         self._checks_host = local and not keys
         self._in_progress = 0
@@ -105,7 +102,9 @@ class Gate:
             if status == CLIENT_CLOSED:  # nothing has been sent yet
                 await reported.response()(scope, receive, send_with_id)
         seconds = time.perf_counter() - start_time
-        route = scope["path"] if scope["path"] in self._paths else "other"
+        known_route = self.app.find_route(scope["path"])
+        # Other paths may contain anything.
+        route = "other" if known_route is None else known_route.path
         self._metrics.on_request(route, status, seconds)
         details = "".join(f" {name}={value}" for name, value in facts.items())
         request_log.info(
@@ -131,14 +130,15 @@ class Gate:
             )
         if self._checks_host:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
-        if scope["path"] not in _PUBLIC_PATHS:
+        route = self.app.find_route(scope["path"])
+        if route is None or not route.public:
             self._check_key(headers.get(b"authorization", b""))
         if scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         with self._limit_concurrency():
             async with asyncio.timeout(self._timeout):
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
 
     def _check_key(self, authorization: bytes) -> None:
         if not self._keys:

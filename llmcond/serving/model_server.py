@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
@@ -90,7 +91,7 @@ class ModelServer(uvicorn.Server):
         tokens = settings.max_batch_tokens or _PASSES * model.encoder.engine.budget
         self._batcher = Batcher(model.encode, tokens, model.max_row_tokens, metrics.on_batch)
         metrics.watch(self._batcher)
-        endpoints = Endpoints(model, self._batcher, metrics, settings)
+        endpoints = Endpoints(model, self._batcher, metrics, settings, needs_key=bool(keys))
         self.gate = Gate(
             endpoints,
             self._batcher,
@@ -100,11 +101,24 @@ class ModelServer(uvicorn.Server):
             settings.timeout,
             local=settings.host in _LOCAL,
         )
+        app: ASGIApp = self.gate
+        if settings.cors_origin:
+            from starlette.middleware.cors import CORSMiddleware
+
+            # Outside the gate, because a preflight request has no API key, and because a page can
+            # only read an error that has the headers, too.
+            app = CORSMiddleware(
+                app,
+                allow_origins=settings.cors_origin,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],  # OpenAI's client for browsers sends a dozen
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
         logging.getLogger("uvicorn.error").addFilter(_is_relevant)
         # The gate logs requests, because it knows what may be disclosed.
         super().__init__(
             uvicorn.Config(
-                self.gate,
+                app,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from llmcond.conditions import Condition
 from llmcond.config import describe_validation_error
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.serving.errors import RequestError
+from llmcond.serving.responses import RerankDocument
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -81,6 +82,31 @@ class SimilarityRequest(_ConditionedRequest):
 
     sentence1: TextOrTexts
     sentence2: TextOrTexts
+
+
+def _read_document(document: object) -> str:
+    """Return the text of a document, which is a text or an object with it."""
+    if isinstance(document, dict) and document.keys() == {"text"}:
+        document = document["text"]
+    if not isinstance(document, str):
+        raise ValueError('it should be a text or {"text": ...}')
+    return document
+
+
+_Document = Annotated[
+    str, BeforeValidator(_read_document, json_schema_input_type=str | RerankDocument)
+]
+
+
+class RerankRequest(_ConditionedRequest):
+    """A query and the documents to order by it, as in the protocols of Cohere and Jina."""
+
+    query: str
+    documents: Annotated[list[_Document], Field(fail_fast=True)]
+    condition: str | None = None
+    values: _Values | None = None
+    top_n: int | None = Field(None, ge=1)
+    return_documents: bool = False
 
 
 class SearchRequest(_RequestBody):

@@ -69,6 +69,11 @@ def serve(served: ServedSource, settings: ServerSettings) -> ServeResult:
             log.warning(
                 f"anyone who can reach {url} can use the server; restrict it with --api-key-file"
             )
+        if not keys and "*" in settings.cors_origin:
+            log.warning(
+                "any web page that a browser on this machine opens can use the server; restrict it "
+                "with --api-key-file, or name the origins"
+            )
         start_time = time.monotonic()
         # Listen before the URL is logged: a client that connects at once then waits for the server
         # instead of being rejected.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, shortened_repr
 from llmcond.log import log
 from llmcond.options import Options, Positive, option
 
@@ -33,6 +35,13 @@ class ServerSettings(Options):
         None,
         metavar="FILE",
         help="file of API keys, one per line; requests then need one (Authorization: Bearer KEY)",
+    )
+    cors_origin: Sequence[str] = option(
+        (),
+        metavar="ORIGIN",
+        repeat=True,
+        help="origin of web pages that may send requests from a browser, such as "
+        "https://example.org; may be repeated; *: every origin (default: none)",
     )
     max_batch_tokens: Positive | None = option(
         None,
@@ -61,6 +70,20 @@ class ServerSettings(Options):
     timeout: Annotated[float, Gt(0), Lt(1_000_000)] = option(
         60.0, metavar="S", group=_LIMITS, help="seconds after which a request gets status 504"
     )
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            UserError: a setting is out of its limits, or an origin is not in the form of browsers.
+        """
+        super().__post_init__()
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+", origin):
+                raise UserError(
+                    f"--cors-origin is {shortened_repr(origin)}; expected scheme and host in lower "
+                    "case, without a path: https://example.org, http://localhost:3000, or *."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,8 @@ from llmcond.serving.settings import read_keys
         ("--host nowhere.invalid", "cannot listen on nowhere.invalid"),
         ("--condition ''", "--condition is empty"),
         ("--api-key-file none", "cannot be read: No such file"),
+        ("--cors-origin https://example.org/", "expected scheme and host in lower case"),
+        ("--cors-origin example.org", "--cors-origin is 'example.org'; expected scheme"),
         ("--index none --port 0", "none does not exist"),
         ("--run none --port 0", "no run at none"),
     ],

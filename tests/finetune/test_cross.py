@@ -192,9 +192,14 @@ def test_server_offers_similarity_only(cross_run):
     with serve(model) as (client, _):
         similarities = client.post("/v1/similarity", request).json["similarities"]
         assert client.get("/readyz").status == 200
+        ranking = {"query": FIRST, "documents": texts, "condition": "the place"}
+        results = client.post("/v1/rerank", ranking).json["results"]
         response = client.post("/v1/embeddings", {"input": texts, "condition": "the place"})
     expected = model.model.similarity([FIRST] * 3, texts, "the place")
     assert similarities == pytest.approx(expected.tolist(), abs=1e-6)
+    scores = {result["index"]: result["relevance_score"] for result in results}
+    assert [*scores] == np.argsort(-expected).tolist()
+    assert [scores[index] for index in range(3)] == pytest.approx(expected.tolist(), abs=1e-6)
     assert (response.status, response.error["code"]) == (404, "not_served")
     with pytest.raises(UserError, match="neither heads nor prompts"):
         load_model(ServedSource(run=cross_run, head="mlp", device="cpu"))

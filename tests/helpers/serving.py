@@ -5,10 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from jsonschema import Draft202012Validator
 
 from helpers.waiting import PATIENCE
 from llmcond.serving.model import ServedModel
@@ -39,11 +41,50 @@ class Response:
         return error
 
 
-class Client:
-    """A client of a server at a port of this machine."""
+class PublishedSchemas:
+    """The OpenAPI document of a server, to check its responses with.
 
-    def __init__(self, port: int) -> None:
+    Attributes:
+        document: the document.
+        used: method, path and status of the responses that were checked.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self.document, self.used = document, set[tuple[str, str, int]]()
+        schemas = json.loads(json.dumps(document["components"]["schemas"]))
+        for name, schema in schemas.items():
+            # Clients must accept further fields, but the document names all that there are.
+            if name != "SearchHit":
+                schema.setdefault("additionalProperties", False)
+        self._validators = {
+            f"#/components/schemas/{name}": Draft202012Validator(
+                {**schema, "components": {"schemas": schemas}}
+            )
+            for name, schema in schemas.items()
+        }
+
+    def check(self, method: str, path: str, response: Response) -> None:
+        """Assert that a response has the status, content type and fields that are published."""
+        if path.startswith("/v1/models/"):
+            path = "/v1/models/{id}"
+        operation = self.document["paths"].get(path, {}).get(method.lower())
+        if operation is None:
+            return
+        self.used.add((method, path, response.status))
+        ((media_type, content),) = operation["responses"][f"{response.status}"]["content"].items()
+        assert response.headers["content-type"].partition(";")[0] == media_type
+        if "$ref" in content["schema"]:
+            self._validators[content["schema"]["$ref"]].validate(response.json)
+        else:
+            assert content["schema"]["type"] in ("string", "object")
+
+
+class Client:
+    """A client of a server at a port of this machine; with schemas, it checks all responses."""
+
+    def __init__(self, port: int, schemas: PublishedSchemas | None = None) -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
+        self.schemas = schemas
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> Response:
         """Send a request; a body that is not bytes is written as JSON."""
@@ -55,9 +96,12 @@ class Client:
             connection.request(method, path, data, sent_headers)
             response = connection.getresponse()
             answer_headers = {name.lower(): value for name, value in response.getheaders()}
-            return Response(response.status, answer_headers, response.read())
+            answer = Response(response.status, answer_headers, response.read())
         finally:
             connection.close()
+        if self.schemas is not None:
+            self.schemas.check(method, path, answer)
+        return answer
 
     def get(self, path: str, **headers: str) -> Response:
         """Send a GET request."""
@@ -79,7 +123,8 @@ def serve(
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Client(listening.getsockname()[1]), server
+            schemas = PublishedSchemas(server.gate.app.document)
+            yield Client(listening.getsockname()[1], schemas), server
         finally:
             server.handle_exit(15, None)
             thread.join()

@@ -53,7 +53,7 @@ def test_browser_compares_embeds_and_searches_with_key(browser, tiny_run, tmp_pa
     tab.on("pageerror", lambda error: problems.append(str(error)))
     tab.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
     model = ServedModel(index.embedder, None, index)
-    with serve(model, (b"k3y",), api_key_file=tmp_path) as (client, _):
+    with serve(model, (b"k3y",)) as (client, _):
         tab.goto(client.url)
         compare, embed, search = (
             tab.locator(f"#{name}") for name in ("similarity", "embeddings", "search")

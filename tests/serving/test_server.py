@@ -18,6 +18,7 @@ from helpers.serving import serve
 from helpers.waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from llmcond.conditions import Condition
 from llmcond.errors import UserError
@@ -70,11 +71,16 @@ def test_openai_client_gets_embeddings(client, embedder):
         actual = np.array([item.embedding for item in response.data])
         expected = embedder.encode(TEXTS, Condition(CONDITION, ["park", "beach"]))
         np.testing.assert_allclose(actual, expected, atol=1e-6)
-        assert [model.id for model in openai_client.models.list()] == [
-            Path(embedder.encoder.name).name
-        ]
+        (model,) = openai_client.models.list()
+        assert model.id == Path(embedder.encoder.name).name
+        assert openai_client.models.retrieve(model.id) == model
+        with pytest.raises(openai.NotFoundError, match="no model 'gpt/4'; this server has"):
+            openai_client.models.retrieve("gpt/4")
         with pytest.raises(openai.UnprocessableEntityError, match="condition is missing"):
             openai_client.embeddings.create(model="x", input=TEXTS)
+        for token_ids in ([1, 2, 3], [[1, 2, 3]], [[]]):
+            with pytest.raises(openai.UnprocessableEntityError, match="send texts instead"):
+                openai_client.embeddings.create(model="x", input=token_ids, extra_body=body)
 
 
 def test_values_apply_to_each_condition_or_to_all(client, embedder):
@@ -127,6 +133,89 @@ def test_similarity_of_pairs_and_several_conditions(client, embedder):
     assert similarities == pytest.approx(expected.tolist(), abs=1e-6)
 
 
+def test_documents_are_ordered_by_similarity_to_query(client, embedder):
+    condition = Condition(CONDITION, ["park", "beach"])
+    request = {"query": "men in a park", "documents": [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]}
+    request |= {"condition": CONDITION, "values": ["park", "beach"], "return_documents": True}
+    documents = [TEXTS[1], TEXTS[0], TEXTS[2]]
+    scores = embedder.similarity(["men in a park"] * 3, documents, condition)
+    response = client.post("/v1/rerank", request).json
+    order = np.argsort(-scores).tolist()
+    assert [result["index"] for result in response["results"]] == order
+    assert [result["relevance_score"] for result in response["results"]] == pytest.approx(
+        scores[order].tolist(), abs=1e-6
+    )
+    texts = [result["document"]["text"] for result in response["results"]]
+    assert texts == [documents[index] for index in order]
+    request |= {"top_n": 2, "return_documents": False, "model": "any"}
+    best = client.post("/v1/rerank", request).json["results"]
+    assert [list(result) for result in best] == [["index", "relevance_score"]] * 2
+    assert [result["index"] for result in best] == order[:2]
+    request["top_n"] = 9
+    assert len(client.post("/v1/rerank", request).json["results"]) == 3
+
+
+def test_document_of_api_names_key_only_if_server_has_keys(client, embedder):
+    document = client.get("/openapi.json").json
+    assert "security" not in document
+    assert "securitySchemes" not in document["components"]
+    assert "401" not in document["paths"]["/v1/search"]["post"]["responses"]
+    with serve(ServedModel(embedder), (b"k3y",)) as (client_with_key, _):
+        document = client_with_key.get("/openapi.json", Authorization="Bearer k3y").json
+    ((scheme, described),) = document["components"]["securitySchemes"].items()
+    assert described == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{scheme: []}]
+    assert "401" in document["paths"]["/v1/search"]["post"]["responses"]
+    assert document["paths"]["/healthz"]["get"]["security"] == []
+    assert "401" not in document["paths"]["/healthz"]["get"]["responses"]
+
+
+def test_document_of_api_is_valid(client):
+    document = client.get("/openapi.json").json
+    for name, schema in document["components"]["schemas"].items():
+        Draft202012Validator.check_schema(schema)
+        if name.endswith("Request"):
+            assert schema["additionalProperties"] is False
+    body = document["paths"]["/v1/rerank"]["post"]["requestBody"]["content"]["application/json"]
+    validator = Draft202012Validator({**body["schema"], "components": document["components"]})
+    for documents in (["a", {"text": "b"}], [7], [{"title": "b"}], "a"):
+        request = {**RANKED, "documents": documents}
+        is_accepted = client.post("/v1/rerank", request).status == 200
+        assert validator.is_valid(request) == is_accepted
+    openapi = pytest.importorskip("openapi_spec_validator")
+    openapi.validate(document)
+
+
+def test_every_route_and_common_status_has_been_checked_against_its_schema(client):
+    """``client`` checks each response; this makes one request for every route and status."""
+    name = client.get("/v1/models").json["data"][0]["id"]
+    for path in ("/", "/healthz", "/readyz", "/metrics", "/openapi.json", f"/v1/models/{name}"):
+        assert client.get(path).status == 200
+        assert client.get(path, Host="example.org").status == 403
+    assert client.get("/v1/models/other").error["code"] == "model_not_found"
+    client.get("/v1/models", Host="example.org")
+    bodies = {"embeddings": VALID, "similarity": PAIRS, "rerank": RANKED}
+    bodies["search"] = {"query": "a", "condition": CONDITION}
+    for route, body in bodies.items():
+        path = f"/v1/{route}"
+        assert client.post(path, body).status == (404 if route == "search" else 200)
+        assert client.post(path, b"{").status == 400
+        assert client.post(path, body, Host="example.org").status == 403
+        assert client.post(path, {**body, "condition": "c" * 20_000}).status == 413
+        assert client.post(path, body, Content_Encoding="gzip").status == 415
+        assert client.post(path, {**body, "unknown": 1}).status == 422
+    published = {
+        (method.upper(), path, int(status))
+        for path, operations in client.schemas.document["paths"].items()
+        for method, operation in operations.items()
+        for status in operation["responses"]
+    }
+    # Other tests check these on one route each: they depend on the server and not on the route.
+    rare = {400, 408, 429, 500, 503, 504}
+    left = {response for response in published - client.schemas.used if response[2] not in rare}
+    assert left == {("POST", "/v1/search", 200), ("POST", "/v1/embeddings", 404)}
+
+
 def test_server_describes_itself(client, embedder):
     name = Path(embedder.encoder.name).name
     assert client.get("/healthz").json == {"status": "ok", "model": name}
@@ -135,9 +224,6 @@ def test_server_describes_itself(client, embedder):
     assert (model["id"], model["dim"]) == (name, embedder.dim)
     assert (model["encoder"], model["fitted_on"]) == (name, "")
     assert model["max_length"] == embedder.encoder.identity.max_length
-    paths = client.get("/openapi.json").json["paths"]
-    fields = paths["/v1/embeddings"]["post"]["requestBody"]["content"]["application/json"]
-    assert "condition" in fields["schema"]["properties"]
 
 
 def test_metrics_count_requests_texts_and_batches(embedder):
@@ -168,6 +254,7 @@ def test_default_condition_applies_to_requests_without_condition(embedder):
 # -- invalid requests ----------------------------------------------------------------------------
 
 VALID = {"input": TEXTS, "condition": CONDITION}
+RANKED = {"query": "two men", "documents": TEXTS, "condition": CONDITION}
 PAIRS = {"sentence1": TEXTS, "sentence2": TEXTS, "condition": CONDITION}
 INVALID_REQUESTS = [
     ("/v1/embeddings", {"input": TEXTS}, 422, "condition", "condition is missing"),
@@ -276,6 +363,21 @@ INVALID_REQUESTS = [
     ),
     ("/v1/similarity", {**PAIRS, "sentence2": TEXTS[:2]}, 422, "sentence2", "3 in sentence1, 2 in"),
     ("/v1/similarity", {**PAIRS, "sentence1": ["a", "", "b"]}, 422, "sentence1", "is empty"),
+    ("/v1/rerank", {**RANKED, "documents": []}, 422, "documents", "is empty; give at least one"),
+    ("/v1/rerank", {**RANKED, "documents": ["a", ""]}, 422, "documents", "2 of 2 is empty"),
+    ("/v1/rerank", {**RANKED, "documents": ["a", 7]}, 422, "documents", "'documents.1' is 7: it"),
+    (
+        "/v1/rerank",
+        {**RANKED, "documents": [{"text": 7}]},
+        *(422, "documents", 'it should be a text or {"text": ...}'),
+    ),
+    ("/v1/rerank", {**RANKED, "documents": [{"title": "a"}]}, 422, "documents", "it should be"),
+    ("/v1/rerank", {**RANKED, "documents": "a"}, 422, "documents", "should be a list of texts"),
+    ("/v1/rerank", {**RANKED, "documents": ["a"] * 51}, 413, "documents", "51 texts; a request"),
+    ("/v1/rerank", {**RANKED, "query": " "}, 422, "query", "query: the first sentence is empty"),
+    ("/v1/rerank", {**RANKED, "top_n": 0}, 422, "top_n", "'top_n' is 0: it must be at least 1"),
+    ("/v1/rerank", {**RANKED, "condition": ["a"]}, 422, "condition", "should be a text"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}, 422, "condition", "condition is missing"),
     ("/v1/search", {"query": "a", "condition": CONDITION}, 404, None, "with --index"),
     ("/v1/search", b'{"query": "a", "condition": {"b": NaN}}', 422, "condition", "finite"),
     (
@@ -325,6 +427,7 @@ json_values = st.recursive(
     max_leaves=8,
 )
 fields = ["input", "condition", "sentence1", "sentence2", "query", "k", "where", "dimensions", "x"]
+fields += ["documents", "top_n"]
 bodies = st.one_of(
     st.dictionaries(st.sampled_from(fields), json_values).map(
         lambda body: json.dumps(body).encode()
@@ -332,7 +435,7 @@ bodies = st.one_of(
     json_values.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=60),
 )
-paths = st.sampled_from(["/v1/embeddings", "/v1/similarity", "/v1/search"])
+paths = st.sampled_from(["/v1/embeddings", "/v1/similarity", "/v1/rerank", "/v1/search"])
 
 
 @settings(
@@ -458,6 +561,55 @@ def test_server_without_keys_accepts_only_local_hosts(client, embedder):
         assert (response.status, response.error["code"]) == (403, "host")
     with serve(ServedModel(embedder), (b"k3y",)) as (client_with_key, _):
         assert client_with_key.get("/healthz", Host="example.org").status == 200
+
+
+# -- requests of web pages -----------------------------------------------------------------------
+
+PREFLIGHT = {
+    "Access_Control_Request_Method": "POST",
+    "Access_Control_Request_Headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def test_pages_of_named_origins_may_send_requests(embedder):
+    page, key = "https://example.org", "Bearer k3y"
+    origins = [page, "http://localhost:3000"]
+    with serve(ServedModel(embedder), (b"k3y",), cors_origin=origins) as (client, _):
+        # A browser sends no key with a preflight request.
+        preflight = client.send("OPTIONS", "/v1/embeddings", Origin=page, **PREFLIGHT)
+        assert preflight.status == 200
+        assert preflight.headers["access-control-allow-origin"] == page
+        assert "POST" in preflight.headers["access-control-allow-methods"]
+        allowed = preflight.headers["access-control-allow-headers"].lower()
+        assert {"authorization", "content-type", "x-stainless-lang"} <= {
+            name.strip() for name in allowed.split(",")
+        }
+        assert "access-control-allow-credentials" not in preflight.headers
+        response = client.post("/v1/embeddings", VALID, Origin=page, Authorization=key)
+        assert response.status == 200
+        assert response.headers["access-control-allow-origin"] == page
+        assert "X-Request-Id" in response.headers["access-control-expose-headers"]
+        rejected = client.post("/v1/embeddings", VALID, Origin=page)
+        assert rejected.status == 401
+        assert rejected.headers["access-control-allow-origin"] == page
+        for other in ("https://evil.example", "https://example.org.evil.example", "null"):
+            preflight = client.send("OPTIONS", "/v1/embeddings", Origin=other, **PREFLIGHT)
+            assert preflight.status == 400
+            assert "access-control-allow-origin" not in preflight.headers
+            response = client.post("/v1/embeddings", VALID, Origin=other, Authorization=key)
+            assert "access-control-allow-origin" not in response.headers
+
+
+def test_pages_may_send_no_requests_by_default(client):
+    assert client.send("OPTIONS", "/v1/embeddings", Origin="null", **PREFLIGHT).status == 405
+    response = client.post("/v1/embeddings", VALID, Origin="https://example.org")
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_every_page_may_send_requests_if_user_says_so(embedder):
+    with serve(ServedModel(embedder), cors_origin=["*"]) as (client, _):
+        response = client.get("/v1/models", Origin="https://example.org")
+        assert response.headers["access-control-allow-origin"] == "*"
 
 
 # -- limits, timeouts and disconnects ------------------------------------------------------------
