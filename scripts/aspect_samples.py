@@ -20,6 +20,7 @@ from llmcond.data.aspects import (
     Triple,
     dataset_files,
     parse_sample,
+    read_triples,
 )
 from llmcond.errors import UserError, nearest
 from llmcond.files import read_json
@@ -76,15 +77,8 @@ def read_sample(path: Path, seed: int = 0) -> AspectSample:
     """Read the sample of one set, as ``read_samples`` does."""
     values = read_json(path)
     whole = parse_sample(values, path.stem, str(path))
-    triples_path = path.parent / "triples" / path.name
-    if triples_path.is_file():
-        # A file with triples only refers to the texts of the set itself.
-        content = read_json(triples_path)
-        inherited = {key: values[key] for key in ("texts", "conds") if key not in content}
-        sample = parse_sample({**content, **inherited}, path.stem, str(triples_path))
-    elif whole.triples:
-        sample = whole
-    else:
+    sample = read_triples(path, values)
+    if sample is None:
         sample = draw_sample(whole, bool(values.get("same_group")), seed=seed)
     return replace(sample, values=_unseen_values(whole, sample))
 

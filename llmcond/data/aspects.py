@@ -106,6 +106,30 @@ def read_aspect_datasets(folder: Path) -> list[AspectSample]:
     return [parse_sample(read_json(path), name, str(path)) for name, path in files]
 
 
+def read_triples(path: Path, values: Mapping[str, Any] | None = None) -> AspectSample | None:
+    """Read the paired triples of a dataset, from ``triples/NAME.json`` or its own file.
+
+    Args:
+        path: file of the dataset. If there is a folder ``triples`` next to it with a file of the
+            same name, the triples are read from that file.
+        values: content of ``path``, if it is known.
+
+    Returns:
+        The sample of the texts with the triples; None if the dataset has none.
+
+    Raises:
+        UserError: as for ``parse_sample``.
+    """
+    values = read_json(path) if values is None else values
+    triples_path = path.parent / "triples" / path.name
+    if not triples_path.is_file():
+        return parse_sample(values, path.stem, str(path)) if values.get("triples") else None
+    # A file with triples only refers to the texts of the dataset itself.
+    content = read_json(triples_path)
+    inherited = {key: values[key] for key in ("texts", "conds") if key not in content}
+    return parse_sample({**content, **inherited}, path.stem, str(triples_path))
+
+
 def parse_sample(values: Mapping[str, Any], name: str, source: str) -> AspectSample:
     """Check and convert the content of a file.
 

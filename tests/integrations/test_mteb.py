@@ -1,5 +1,11 @@
-"""mteb runs the wrapper on the task, and gets the scores that llmcond computes."""
+"""mteb runs the wrapper on the tasks, and gets the scores that llmcond computes."""
 
+import ast
+import json
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
@@ -15,15 +21,45 @@ def wrapper():
     return mteb
 
 
-def evaluate_with_mteb(model, task):
+def run_mteb(model, task):
+    """Return mteb's scores, by subset."""
     import mteb
 
     results = mteb.evaluate(
         model, task, cache=None, co2_tracker=False, show_progress_bar=False,
-        encode_kwargs={"batch_size": 256},
+        encode_kwargs={"batch_size": 16},
     )  # fmt: skip
     [scores] = results.task_results[0].scores.values()
-    return scores[0]["main_score"]
+    return {row["hf_subset"]: row for row in scores}
+
+
+def evaluate_with_mteb(model, task):
+    return run_mteb(model, task)["default"]["main_score"]
+
+
+@pytest.fixture
+def aspects(tmp_path):
+    """A folder with two datasets of the same texts; ``nested`` has no triples."""
+    texts = [
+        {"text": f"{number} {noun} {verb} in the park", "attrs": {"number": number, "verb": verb}}
+        for noun in ("men", "dogs")
+        for number in ("two", "three")
+        for verb in ("ride", "read", "play")
+    ]
+    conditions = {"number": {"text": "the number"}, "verb": {"text": "the activity"}}
+    content = {"texts": texts, "conds": conditions}
+    triples = [
+        [0, 1, 3, "number", "verb"],
+        [4, 5, 1, "number", "verb"],
+        [8, 5, 6, "verb", "number"],
+    ]
+    folder = tmp_path / "aspects"
+    (folder / "triples").mkdir(parents=True)
+    for name in ("short", "long", "nested"):
+        added = {"triples": triples[:1]} if name == "short" else {}
+        (folder / f"{name}.json").write_text(json.dumps(content | added))
+    (folder / "triples" / "long.json").write_text(json.dumps({"triples": triples}))
+    return folder
 
 
 def test_score_of_bundled_sample_matches_embedder(wrapper, tiny_run):
@@ -35,6 +71,170 @@ def test_score_of_bundled_sample_matches_embedder(wrapper, tiny_run):
     assert evaluate_with_mteb(
         wrapper.MtebEncoder(tiny_run, head="none"), wrapper.CSTS()
     ) == pytest.approx(expected, abs=1e-4)
+
+
+def test_accuracy_of_triples_matches_embedder(wrapper, tiny_run, aspects):
+    model, task = wrapper.MtebEncoder(tiny_run, head="none"), wrapper.AspectTriples(aspects)
+    scores = run_mteb(model, task)
+    texts = [item["text"] for item in json.loads((aspects / "long.json").read_text())["texts"]]
+    triples = [
+        (0, 1, 3, "the number"), (0, 3, 1, "the activity"), (4, 5, 1, "the number"),
+        (4, 1, 5, "the activity"), (8, 5, 6, "the activity"), (8, 6, 5, "the number"),
+    ]  # fmt: skip
+
+    def is_right(anchor, right, wrong, condition):
+        pair = [texts[right], texts[wrong]]
+        first, second = model.embedder.similarity([texts[anchor]] * 2, pair, condition)
+        return first > second
+
+    right = np.array([is_right(*triple) for triple in triples])
+    assert 0 < right.mean() < 1
+    assert [*scores] == ["long", "short"]
+    assert scores["long"]["main_score"] == pytest.approx(right.mean())
+    assert scores["long"]["right_under_both"] == right.reshape(3, 2).all(axis=1).mean()
+    assert scores["short"]["triple_accuracy"] == right[:2].mean()
+    # A second run finds the data and the subsets again.
+    assert run_mteb(model, task) == scores
+
+
+def test_models_that_ignore_condition_have_triple_accuracy_of_one_half(wrapper, tiny_run, aspects):
+    task = wrapper.AspectTriples(aspects, ["long"])
+    task.input1_column_name = {"sentence1": "text"}
+    task.input2_column_name = {"sentence2": "text"}
+    model = wrapper.MtebEncoder(tiny_run, head="none", condition="the place")
+    scores = run_mteb(model, task)["long"]
+    assert (scores["triple_accuracy"], scores["right_under_both"]) == (0.5, 0)
+
+
+def test_folder_without_triples_is_rejected(wrapper, aspects):
+    with pytest.raises(llmcond.UserError, match=r"nested in .* no triples\. Add triples/nested"):
+        wrapper.AspectTriples(aspects, ["long", "nested"])
+    with pytest.raises(llmcond.UserError, match=r"has no dataset 'lon'\. Did you mean 'long'"):
+        wrapper.AspectTriples(aspects, ["lon"])
+    for name in ("long", "short"):
+        (aspects / f"{name}.json").unlink()
+    with pytest.raises(llmcond.UserError, match=r"nested in .* has no triples"):
+        wrapper.AspectTriples(aspects)
+
+
+# -- what mteb requires of tasks and models ------------------------------------------------------
+
+
+@pytest.fixture
+def statistics_folder(monkeypatch, tmp_path):
+    """mteb writes statistics into its own package."""
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    path = property(lambda metadata: tmp_path / f"{metadata.name}.json")
+    monkeypatch.setattr(TaskMetadata, "descriptive_stat_path", path)
+    return tmp_path
+
+
+def test_statistics_count_conditions_as_part_of_pairs(wrapper, statistics_folder, aspects):
+    csts, triples = wrapper.CSTS(), wrapper.AspectTriples(aspects)
+    statistics = csts.calculate_descriptive_statistics()["test"]
+    rows, _ = read_rows(sample_folder(), "test")
+    rows = rows.take(rows.rated)
+    pairs = {*zip(rows.sentence1, rows.sentence2, rows.condition, strict=True)}
+    assert statistics["num_samples"] == statistics["unique_pairs"] == len(rows) == len(pairs)
+    assert statistics["text1_statistics"]["unique_texts"] == len({*rows.sentence1})
+    assert statistics["text1_statistics"]["total_text_length"] == sum(map(len, rows.sentence1))
+    assert statistics["label_statistics"]["max_score"] <= csts.max_score
+    assert csts.metadata.n_samples == {"test": len(rows)}
+    statistics = triples.calculate_descriptive_statistics()["test"]
+    assert statistics["num_samples"] == 16
+    subset = statistics["hf_subset_descriptive_stats"]["long"]
+    assert (subset["num_samples"], subset["unique_pairs"]) == (12, 12)
+    labels = subset["labels_statistics"]["labels"]
+    assert {label: row["count"] for label, row in labels.items()} == {
+        "1": 6, "0": 6
+    }  # fmt: skip
+    # The statistics that mteb keeps are those that it reads.
+    assert json.loads((statistics_folder / "AspectTriples.json").read_text()) is not None
+    assert triples.metadata.descriptive_stats["test"]["num_samples"] == 16
+
+
+def test_metadata_of_tasks_is_complete(wrapper, aspects):
+    from llmcond.integrations import mteb_tasks
+
+    tasks = [mteb_tasks.ConditionalSTS, mteb_tasks.AspectTriplesPC]
+    for task in [*tasks, wrapper.CSTS(), wrapper.AspectTriples(aspects)]:
+        metadata = task.metadata
+        metadata._validate_metadata()
+        assert metadata.is_filled()
+        assert metadata.prompt
+        assert metadata.intext_citation().startswith(r"\cite{")
+        entries = re.findall(r"^@\w+\{([\w-]+),$(.*?)^\}$", metadata.bibtex_citation, re.M | re.S)
+        keys = [key for key, _ in entries]
+        assert len(keys) == len({*keys}) == metadata.bibtex_citation.count("@")
+        for _, fields in entries:
+            names = re.findall(r"^  (\w+) = \{.*\},$", fields, re.M)
+            assert names == sorted(names)
+            assert {"author", "title", "year"} <= {*names}
+
+
+def test_proposed_tasks_import_nothing_of_llmcond():
+    source = (Path(llmcond.__file__).parent / "integrations" / "mteb_tasks.py").read_text()
+    modules = [node.module for node in ast.walk(ast.parse(source)) if hasattr(node, "module")]
+    modules = {module.partition(".")[0] for module in modules}
+    assert "mteb" in modules
+    assert "llmcond" not in modules
+
+
+def test_proposed_task_reads_data_of_hub(wrapper):
+    from datasets import Dataset, DatasetDict
+
+    from llmcond.integrations import mteb_tasks
+
+    task = mteb_tasks.ConditionalSTS()
+    rows = {"sentence1": ["a", "b"], "sentence2": ["c", "d"], "condition": ["e", "f"]}
+    task.dataset = DatasetDict({"validation": Dataset.from_dict({**rows, "label": [-1, 5.0]})})
+    task.dataset_transform()
+    assert task.dataset["validation"].to_list() == [
+        {"sentence1": "b", "sentence2": "d", "condition": "f", "score": 5.0}
+    ]
+
+
+def test_description_of_bundled_model_is_complete(wrapper):
+    import mteb
+    from huggingface_hub import metadata_load
+
+    from llmcond.bundled import pretrained_folder
+
+    model = wrapper.MtebEncoder("minilm-csts", device="cpu")
+    meta = model.mteb_model_meta
+    record = json.loads((pretrained_folder("minilm-csts") / "training.json").read_text())
+    card = metadata_load(pretrained_folder("minilm-csts") / "README.md")
+    assert meta.release_date == record["created"][:10]
+    assert meta.adapted_from == record["base"]["repo"] == card["base_model"]
+    assert meta.license == card.get("license")
+    assert meta.languages == ["eng-Latn"]
+    # The base has a pooler that is not used.
+    assert 0 <= meta.n_parameters - record["summary"]["weights"]["of"] < 200_000
+    assert meta.memory_usage_mb == meta.calculate_memory_usage_mb()
+    assert (meta.embed_dim, meta.max_tokens, meta.open_weights) == (384, 256, True)
+    assert meta.n_embedding_parameters == 30_522 * 384
+    assert "CSTS" in meta.training_datasets
+    assert not meta.is_zero_shot_on(["CSTS"])
+    assert meta.is_zero_shot_on(["AspectTriples"])
+    assert "MSMARCO" in meta.get_training_datasets()  # of the base, which mteb knows
+    loaded = meta.load_model(device="cpu")
+    assert loaded.mteb_model_meta.revision == meta.revision
+    assert isinstance(model, mteb.models.EncoderProtocol)
+
+
+def test_description_of_run_says_only_what_is_known(wrapper, tiny_run):
+    meta = wrapper.MtebEncoder(tiny_run, head="none").mteb_model_meta
+    assert (meta.license, meta.open_weights, meta.release_date) == (None, None, None)
+    assert meta.training_datasets == set()
+    assert meta.n_parameters > 0
+    assert str(tiny_run) not in meta.model_dump_json(exclude={"loader"})
+    under = [
+        wrapper.MtebEncoder(tiny_run, head="none", condition=condition).mteb_model_meta
+        for condition in (None, "the place", "the mood")
+    ]
+    # mteb stores results in a folder of this name.
+    assert len({meta.model_name_with_experiment for meta in under}) == 3
 
 
 def test_task_without_conditions_uses_condition_of_encoder(
