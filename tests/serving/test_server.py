@@ -170,7 +170,7 @@ def test_document_of_api_names_key_only_if_server_has_keys(client, embedder):
     assert "401" not in document["paths"]["/healthz"]["get"]["responses"]
 
 
-def test_document_of_api_is_valid(client):
+def test_schemas_of_api_accept_what_server_accepts(client):
     document = client.get("/openapi.json").json
     for name, schema in document["components"]["schemas"].items():
         Draft202012Validator.check_schema(schema)
@@ -182,8 +182,11 @@ def test_document_of_api_is_valid(client):
         request = {**RANKED, "documents": documents}
         is_accepted = client.post("/v1/rerank", request).status == 200
         assert validator.is_valid(request) == is_accepted
+
+
+def test_document_of_api_follows_its_specification(client):
     openapi = pytest.importorskip("openapi_spec_validator")
-    openapi.validate(document)
+    openapi.validate(client.get("/openapi.json").json)
 
 
 def test_every_route_and_common_status_has_been_checked_against_its_schema(client):
