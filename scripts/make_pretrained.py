@@ -1,11 +1,12 @@
 """Write a trained encoder with its head into models/, as the bundled model.
 
     python scripts/make_pretrained.py runs/csts --name minilm-csts
-    python scripts/make_pretrained.py runs/conditions --note scripts/aspects/DATA.md
+    python scripts/make_pretrained.py runs/conditions
 
 docs/results-models.md has the commands that trained the runs. The script writes what `llmcond push`
 uploads: the adapter, the head, the training record and the model card, without rows, features and
-paths. The model computes in float32, whatever its training used. Its card ends with the note.
+paths. The model computes in float32, whatever its training used. Its card ends with its credits in
+models/credits.toml.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from make_credits import model_texts
+
 from llmcond.bundled import DEFAULT_MODEL, bundled_folder
 from llmcond.files import read_json, write_json
 from llmcond.runs import open_any_run
-from llmcond.workflows.push import CARD, stage_run
+from llmcond.runs.portable import save_portable_run
 
 
 def record_float32(folder: Path, name: str) -> None:
@@ -50,7 +53,6 @@ def main() -> None:
     parser.add_argument(
         "--name", default=DEFAULT_MODEL, help="name of the bundled model (default: %(default)s)"
     )
-    parser.add_argument("--note", type=Path, help="Markdown file, such as the licences of the data")
     parser.add_argument(
         "--out",
         type=Path,
@@ -60,15 +62,13 @@ def main() -> None:
     options = parser.parse_args()
     target = options.out / options.name
     with tempfile.TemporaryDirectory() as temporary:
-        stage_run(options.run, Path(temporary))
-        record_float32(Path(temporary), options.name)
-        if options.note is not None:
-            card = Path(temporary, CARD)
-            parts = [path.read_text(encoding="utf-8").strip() for path in (card, options.note)]
-            card.unlink()  # it is a link to the card of the run
-            card.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        folder = Path(temporary, options.name)
+        save_portable_run(options.run, folder)
+        record_float32(folder, options.name)
+        for path, text in model_texts(folder, options.name).items():
+            path.write_text(text, encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(temporary, target)
+        shutil.copytree(folder, target)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     sys.stdout.write(f"{target}: {size / 2**20:.1f} MiB\n")
 

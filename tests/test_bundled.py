@@ -145,8 +145,7 @@ def test_named_run_or_model_is_resolved(tmp_path, capsys):
 def test_bundled_model_can_be_trained_and_packaged_again(
     write_rows, small_rows, monkeypatch, capsys, tmp_path
 ):
-    data, run_folder, note = write_rows(small_rows[:48]), tmp_path / "again", tmp_path / "note.md"
-    note.write_text("## Data and licences\n\nMine.\n")
+    data, run_folder = write_rows(small_rows[:48]), tmp_path / "again"
     trained = run_json(
         capsys, "train-lora", "--model", "minilm", "--dtype", "bfloat16", "--data", data, "--head",
         "none", "--prompt", "concat-cond-sent", "--rank", "1", "--epochs", "1", "--then", "dev",
@@ -154,7 +153,7 @@ def test_bundled_model_can_be_trained_and_packaged_again(
     )  # fmt: skip
     monkeypatch.setattr(
         "sys.argv",
-        ["make_pretrained", str(run_folder), "--note", str(note), "--out", str(tmp_path / "out")],
+        ["make_pretrained", str(run_folder), "--out", str(tmp_path / "out")],
     )
     runpy.run_path(str(ROOT / "scripts" / "make_pretrained.py"), run_name="__main__")
     model_folder = tmp_path / "out" / DEFAULT_MODEL
@@ -164,7 +163,9 @@ def test_bundled_model_can_be_trained_and_packaged_again(
         for path in pretrained_folder(DEFAULT_MODEL).iterdir()
         if path.name != CALIBRATION
     }
-    assert (model_folder / "README.md").read_text().endswith(f"```\n\n{note.read_text()}")
+    section = "## Data and licences"
+    cards = [model_folder / "README.md", pretrained_folder(DEFAULT_MODEL) / "README.md"]
+    assert len({card.read_text().partition(section)[2] for card in cards}) == 1
     assert "licences" not in (run_folder / "README.md").read_text()
     embedder = llmcond.load_embedder(model_folder)
     assert embedder.name == trained["head"]

@@ -140,6 +140,12 @@ def _to_records(table: Any) -> Any:
     return rows
 
 
+def hub_dataset(source: str) -> str | None:
+    """Return the name of a dataset on the hub, ``OWNER/NAME``; None for any other source."""
+    match = re.match(r"hf://datasets/([^/@]+/[^/@]+)", source)
+    return match and match[1]
+
+
 def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
     """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
 

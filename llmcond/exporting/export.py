@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from llmcond.bundled import pretrained_folder
-from llmcond.encoders.checkpoints.checkpoint import read_settings
+from llmcond.encoders.checkpoints.checkpoint import find_hub_source, read_settings
 from llmcond.encoders.loading.architecture import silence_transformers
 from llmcond.encoders.spec import Dtype
 from llmcond.errors import LlmcondError, UserError, shortened_repr
@@ -31,6 +31,7 @@ from llmcond.exporting.run import copy_run, strip_path
 from llmcond.exporting.tokenizers import TEXTS
 from llmcond.files import create_folder_atomically, write_json, write_text
 from llmcond.report.card import render_card
+from llmcond.runs.credits import read_credits
 from llmcond.runs.embedder import Embedder, describe, load_embedder
 from llmcond.runs.similarity import Vectors
 from llmcond.system import versions
@@ -254,21 +255,28 @@ def _finish_export(
     licence = known.licence if known else None
     # The command contains no local paths.
     words = ["llmcond", "export", "--format", "sentence-transformers", "--out", result.out.name]
-    is_bundled = run == pretrained_folder(run.name)
-    words += ["--model" if is_bundled else "--run", run.name, "--head", str(result.about["head"])]
+    source = find_hub_source(run)
+    if source is not None:
+        words += ["--model", source.repo, "--revision", source.commit]
+    else:
+        words += ["--model" if run == pretrained_folder(run.name) else "--run", run.name]
+    words += ["--head", str(result.about["head"])]
     words += [word for condition in result.conditions for word in ("--condition", condition)]
+    works = read_credits(checkpoint.adapter or checkpoint.folder)
     card = render_card(
         Path(__file__).with_name("card.md.j2"),
         {
             "base_model": known.repo if known else checkpoint.repo,
             "library_name": "sentence-transformers",
-            "license": licence.lower() if licence else None,
             "tags": ["llmcond", "conditional-semantic-textual-similarity", "sentence-similarity"],
+            "license": licence.lower() if licence else None,
+            **(works.metadata if works else {}),
         },
         embedder.view.prompts,
         result=result,
         about={key: strip_path(value) for key, value in result.about.items()},
         licence=licence,
+        credits=works.to_markdown() if works else "",
         command=shlex.join(words),
         repr=repr,
         versions=versions(),

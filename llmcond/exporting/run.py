@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.encoders import find_model
-from llmcond.encoders.checkpoints.adapter import CONFIG, ENCODER_RECORD, ROUTER, WEIGHTS
+from llmcond.encoders.checkpoints.adapter import CONFIG, CREDITS, ENCODER_RECORD, ROUTER, WEIGHTS
 from llmcond.encoders.checkpoints.checkpoint import (
     WEIGHT_FILES,
     check_inside_folder,
@@ -63,7 +63,7 @@ def read_export(folder: Path) -> dict[str, Any]:
 
 
 def _list_encoder_files(folder: Path) -> Iterator[Path]:
-    names = {CONFIG, WEIGHTS, ROUTER, ENCODER_RECORD}
+    names = {CONFIG, WEIGHTS, ROUTER, ENCODER_RECORD, CREDITS}
     yield from (path for path in folder.glob("*") if path.name in names)
     yield from (path for path in folder.glob("adapter-*/*") if path.name in names)
     if (folder / "config.json").is_file():

@@ -71,7 +71,7 @@ def save_encoder(
         write_tensors(folder / ROUTER, router, _METADATA)
     tuned = EncoderRecord(
         base=None if whole else model,
-        revision=None if whole else _hub_commit(resolved),
+        revision=None if whole else resolved.checkpoint.commit,
         like=known.repo if known else None,
         settings={name: v for name, v in identity.to_json().items() if name in MODEL_SETTINGS},
         quantize=identity.quantize,
@@ -88,11 +88,6 @@ def hub_name(model: str, resolved: ResolvedEncoder) -> str | None:
     return known.repo if known else resolved.checkpoint.repo
 
 
-def _hub_commit(resolved: ResolvedEncoder) -> str | None:
-    weights = resolved.identity.weights
-    return weights.partition("@")[2] if weights.startswith("hub:") else None
-
-
 def _save_adapter(trainable: TrainableEncoder, model: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict
 
@@ -103,7 +98,7 @@ def _save_adapter(trainable: TrainableEncoder, model: str, folder: Path) -> None
     config.inference_mode = True
     # peft reads this entry itself, so it must be the hub's name instead of an alias.
     config.base_model_name_or_path = hub_name(model, trainable.resolved) or model
-    config.revision = _hub_commit(trainable.resolved)
+    config.revision = trainable.resolved.checkpoint.commit
     with tempfile.TemporaryDirectory() as temporary:
         config.save_pretrained(temporary)
         write_json(folder / CONFIG, read_json(Path(temporary) / CONFIG))

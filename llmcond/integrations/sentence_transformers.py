@@ -94,15 +94,19 @@ class ConditionalEmbedder(InputModule):  # type: ignore[misc]  # the library has
         return cls(load_embedder(run, **read_export(folder), device=device), run)
 
 
-def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> SentenceTransformer:
+def load_sentence_transformer(
+    path: str | Path, *, device: str = "auto", revision: str | None = None
+) -> SentenceTransformer:
     """Load an embedder as a ``SentenceTransformer`` whose ``encode`` accepts a condition.
 
     ``encode(texts, condition="the place")`` uses one condition for all texts, and ``encode([(text,
     condition), ...])`` one for each.
 
     Args:
-        path: output of ``llmcond export``, the folder of a run, or the name of a bundled model.
+        path: output of ``llmcond export``, the folder of a run, the name of a bundled model, or the
+            ``OWNER/NAME`` of a model that ``llmcond push`` uploaded to the hub.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        revision: branch, tag or commit of a model on the hub; None: the newest version.
 
     Returns:
         The model. An export with fixed conditions is an ordinary sentence-transformers model.
@@ -127,6 +131,6 @@ def load_sentence_transformer(path: str | Path, *, device: str = "auto") -> Sent
     else:
         from llmcond.runs.open import resolve_run
 
-        run = resolve_run(path)
+        run = resolve_run(path, revision=revision)
         module = ConditionalEmbedder(load_embedder(run, device=device), run)
     return SentenceTransformer(modules=[module], similarity_fn_name="cosine")

@@ -16,6 +16,7 @@ from llmcond.errors import install_command
 from llmcond.metrics import METRICS, Estimate, Metric, get_metric
 from llmcond.prompts import Prompt
 from llmcond.report.format import estimate_text, factors_text, range_text
+from llmcond.report.metadata import PIPELINE_TAG, heads_metadata, trained_metadata
 from llmcond.runs import AnyRun, dev_score
 from llmcond.runs.kind import find_kind
 from llmcond.runs.run_heads import is_selected_on_dev
@@ -33,20 +34,15 @@ def model_card(record: Mapping[str, Any], kind: str, prompts: Sequence[Prompt], 
     text, summary, config = find_kind(kind).card, record["summary"], record["made_of"]
     scores, settings, repo = summary["scores"], config["settings"], record["base"]["repo"]
     metrics = [METRICS[name] for name in scores[0] if name in METRICS] if scores else []
-    full, n_members = settings["rank"] == 0, len(summary.get("members", ()))
+    n_members = len(summary.get("members", ()))
     # The members of an ensemble differ only in their seeds.
     first = summary["members"][0] if n_members else summary
-    separate = not (full or config["merge"] or n_members)
     headings = ["split", text.rows]
     for metric in metrics:
         headings += [metric.heading] if metric.secondary else [metric.heading, "95 % interval"]
     return render_card(
         Path(__file__).with_name("trained.md.j2"),
-        {
-            "base_model": repo,
-            "library_name": "peft" if separate else "llmcond",
-            "tags": ["llmcond", *text.tags, *(() if full else ("lora",))],
-        },
+        trained_metadata(record, kind),
         prompts,
         text=text,
         summary=summary,
@@ -85,7 +81,7 @@ def heads_card(run: AnyRun) -> str:
     packaged = known.packaged if known and revision is None else None
     return render_card(
         Path(__file__).with_name("heads.md.j2"),
-        {"base_model": repo, "library_name": "llmcond", "tags": ["llmcond", *text.tags]},
+        heads_metadata(run),
         list({prompt.name: prompt for head in heads for prompt in head.view.prompts}.values()),
         text=text,
         repo=repo,
@@ -147,7 +143,7 @@ def render_card(
     from huggingface_hub import ModelCard, ModelCardData
 
     card = ModelCard.from_template(
-        ModelCardData(pipeline_tag="sentence-similarity", **metadata),
+        ModelCardData(pipeline_tag=PIPELINE_TAG, **metadata),
         template_path=str(template),
         inputs=[
             {

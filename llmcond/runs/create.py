@@ -83,7 +83,6 @@ def _manifest(
     model: str, resolved: ResolvedEncoder, data: Data, store_dtype: StoreDtype, task: AnyTask[Any]
 ) -> dict[str, Any]:
     identity = resolved.identity
-    commit = identity.weights.partition("@")[2] if identity.weights.startswith("hub:") else None
     return {
         "format": FORMAT,
         "task": task.name,
@@ -92,7 +91,7 @@ def _manifest(
         "encoder": {
             "name": resolved.checkpoint.name,
             "model": model,
-            "revision": commit,
+            "revision": resolved.checkpoint.commit,
             "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
             "fingerprint": identity.fingerprint,
             "identity": identity.to_json(),

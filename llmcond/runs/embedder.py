@@ -14,6 +14,7 @@ from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.deprecation import renamed_methods
 from llmcond.encoders import resolve_base
+from llmcond.encoders.checkpoints.checkpoint import find_hub_source
 from llmcond.errors import UserError, format_count
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
@@ -25,7 +26,8 @@ from llmcond.runs import RunEmbeddingHead
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
 from llmcond.runs.manifest import IN_RUN_FOLDER
-from llmcond.runs.open import find_or_download_run
+from llmcond.runs.open import resolve_run
+from llmcond.runs.portable import save_portable_run
 from llmcond.runs.similarity import (
     SimilarityModel,
     Vectors,
@@ -58,6 +60,7 @@ class Embedder(SimilarityModel):
         fitted_on: The source of the data that the head was fitted on, and the number of datasets
             with texts that its encoder was trained on, if any.
         guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
+        folder: The folder of the run or model that it was loaded from, if any.
 
     Examples:
         >>> import llmcond
@@ -74,6 +77,98 @@ class Embedder(SimilarityModel):
     cache: ConditionCache | None = None
     fitted_on: str = ""
     guides: Mapping[str, Guide] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path | None = None, **options: Any) -> Embedder:
+        """Load an embedder, as ``llmcond.load_embedder`` does.
+
+        Args:
+            name: A run's folder, the name of a bundled model, or ``OWNER/NAME`` on the hub.
+            options: The other arguments of ``load_embedder``, such as ``head`` and ``revision``.
+
+        Returns:
+            The embedder.
+
+        Raises:
+            UserError, LlmcondError: As ``load_embedder``.
+
+        Examples:
+            >>> import llmcond
+            >>> llmcond.Embedder.from_pretrained("minilm-csts").dim
+            384
+        """
+        return load_embedder(name, **options)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Save the head, and the encoder if it was trained, in a folder that can be loaded again.
+
+        The folder has the layout of a run, without data, features and local paths. A frozen encoder
+        is recorded by its name and revision.
+
+        Args:
+            folder: A folder that is empty or does not exist.
+
+        Raises:
+            UserError: The folder is not empty, the embedder is zero-shot or guided, or its encoder
+                is a local folder that was not trained by llmcond.
+
+        Examples:
+            >>> import llmcond
+            >>> llmcond.load_embedder("minilm-csts").save_pretrained("copy")
+            >>> llmcond.load_embedder("copy").dim
+            384
+        """
+        save_portable_run(self._saved_run(), Path(folder), [self.name])
+
+    def push_to_hub(
+        self, repo_id: str, *, private: bool = False, revision: str | None = None, **options: Any
+    ) -> str:
+        """Upload the head, and the encoder if it was trained, to the Hugging Face hub.
+
+        Args:
+            repo_id: ``OWNER/NAME`` of the repository, which is created if it does not exist.
+            private: Whether to make the repository private.
+            revision: The branch. None: the main branch.
+            options: The other arguments of ``llmcond.push``, such as ``license``.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            UserError, LlmcondError: As ``save_pretrained`` and ``llmcond.push``.
+
+        Examples:
+            >>> import llmcond
+            >>> embedder = llmcond.load_embedder("runs/default")  # doctest: +SKIP
+            >>> embedder.push_to_hub("ada/my-heads")  # doctest: +SKIP
+            'https://huggingface.co/ada/my-heads'
+        """
+        import llmcond  # the command is in a higher layer
+
+        result = llmcond.push(
+            repo=repo_id,
+            run=self._saved_run(),
+            head=[self.name],
+            private=private,
+            revision=revision,
+            **options,
+        )
+        return str(result["url"])
+
+    def _saved_run(self) -> Path:
+        """Return the folder of the run that the embedder can be saved from."""
+        if self.folder is None or self.head.dim_in == 0:
+            raise UserError(
+                "a zero-shot embedder has no weights to save. Its encoder and its prompt "
+                f"({self.encoder.name}, {self.view.name}) are enough to load it elsewhere."
+            )
+        if self.guides:
+            raise UserError(
+                "the guides of an embedder cannot be saved. Save the embedder without them, and "
+                "guide it again where it is loaded."
+            )
+        return self.folder
 
     def __repr__(self) -> str:
         """Return the encoder, prompt, head and embedding size in one line."""
@@ -375,12 +470,14 @@ def load_embedder(
         >>> llmcond.load_embedder()
         Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)
     """
-    model = EmbeddingModel.find(find_or_download_run(run, revision), head, prompt)
+    model = EmbeddingModel.find(resolve_run(run, revision=revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
-    return make_embedder(LazyEncoder(resolved)(), model.head)
+    return make_embedder(LazyEncoder(resolved)(), model.head, model.run.folder)
 
 
-def make_embedder(encoder: Encoder, saved: RunEmbeddingHead) -> Embedder:
+def make_embedder(
+    encoder: Encoder, saved: RunEmbeddingHead, folder: Path | None = None
+) -> Embedder:
     """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder."""
     fitted_on = _describe_training_data(encoder, saved) if saved.is_fitted else ""
     cache = None
@@ -388,7 +485,9 @@ def make_embedder(encoder: Encoder, saved: RunEmbeddingHead) -> Embedder:
         from llmcond.heads.base import ConditionCache
 
         cache = ConditionCache(saved.head)
-    return Embedder(encoder, saved.view, saved.head, saved.reference, cache, fitted_on)
+    return Embedder(
+        encoder, saved.view, saved.head, saved.reference, cache, fitted_on, folder=folder
+    )
 
 
 def _describe_training_data(encoder: Encoder, saved: RunEmbeddingHead) -> str:
@@ -420,7 +519,9 @@ def base_encoder(encoder: Encoder) -> Encoder | None:
 
 def describe(embedder: Embedder) -> dict[str, Any]:
     """Return a description of an embedder for the output of commands."""
+    source = embedder.folder and find_hub_source(embedder.folder)
     return {
+        **({"model": source.repo, "revision": source.commit} if source else {}),
         "encoder": embedder.encoder.name,
         "fingerprint": embedder.encoder.identity.fingerprint,
         "runtime": embedder.encoder.resolved.runtime,

@@ -39,18 +39,20 @@ class EmbeddingModel:
         prompt: str | None = None,
         *,
         model: str | None = None,
+        revision: str | None = None,
         device: str = "auto",
         quiet: bool = False,
     ) -> Self:
         """Find the model that a user named, and log which one it is unless ``quiet``.
 
-        ``run`` and ``model`` are as for ``llmcond.runs.open.resolve_run``, ``head`` and
-        ``prompt`` as for ``choose_head``.
+        ``run``, ``model`` and ``revision`` are as for ``llmcond.runs.open.resolve_run``, ``head``
+        and ``prompt`` as for ``choose_head``.
 
         Raises:
             UserError: The run or head does not exist, or the prompt is a control.
+            LlmcondError: The hub cannot be reached.
         """
-        opened = open_run(resolve_run(run, model))
+        opened = open_run(resolve_run(run, model, revision))
         saved = choose_head(opened, head, prompt)
         saved.view.check_texts()
         if not quiet:
@@ -128,7 +130,7 @@ def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
         is_default = default is not None and saved.name == default[0]
         parts = [f"{run.folder.name} (bundled)", "" if is_default else head]
     else:
-        parts = [str(run.folder), f"encoder {run.encoder_name}", head]
+        parts = [str(run.hub_source or run.folder), f"encoder {run.encoder_name}", head]
     fitted = f"fitted on {source}" if saved.is_fitted and parts[-1] else ""
     parts += [f"prompt {saved.view.name}", fitted]
     log.info("model: %s", ", ".join(filter(None, parts)))

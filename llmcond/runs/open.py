@@ -14,16 +14,31 @@ from llmcond.bundled import (
     pretrained_names,
 )
 from llmcond.data.readers import SAMPLE
-from llmcond.encoders.checkpoints.checkpoint import hub_errors, is_hub_name
-from llmcond.encoders.known import known_names
+from llmcond.encoders.checkpoints.adapter import CONFIG, RUN_RECORD
+from llmcond.encoders.checkpoints.checkpoint import (
+    RECORDS,
+    SAFETENSORS,
+    SETTINGS,
+    download_files,
+    hub_errors,
+    is_hub_name,
+)
+from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.resolve import cross_encoder_error
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, nearest
+from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.log import log
 from llmcond.plugins import is_plugin
 from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import kind_of, read_manifest
 from llmcond.runs.run import AnyRun
 from llmcond.runs.task_runs import Run
+
+#: Patterns for the files of a run on the hub.
+_RUN_FILES = (
+    *RECORDS, CALIBRATION, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
+    *SAFETENSORS,
+)  # fmt: skip
 
 
 def run_from_manifest(folder: Path, manifest: dict[str, Any]) -> AnyRun:
@@ -115,37 +130,54 @@ def _is_vacant(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def resolve_run(run: str | Path | None, model: str | None = None) -> Path:
-    """Resolve the folder of a run, or of a bundled model, which has the layout of a run.
+def resolve_run(
+    run: str | Path | None, model: str | None = None, revision: str | None = None
+) -> Path:
+    """Resolve the folder of a run or of a trained model; a model on the hub is downloaded.
+
+    Bundled models and models on the hub have the layout of a run.
 
     Args:
-        run: The run's folder, or the name of a bundled model. None: ``runs/default`` if it was
-            created from the user's data, otherwise the default bundled model.
-        model: The name of a bundled model, instead of ``run``.
+        run: A run's folder; as text, also the name of a model as for ``model``, if there is no
+            folder of that name. None: ``runs/default`` if it was created from the user's data,
+            otherwise the default bundled model.
+        model: The name of a bundled model, or the ``OWNER/NAME`` of a model that ``llmcond push``
+            uploaded to the hub, instead of ``run``.
+        revision: A branch, tag or commit of a model on the hub. None: the newest version.
 
     Raises:
-        UserError: Both were given, the model does not exist, or ``run`` is a ``Path`` that does
-            not exist and has the name of a bundled model.
+        UserError: Both ``run`` and ``model`` were given, the model does not exist, the hub's
+            repository is not a model of llmcond, or a revision was given for anything else.
+        LlmcondError: The hub cannot be reached.
     """
+    if model is not None and run is not None:
+        raise UserError(f"--run is {run} and --model is {model}. Give only one of them.")
+    folder: Path | None
     if model is not None:
-        path = pretrained_folder(model)
-        if run is not None:
-            raise UserError(f"--run is {run} and --model is {model}. Give only one of them.")
-        if path is None:
-            raise UserError(
-                f"--model is {model!r}, which is not a bundled model "
-                f"({', '.join(pretrained_names())}). To use another encoder, create a run: "
-                f"llmcond extract --model {model} --run DIR"
-            )
-        return path
-    if run is not None and not Path(run).exists():
-        if isinstance(run, Path) and pretrained_folder(str(run)):
-            raise UserError(
-                f"there is no run at {run}, but a bundled model has that name: use --model {run}."
-            )
-        return pretrained_folder(run) or Path(run)
-    if run is not None:
-        return Path(run)
+        folder = pretrained_folder(model)
+        if folder is None and Path(model).is_dir():
+            raise UserError(f"--model is {model!r}, which is a folder. Name it with --run {model}.")
+    elif run is None:
+        folder = _default_run()
+    elif isinstance(run, str) and not Path(run).exists():
+        folder = pretrained_folder(run)
+    elif not Path(run).exists() and pretrained_folder(str(run)) is not None:
+        raise UserError(
+            f"there is no run at {run}, but a bundled model has that name: use --model {run}."
+        )
+    else:
+        folder = Path(run)
+    if folder is None:
+        return _download_run(str(model or run), revision)
+    if revision is not None:
+        raise UserError(
+            f"revision is {revision!r}, but {model or run or 'the default model'} is not on the "
+            "hub. Leave out revision."
+        )
+    return folder
+
+
+def _default_run() -> Path:
     if run_exists(DEFAULT_RUN, cross=True):
         if open_any_run(DEFAULT_RUN, cross=True).manifest["data"]["source"] != SAMPLE:
             return DEFAULT_RUN
@@ -156,38 +188,13 @@ def resolve_run(run: str | Path | None, model: str | None = None) -> Path:
     return bundled_folder("models") / DEFAULT_MODEL
 
 
-def find_or_download_run(run: str | Path | None, revision: str | None = None) -> Path:
-    """Return the folder of a run or of a bundled model, or download a model from the hub.
-
-    Args:
-        run: As for ``resolve_run``, or the ``OWNER/NAME`` of a model that ``llmcond push`` uploaded
-            to the hub. The hub is used only if there is no folder of that name.
-        revision: A branch, tag or commit on the hub; None: the newest version.
-
-    Raises:
-        UserError: The run or model does not exist, the hub's repository is not a model of llmcond,
-            or a revision was given for a folder.
-        LlmcondError: The hub cannot be reached.
-    """
-    if isinstance(run, str) and pretrained_folder(run) is None and not Path(run).exists():
-        if is_hub_name(run):
-            return _download_run(run, revision)
-        raise UserError(_no_such_model(run))
-    if revision is not None:
-        raise UserError(
-            f"revision is {revision!r}, but {run or 'the default model'} is not on the hub. "
-            "Leave out revision."
-        )
-    return resolve_run(run)
-
-
 def _no_such_model(name: str) -> str:
-    """Return the error message for a name that is neither a run nor a bundled model."""
+    """Return the error message for a name that is neither a run, a bundled model nor on the hub."""
     models = did_you_mean(name, pretrained_names()) or (
         f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
     )
     encoders = [known.rpartition("/")[2] for known in known_names()]
-    if name in (*encoders, *known_names()):
+    if name in encoders or find_model(name) is not None:
         return (
             f"there is no run at {name}. {models} {name} is an encoder: load_encoder({name!r}) "
             f"loads it, and llmcond extract --model {name} --run DIR creates a run with it."
@@ -199,22 +206,28 @@ def _no_such_model(name: str) -> str:
 
 
 def _download_run(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download, snapshot_download
+    """Download a run from the hub: its records, heads and encoder, but neither code nor pickles."""
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+    if not is_hub_name(repo) or find_model(repo) is not None:
+        raise UserError(_no_such_model(repo))
     try:
         with hub_errors(repo, revision, None, encoder=False):
             try:
-                record = hf_hub_download(repo, "run.json", revision=revision)
+                record = hf_hub_download(repo, RUN_RECORD, revision=revision)
             except LocalEntryNotFoundError:
                 raise
             except EntryNotFoundError as error:
                 raise UserError(
-                    f"{repo} has no run.json, so it is not a model of llmcond. If it is an "
+                    f"{repo} has no {RUN_RECORD}, so it is not a model of llmcond. If it is an "
                     f"encoder, load_encoder({repo!r}) loads it, and llmcond extract --model {repo} "
                     "--run DIR creates a run with it."
                 ) from error
-            return Path(snapshot_download(repo, revision=Path(record).parent.name))
+            # The manifest is checked before large files are downloaded.
+            folder = Path(record).parent
+            read_manifest(folder)
+            return download_files(repo, folder.name, _RUN_FILES)
     except LlmcondError as error:
         raise type(error)(
             f"there is no local run at {repo}, so it was looked up on the hub: {error}"

@@ -25,6 +25,7 @@ from llmcond.bundled import bundled_names, pretrained_folder
 from llmcond.config import check_name
 from llmcond.data.datasets import DataOptions
 from llmcond.encoders import EncoderIdentity, EncoderOptions, ResolvedEncoder, find_model, resolve
+from llmcond.encoders.checkpoints.checkpoint import HubSource, find_hub_source
 from llmcond.encoders.spec import Orders, Runtime
 from llmcond.errors import UserError, install_command, nearest
 from llmcond.features.view import FeatureView
@@ -111,21 +112,22 @@ class AnyRun(ABC):
     def store_for_other_texts(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
-        If the run cannot be written, or is a bundled model, this is an empty temporary store.
+        If the run cannot be written, is a bundled model or was downloaded from the hub, this is an
+        empty temporary store.
         """
         from llmcond.features.store import FeatureStore
 
-        store = self.store()
-        if self.is_bundled:
-            log.debug("features are not saved, because a bundled model cannot be written")
+        if self.is_bundled or self.hub_source is not None:
+            log.debug("features are not saved, because this model cannot be written")
         else:
+            store = self.store()
             try:
                 store.check_writable()
                 return store
             except UserError as error:
                 log.info(f"the features of these texts are not saved: {error}")
         folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
-        temporary = FeatureStore(folder, store.identity, store.dtype)
+        temporary = FeatureStore(folder, self.identity, self.manifest["store_dtype"])
         weakref.finalize(temporary, shutil.rmtree, folder, ignore_errors=True)
         return temporary
 
@@ -334,6 +336,11 @@ class AnyRun(ABC):
     def is_bundled(self) -> bool:
         """Whether it is a bundled model, which has the layout of a run."""
         return self.folder == pretrained_folder(self.folder.name)
+
+    @property
+    def hub_source(self) -> HubSource | None:
+        """The repository and commit that it was downloaded from; None if it is a local run."""
+        return find_hub_source(self.folder)
 
     # -- heads ---------------------------------------------------------------------------------
 

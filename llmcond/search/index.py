@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args, overload
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -56,6 +56,8 @@ from llmcond.search.version import IndexVersion
 from llmcond.search.views import ConditionViews
 
 FORMAT = 1
+#: Arguments of ``SearchModel.find`` that an index records.
+_FindArgument = Literal["run", "model", "revision", "head", "prompt"]
 #: Largest weight of a condition. Sums of scores with larger weights could overflow.
 MAX_WEIGHT = 1_000_000
 
@@ -140,7 +142,8 @@ class Index:
             run: folder of the run whose model encodes the texts. If ``run``, ``model``, ``head``
                 and ``prompt`` are all None, an existing index keeps its model, and a new one
                 chooses it as ``llmcond.load_embedder`` does.
-            model: name of a bundled model, instead of a run.
+            model: name of a bundled model, or ``OWNER/NAME`` of a model on the hub in its newest
+                version, instead of a run.
             head: name of a fitted head, or ``none`` for zero-shot embeddings.
             prompt: name of the prompt of zero-shot embeddings.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -207,10 +210,10 @@ class Index:
         record = read_json(folder / "index.json")
         check_format(record, FORMAT, str(folder))
         check_record(record, _IndexRecord, str(folder / "index.json"), "Build another index.")
-        model_args: dict[str, Any] = dict.fromkeys(("run", "model", "head", "prompt"))
+        model_args: dict[str, Any] = dict.fromkeys(get_args(_FindArgument))
         model_args |= record["made_by"]
         if "run" in settings or "model" in settings:
-            model_args |= {"run": None, "model": None}
+            model_args |= {"run": None, "model": None, "revision": None}
         if "head" in settings:
             model_args["prompt"] = None
         source = ", ".join(f"{key} {value}" for key, value in record["made_by"].items())
@@ -715,7 +718,7 @@ class _IndexRecord:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD
 
-    made_by: Mapping[Literal["run", "model", "head", "prompt"], str]
+    made_by: Mapping[_FindArgument, str]
     identity: Mapping[str, Any]
     conditions: Sequence[str]
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)

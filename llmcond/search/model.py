@@ -42,8 +42,10 @@ class SearchModel(EmbeddingModel):
     @property
     def find_arguments(self) -> dict[str, str]:
         """The arguments of ``find``, as strings, that find this model again."""
-        folder = self.run.folder
+        folder, hub_source = self.run.folder, self.run.hub_source
         source = {"model": folder.name} if self.run.is_bundled else {"run": str(folder.resolve())}
+        if hub_source is not None:
+            source = {"model": hub_source.repo, "revision": hub_source.commit}
         prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
         return {**source, "head": self.head.reference, **prompt}
 
@@ -86,7 +88,7 @@ class SearchModel(EmbeddingModel):
 
     @cached_property
     def _unguided(self) -> Embedder:
-        return make_embedder(self.encoder(), self.head)
+        return make_embedder(self.encoder(), self.head, self.run.folder)
 
     @property
     def embedder(self) -> Embedder:

@@ -41,9 +41,9 @@ def load_model(served: ServedSource) -> ServedModel:
     if index is not None:
         from llmcond.search import Index
 
-        settings: dict[str, Any] = {
-            name: getattr(served, name) for name in ("run", "model", "head", "prompt")
-        }
+        settings: dict[str, Any] = {"head": served.head, "prompt": served.prompt}
+        if served.run is not None or served.model is not None:
+            settings["run"] = resolve_run(served.run, served.model, served.revision)
         if any(settings.values()) and (index / "index.json").exists():
             # Without texts, `build` only opens the index and checks that the model is the same.
             opened_index = Index.build(index, **settings, device=served.device)
@@ -51,7 +51,10 @@ def load_model(served: ServedSource) -> ServedModel:
             opened_index = Index.open(index, device=served.device)
         return ServedModel(opened_index.embedder, condition, opened_index)
     loaded = load_similarity_model(
-        resolve_run(served.run, served.model), served.head, served.prompt, served.device
+        resolve_run(served.run, served.model, served.revision),
+        served.head,
+        served.prompt,
+        served.device,
     )
     if guide is not None:
         if not isinstance(loaded, Embedder):

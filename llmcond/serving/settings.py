@@ -92,7 +92,8 @@ class ServedSource:
 
     Attributes:
         run: folder of a run.
-        model: name of a bundled model.
+        model: name of a bundled model, or OWNER/NAME of a model on the hub.
+        revision: branch, tag or commit of the model on the hub.
         head: name of a fitted head.
         prompt: prompt of zero-shot embeddings.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
@@ -103,6 +104,7 @@ class ServedSource:
 
     run: Path | None = None
     model: str | None = None
+    revision: str | None = None
     head: str | None = None
     prompt: str | None = None
     device: str = "auto"

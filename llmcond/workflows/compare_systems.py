@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.bundled import pretrained_folder
 from llmcond.display import Displayed
 from llmcond.errors import LlmcondError, UserError, nearest, shortened_repr
 from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
@@ -36,7 +37,6 @@ from llmcond.runs import AnyRun, open_any_run
 from llmcond.runs.cross import CrossEncoder, load_cross_encoder
 from llmcond.runs.embedding_model import choose_head
 from llmcond.runs.examples import Examples, load_examples
-from llmcond.runs.open import resolve_run
 from llmcond.runs.predictors import (
     AnyPredictor,
     load_fitted_heads,
@@ -197,7 +197,9 @@ def compare_systems(options: CompareSystemsOptions) -> SystemComparison:
     for parts in parsed:
         for source, _ in parts:
             if source not in runs:
-                runs[source] = open_any_run(resolve_run(source), cross=True)
+                # A name that is neither a folder nor a bundled model is not looked up on the hub.
+                bundled = None if Path(source).exists() else pretrained_folder(source)
+                runs[source] = open_any_run(bundled or Path(source), cross=True)
     split = _choose_split(runs, options.split)
     systems = [
         _find_system(reference, parts, runs, split, options.device)

@@ -67,8 +67,10 @@ def index_texts(options: IndexOptions) -> IndexResult:
     texts, text, out = options.texts, options.text, Path(options.out)
     keep, id_column, guide = options.keep, options.id, options.guide
     model_options: dict[str, Any] = {
-        name: getattr(options, name) for name in ("run", "model", "head", "prompt", "device")
+        name: getattr(options, name) for name in ("head", "prompt", "device")
     }
+    if options.run is not None or options.model is not None:
+        model_options["run"] = options.resolve_folder()
     conditions = options.conditions()
     labelled = _read_guide(guide, text, conditions)
     guide_conditions = [one.condition for one in labelled if one.condition is not None]

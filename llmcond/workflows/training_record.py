@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from llmcond.display import Displayed
 from llmcond.encoders import ResolvedEncoder
+from llmcond.encoders.checkpoints.adapter import TRAINING_RECORD
 from llmcond.errors import UserError
 from llmcond.files import read_json
 from llmcond.finetune.settings import TuneSettings, upgrade_setting_names
@@ -33,7 +34,7 @@ from llmcond.workflows.options.training import HeadTrainingOptions
 #: The version of the training record's format.
 TRAINING_FORMAT = 1
 #: The training record's file, and the folder that holds the state of a training in progress.
-RECORD, STATE = "training.json", "training"
+RECORD, STATE = TRAINING_RECORD, "training"
 
 
 @dataclass(frozen=True)

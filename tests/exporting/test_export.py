@@ -174,6 +174,10 @@ def test_card_of_bundled_model_names_it_as_model(tmp_path):
     card = (tmp_path / "any" / "README.md").read_text()
     assert f" --model {DEFAULT_MODEL} --head " in card
     assert "--run" not in card
+    assert "license: apache-2.0" in card
+    for name in ("LivNLP/C-STS-Reannotated", "Verena Rieser", "CC BY 4.0", "CC BY 3.0", "FewRel"):
+        assert name in card
+    assert (tmp_path / "any" / "run" / "credits.json").is_file()
 
 
 def test_decoder_with_instruction_is_exported(tmp_path, write_rows, small_rows):

@@ -87,6 +87,19 @@ def test_hub_errors_name_repository_and_reason(hub, tmp_path):
     check_error(gated, "me/gated", 2, "me/gated is gated")
 
 
+def test_other_manifest_and_known_encoder_are_reported(hub, tmp_path):
+    url, folder = hub
+    (folder / "run.json").write_text('{"learning_rate": 0.1}')
+    encoder = "sentence-transformers/all-MiniLM-L6-v2"
+    other, known = load_in_process(tmp_path, url, ("me/tiny", None), (encoder, None))
+    check_error(other, "me/tiny", 1, "or was not written by llmcond")
+    assert known["code"] == 2
+    assert f"load_encoder('{encoder}') loads it" in known["error"]
+    # Only the manifest was downloaded.
+    (snapshot,) = (tmp_path / "home/hub/models--me--tiny/snapshots").iterdir()
+    assert [path.name for path in snapshot.iterdir()] == ["run.json"]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

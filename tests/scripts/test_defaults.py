@@ -97,6 +97,7 @@ OTHER_SCRIPTS = {
     *("calibrate_conditions", "check_install", "release", "fuzz_changes", "fuzz_services"),
     *("make_aspects", "manners", "aspect_figures", "aspect_samples", "pictures"),
     *("make_sample", "make_sample_graph", "make_dialogues", "make_pretrained", "memory_table"),
+    "make_credits",
 }
 #: Scripts that need data that is not in the repository.
 PAPER_SCRIPTS = {

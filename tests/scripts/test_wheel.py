@@ -137,6 +137,12 @@ def test_bundled_model_is_included(python):
         assert shipped.read_bytes() == path.read_bytes()
 
 
+def test_notice_and_licence_are_included(python):
+    (licences,) = bundled_folder(python).parents[1].glob("llmcond-*.dist-info/licenses")
+    for name in ("LICENSE", "NOTICE"):
+        assert (licences / name).read_bytes() == (ROOT / name).read_bytes()
+
+
 def test_sample_data_are_included(python):
     code = (
         "from llmcond.data.datasets import read_dataset\n"

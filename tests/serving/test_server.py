@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.hub import serve_storing_hub, use_hub
 from helpers.serving import serve
 from helpers.waiting import PATIENCE
 from hypothesis import HealthCheck, given, settings
@@ -61,6 +62,20 @@ def test_embeddings_match_embedder(client, embedder):
     data = client.post("/v1/embeddings", request).json["data"]
     decoded = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in data]
     np.testing.assert_allclose(decoded, embedder.encode(TEXTS, request["condition"]), atol=1e-6)
+
+
+def test_model_that_a_request_names_is_not_downloaded(client, embedder, monkeypatch, tmp_path):
+    with serve_storing_hub() as hub:
+        use_hub(monkeypatch, hub, tmp_path)
+        for path, texts in (
+            ("/v1/embeddings", {"input": TEXTS[0]}),
+            ("/v1/similarity", {"sentence1": TEXTS[0], "sentence2": TEXTS[1]}),
+        ):
+            request = {**texts, "condition": CONDITION, "model": "ada/tuned"}
+            response = client.post(path, request)
+            assert response.status == 200
+            assert response.json["model"] == Path(embedder.encoder.name).name
+        assert (hub.tokens, hub.downloaded) == (set(), [])
 
 
 def test_openai_client_gets_embeddings(client, embedder):

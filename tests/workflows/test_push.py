@@ -1,24 +1,20 @@
 """Pushing to the hub: the real client against a local server that stores what it receives."""
 
-import base64
-import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePath
-from threading import Thread
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
 from helpers.checkpoints import write_to_hub_cache
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
-from huggingface_hub import constants
+from helpers.hub import REPO, serve_storing_hub, use_hub
+from huggingface_hub import ModelCard, constants
 
 import llmcond
 from llmcond import push
@@ -28,177 +24,30 @@ from llmcond.encoders.checkpoints import checkpoint
 from llmcond.errors import LlmcondError, UserError
 from llmcond.evaluation.condition_checks import CALIBRATION
 from llmcond.files import digest_file
-from llmcond.runs import open_run
-from llmcond.workflows.push import _PATH
+from llmcond.runs import dev_score, open_run
+from llmcond.runs.portable import _PATH
+from llmcond.serving.model_server import load_model
+from llmcond.serving.settings import ServedSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-REPO = "ada/tuned"
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
 
 
 # -- a hub -------------------------------------------------------------------------------------
 
 
-class Hub:
-    """The state of a fake hub: files by repository and branch, and requests that must fail.
-
-    Attributes:
-        branches: files by branch, by repository.
-        private: whether each repository is private.
-        commits: repository, branch, and operation by file, of each commit.
-        failing: status and body of failing requests, by the end of their address.
-        tokens: values of the Authorization header in all requests.
-    """
-
-    def __init__(self, url: str = "") -> None:
-        self.url = url
-        self.branches: dict[str, dict[str, dict[str, bytes]]] = {}
-        self.private: dict[str, bool] = {}
-        self.commits: list[tuple[str, str, dict[str, str]]] = []
-        self.failing: dict[str, tuple[int, str]] = {}
-        self.tokens: set[str | None] = set()
-
-    def files(self, repo: str = REPO, branch: str = "main") -> dict[str, bytes]:
-        return self.branches[repo][branch]
-
-    def answer(self, method: str, path: str, body: bytes) -> tuple[int, object]:
-        for end, (status, text) in self.failing.items():
-            if path.endswith(end):
-                return status, text
-        parts = [unquote(part) for part in path.strip("/").split("/")]
-        if parts == ["api", "repos", "create"]:
-            return self._create(json.loads(body))
-        if parts == ["api", "validate-yaml"]:
-            assert json.loads(body)["content"].startswith("---\n")
-            return 200, {"errors": [], "warnings": []}
-        if parts[:2] != ["api", "models"] or len(parts) < 4:
-            return 404, {"error": "no such thing"}
-        repo, rest = "/".join(parts[2:4]), parts[4:]
-        if repo not in self.branches:
-            return 404, {"error": "Repository not found"}
-        return self._answer_repo(method, repo, rest, body)
-
-    def _create(self, settings: dict) -> tuple[int, object]:
-        repo = f"{settings['organization']}/{settings['name']}"
-        url = {"url": f"{self.url}/{repo}", "name": repo}
-        if repo in self.branches:
-            return 409, {**url, "error": "You already created this model repo"}
-        self.branches[repo] = {"main": {".gitattributes": b""}}
-        self.private[repo] = settings.get("visibility") == "private" or bool(
-            settings.get("private")
-        )
-        return 200, url
-
-    def _answer_repo(
-        self, method: str, repo: str, rest: list[str], body: bytes
-    ) -> tuple[int, object]:
-        info = {"id": repo, "private": self.private[repo], "sha": self._head(), "siblings": []}
-        if not rest:
-            return 200, info
-        kind, branch = rest
-        branches = self.branches[repo]
-        if kind == "branch":
-            exists = branch in branches
-            branches.setdefault(branch, dict(branches["main"]))
-            return (409, {"error": "exists"}) if exists else (200, {})
-        files = branches[branch]
-        if kind == "revision":
-            return 200, info
-        if kind == "tree":
-            return 200, [
-                {"type": "file", "path": name, "oid": oid(content), "size": len(content)}
-                for name, content in files.items()
-            ]
-        if kind == "preupload":
-            return 200, {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "regular",
-                        "shouldIgnore": False,
-                        "oid": oid(files[file["path"]]) if file["path"] in files else None,
-                    }
-                    for file in json.loads(body)["files"]
-                ]
-            }
-        assert (method, kind) == ("POST", "commit")
-        return self._commit(repo, branch, body)
-
-    def _commit(self, repo: str, branch: str, body: bytes) -> tuple[int, object]:
-        header, *operations = (json.loads(line) for line in body.splitlines())
-        assert header["key"] == "header"
-        operations_by_file = {}
-        for operation in operations:
-            value = operation["value"]
-            operations_by_file[value["path"]] = operation["key"]
-            if operation["key"] == "deletedFile":
-                del self.files(repo, branch)[value["path"]]
-            else:
-                assert (operation["key"], value["encoding"]) == ("file", "base64")
-                self.files(repo, branch)[value["path"]] = base64.b64decode(value["content"])
-        self.commits.append((repo, branch, operations_by_file))
-        url = f"{self.url}/{repo}/commit/{self._head()}"
-        return 200, {"commitUrl": url, "commitOid": self._head(), "success": True}
-
-    def _head(self) -> str:
-        return f"{len(self.commits):040x}"
-
-    def download(self, folder: Path, repo: str = REPO, branch: str = "main") -> Path:
-        for name, content in self.files(repo, branch).items():
-            path = folder / name
-            assert path.resolve().is_relative_to(folder.resolve())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        return folder
-
-
-def oid(content: bytes) -> str:
-    """Return git's object id of a file's content."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 @pytest.fixture
 def server():
-    """A fake hub that listens, but is not the client's endpoint yet."""
-    state = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            address = urlsplit(self.path)
-            if address.path.startswith(("/api/repos/", "/api/models/")):
-                state.tokens.add(self.headers.get("Authorization"))
-            status, value = state.answer(self.command, address.path, body)
-            content = value if isinstance(value, str) else json.dumps(value)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content.encode())))
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-        do_GET = do_POST = _answer  # noqa: N815
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    state.url = f"http://127.0.0.1:{http.server_port}"
-    Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-    yield state
-    http.shutdown()
-    http.server_close()
+    """A hub that listens, but is not the client's endpoint yet."""
+    with serve_storing_hub() as hub:
+        yield hub
 
 
 @pytest.fixture
 def hub(server, monkeypatch, tmp_path):
-    """The fake hub as the client's endpoint, with a token."""
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    """The hub as the client's endpoint, with a token and an empty cache."""
+    use_hub(monkeypatch, server, tmp_path / "client")
     return server
 
 
@@ -311,6 +160,8 @@ def head_files(name: str) -> set[str]:
     return {f"heads/{name}/head.json", f"heads/{name}/head.safetensors"}
 
 
+#: Nothing listens on this port.
+UNREACHABLE = "http://127.0.0.1:9"
 RECORDS = {"README.md", "encoder.json", "run.json", "training.json"}
 MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 MODEL_FILES |= {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"}
@@ -362,6 +213,7 @@ def test_pushed_dialogue_model_replies_without_its_data(hub, base, capfd, tmp_pa
         return model.top(model.start(["two men play", "sad"]), pool)
 
     assert top_replies(hub.download(tmp_path / "tuned")) == top_replies(folder)
+    assert top_replies(REPO) == top_replies(folder)
 
 
 def test_frozen_encoder_is_pushed_as_heads_and_name(
@@ -445,11 +297,162 @@ def test_error_names_missing_package_of_weights(hub, set_offline, frozen, tmp_pa
         encode_texts(hub.download(tmp_path / "tuned"))
 
 
-def test_custom_card_is_pushed(hub, frozen, tmp_path):
+def test_custom_card_keeps_its_text_and_metadata(hub, frozen, capsys, tmp_path):
     copy = Path(shutil.copytree(frozen, tmp_path / "copy"))
-    (copy / "README.md").write_text("---\nlicense: mit\n---\nMine.\n")
+    (copy / "README.md").write_text("---\nlicense: mit\ntags: [mine]\n---\nMine.\n")
     push(run=copy, repo=REPO)
-    assert hub.files()["README.md"] == (copy / "README.md").read_bytes()
+    card = ModelCard(hub.files()["README.md"].decode())
+    assert card.text == "Mine.\n"
+    assert (card.data.license, card.data.tags) == ("mit", ["mine"])
+    assert card.data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert (copy / "README.md").read_text().endswith("tags: [mine]\n---\nMine.\n")
+    run_json(
+        capsys, "push", REPO, "--run", copy, "--license", "apache-2.0", "--datasets", "a/b", "c/d"
+    )
+    data = ModelCard(hub.files()["README.md"].decode()).data
+    assert (data.license, data.datasets) == ("apache-2.0", ["a/b", "c/d"])
+    (copy / "README.md").write_text("---\n- license\n---\nMine.\n")
+    message = run_rejected(capsys, "push", REPO, "--run", copy)
+    assert "the metadata of README.md is not valid" in message
+
+
+def test_card_without_licence_is_reported(hub, frozen, merged, capfd):
+    push(run=frozen, repo=REPO)
+    assert "the model card names no licence" in capfd.readouterr().err
+    push(run=frozen, repo=REPO, license="mit")
+    assert "licence" not in capfd.readouterr().err
+    assert "\nlicense: mit\n" in hub.files()["README.md"].decode()
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter", "frozen"])
+def test_pushed_card_has_scores_that_the_hub_reads(request, hub, kind):
+    folder = request.getfixturevalue(kind)
+    push(run=folder, repo=REPO)
+    data = ModelCard(hub.files()["README.md"].decode()).data
+    assert data.library_name == ("peft" if kind == "adapter" else "llmcond")
+    scores = {(result.dataset_split, result.metric_type): result for result in data.eval_results}
+    if kind == "frozen":
+        expected = dev_score(open_run(folder).head_record("mlp@concat-sent-cond"), "spearman")
+    else:
+        rows = json.loads((folder / "training.json").read_text())["summary"]["scores"]
+        (expected,) = [row["spearman"] for row in rows if row["split"] == "dev"]
+    assert scores["dev", "spearmanr"].metric_value == expected
+    assert scores["dev", "spearmanr"].dataset_name == "secret-rows.csv"
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter", "frozen"])
+def test_pushed_model_is_loaded_by_its_name(request, hub, kind, monkeypatch):
+    folder = request.getfixturevalue(kind)
+    push(run=folder, repo=REPO)
+    expected = encode_texts(folder)
+    # Neither code nor pickles are downloaded.
+    for name in ("model.py", "pytorch_model.bin", "optimizer.pt", "head.pkl"):
+        hub.files()[name] = b"\x80"
+    embedder = llmcond.Embedder.from_pretrained(REPO, device="cpu")
+    np.testing.assert_array_equal(encode_texts(REPO), expected)
+    assert sorted(hub.downloaded) == sorted(EXPECTED[kind] - {"README.md"})
+    commit = embedder.folder.name
+    about = embedder.explain("two men play", "the place").about
+    assert (about["model"], about["revision"]) == (REPO, commit)
+    # A newer version does not change an older commit, which is in the cache.
+    del hub.files()["run.json"]
+    monkeypatch.setattr(constants, "ENDPOINT", UNREACHABLE)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{UNREACHABLE}/{{filename}}")
+    cached = llmcond.load_embedder(REPO, revision=commit, device="cpu")
+    np.testing.assert_array_equal(cached.encode(["a man"], "x"), embedder.encode(["a man"], "x"))
+
+
+def test_commands_take_model_of_hub(hub, adapter, capsys, monkeypatch, tmp_path):
+    push(run=adapter, repo=REPO, revision="v1")
+    named = ["--model", REPO, "--revision", "v1"]
+    arguments = ["similarity", "two men play", "three women read", "--condition", "the place"]
+    result = run_json(capsys, *arguments, *named)
+    expected = run_json(capsys, *arguments, "--run", adapter)
+    assert result["similarities"] == expected["similarities"]
+    assert result["model"] == REPO
+    (tmp_path / "texts.txt").write_text("two men play\nthree women read\n")
+    index = tmp_path / "index"
+    run_json(capsys, "index", tmp_path / "texts.txt", "--out", index, *named)
+    model = json.loads((index / "index.json").read_text())["made_by"]
+    assert (model["model"], model["revision"]) == (REPO, result["revision"])
+    # The index names the commit, so that neither the branch nor the hub is needed any more.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hits = run_json(capsys, "search", index, "women", "--condition", "the place", "-k", "1")
+    assert hits["results"][0]["text"] == "three women read"
+    served = load_model(ServedSource(model=REPO, revision="v1", device="cpu"))
+    assert served.model.folder.name == result["revision"]
+    snapshot = served.model.folder
+    assert not (snapshot / "features").exists()
+    for name, message in ((REPO, "needs --model"), ("minilm-csts", "is not on the hub")):
+        flag = ["--run"] if name == REPO else ["--model"]
+        rejected = run_rejected(capsys, *arguments, *flag, name, "--revision", "v1")
+        assert message in rejected
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_pushed_encoder_is_extracted_with_its_commit(request, hub, capsys, data, tmp_path, kind):
+    push(run=request.getfixturevalue(kind), repo=REPO)
+    folder = tmp_path / "run"
+    extract = ["extract", "--model", REPO, "--data", data, "--dtype", "float32", "--run", folder]
+    assert [*run_json(capsys, *extract)["prompts"]] == ["concat-sent-cond"]
+    manifest = json.loads((folder / "run.json").read_text())
+    encoder = manifest["encoder"]
+    assert encoder["model"] == REPO
+    assert encoder["identity"]["max_length"] == 32
+    expected = encode_texts(folder)
+    # A newer version on the hub does not change the run.
+    hub.files()["adapter_model.safetensors" if kind == "adapter" else "model.safetensors"] = b"new"
+    np.testing.assert_array_equal(encode_texts(folder), expected)
+    assert llmcond.load_encoder(REPO, revision=encoder["revision"]).dim > 0
+
+
+def test_pushed_heads_are_not_an_encoder(hub, frozen, capsys, data):
+    push(run=frozen, repo=REPO)
+    message = run_rejected(capsys, "extract", "--model", REPO, "--data", data)
+    assert f"load_embedder('{REPO}') loads a head with its encoder" in message
+
+
+def test_records_of_downloaded_run_do_not_choose_where_features_are_written(
+    hub, frozen, capsys, tmp_path
+):
+    push(run=frozen, repo=REPO)
+    manifest = json.loads(hub.files()["run.json"])
+    hub.files()["run.json"] = json.dumps({**manifest, "store": str(tmp_path / "theirs")}).encode()
+    (tmp_path / "texts.csv").write_text("sentence,condition\na man,the place\n")
+    out = tmp_path / "vectors.npy"
+    run_json(capsys, "embed", tmp_path / "texts.csv", "--out", out, "--model", REPO)
+    assert np.load(out).shape == (1, 8)
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize("kind", ["merged", "adapter", "frozen"])
+def test_embedder_is_saved_and_pushed_with_its_head(request, hub, capsys, tmp_path, kind):
+    folder = request.getfixturevalue(kind)
+    head = "linear@concat-sent-cond" if kind == "frozen" else None
+    embedder = llmcond.load_embedder(folder, head, device="cpu")
+    expected = embedder.encode(["two men play"], "the place")
+    out = tmp_path / "saved"
+    embedder.save_pretrained(out)
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    saved = llmcond.Embedder.from_pretrained(out, device="cpu")
+    assert saved.name == embedder.name
+    np.testing.assert_array_equal(saved.encode(["two men play"], "the place"), expected)
+    with pytest.raises(UserError, match="already exists"):
+        embedder.save_pretrained(out)
+    assert saved.push_to_hub(REPO, private=True, license="mit") == f"{hub.url}/{REPO}"
+    assert hub.private[REPO]
+    assert {name for name in hub.files() if name.startswith("heads/")} == head_files(saved.name)
+    pushed = llmcond.load_embedder(REPO, device="cpu")
+    np.testing.assert_array_equal(pushed.encode(["two men play"], "the place"), expected)
+
+
+def test_zero_shot_or_guided_embedder_is_not_saved(frozen, merged, tmp_path):
+    zero_shot = llmcond.load_embedder(frozen, "none")
+    with pytest.raises(UserError, match="zero-shot embedder has no weights to save"):
+        zero_shot.save_pretrained(tmp_path / "saved")
+    guided = llmcond.load_embedder(merged).guided(["a man", "a dog"], ["x", "y"], "the place")
+    with pytest.raises(UserError, match="guides of an embedder cannot be saved"):
+        guided.push_to_hub(REPO)
 
 
 def test_calibration_of_check_condition_is_pushed(hub, frozen, tmp_path):
@@ -591,8 +594,7 @@ def test_command_prints_address_and_usage(server, adapter, tmp_path):
     assert process.returncode == 0, process.stderr
     assert process.stdout == ""
     assert f"{adapter} -> {server.url}/{REPO}" in process.stderr
-    assert f"hf download {REPO} --local-dir tuned" in process.stderr
-    assert 'llmcond.load_embedder("tuned")' in process.stderr
+    assert f'llmcond.load_embedder("{REPO}")' in process.stderr
     assert "Bearer hf_own" in server.tokens
     assert set(server.files()) - {".gitattributes"} == EXPECTED["adapter"]
 
@@ -613,12 +615,12 @@ def test_card_with_local_path_is_reported(hub, merged, base, capfd):
     card = merged / "README.md"
     assert str(base) not in card.read_text()
     push(run=merged, repo=REPO)
-    assert "is pushed unchanged" not in capfd.readouterr().err
+    assert "is not changed" not in capfd.readouterr().err
     before = card.read_text()
     card.write_text(f"{before}\nSee {base} for more.\n")
     push(run=merged, repo=REPO)
     card.write_text(before)
-    assert f"is pushed unchanged, and contains the path {base}" in capfd.readouterr().err
+    assert f"is not changed, and contains the path {base}" in capfd.readouterr().err
 
 
 # -- rejected pushes ---------------------------------------------------------------------------
@@ -816,7 +818,7 @@ def test_missing_connection_is_reported(hub, adapter, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in read_push_error(capsys, adapter)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", UNREACHABLE)
     message = read_push_error(capsys, adapter)
     assert "cannot be reached" in message
     assert "Check the connection" in message

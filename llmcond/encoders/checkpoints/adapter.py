@@ -28,6 +28,12 @@ WEIGHTS = "adapter_model.safetensors"
 ROUTER = "router.safetensors"
 #: The file with the facts that training records about an encoder; see ``EncoderRecord``.
 ENCODER_RECORD = "encoder.json"
+#: The training record of an encoder and its head; see ``llmcond.workflows.training_record``.
+TRAINING_RECORD = "training.json"
+#: The manifest of a run; see ``llmcond.runs.manifest``.
+RUN_RECORD = "run.json"
+#: The works that the weights derive from; see ``llmcond.runs.credits``.
+CREDITS = "credits.json"
 
 FORMAT = 1
 

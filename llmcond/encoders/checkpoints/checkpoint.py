@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,11 @@ from typing import Any
 from llmcond.bundled import pretrained_folder
 from llmcond.encoders.checkpoints.adapter import (
     CONFIG,
+    CREDITS,
     ENCODER_RECORD,
+    ROUTER,
+    RUN_RECORD,
+    TRAINING_RECORD,
     WEIGHTS,
     EncoderRecord,
     identify,
@@ -32,9 +36,9 @@ from llmcond.errors import LlmcondError, UserError, first_line, install_command,
 from llmcond.files import digest_file, digest_files
 
 #: The files that decide the vectors, in contrast to a README or an image.
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 _PICKLED_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-WEIGHT_FILES = (*_WEIGHTS, *_PICKLED_WEIGHTS)
+WEIGHT_FILES = (*SAFETENSORS, *_PICKLED_WEIGHTS)
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
 _SETTINGS = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -45,6 +49,8 @@ _SETTINGS = (
 SETTINGS = (
     *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
 )  # fmt: skip
+#: The records of an encoder that ``llmcond train-lora`` trained, and of a run.
+RECORDS = (ENCODER_RECORD, TRAINING_RECORD, RUN_RECORD, CREDITS)
 #: Weights that an encoder may ignore: heads of other tasks, and buffers of older versions.
 IGNORED_WEIGHTS = re.compile(
     r"^(\w+\.)?(lm_head|embed_out|cls|classifier|score|qa_outputs|predictions|"
@@ -117,6 +123,14 @@ class Checkpoint:
         return base_id if self.adapter is None else identify(self.adapter, self.name, base_id)
 
     @property
+    def commit(self) -> str | None:
+        """Its commit on the hub, for an adapter that of the adapter; None if it is not there."""
+        if self.adapter is None:
+            return None if self.repo is None else self.folder.name
+        source = find_hub_source(self.adapter)
+        return source.commit if source is not None and source.repo == self.name else None
+
+    @property
     def source(self) -> str:
         """The source of its files, for messages."""
         base_source = f"{self.repo}@{self.folder.name}" if self.repo else str(self.folder)
@@ -172,9 +186,9 @@ def find_checkpoint(
         )
     repo = known.repo if known else name_or_path
     with hub_errors(repo, revision, known):
-        snapshot = _download(repo, revision, (*SETTINGS, "*/config.json", ENCODER_RECORD))
+        snapshot = download_files(repo, revision, (*SETTINGS, "*/config.json", *RECORDS))
         if not (snapshot / "config.json").is_file():
-            snapshot = _download(repo, snapshot.name, (CONFIG, WEIGHTS, ENCODER_RECORD))
+            snapshot = download_files(repo, snapshot.name, (CONFIG, WEIGHTS, ROUTER, *RECORDS))
     return _read_folder(known.name if known else repo, snapshot, entry, repo, adapter)
 
 
@@ -213,9 +227,9 @@ def _download_weights(checkpoint: Checkpoint, repo: str, commit: str) -> None:
     )
     with hub_errors(repo, commit, checkpoint.known):
         try:
-            _download(repo, commit, _WEIGHTS)
+            download_files(repo, commit, SAFETENSORS)
             if not any(checkpoint.folder.glob("*.safetensors")):
-                _download(repo, commit, _PICKLED_WEIGHTS)
+                download_files(repo, commit, _PICKLED_WEIGHTS)
         except LocalEntryNotFoundError as error:
             raise unavailable from error
     if is_offline_mode() and not has_weights(checkpoint.folder):
@@ -298,7 +312,7 @@ def check_inside_folder(path: Path, folder: Path) -> None:
     into a run or pushed to the hub. Links within the hub's cache are allowed.
     """
     target, root = path.resolve(), folder.resolve()
-    in_hub_cache = root.parent.name == "snapshots" and target.parent == root.parents[1] / "blobs"
+    in_hub_cache = find_hub_source(root) and target.parent == root.parents[1] / "blobs"
     if not (in_hub_cache or target.is_relative_to(root)):
         raise UserError(
             f"{path} is a link to {target}, outside of {folder}, so it is neither copied nor "
@@ -361,6 +375,31 @@ def is_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class HubSource:
+    """The origin of a folder in the hub's cache; as text, ``OWNER/NAME@COMMIT``.
+
+    Attributes:
+        repo: the repository.
+        commit: the commit, even if a branch or tag was downloaded.
+    """
+
+    repo: str
+    commit: str
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.commit}"
+
+
+def find_hub_source(folder: Path) -> HubSource | None:
+    """Return the repository and the commit of a folder in the hub's cache; None for any other."""
+    repo_folder = folder.parent.parent
+    kind, _, name = repo_folder.name.partition("--")
+    if folder.parent.name != "snapshots" or kind != "models":
+        return None
+    return HubSource(name.replace("--", "/"), folder.name)
+
+
 def _read_folder(
     name: str, folder: Path, entry: KnownModel | None, repo: str | None, adapter: str | None
 ) -> Checkpoint:
@@ -381,6 +420,11 @@ def _read_folder(
         if tuned is not None and tuned.members > 1:
             members = member_folders(folder, tuned.members)
             return replace(_read_adapter(name, members[0], entry), members=members)
+        if (folder / RUN_RECORD).is_file():
+            raise UserError(
+                f"{name} is a run with features or heads of an encoder that it names, and not an "
+                f"encoder. load_embedder({name!r}) loads a head with its encoder."
+            )
         raise UserError(
             f"{name} has no config.json, so it is not a Hugging Face checkpoint. Name a folder "
             "that save_pretrained wrote."
@@ -561,7 +605,7 @@ def hub_errors(
             f"{remedy}.{suggestion}"
         ) from error
     except hub.EntryNotFoundError as error:
-        raise UserError(f"{repo} on the hub lacks a file: {error}.") from error
+        raise UserError(f"{repo} on the hub lacks a file: {first_line(error)}.") from error
     except hub.HTTPError as error:  # type: ignore[attr-defined]  # by way of httpx
         raise LlmcondError(
             f"{repo} could not be downloaded: {first_line(error)}. Run the same command again to "
@@ -569,7 +613,12 @@ def hub_errors(
         ) from error
 
 
-def _download(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Download the files of a repository that match patterns, and return the snapshot's folder.
+
+    Files that the cache has are not downloaded again. Errors are those of the hub's client; see
+    ``hub_errors``.
+    """
     from huggingface_hub import snapshot_download
 
     return Path(

@@ -26,7 +26,7 @@ from llmcond.kinds.dialogue.turns import ContextScore, ContextState
 from llmcond.prompts import Prompt
 from llmcond.runs.embedding_model import choose_head, log_model
 from llmcond.runs.extraction import LazyEncoder
-from llmcond.runs.open import open_any_run
+from llmcond.runs.open import open_any_run, resolve_run
 
 if TYPE_CHECKING:
     from llmcond.encoders.encoder import Encoder
@@ -413,11 +413,13 @@ def load_dialogue(
     prompt: str | None = None,
     score: str | None = None,
     device: str = "auto",
+    revision: str | None = None,
 ) -> DialogueModel:
     """Load a run of dialogues with one of its heads.
 
     Args:
-        run: folder of the run.
+        run: folder of the run, or the ``OWNER/NAME`` of one that ``llmcond push`` uploaded to the
+            hub.
         head: name of a fitted head, or of its recipe if only one head was fitted by it; ``none``
             for zero-shot. By default the run's default head, else the best head on dev, or
             zero-shot if the run has no head.
@@ -427,12 +429,14 @@ def load_dialogue(
             ``average:b1``, ``average:b2``, ``bi:b1`` or ``bi:both``. By default, the score of the
             head's recipe.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        revision: branch, tag or commit of a model on the hub. None: the newest version.
 
     Returns:
         The model.
 
     Raises:
         UserError: The run, head or score does not exist, or the run is of another task.
+        LlmcondError: The hub cannot be reached.
 
     Examples:
         >>> import llmcond
@@ -444,7 +448,7 @@ def load_dialogue(
         >>> [reply.text for reply in model.top(model.start(["Shall we meet?"]), pool, k=1)]
         ['Yes, at noon.']
     """
-    opened = open_any_run(Path(run))
+    opened = open_any_run(resolve_run(run, revision=revision))
     if not isinstance(opened, DialogueRun):
         raise UserError(
             f"{run} is a run of the task {opened.task.name}, which has no dialogues. Extract the "

@@ -179,18 +179,26 @@ class EmbedderOptions(HeadOptions):
     model: str | None = option(
         None,
         metavar="NAME",
-        help=f"bundled model to use instead of a run: {' or '.join(pretrained_names())}",
+        help=f"model to use instead of a run: {' or '.join(pretrained_names())} (bundled), or "
+        "OWNER/NAME on the Hugging Face hub, uploaded by `llmcond push`",
+    )
+    revision: str | None = option(
+        None,
+        metavar="REV",
+        needs="--model",
+        help="branch, tag or commit of the model on the hub (default: the newest version)",
     )
 
     def resolve_folder(self) -> Path:
-        """Return the folder of the chosen run or bundled model.
+        """Return the folder of the chosen run or model; a model on the hub is downloaded.
 
         Raises:
-            UserError: both a run and a bundled model are named, or there is no such bundled model.
+            UserError: both a run and a model are named, or there is no such model.
+            LlmcondError: the hub cannot be reached.
         """
         from llmcond.runs.open import resolve_run
 
-        return resolve_run(self.run, self.model)
+        return resolve_run(self.run, self.model, self.revision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,20 @@ class PushOptions(RunOption):
     repo: str = option(
         flag="", metavar="OWNER/NAME", help="repository on the hub, created if it does not exist"
     )
+    head: Sequence[str] = option((), metavar="NAME", help="fitted heads to upload (default: all)")
     private: bool = option(False, help="make the repository private")
+    license: str | None = option(
+        None,
+        metavar="ID",
+        help="licence of the upload, by the hub's identifier, such as apache-2.0 (default: that of "
+        "the run's model card, if it names one)",
+    )
+    datasets: Sequence[str] = option(
+        (),
+        metavar="OWNER/NAME",
+        help="datasets on the hub that the model was trained on, for its card (default: the run's "
+        "data, if it is one)",
+    )
     revision: str | None = option(
         None,
         metavar="BRANCH",

@@ -16,7 +16,7 @@ from llmcond.encoders.spec import Router
 from llmcond.finetune.loading import load_trainable
 from llmcond.finetune.settings import TuneSettings
 from llmcond.runs import open_run
-from llmcond.workflows.push import _stage
+from llmcond.runs.portable import stage_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +96,7 @@ def test_heavy_router_is_pushed_with_its_encoder(train, tmp_path):
     train("run", "--router-mode", "heavy", "--merge")
     folder, staged = tmp_path / "run", tmp_path / "staged"
     staged.mkdir()
-    _stage(open_run(folder), read_encoder_record(folder), staged)
+    stage_run(open_run(folder), read_encoder_record(folder), staged)
     trained, pushed = (llmcond.load_encoder(path, dtype="float32") for path in (folder, staged))
     np.testing.assert_array_equal(trained.encode(ITEMS), pushed.encode(ITEMS))
 
