@@ -23,6 +23,7 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer
 from llmcond.errors import UserError
 from llmcond.finetune.model import BiEncoderModel, HeadConfig, RatedInputs
 from llmcond.finetune.settings import AspectSettings
+from llmcond.heads.objectives import average_truncations
 
 #: Maximum length of texts in characters; longer ones are left out, as they would make steps slow.
 _LONGEST_TEXT = 700
@@ -213,5 +214,9 @@ class AspectModel(BiEncoderModel):
             labels = torch.from_numpy(np.stack([sampled.group, sampled.value]))
             group, value = labels.to(embeddings.device)
             temperature = self._groups.settings.aspects_temperature
-            contrast = supervised_contrast(embeddings, group, value, temperature)
+            contrast = average_truncations(
+                lambda vectors: supervised_contrast(vectors, group, value, temperature),
+                self.plan.objective.matryoshka,
+                embeddings,
+            )
         return loss + self._groups.settings.aspects_weight * contrast

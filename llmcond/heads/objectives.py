@@ -11,8 +11,9 @@ attribute ``contrasts = True`` requests contrastive pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,16 @@ class Objective(nn.Module):
 
         Raises:
             ValueError: contrastive pairs are needed and missing.
+            UserError: a size of ``matryoshka`` is larger than the embeddings.
         """
-        settings, batch = self.settings, batch or RatedBatch()
+        rows = batch or RatedBatch()
+        loss = partial(self._weighted_sum, rating, rows)
+        return average_truncations(loss, self.settings.matryoshka, first, second)
+
+    def _weighted_sum(
+        self, rating: Tensor, batch: RatedBatch, first: Tensor, second: Tensor
+    ) -> Tensor:
+        settings = self.settings
         scored = _ScoredBatch(first, second, batch.similarity(first, second), rating, batch)
         terms: list[Tensor] = [
             weight * objective(scored, settings)
@@ -91,6 +100,35 @@ class Objective(nn.Module):
             custom = self.custom(first, second, rating, batch, settings)
             terms.append(settings.objective_weight * custom)
         return sum(terms[1:], terms[0])
+
+
+def average_truncations(
+    loss: Callable[..., Tensor], dims: Sequence[int], *embeddings: Tensor
+) -> Tensor:
+    """Average a loss over full embeddings and their first dimensions.
+
+    This is Matryoshka representation learning (arXiv 2205.13147, equation 1) with equal weights.
+    Without ``dims``, the result is the loss of the full embeddings.
+
+    Args:
+        loss: function of as many tensors as there are ``embeddings``.
+        dims: sizes that the embeddings are truncated to.
+        embeddings: (n, k) embeddings.
+
+    Raises:
+        UserError: a size is larger than k.
+    """
+    if not dims:
+        return loss(*embeddings)
+    size = embeddings[0].shape[1]
+    if max(dims) > size:
+        raise UserError(
+            f"matryoshka names {max(dims)} dimensions, but the embeddings have {size}. Give "
+            "smaller sizes."
+        )
+    sizes = sorted({size, *dims}, reverse=True)
+    losses = [loss(*(values[:, :dim] for values in embeddings)) for dim in sizes]
+    return torch.stack(losses).mean()
 
 
 @dataclass(frozen=True, slots=True)

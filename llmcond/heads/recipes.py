@@ -140,11 +140,12 @@ class Recipe:
 
 
 #: Parsers of ``--set`` values, by the type of the setting.
-_PARSERS: Mapping[type, Callable[[str], Any]] = {
+_PARSERS: Mapping[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
     str: str,
     bool: {"true": True, "false": False}.__getitem__,
+    tuple[int, ...]: lambda text: [int(part) for part in text.split(",") if part],
 }
 
 
@@ -171,7 +172,9 @@ def parse_settings(
         try:
             parsed[key] = _PARSERS[kinds[key]](text)
         except (KeyError, ValueError) as error:
-            raise UserError(f"{source}: {key} is {text!r}, not {kinds[key].__name__}.") from error
+            is_list = get_origin(kinds[key]) is tuple
+            expected = "whole numbers, such as 256,128" if is_list else kinds[key].__name__
+            raise UserError(f"{source}: {key} is {text!r}, not {expected}.") from error
     return _load_objective(settings, parsed, Path())
 
 

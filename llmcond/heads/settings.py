@@ -59,6 +59,10 @@ class ObjectiveSettings:
             ``drop``: they leave them out. ``keep``: the first row counts as the higher one, as in
             the code of C-STS and Hyper-CL. ``gap``: each contrastive pair is weighted by the
             difference of its ratings, and so are i and j of ``ranking``.
+        matryoshka: sizes below that of the embeddings, such as 256 and 128. The objectives are then
+            also computed on the first dimensions of the embeddings, as many as each size says, and
+            averaged, so that embeddings can be truncated to these sizes (Matryoshka representation
+            learning, arXiv 2205.13147, equation 1 with equal weights). Empty: the full size only.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
@@ -75,6 +79,7 @@ class ObjectiveSettings:
     margin: Weight = 1.0
     scale: _Positive = 20.0
     ties: Literal["drop", "keep", "gap"] = "drop"
+    matryoshka: tuple[Size, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise an error if the settings leave nothing to minimise."""

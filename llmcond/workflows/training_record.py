@@ -205,7 +205,7 @@ def load_finished_training(folder: Path, config: Mapping[str, Any]) -> dict[str,
 def _upgrade_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration of an older version with the names that settings have now."""
     upgraded = {**config, "settings": upgrade_setting_names(config.get("settings", {}))}
-    added = {"objective": "", "objective_weight": 1.0}
+    added = {"objective": "", "objective_weight": 1.0, "matryoshka": []}
     for part in ("head", "objective"):
         if "mse" in config.get(part, {}):
             upgraded[part] = {**added, **config[part]}

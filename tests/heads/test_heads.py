@@ -214,6 +214,21 @@ def test_diverging_loss_raises_error(train):
         fit("linear", broken, **SHORT)
 
 
+def test_matryoshka_improves_truncated_embeddings(train, dev, tmp_path):
+    changes = {**SHORT, "dim": 8, "dropout": 0.0, "learning_rate": 0.01, "mse": 0.0, "ranking": 1.0}
+    plain, matryoshka = (
+        fit("linear", train, dev, **changes, **extra) for extra in ({}, {"matryoshka": [4]})
+    )
+
+    def correlation(head):
+        sides = [head.transform(side)[:, :4] for side in (dev.first, dev.second)]
+        return spearmanr(cosine(*sides), dev.rating)[0]
+
+    assert correlation(matryoshka) > correlation(plain) + 0.1
+    save_head(matryoshka, tmp_path, {})
+    assert load_head(tmp_path)[0].settings.matryoshka == (4,)
+
+
 def test_pca_equals_scikit_learn(train, dev):
     from sklearn.decomposition import PCA
 
@@ -334,6 +349,7 @@ def test_cosine_is_exact_for_tiny_and_huge_vectors():
         ("ica", {"max_iterations": 0}, "'max_iterations' is 0: .*at least 1"),
         ("ica", {"tolerance": 0.0}, "'tolerance' is 0.0: .*above 0"),
         ("mlp", {"learning_rate": float("inf")}, "learning_rate"),
+        ("mlp", {"matryoshka": [4, 0]}, "'matryoshka.1' is 0: .*at least 1"),
     ],
 )
 def test_invalid_settings_are_rejected(kind, changes, message):
@@ -342,10 +358,10 @@ def test_invalid_settings_are_rejected(kind, changes, message):
 
 
 def test_set_values_are_parsed_by_setting_types():
-    changes = {"epochs": "7", "learning_rate": "1e-2", "dropout": "0"}
+    changes = {"epochs": "7", "learning_rate": "1e-2", "dropout": "0", "matryoshka": "8,4"}
     parsed = load_recipe("mlp").parse_changes(changes, "--set")
-    assert parsed == {"epochs": 7, "learning_rate": 0.01, "dropout": 0.0}
-    assert [type(value) for value in parsed.values()] == [int, float, float]
+    assert parsed == {"epochs": 7, "learning_rate": 0.01, "dropout": 0.0, "matryoshka": [8, 4]}
+    assert [type(value) for value in parsed.values()] == [int, float, float, list]
     assert load_recipe("mlp").with_settings(parsed, "--set").settings.epochs == 7
 
 
@@ -355,6 +371,7 @@ def test_set_values_are_parsed_by_setting_types():
         ({"epoch": "7"}, r"--set: the head mlp has no setting 'epoch'. Did you mean 'epochs'"),
         ({"epochs": "7.5"}, "epochs is '7.5', not int"),
         ({"dropout": "much"}, "dropout is 'much', not float"),
+        ({"matryoshka": "8x4"}, "matryoshka is '8x4', not whole numbers, such as 256,128"),
     ],
 )
 def test_invalid_set_values_are_rejected(changes, message):

@@ -44,6 +44,50 @@ def settings_of(name, **changes):
     return ObjectiveSettings(**{"mse": 0.0, **SINGLE_OBJECTIVES[name], **changes})
 
 
+# -- shortened embeddings ---------------------------------------------------------------------
+
+
+def test_matryoshka_is_the_mean_of_sentence_transformers_losses():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import (
+        CosineSimilarityLoss,
+        MatryoshkaLoss,
+    )
+
+    class Lookup(torch.nn.Module):
+        def forward(self, features):
+            return dict(features)
+
+        def get_embedding_dimension(self):
+            return 8
+
+    torch.manual_seed(0)
+    sides = [torch.randn(5, 8, requires_grad=True) for _ in range(2)]
+    rating = torch.rand(5)
+    model = SentenceTransformer(modules=[Lookup()], device="cpu")
+    loss = MatryoshkaLoss(model, CosineSimilarityLoss(model), [8, 4, 3])
+    expected = loss([{"sentence_embedding": side} for side in sides], rating) / 3
+    computed = compute_loss(*sides, rating, ObjectiveSettings(matryoshka=(3, 4)))
+    torch.testing.assert_close(computed, expected)
+    gradients = [torch.autograd.grad(value, sides) for value in (computed, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_matryoshka_counts_full_size_once():
+    torch.manual_seed(0)
+    sides, rating = [torch.randn(5, 8) for _ in range(2)], torch.rand(5)
+    losses = [
+        compute_loss(*sides, rating, ObjectiveSettings(matryoshka=dims)) for dims in [(4,), (8, 4)]
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_matryoshka_size_above_that_of_embeddings_is_rejected():
+    sides, rating = [torch.randn(5, 8) for _ in range(2)], torch.rand(5)
+    with pytest.raises(UserError, match="matryoshka names 9 dimensions, but the embeddings have 8"):
+        compute_loss(*sides, rating, ObjectiveSettings(matryoshka=(9, 4)))
+
+
 # -- the equations, row by row ---------------------------------------------------------------
 
 
