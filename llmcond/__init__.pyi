@@ -55,6 +55,7 @@ from llmcond.kinds.ranking.completer import Completion as Completion
 from llmcond.kinds.ranking.completer import load_completer as load_completer
 from llmcond.metrics import Estimate as Estimate
 from llmcond.plugins import register as register
+from llmcond.quantization import quantize_embeddings as quantize_embeddings
 from llmcond.runs.cross import CrossEncoder as CrossEncoder
 from llmcond.runs.cross import load_cross_encoder as load_cross_encoder
 from llmcond.runs.embedder import Embedder as Embedder

@@ -251,6 +251,13 @@ def cosine(first: Array, second: Array) -> Array:
     return cosines
 
 
+def scale_to_unit_norm(vectors: NDArray[Any]) -> NDArray[Any]:
+    """Return vectors, (n, k), with unit L2 norm. Zero vectors stay zero."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: NDArray[Any] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
+    return unit
+
+
 def _inner(first: Array, second: Array) -> NDArray[np.float64]:
     inner: NDArray[np.float64] = np.einsum("nd,nd->n", first, second, dtype=np.float64)
     return inner

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import as_list
+from llmcond.arrays import as_list, scale_to_unit_norm
 from llmcond.deprecation import renamed_methods
 from llmcond.encoders.engine.interface import AnyEngine, OutOfMemoryError, n_routes
 from llmcond.encoders.engine.routing import (
@@ -37,6 +37,12 @@ from llmcond.files import digest_bytes
 from llmcond.log import log
 from llmcond.options import declaration_of, public_function
 from llmcond.progress import ExtractionBar
+from llmcond.quantization import (
+    EncodeOptions,
+    Precision,
+    check_truncate_dim,
+    convert_embeddings,
+)
 
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
@@ -185,9 +191,38 @@ class Encoder:
         """Pickle only the resolved encoder, so that another process loads the weights itself."""
         return type(self), (self.resolved,)
 
+    @overload
     def encode(
-        self, inputs: Iterable[EncoderInput | str], *, show_progress: bool = False
-    ) -> NDArray[np.float32]:
+        self,
+        inputs: Iterable[EncoderInput | str],
+        *,
+        normalize: bool = False,
+        show_progress: bool = False,
+        truncate_dim: int | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool | None = None,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def encode(
+        self, inputs: Iterable[EncoderInput | str], **options: Unpack[EncodeOptions]
+    ) -> Any: ...
+
+    def encode(
+        self,
+        inputs: Iterable[EncoderInput | str],
+        *,
+        normalize: bool = False,
+        show_progress: bool = False,
+        truncate_dim: int | None = None,
+        precision: Precision = "float32",
+        batch_size: int | None = None,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool | None = None,
+    ) -> Any:
         """Encode texts.
 
         If an input exceeds ``max_length``, its sentence is cut, and a warning counts such inputs.
@@ -196,16 +231,37 @@ class Encoder:
         Args:
             inputs: n inputs: a list, an iterator, a column of a data frame or an Arrow array. A
                 plain string is a text without an instruction.
+            normalize: whether to scale vectors to unit L2 norm, also if the encoder does not. If
+                the encoder does, truncated vectors are scaled again.
             show_progress: whether to show a progress bar on standard error.
+            truncate_dim: number of leading dimensions to keep, for encoders that were trained for
+                it (Matryoshka representation learning); None: all.
+            precision: ``float32``, ``int8``, ``uint8``, ``binary`` or ``ubinary``; see
+                ``llmcond.quantize_embeddings``. The ranges of ``int8`` and ``uint8`` are those of
+                these vectors.
+            batch_size: largest number of inputs in a forward pass; None: only the number of tokens
+                is limited (``max_tokens_per_batch``).
+            convert_to_numpy: whether the result is an array. If this and ``convert_to_tensor`` are
+                False, it is a list of tensors.
+            convert_to_tensor: whether the result is a PyTorch tensor on the CPU.
+            show_progress_bar: sentence-transformers' name of ``show_progress``.
+            normalize_embeddings: sentence-transformers' name of ``normalize``.
 
         Returns:
             (n, dim) float32 vectors, in the order of ``inputs``.
 
         Raises:
-            UserError: a single input was given instead of a list, or an input has an instruction,
-                a context or a router that the encoder does not take.
+            UserError: a single input was given instead of a list, an option is invalid, or an input
+                has an instruction, a context or a router that the encoder does not take.
             LlmcondError: out of memory.
         """
+        dim = check_truncate_dim(truncate_dim, self.dim)
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
+        if show_progress_bar is not None:
+            show_progress = show_progress_bar
+        if normalize_embeddings is not None:
+            normalize = normalize_embeddings
         if isinstance(inputs, str | EncoderInput):
             raise UserError(
                 f"inputs is a single {type(inputs).__name__}; expected a list of inputs."
@@ -215,14 +271,22 @@ class Encoder:
         ]
         map_units = self._threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
-            encoded = self._encode(items, map_units, bar)
+            encoded = self._encode(items, map_units, bar, unit_size=batch_size)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
                 f"{self.identity.max_length} tokens that {self.name} accepts; {TRUNCATION_NOTE}.",
                 stacklevel=2,
             )
-        return encoded.vectors
+        vectors = encoded.vectors[:, :dim]
+        if normalize or (dim < self.dim and self.identity.normalize):
+            vectors = scale_to_unit_norm(vectors)
+        return convert_embeddings(
+            vectors,
+            precision,
+            convert_to_numpy=convert_to_numpy,
+            convert_to_tensor=convert_to_tensor,
+        )
 
     def encode_joined(
         self, rows: Sequence[tuple[str, str, str]], *, show_progress: bool = False
@@ -373,13 +437,16 @@ class Encoder:
         with self._tokenizer_lock:
             return self._tokenizer.describe(item, row)
 
-    def queries(self, texts: Iterable[str], map_units: _Map = map) -> RouterQueries:
+    def queries(
+        self, texts: Iterable[str], map_units: _Map = map, unit_size: int | None = None
+    ) -> RouterQueries:
         """Compute the queries of routers, each distinct text once.
 
         Args:
             texts: texts of routers; repeats are allowed.
             map_units: applies a function to each work unit, in order. The default runs on the
                 calling thread.
+            unit_size: number of texts of a work unit; None: as many as ``encode`` takes.
 
         Returns:
             The query of each distinct text, keyed by the text.
@@ -396,7 +463,7 @@ class Encoder:
                 f"states. Use --pooling {' or '.join(ROUTED_POOLINGS)}."
             )
         ordered = [plain[index] for index in plan_inputs(plain, by_prefix=False)]
-        units = _split_chunks(ordered, self._unit)
+        units = _split_chunks(ordered, unit_size or self._unit)
         computed = (query for unit in map_units(self._compute_queries, units) for query in unit)
         return {item.text: query for item, query in zip(ordered, computed, strict=True)}
 
@@ -406,13 +473,15 @@ class Encoder:
         map_units: _Map,
         bar: ExtractionBar | None = None,
         queries: RouterQueries | None = None,
+        unit_size: int | None = None,
     ) -> Encoded:
         check_inputs(inputs)
         sizes = [item.size for item in inputs]
         if bar is not None:
             bar.start(len(inputs), sum(sizes))
         if queries is None:
-            queries = self.queries((router.text for router in list_routers(inputs)), map_units)
+            texts = (router.text for router in list_routers(inputs))
+            queries = self.queries(texts, map_units, unit_size)
         order = plan_inputs(inputs, by_prefix=self.resolved.shares_prefixes)
         vectors = np.empty((len(inputs), self.dim), dtype=np.float32)
         n_tokens = np.empty(len(inputs), dtype=np.int32)
@@ -426,7 +495,8 @@ class Encoder:
             if bar is not None:
                 bar.advance(len(router_indices), sum(sizes[row] for row in router_indices), 0, 0.0)
         encoded = set(router_indices)
-        units = list(_group_units([row for row in order if row not in encoded], inputs, self._unit))
+        remaining = [row for row in order if row not in encoded]
+        units = list(_group_units(remaining, inputs, unit_size or self._unit))
         work = partial(self._encode_unit, inputs, queries)
         first_index: dict[bytes, int] = {}
         for unit, result in self._map_units_timed(units, work, map_units, sizes, bar):

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from llmcond.arrays import Array
-from llmcond.errors import LlmcondError, first_line
+from llmcond.arrays import Array, scale_to_unit_norm
+from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_text, replace_atomically
 from llmcond.records import RECORD, check_record
 
@@ -54,11 +54,11 @@ class Guide:
 
     def transform(self, vectors: NDArray[Any]) -> Array:
         """Return (n, d) mapped vectors of unit L2 norm; zero vectors stay zero."""
-        vectors = _normalise(np.asarray(vectors, dtype=np.float32))
+        vectors = scale_to_unit_norm(np.asarray(vectors, dtype=np.float32))
         centred = vectors - self.mean
         mapped = centred + (centred @ self.directions * self.gains) @ self.directions.T
         mapped[~vectors.any(axis=1)] = 0
-        return _normalise(mapped)
+        return scale_to_unit_norm(mapped)
 
     def change_basis(self, basis: NDArray[Any]) -> Guide:
         """Return the guide for vectors zQ^T, (n, k), given this guide for z, (n, d).
@@ -93,7 +93,7 @@ def fit_guide(
     from sklearn.linear_model import Ridge
 
     classes, members = np.unique(np.array(labels, dtype=object), return_inverse=True)
-    points = _normalise(np.asarray(vectors, dtype=np.float64))
+    points = scale_to_unit_norm(np.asarray(vectors, dtype=np.float64))
     ridge = Ridge(alpha=_ALPHA).fit(points, np.eye(len(classes))[members])
     directions, sizes, _ = np.linalg.svd(ridge.coef_.T, full_matrices=False)
     # One-hot labels sum to 1, so at least one direction is empty.
@@ -112,19 +112,22 @@ def fit_guide(
 def apply_guides(
     vectors: NDArray[Any], conditions: Sequence[str], guides: Mapping[Any, Guide]
 ) -> Array:
-    """Map the (n, d) vectors under conditions that have a guide; return all vectors."""
+    """Map the (n, d) vectors under conditions that have a guide; return all vectors.
+
+    Raises:
+        UserError: a guide was fitted on vectors of another size.
+    """
     mapped = np.array(vectors, dtype=np.float32) if guides else np.asarray(vectors)
     for condition, guide in guides.items():
         rows = [row for row, row_condition in enumerate(conditions) if row_condition == condition]
+        if rows and len(guide.mean) != mapped.shape[1]:
+            raise UserError(
+                f"the guide of {str(condition)!r} maps embeddings of {len(guide.mean)} dimensions, "
+                f"and these have {mapped.shape[1]}. Fit the guide with the same truncate_dim."
+            )
         if rows:
             mapped[rows] = guide.transform(mapped[rows])
     return mapped
-
-
-def _normalise(vectors: NDArray[Any]) -> NDArray[Any]:
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: NDArray[Any] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
-    return unit
 
 
 # -- on disk -----------------------------------------------------------------------------------

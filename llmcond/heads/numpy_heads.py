@@ -113,6 +113,12 @@ DENSE_KINDS: Mapping[str, tuple[type[Any], Callable[[Any, int], Sequence[LayerSp
 }
 
 
+#: Kinds whose embeddings, truncated to k dimensions, are those of the same head with dim k: the
+#: components of PCA and whitening are sorted by variance, and those of a random projection are
+#: independent. Those of ICA have no order.
+ORDERED_KINDS = ("pca", "whitening", "random")
+
+
 def apply_layers(layers: Sequence[DenseLayer[Array]], values: Array) -> Array:
     """Apply layers to (n, in) float32 inputs; return (n, out) float32."""
     for weight, bias, activation, mean in layers:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
-from llmcond.arrays import Matrix, SharedRows, as_list
+from llmcond.arrays import Matrix, SharedRows, as_list, scale_to_unit_norm
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.deprecation import renamed_methods
@@ -20,8 +20,14 @@ from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
-from llmcond.heads.numpy_heads import ZERO_SHOT, NumpyHead
+from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
 from llmcond.prompts import Prompt
+from llmcond.quantization import (
+    EncodeOptions,
+    Precision,
+    check_truncate_dim,
+    convert_embeddings,
+)
 from llmcond.runs import RunEmbeddingHead
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder
@@ -61,6 +67,8 @@ class Embedder(SimilarityModel):
             with texts that its encoder was trained on, if any.
         guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
         folder: The folder of the run or model that it was loaded from, if any.
+        truncate_dim: The number of leading dimensions that embeddings keep. None: all of them. See
+            ``matryoshka_dims``.
 
     Examples:
         >>> import llmcond
@@ -78,6 +86,23 @@ class Embedder(SimilarityModel):
     fitted_on: str = ""
     guides: Mapping[str, Guide] = field(default_factory=dict)
     folder: Path | None = None
+    truncate_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that embeddings can be truncated.
+
+        Raises:
+            UserError: ``truncate_dim`` is larger than the embeddings, or the head does not compare
+                them by cosine.
+        """
+        if self.truncate_dim is None:
+            return
+        check_truncate_dim(self.truncate_dim, self.head.dim_out or self.encoder.dim)
+        if not self.head.compares_by_cosine:
+            raise UserError(
+                f"the head {self.name} does not compare embeddings by cosine, so a part of an "
+                "embedding cannot be compared. Leave out truncate_dim."
+            )
 
     @classmethod
     def from_pretrained(cls, name: str | Path | None = None, **options: Any) -> Embedder:
@@ -180,8 +205,20 @@ class Embedder(SimilarityModel):
     @property
     def dim(self) -> int:
         """The size of the embeddings."""
-        return self.head.dim_out or self.encoder.dim
+        return self.truncate_dim or self.head.dim_out or self.encoder.dim
 
+    @property
+    def matryoshka_dims(self) -> Sequence[int]:
+        """The smaller sizes that embeddings can be truncated to without another model.
+
+        These are the sizes that the head, or the encoder of a zero-shot model, was trained with
+        (the setting ``matryoshka``). For PCA, whitening and random projections, it is every size,
+        because their first components are those of the same projection with fewer components.
+        """
+        sizes = _find_matryoshka_dims(self.encoder, self.head)
+        return [size for size in sizes if size < self.dim]
+
+    @overload
     def encode(
         self,
         sentences: str | Iterable[str],
@@ -189,8 +226,38 @@ class Embedder(SimilarityModel):
         *,
         normalize: bool = True,
         show_progress: bool = False,
-    ) -> Vectors:
+        truncate_dim: int | None = None,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool | None = None,
+    ) -> Vectors: ...
+
+    @overload
+    def encode(
+        self,
+        sentences: str | Iterable[str],
+        conditions: str | Iterable[str],
+        **options: Unpack[EncodeOptions],
+    ) -> Any: ...
+
+    def encode(  # noqa: PLR0913 - the options of sentence-transformers
+        self,
+        sentences: str | Iterable[str],
+        conditions: str | Iterable[str],
+        *,
+        normalize: bool = True,
+        show_progress: bool = False,
+        truncate_dim: int | None = None,
+        precision: Precision = "float32",
+        batch_size: int | None = None,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        show_progress_bar: bool | None = None,
+        normalize_embeddings: bool | None = None,
+    ) -> Any:
         """Embed sentences under conditions.
+
+        The options from ``truncate_dim`` on have the names that they have in sentence-transformers.
 
         Args:
             sentences: n texts: a list, an iterator, a column of a data frame or an Arrow array.
@@ -200,21 +267,48 @@ class Embedder(SimilarityModel):
                 cosines. Embeddings that the head does not compare by cosine are never scaled.
                 Embeddings that a guide maps are always scaled.
             show_progress: Whether to show a progress bar on standard error.
+            truncate_dim: The number of leading dimensions to keep, before embeddings are scaled.
+                None: that of the embedder. See ``matryoshka_dims``.
+            precision: ``float32``, ``int8``, ``uint8``, ``binary`` or ``ubinary``, see
+                ``quantize_embeddings``. The ranges of ``int8`` and ``uint8`` are those of these
+                embeddings; to compare several calls, quantise their float32 embeddings with the
+                same ranges.
+            batch_size: The largest number of inputs in a forward pass. None: only the number of
+                tokens is limited, as ``load_embedder`` says. A prompt that subtracts has two inputs
+                per sentence.
+            convert_to_numpy: Whether the result is an array. If this and ``convert_to_tensor`` are
+                False, it is a list of tensors.
+            convert_to_tensor: Whether the result is a PyTorch tensor on the CPU.
+            show_progress_bar: Another name of ``show_progress``.
+            normalize_embeddings: Another name of ``normalize``.
 
         Returns:
-            The embeddings, (n, k) float32; (k,) for a single text.
+            The embeddings, (n, k) float32; (k,) for a single text. With another precision, integers
+            as ``quantize_embeddings`` returns them.
 
         Raises:
-            UserError: The lengths differ, or a sentence or condition is empty.
+            UserError: The lengths differ, a sentence or condition is empty, an option is invalid,
+                or a single text is quantised to ``int8`` or ``uint8``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
+        embedder = self if truncate_dim is None else replace(self, truncate_dim=truncate_dim)
         if isinstance(sentences, str):
-            vector: Vectors = self.encode(
-                [sentences], as_condition_list(conditions), normalize=normalize
-            )[0]
-            return vector
-        vectors = self._encode(pair_with_conditions(sentences, conditions), show_progress)
-        return normalise_vectors(vectors, self.head) if normalize else vectors
+            rows = pair_with_conditions([sentences], as_condition_list(conditions))
+        else:
+            rows = pair_with_conditions(sentences, conditions)
+        if show_progress_bar is not None:
+            show_progress = show_progress_bar
+        if normalize_embeddings is not None:
+            normalize = normalize_embeddings
+        vectors = embedder._encode(rows, show_progress, batch_size)
+        if normalize:
+            vectors = normalise_vectors(vectors, self.head)
+        return convert_embeddings(
+            vectors[0] if isinstance(sentences, str) else vectors,
+            precision,
+            convert_to_numpy=convert_to_numpy,
+            convert_to_tensor=convert_to_tensor,
+        )
 
     def explain(
         self, sentence: str, conditions: str | Iterable[str], *, to: str | None = None
@@ -307,10 +401,15 @@ class Embedder(SimilarityModel):
         guide = fit_checked_guide(labelled, vectors, self.head)
         return replace(self, guides={**self.guides, condition: guide})
 
-    def _encode(self, texts: Sequence[tuple[str, str]], show_progress: bool) -> Vectors:
+    def _encode(
+        self,
+        texts: Sequence[tuple[str, str]],
+        show_progress: bool,
+        batch_size: int | None = None,
+    ) -> Vectors:
         # All inputs are encoded in one call, so that each distinct input is encoded once.
         distinct = list(dict.fromkeys(self.view.inputs(texts)))
-        vectors = self.encoder.encode(distinct, show_progress=show_progress)
+        vectors = self.encoder.encode(distinct, show_progress=show_progress, batch_size=batch_size)
         return self.embed_vectors(texts, distinct, vectors)
 
     def encode_with_counts(self, rows: Sequence[tuple[str, str]]) -> Encoded:
@@ -376,9 +475,8 @@ class Embedder(SimilarityModel):
             embeddings = self.cache.transform(features, condition)
         else:
             embeddings = self.head.transform(features, condition)
-        return apply_guides(
-            embeddings, [condition_text for _, condition_text in texts], self.guides
-        )
+        conditions = [condition_text for _, condition_text in texts]
+        return apply_guides(embeddings[:, : self.truncate_dim], conditions, self.guides)
 
     def _compute_similarity(
         self,
@@ -389,6 +487,20 @@ class Embedder(SimilarityModel):
         # Both sides are encoded in one call, so that each distinct input is encoded once.
         embedded = self._encode([*first, *second], show_progress)
         return self.compare(embedded[: len(first)], embedded[len(first) :])
+
+    def _compute_matrix(
+        self,
+        first: Sequence[tuple[str, str]],
+        second: Sequence[tuple[str, str]],
+        show_progress: bool,
+    ) -> Vectors:
+        embedded = self._encode([*first, *second], show_progress)
+        rows, columns = embedded[: len(first)], embedded[len(first) :]
+        if self.head.compares_by_cosine:
+            matrix: Vectors = scale_to_unit_norm(rows) @ scale_to_unit_norm(columns).T
+            return matrix
+        similarities = [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
+        return np.stack(similarities)
 
     def compare(self, first: Vectors, second: Vectors) -> Vectors:
         """Compare embeddings with others, row by row, as the head does.
@@ -424,11 +536,7 @@ def normalise_vectors(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vect
 
     Embeddings of norm 0, which carry no information, stay zero.
     """
-    if not head.compares_by_cosine:
-        return vectors
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    unit: Vectors = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
-    return unit
+    return scale_to_unit_norm(vectors) if head.compares_by_cosine else vectors
 
 
 def load_embedder(
@@ -439,6 +547,7 @@ def load_embedder(
     device: str = "auto",
     max_tokens_per_batch: int | None = None,
     revision: str | None = None,
+    truncate_dim: int | None = None,
 ) -> Embedder:
     """Load the encoder of a run, or of a bundled model, with one of its heads.
 
@@ -456,13 +565,15 @@ def load_embedder(
         max_tokens_per_batch: The token budget of one forward pass, which replaces a batch size.
             None: chosen for the device and its memory.
         revision: A branch, tag or commit of a model on the hub. None: the newest version.
+        truncate_dim: The number of leading dimensions that embeddings keep. None: all of them.
 
     Returns:
         The embedder.
 
     Raises:
         UserError: The run, model or head does not exist, several heads match the name, the prompt
-            is a control, or the encoder has changed.
+            is a control, the encoder has changed, or ``truncate_dim`` is larger than the
+            embeddings.
         LlmcondError: The hub cannot be reached, or the encoder cannot be loaded.
 
     Examples:
@@ -472,13 +583,20 @@ def load_embedder(
     """
     model = EmbeddingModel.find(resolve_run(run, revision=revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
-    return make_embedder(LazyEncoder(resolved)(), model.head, model.run.folder)
+    return make_embedder(LazyEncoder(resolved)(), model.head, model.run.folder, truncate_dim)
 
 
 def make_embedder(
-    encoder: Encoder, saved: RunEmbeddingHead, folder: Path | None = None
+    encoder: Encoder,
+    saved: RunEmbeddingHead,
+    folder: Path | None = None,
+    truncate_dim: int | None = None,
 ) -> Embedder:
-    """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder."""
+    """Combine an encoder and a head of its run, fitted or zero-shot, into an embedder.
+
+    Raises:
+        UserError: the embeddings cannot be truncated to ``truncate_dim``.
+    """
     fitted_on = _describe_training_data(encoder, saved) if saved.is_fitted else ""
     cache = None
     if not isinstance(saved.head, NumpyHead) and saved.head.generates_matrices:
@@ -486,18 +604,41 @@ def make_embedder(
 
         cache = ConditionCache(saved.head)
     return Embedder(
-        encoder, saved.view, saved.head, saved.reference, cache, fitted_on, folder=folder
+        encoder,
+        saved.view,
+        saved.head,
+        saved.reference,
+        cache,
+        fitted_on,
+        folder=folder,
+        truncate_dim=truncate_dim,
     )
+
+
+def _find_matryoshka_dims(encoder: Encoder, head: EmbeddingHead) -> Sequence[int]:
+    """Return the sizes that embeddings can be truncated to, descending."""
+    if head.kind in ORDERED_KINDS:
+        return range(head.dim_out - 1, 0, -1)
+    sizes = getattr(head.settings, "matryoshka", ())
+    if head.is_identity:
+        record = _training_record(encoder)
+        sizes = record.get("made_of", {}).get("objective", {}).get("matryoshka", ())
+    return sorted(sizes, reverse=True)
+
+
+def _training_record(encoder: Encoder) -> dict[str, Any]:
+    """Return the training record of an encoder; {} if it was not trained by llmcond."""
+    checkpoint = encoder.resolved.checkpoint
+    record = (checkpoint.adapter or checkpoint.folder) / "training.json"
+    return read_json(record) if record.is_file() else {}
 
 
 def _describe_training_data(encoder: Encoder, saved: RunEmbeddingHead) -> str:
     """Return the source of a fitted head's data, and how many sets of texts trained its encoder."""
     source = describe_source(saved.record["data"]["source"])
-    checkpoint = encoder.resolved.checkpoint
-    record = (checkpoint.adapter or checkpoint.folder) / "training.json"
-    if saved.record["encoder"]["model"] != IN_RUN_FOLDER or not record.is_file():
+    if saved.record["encoder"]["model"] != IN_RUN_FOLDER:
         return source
-    n_sets = len(read_json(record).get("summary", {}).get("aspects", ()))
+    n_sets = len(_training_record(encoder).get("summary", {}).get("aspects", ()))
     return f"{source} and texts of {format_count(n_sets, 'dataset')}" if n_sets else source
 
 

@@ -85,6 +85,57 @@ class SimilarityModel(ABC):
         )
         return self._compute_similarity(rows1, rows2, show_progress)
 
+    #: The name in sentence-transformers, whose ``similarity`` returns a matrix.
+    similarity_pairwise = similarity
+
+    def similarity_matrix(
+        self,
+        sentences1: Iterable[str],
+        sentences2: Iterable[str],
+        condition: str,
+        *,
+        show_progress: bool = False,
+    ) -> Vectors:
+        """Compute the similarity of each sentence to each other sentence under a condition.
+
+        The similarities are those of ``similarity``. An embedder encodes n + m sentences; a
+        cross-encoder reads n * m pairs.
+
+        Args:
+            sentences1: n texts: a list, an iterator, a column of a data frame or an Arrow array.
+            sentences2: m other texts.
+            condition: The condition.
+            show_progress: Whether to show a progress bar on standard error.
+
+        Returns:
+            The similarities, (n, m) float32.
+
+        Raises:
+            UserError: A sentence or the condition is empty, or there are several conditions.
+            LlmcondError: The encoder returned NaN, or ran out of memory.
+        """
+        if not isinstance(condition, str):
+            raise UserError(
+                "condition is not a text. All entries of the matrix have the same condition; call "
+                "similarity_matrix once for each."
+            )
+        texts1, texts2 = (
+            [texts] if isinstance(texts, str) else texts for texts in (sentences1, sentences2)
+        )
+        first, second = (pair_with_conditions(texts, condition) for texts in (texts1, texts2))
+        return self._compute_matrix(first, second, show_progress)
+
+    def _compute_matrix(
+        self,
+        first: Sequence[tuple[str, str]],
+        second: Sequence[tuple[str, str]],
+        show_progress: bool,
+    ) -> Vectors:
+        """Return the similarities, (n, m), of n (sentence, condition) rows to m other ones."""
+        repeated = [row for row in first for _ in second]
+        values = self._compute_similarity(repeated, [*second] * len(first), show_progress)
+        return values.reshape(len(first), len(second))
+
     @abstractmethod
     def _compute_similarity(
         self,

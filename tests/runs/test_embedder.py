@@ -3,12 +3,14 @@
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import llmcond
 from llmcond import fit_head
@@ -16,6 +18,7 @@ from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
+from llmcond.quantization import PRECISIONS, Precision
 from llmcond.runs import open_run
 from llmcond.runs.embedder import base_encoder
 from llmcond.runs.familiarity import find_unfamiliar_conditions
@@ -168,6 +171,140 @@ def test_encoder_accepts_strings(fitted: Path):
     encoder = llmcond.load_embedder(fitted).encoder
     inputs = [llmcond.EncoderInput("", text) for text in SENTENCES]
     np.testing.assert_array_equal(encoder.encode(SENTENCES), encoder.encode(inputs))
+
+
+# -- smaller embeddings, and the options of sentence-transformers ---------------------------------
+
+
+def test_truncated_embeddings_are_first_dimensions_with_unit_norm(fitted: Path):
+    embedder = llmcond.load_embedder(fitted)
+    full, raw = (embedder.encode(SENTENCES, "the place", normalize=n) for n in (True, False))
+    expected = full[:, :3] / np.linalg.norm(full[:, :3], axis=1, keepdims=True)
+    truncated = embedder.encode(SENTENCES, "the place", truncate_dim=3)
+    np.testing.assert_allclose(truncated, expected, atol=1e-6)
+    unscaled = embedder.encode(SENTENCES, "the place", truncate_dim=3, normalize=False)
+    np.testing.assert_array_equal(unscaled, raw[:, :3])
+    small = llmcond.load_embedder(fitted, truncate_dim=3)
+    assert small.dim == 3
+    np.testing.assert_array_equal(small.encode(SENTENCES, "the place"), truncated)
+    similarity = small.similarity(SENTENCES, SENTENCES[::-1], "the place")
+    np.testing.assert_allclose(similarity, (expected * expected[::-1]).sum(axis=1), atol=1e-6)
+
+
+def test_guides_are_fitted_on_truncated_embeddings(fitted: Path):
+    labelled = ("a park", "a beach"), ("green", "blue"), "the place"
+    small = llmcond.load_embedder(fitted, truncate_dim=3).guided(*labelled)
+    assert small.encode(SENTENCES, "the place").shape == (3, 3)
+    full = llmcond.load_embedder(fitted).guided(*labelled)
+    assert full.encode(SENTENCES, "another", truncate_dim=3).shape == (3, 3)
+    with pytest.raises(UserError, match="guide of 'the place' maps embeddings of 4 dimensions"):
+        full.encode(SENTENCES, "the place", truncate_dim=3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_is_that_of_quantised_embeddings(fitted: Path, precision: Precision):
+    embedder = llmcond.load_embedder(fitted)
+    vectors = embedder.encode(SENTENCES, "the place")
+    codes = embedder.encode(SENTENCES, "the place", precision=precision)
+    expected = llmcond.quantize_embeddings(vectors, precision)
+    assert codes.dtype == expected.dtype
+    np.testing.assert_array_equal(codes, expected)
+
+
+def test_embeddings_are_converted_as_in_sentence_transformers(fitted: Path):
+    embedder = llmcond.load_embedder(fitted)
+    vectors = embedder.encode(SENTENCES, "the place")
+    tensor = embedder.encode(SENTENCES, "the place", convert_to_tensor=True)
+    assert isinstance(tensor, torch.Tensor)
+    np.testing.assert_array_equal(tensor.numpy(), vectors)
+    listed = embedder.encode(SENTENCES, "the place", convert_to_numpy=False)
+    assert isinstance(listed, list)
+    assert torch.equal(torch.stack(listed), tensor)
+    single = embedder.encode(SENTENCES[0], "the place", convert_to_tensor=True)
+    assert single.shape == (4,)
+    scaled = embedder.encode(SENTENCES, "the place", normalize_embeddings=False)
+    np.testing.assert_array_equal(scaled, embedder.encode(SENTENCES, "the place", normalize=False))
+
+
+def test_batch_size_limits_inputs_of_forward_pass(fitted: Path, monkeypatch: pytest.MonkeyPatch):
+    embedder = llmcond.load_embedder(fitted, device="cpu")
+    engine, sizes = embedder.encoder.engine, list[int]()
+    run_engine = engine.run
+
+    def run_and_count(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for batch in run_engine(*arguments, **options):
+            sizes.append(len(batch.inputs))
+            yield batch
+
+    monkeypatch.setattr(engine, "run", run_and_count)
+    expected = embedder.encode(SENTENCES, "the place")
+    assert sizes == [4]  # with the condition alone
+    vectors = embedder.encode(SENTENCES, "the place", batch_size=2)
+    assert sizes[1:] == [2, 2]
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_encoder_has_options_of_sentence_transformers(tiny_bert: Path, normalises: bool):
+    encoder = llmcond.load_encoder(tiny_bert, pooling="mean", normalize=normalises, device="cpu")
+    vectors = encoder.encode(SENTENCES)
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled = encoder.encode(SENTENCES, normalize_embeddings=True)
+    np.testing.assert_allclose(scaled, vectors / norms, rtol=1e-6)
+    truncated, expected = encoder.encode(SENTENCES, truncate_dim=5), vectors[:, :5]
+    if normalises:
+        expected = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(truncated, expected, rtol=1e-6)
+    codes = encoder.encode(SENTENCES, precision="ubinary", convert_to_tensor=True)
+    assert torch.equal(codes, torch.from_numpy(np.packbits(vectors > 0, axis=1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"truncate_dim": 5}, "truncate_dim is 5, but the embeddings have 4 dimensions"),
+        ({"truncate_dim": 0}, "truncate_dim is 0.* from 1 to 4"),
+        ({"precision": "int4"}, "precision is 'int4'"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+    ],
+)
+def test_invalid_options_of_encode_are_rejected(
+    fitted: Path, options: dict[str, Any], message: str
+):
+    with pytest.raises(UserError, match=message):
+        llmcond.load_embedder(fitted).encode(SENTENCES, "the place", **options)
+
+
+def test_single_text_has_no_ranges_for_int8(fitted: Path):
+    with pytest.raises(UserError, match="1 embedding has none"):
+        llmcond.load_embedder(fitted).encode(SENTENCES[0], "the place", precision="int8")
+
+
+def test_similarity_matrix_holds_similarities_of_all_pairs(fitted: Path):
+    embedder = llmcond.load_embedder(fitted)
+    matrix = embedder.similarity_matrix(SENTENCES, SENTENCES[:2], "the place")
+    assert matrix.shape == (3, 2)
+    for column, sentence in enumerate(SENTENCES[:2]):
+        rows = embedder.similarity_pairwise(SENTENCES, [sentence] * 3, "the place")
+        np.testing.assert_allclose(matrix[:, column], rows, atol=1e-6)
+    with pytest.raises(UserError, match="All entries of the matrix have the same condition"):
+        embedder.similarity_matrix(SENTENCES, SENTENCES, ["the place"] * 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("head", "settings", "dims"),
+    [
+        ("pca", {}, [3, 2, 1]),
+        ("ica", {}, []),
+        ("linear", {"epochs": "1"}, []),
+        ("linear", {"epochs": "1", "matryoshka": "4,2,3"}, [3, 2]),
+    ],
+)
+def test_matryoshka_dims_depend_on_head(
+    run_copy: Path, head: str, settings: dict[str, str], dims: list[int]
+):
+    fit_head(run=run_copy, head=head, dim=4, set=settings, name="head")
+    assert list(llmcond.load_embedder(run_copy, "head").matryoshka_dims) == dims
 
 
 # -- the training data of a head ---------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""Smaller embeddings: fewer dimensions, and 8 bits or 1 bit for each number.
+
+The names and the formats are those of sentence-transformers (``quantize_embeddings``), bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.arrays import Array
+from llmcond.errors import UserError, list_legal_values
+from llmcond.log import log
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+#: Precisions whose codes depend on the lowest and highest value of each dimension.
+CALIBRATED = ("int8", "uint8")
+#: Fewer embeddings than this give a poor estimate of the range of each dimension.
+MIN_CALIBRATION = 100
+
+#: Quantised embeddings, or float32 ones.
+Quantized = NDArray[Any]
+
+
+class EncodeOptions(TypedDict, total=False):
+    """The options of ``encode`` besides the texts; the methods document them."""
+
+    normalize: bool
+    show_progress: bool
+    truncate_dim: int | None
+    precision: Precision
+    batch_size: int | None
+    convert_to_numpy: bool
+    convert_to_tensor: bool
+    show_progress_bar: bool | None
+    normalize_embeddings: bool | None
+
+
+def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:
+    """Return the number of dimensions that remain of ``dim``.
+
+    Raises:
+        UserError: ``truncate_dim`` is below 1 or above ``dim``.
+    """
+    if truncate_dim is None:
+        return dim
+    if not 1 <= truncate_dim <= dim:
+        raise UserError(
+            f"truncate_dim is {truncate_dim}, but the embeddings have {dim} dimensions. Give a "
+            f"number from 1 to {dim}."
+        )
+    return truncate_dim
+
+
+def measure_ranges(embeddings: NDArray[Any]) -> Array:
+    """Return the lowest and the highest value of each dimension of embeddings, (2, k) float32.
+
+    Raises:
+        UserError: there are fewer than two embeddings.
+    """
+    if embeddings.ndim != 2 or len(embeddings) < 2:
+        n = 1 if embeddings.ndim == 1 else len(embeddings)
+        raise UserError(
+            f"int8 and uint8 need the range of each dimension, and {n} embedding has none. Give "
+            f"ranges, or the ranges of at least {MIN_CALIBRATION} embeddings."
+        )
+    if len(embeddings) < MIN_CALIBRATION:
+        log.warning(
+            f"the ranges of int8 and uint8 come from {len(embeddings)} embeddings only; they are "
+            f"more stable with at least {MIN_CALIBRATION}"
+        )
+    return np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]).astype(np.float32)
+
+
+def check_ranges(ranges: Any, dim: int, source: str = "ranges") -> Array:
+    """Return ranges as (2, dim) float32.
+
+    Raises:
+        UserError: they have another shape, are not finite, or a lowest value is above the highest.
+    """
+    try:
+        values = np.asarray(ranges, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{source} holds no numbers: {error}.") from error
+    if values.shape != (2, dim):
+        shape = "x".join(map(str, values.shape)) or "a single number"
+        raise UserError(
+            f"{source} has the shape {shape}, not 2x{dim}: the lowest and the highest value of "
+            "each dimension of the embeddings."
+        )
+    if not np.isfinite(values).all() or (values[0] > values[1]).any():
+        raise UserError(
+            f"{source} is not a range for each dimension: a value is not finite, or the lowest is "
+            "above the highest."
+        )
+    return values
+
+
+def quantize_embeddings(
+    embeddings: NDArray[Any],
+    precision: Precision,
+    ranges: NDArray[Any] | None = None,
+    calibration_embeddings: NDArray[Any] | None = None,
+) -> Quantized:
+    """Convert embeddings to fewer bits, as sentence-transformers' function of this name does.
+
+    ``int8`` and ``uint8`` divide the range of each dimension into 256 equal steps. ``binary`` and
+    ``ubinary`` store only whether a number is above 0, 8 dimensions in a byte; bits are added if
+    the number of dimensions is no multiple of 8.
+
+    Args:
+        embeddings: (n, k) embeddings, or a single one, (k,).
+        precision: ``float32``, ``int8``, ``uint8``, ``binary`` (signed bytes) or ``ubinary``
+            (unsigned bytes).
+        ranges: (2, k), the lowest and the highest value of each dimension, for ``int8`` and
+            ``uint8``. Values outside are clipped. None: those of ``calibration_embeddings``.
+        calibration_embeddings: (m, k) embeddings that the ranges are measured on. None:
+            ``embeddings``; then embeddings of two calls cannot be compared.
+
+    Returns:
+        (n, k) float32, int8 or uint8; for ``binary`` and ``ubinary`` (n, ceil(k / 8)) int8 or
+        uint8.
+
+    Raises:
+        UserError: the precision is unknown, the embeddings are integers, the ranges have another
+            shape, or they would be those of a single embedding.
+
+    Examples:
+        >>> import llmcond
+        >>> embedder = llmcond.load_embedder()
+        >>> texts = ["A man rides a horse.", "A girl reads.", "Two dogs play."]
+        >>> vectors = embedder.encode(texts, "the activity")
+        >>> codes = llmcond.quantize_embeddings(vectors, "ubinary")
+        >>> codes.shape, codes.dtype
+        ((3, 48), dtype('uint8'))
+    """
+    if precision not in PRECISIONS:
+        raise UserError(f"precision is {precision!r}. {list_legal_values(precision, PRECISIONS)}")
+    embeddings = np.asarray(embeddings)
+    if not np.issubdtype(embeddings.dtype, np.floating):
+        raise UserError(
+            f"the embeddings are {embeddings.dtype}; expected floating-point numbers, which have "
+            "not been quantised yet."
+        )
+    if precision == "float32":
+        return embeddings.astype(np.float32, copy=False)
+    if precision in CALIBRATED:
+        if ranges is not None:
+            ranges = check_ranges(ranges, embeddings.shape[-1])
+        else:
+            calibration = embeddings if calibration_embeddings is None else calibration_embeddings
+            if embeddings.ndim == 2 and not len(embeddings):
+                return np.zeros(embeddings.shape, dtype=precision)
+            ranges = measure_ranges(np.asarray(calibration))
+        lowest = ranges[0]
+        steps = (ranges[1] - lowest) / 255
+        # A dimension whose values are all equal has the code 0.
+        steps = np.where(steps == 0, 1, steps)
+        codes: Array = np.clip(np.floor((embeddings - lowest) / steps), 0, 255)
+        return codes.astype(np.uint8) if precision == "uint8" else (codes - 128).astype(np.int8)
+    bits: NDArray[np.uint8] = np.packbits(embeddings > 0, axis=-1)
+    return bits if precision == "ubinary" else (bits - np.uint8(128)).view(np.int8)
+
+
+def convert_embeddings(
+    embeddings: Array,
+    precision: Precision = "float32",
+    *,
+    convert_to_numpy: bool = True,
+    convert_to_tensor: bool = False,
+) -> Quantized | Tensor | list[Tensor]:
+    """Return embeddings in a precision, as an array, a tensor, or a list of tensors.
+
+    Tensors are on the CPU. As in sentence-transformers, ``convert_to_tensor`` takes precedence over
+    ``convert_to_numpy``, and a list is returned if both are False.
+
+    Raises:
+        UserError: as ``quantize_embeddings``.
+    """
+    quantized = quantize_embeddings(embeddings, precision)
+    if convert_to_numpy and not convert_to_tensor:
+        return quantized
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(quantized))
+    return tensor if convert_to_tensor or tensor.ndim == 1 else list(tensor)

@@ -1,0 +1,72 @@
+"""Quantised and truncated embeddings, compared with those of sentence-transformers."""
+
+import numpy as np
+import pytest
+
+from llmcond.errors import UserError
+from llmcond.quantization import PRECISIONS, quantize_embeddings
+
+
+@pytest.fixture(scope="module")
+def embeddings():
+    vectors = np.random.default_rng(0).normal(size=(150, 20)).astype(np.float32)
+    vectors[:, 3] = 0.25  # a dimension without a range
+    vectors[5, :7] = 0.0
+    return vectors
+
+
+def quantize_with_peer(*arguments, **options):
+    from sentence_transformers.util.quantization import quantize_embeddings as quantize
+
+    return quantize(*arguments, **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("source", ["embeddings", "calibration", "ranges"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_codes_are_those_of_sentence_transformers(embeddings, precision, source, dtype):
+    options = {
+        "embeddings": {},
+        "calibration": {"calibration_embeddings": embeddings[:120]},
+        "ranges": {"ranges": np.array([[-1.0] * 20, [0.8] * 20])},
+    }[source]
+    vectors = embeddings.astype(dtype)
+    codes = quantize_embeddings(vectors, precision, **options)
+    expected = quantize_with_peer(vectors, precision, **options)
+    assert codes.dtype == expected.dtype
+    np.testing.assert_array_equal(codes, expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("shape", [(20,), (0, 20), (2, 0)])
+def test_codes_of_few_embeddings_have_shape_of_sentence_transformers(precision, shape):
+    vectors, ranges = np.ones(shape, np.float32), np.stack([np.zeros(shape[-1])] * 2)
+    codes = quantize_embeddings(vectors, precision, ranges=ranges)
+    expected = quantize_with_peer(vectors, precision, ranges=ranges)
+    assert (codes.shape, codes.dtype) == (expected.shape, expected.dtype)
+
+
+def test_ranges_of_few_embeddings_are_reported(embeddings, caplog):
+    quantize_embeddings(embeddings[:99], "int8")
+    assert "come from 99 embeddings only" in caplog.text
+    caplog.clear()
+    quantize_embeddings(embeddings[:100], "int8")
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones((3, 4)), "int4"), "precision is 'int4'.* Legal: float32, int8, uint8"),
+        ((np.ones((3, 4), np.int8), "binary"), "the embeddings are int8"),
+        ((np.ones(4), "int8"), "1 embedding has none"),
+        ((np.ones((1, 4)), "uint8"), "1 embedding has none"),
+        ((np.ones((3, 4)), "int8", np.zeros((2, 5))), "has the shape 2x5, not 2x4"),
+        ((np.ones((3, 4)), "int8", np.ones((2, 4)) * [[1], [0]]), "the lowest is above"),
+        ((np.ones((3, 4)), "int8", np.full((2, 4), np.nan)), "not finite"),
+        ((np.ones((3, 4)), "int8", [["a"] * 4] * 2), "holds no numbers"),
+    ],
+)
+def test_invalid_arguments_are_rejected(arguments, message):
+    with pytest.raises(UserError, match=message):
+        quantize_embeddings(*arguments)
