@@ -5,7 +5,9 @@ The names and the formats are those of sentence-transformers (``quantize_embeddi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +15,10 @@ from numpy.typing import NDArray
 from llmcond.arrays import Array
 from llmcond.errors import UserError, list_legal_values
 from llmcond.log import log
+from llmcond.options import Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 #: Precisions whose codes depend on the lowest and highest value of each dimension.
@@ -59,28 +60,33 @@ def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:
     return truncate_dim
 
 
-def measure_ranges(embeddings: NDArray[Any]) -> Array:
+def measure_ranges(embeddings: NDArray[Any], n: int | None = None) -> Array:
     """Return the lowest and the highest value of each dimension of embeddings, (2, k) float32.
+
+    Args:
+        embeddings: the embeddings, or the extremes of parts of them.
+        n: number of embeddings that the extremes are from; None: all are given.
 
     Raises:
         UserError: there are fewer than two embeddings.
     """
-    if embeddings.ndim != 2 or len(embeddings) < 2:
+    if n is None:
         n = 1 if embeddings.ndim == 1 else len(embeddings)
+    if n < 2:
         raise UserError(
-            f"int8 and uint8 need the range of each dimension, and {n} embedding has none. Give "
-            f"ranges, or the ranges of at least {MIN_CALIBRATION} embeddings."
+            "int8 and uint8 need the range of each dimension, and a single embedding has none. "
+            f"Give ranges that were measured on at least {MIN_CALIBRATION} embeddings."
         )
-    if len(embeddings) < MIN_CALIBRATION:
+    if n < MIN_CALIBRATION:
         log.warning(
-            f"the ranges of int8 and uint8 come from {len(embeddings)} embeddings only; they are "
-            f"more stable with at least {MIN_CALIBRATION}"
+            f"the ranges of int8 and uint8 come from {n} embeddings only; they are more stable "
+            f"with at least {MIN_CALIBRATION}"
         )
     return np.stack([embeddings.min(axis=0), embeddings.max(axis=0)]).astype(np.float32)
 
 
-def check_ranges(ranges: Any, dim: int, source: str = "ranges") -> Array:
-    """Return ranges as (2, dim) float32.
+def check_ranges(ranges: Any, dim: int | None, source: str = "ranges") -> Array:
+    """Return ranges as (2, dim) float32; ``dim`` may be None, for any size.
 
     Raises:
         UserError: they have another shape, are not finite, or a lowest value is above the highest.
@@ -89,11 +95,11 @@ def check_ranges(ranges: Any, dim: int, source: str = "ranges") -> Array:
         values = np.asarray(ranges, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise UserError(f"{source} holds no numbers: {error}.") from error
-    if values.shape != (2, dim):
-        shape = "x".join(map(str, values.shape)) or "a single number"
+    if values.ndim != 2 or len(values) != 2 or dim not in (None, values.shape[1]):
+        shape = "x".join(map(str, values.shape)) or "of a single number"
         raise UserError(
-            f"{source} has the shape {shape}, not 2x{dim}: the lowest and the highest value of "
-            "each dimension of the embeddings."
+            f"{source} has the shape {shape}, not 2x{dim or 'dimensions'}: the lowest and the "
+            "highest value of each dimension of the embeddings."
         )
     if not np.isfinite(values).all() or (values[0] > values[1]).any():
         raise UserError(
@@ -167,6 +173,52 @@ def quantize_embeddings(
         return codes.astype(np.uint8) if precision == "uint8" else (codes - 128).astype(np.int8)
     bits: NDArray[np.uint8] = np.packbits(embeddings > 0, axis=-1)
     return bits if precision == "ubinary" else (bits - np.uint8(128)).view(np.int8)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantizer:
+    """A precision with its ranges, for all embeddings of a file or a server.
+
+    Attributes:
+        precision: the precision.
+        ranges: (2, k) lowest and highest value of each dimension; None: not needed, or not
+            measured yet.
+    """
+
+    precision: Precision = "float32"
+    ranges: Array | None = None
+
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether ranges must be measured first."""
+        return self.precision in CALIBRATED and self.ranges is None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The number type of quantised embeddings."""
+        names = {"binary": "int8", "ubinary": "uint8"}
+        return np.dtype(names.get(self.precision, self.precision))
+
+    def width(self, dim: int) -> int:
+        """Return how many numbers an embedding of ``dim`` dimensions has when it is quantised."""
+        return -(-dim // 8) if self.precision.endswith("binary") else dim
+
+    def __call__(self, embeddings: Array) -> Quantized:
+        """Quantise embeddings, (n, k)."""
+        return quantize_embeddings(embeddings, self.precision, self.ranges)
+
+
+def read_ranges(path: str | Path, dim: int | None = None) -> Array:
+    """Read a .npy file of ranges, (2, dim); ``dim`` may be None, for any size.
+
+    Raises:
+        UserError: the file cannot be read, or as ``check_ranges``.
+    """
+    try:
+        ranges = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"--ranges {path} cannot be read as a .npy file: {error}.") from error
+    return check_ranges(ranges, dim, f"--ranges {path}")
 
 
 def convert_embeddings(

@@ -59,8 +59,8 @@ def test_ranges_of_few_embeddings_are_reported(embeddings, caplog):
     [
         ((np.ones((3, 4)), "int4"), "precision is 'int4'.* Legal: float32, int8, uint8"),
         ((np.ones((3, 4), np.int8), "binary"), "the embeddings are int8"),
-        ((np.ones(4), "int8"), "1 embedding has none"),
-        ((np.ones((1, 4)), "uint8"), "1 embedding has none"),
+        ((np.ones(4), "int8"), "a single embedding has none"),
+        ((np.ones((1, 4)), "uint8"), "a single embedding has none"),
         ((np.ones((3, 4)), "int8", np.zeros((2, 5))), "has the shape 2x5, not 2x4"),
         ((np.ones((3, 4)), "int8", np.ones((2, 4)) * [[1], [0]]), "the lowest is above"),
         ((np.ones((3, 4)), "int8", np.full((2, 4), np.nan)), "not finite"),

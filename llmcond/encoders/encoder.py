@@ -35,11 +35,10 @@ from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
 from llmcond.log import log
-from llmcond.options import declaration_of, public_function
+from llmcond.options import Precision, declaration_of, public_function
 from llmcond.progress import ExtractionBar
 from llmcond.quantization import (
     EncodeOptions,
-    Precision,
     check_truncate_dim,
     convert_embeddings,
 )

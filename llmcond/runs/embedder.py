@@ -21,10 +21,10 @@ from llmcond.files import read_json
 from llmcond.heads.guide import Guide, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
+from llmcond.options import Precision
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
     EncodeOptions,
-    Precision,
     check_truncate_dim,
     convert_embeddings,
 )
@@ -95,14 +95,9 @@ class Embedder(SimilarityModel):
             UserError: ``truncate_dim`` is larger than the embeddings, or the head does not compare
                 them by cosine.
         """
-        if self.truncate_dim is None:
-            return
-        check_truncate_dim(self.truncate_dim, self.head.dim_out or self.encoder.dim)
-        if not self.head.compares_by_cosine:
-            raise UserError(
-                f"the head {self.name} does not compare embeddings by cosine, so a part of an "
-                "embedding cannot be compared. Leave out truncate_dim."
-            )
+        if self.truncate_dim is not None:
+            check_truncatable(self.truncate_dim, self.head)
+            check_truncate_dim(self.truncate_dim, self.head.dim_out or self.encoder.dim)
 
     @classmethod
     def from_pretrained(cls, name: str | Path | None = None, **options: Any) -> Embedder:
@@ -529,6 +524,19 @@ def fit_checked_guide(
             "another way. Choose another --head."
         )
     return fit_guide(vectors, labelled.labels, source=labelled.source, digest=labelled.digest)
+
+
+def check_truncatable(truncate_dim: int | None, head: EmbeddingHead) -> None:
+    """Check that the first dimensions of a head's embeddings can be compared.
+
+    Raises:
+        UserError: the head does not compare embeddings by cosine.
+    """
+    if truncate_dim is not None and not head.compares_by_cosine:
+        raise UserError(
+            f"this {head.kind} head does not compare embeddings by cosine, so the first dimensions "
+            "of an embedding cannot be compared. Leave out truncate_dim."
+        )
 
 
 def normalise_vectors(vectors: Vectors, head: EmbeddingHead = ZERO_SHOT) -> Vectors:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,11 +36,19 @@ from llmcond.features.view import FeaturePart
 from llmcond.files import check_output, replace_atomically
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
+from llmcond.options import Precision
 from llmcond.prompts import Prompt
+from llmcond.quantization import Quantizer, check_truncate_dim, measure_ranges, read_ranges
 from llmcond.report.format import head_text
-from llmcond.runs.embedder import fit_checked_guide, guides_json, normalise_vectors
+from llmcond.runs.embedder import (
+    check_truncatable,
+    fit_checked_guide,
+    guides_json,
+    normalise_vectors,
+)
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
+from llmcond.version import __version__
 from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
@@ -58,10 +67,12 @@ class EmbedResult(Displayed):
     Attributes:
         out: the file or folder that was written, or its URI.
         rows: the number of embeddings.
-        dim: the size of an embedding.
+        dim: the number of dimensions of an embedding.
         head: the name of the head; zero-shot is ``none@PROMPT``.
         prompt: the name of the prompt.
         guides: the guide of each condition that has one.
+        precision: the number type of the embeddings.
+        ranges: the file with the ranges of int8 and uint8, or None.
 
     Examples:
         >>> import llmcond
@@ -80,6 +91,8 @@ class EmbedResult(Displayed):
     head: str
     prompt: str
     guides: Mapping[Any, Guide] = field(default_factory=dict)
+    precision: Precision = "float32"
+    ranges: Path | None = None
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -100,10 +113,26 @@ class TextEmbedder:
         encoder: the encoder, which is loaded when it is first needed.
         guides: the guide of each condition that has one; the key None is for texts without a
             condition.
+        identity: everything about the model that decides the embeddings.
     """
 
-    def __init__(self, run_folder: Path, head: str | None, prompt: str | None, device: str) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        head: str | None,
+        prompt: str | None,
+        device: str,
+        truncate_dim: int | None = None,
+    ) -> None:
+        """Find the model of a run; its embeddings have ``truncate_dim`` dimensions (None: all).
+
+        Raises:
+            UserError: as ``EmbeddingModel.find``, or the head does not compare by cosine, so that
+                its embeddings cannot be truncated.
+        """
         model = EmbeddingModel.find(run_folder, head, prompt, device=device)
+        check_truncatable(truncate_dim, model.head.head)
+        self.identity, self._truncate_dim = model.identity, truncate_dim
         self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
         self._head, self._store = model.head.head, model.run.store_for_other_texts()
         self.guides: dict[str | None, Guide] = {}
@@ -151,6 +180,7 @@ class TextEmbedder:
             vectors = self._head.transform(
                 self.view.sentence_features(read), self.view.condition_features(read)
             )
+            vectors = vectors[:, : check_truncate_dim(self._truncate_dim, vectors.shape[1])]
             vectors = apply_guides(vectors, [condition for _, condition in batch], self.guides)
             yield normalise_vectors(vectors, self._head) if normalize else vectors
 
@@ -203,7 +233,9 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     run_folder, source, out = options.resolve_folder(), options.source, Path(options.out)
     guide, keep, text = options.guide, options.keep, options.text_column
     check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
-    embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    embeddings = TextEmbedder(
+        run_folder, options.head, options.prompt, options.device, options.truncate_dim
+    )
     conflicts = sorted({"sentence", "condition", "embedding"} & set(keep))
     if keep and (conflicts or out.suffix == ".npy"):
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
@@ -218,12 +250,60 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     vectors = embeddings.blocks(rows, options.normalize)
     first = next(vectors)
     dim = first.shape[1]
+    ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
+    quantizer, ranges_file = Quantizer(options.precision, ranges), options.ranges
+    if quantizer.needs_ranges:
+        blocks = embeddings.blocks(rows, options.normalize)
+        ranges = _measure_all_ranges(blocks, len(rows))
+        quantizer = replace(quantizer, ranges=ranges)
+        ranges_file = out.with_name(f"{out.stem}-ranges.npy")
+        with replace_atomically(ranges_file) as temporary, temporary.open("wb") as stream:
+            np.save(stream, ranges)
+    name = embeddings.head_name
+    record = {
+        "llmcond": __version__,
+        **embeddings.identity,
+        "head": name,
+        "prompt": embeddings.view.name,
+        **format_json(quantizer, options.truncate_dim),
+    }
     write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[out.suffix]
     with replace_atomically(out) as temporary:
-        write(temporary, texts, dim, chain([first], vectors))
-    name = embeddings.head_name
-    log.info(f"{len(rows):,} embeddings of {dim} dimensions ({head_text(name)}) -> {out}")
-    return EmbedResult(out, len(rows), dim, name, embeddings.view.name, embeddings.guides)
+        write(temporary, texts, quantizer, record, chain([first], vectors))
+    log.info(
+        f"{len(rows):,} embeddings of {dim} dimensions ({head_text(name)}"
+        f"{describe_precision(quantizer, dim)}) -> {out}"
+    )
+    return EmbedResult(
+        out,
+        len(rows),
+        dim,
+        name,
+        embeddings.view.name,
+        embeddings.guides,
+        options.precision,
+        None if ranges_file is None else Path(ranges_file),
+    )
+
+
+def _measure_all_ranges(blocks: Iterable[Vectors], n: int) -> Vectors:
+    """Return the ranges of n embeddings, which are read in blocks; see ``measure_ranges``."""
+    extremes = [np.stack([block.min(axis=0), block.max(axis=0)]) for block in blocks]
+    return measure_ranges(np.concatenate(extremes), n)
+
+
+def format_json(quantizer: Quantizer, truncate_dim: int | None) -> dict[str, Any]:
+    """Return the form of written embeddings, for records."""
+    ranges = None if quantizer.ranges is None else quantizer.ranges.tolist()
+    return {"truncate_dim": truncate_dim, "precision": quantizer.precision, "ranges": ranges}
+
+
+def describe_precision(quantizer: Quantizer, dim: int) -> str:
+    """Return a precision other than float32, with the bytes of an embedding, for the log."""
+    if quantizer.precision == "float32":
+        return ""
+    n_bytes = quantizer.width(dim) * quantizer.dtype.itemsize
+    return f", {quantizer.precision}, {n_bytes} bytes each"
 
 
 def _read_texts(
@@ -253,20 +333,29 @@ def _read_texts(
 
 
 def _write_parquet(
-    path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]
+    path: Path,
+    texts: ConditionedTexts,
+    quantizer: Quantizer,
+    record: Mapping[str, Any],
+    blocks: Iterator[Vectors],
 ) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text, vector, start = pa.string(), pa.list_(pa.float32(), dim), 0
+    first = next(blocks)
+    number, width = pa.from_numpy_dtype(quantizer.dtype), quantizer.width(first.shape[1])
+    text, vector, start = pa.string(), pa.list_(number, width), 0
     extra_columns = {name: to_arrow(values) for name, values in texts.extra.items()}
     types = {name: column.type for name, column in extra_columns.items()}
-    schema = pa.schema({**types, "sentence": text, "condition": text, "embedding": vector})
+    schema = pa.schema(
+        {**types, "sentence": text, "condition": text, "embedding": vector},
+        {"llmcond": json.dumps(record)},
+    )
     with pq.ParquetWriter(path.absolute(), schema) as writer:
-        for vectors in blocks:
+        for vectors in chain([first], blocks):
             stop = start + len(vectors)
-            flat = pa.array(np.ascontiguousarray(vectors).reshape(-1), pa.float32())
-            embedding = pa.FixedSizeListArray.from_arrays(flat, dim)
+            flat = pa.array(np.ascontiguousarray(quantizer(vectors)).reshape(-1), number)
+            embedding = pa.FixedSizeListArray.from_arrays(flat, width)
             extra_slices = [column[start:stop] for column in extra_columns.values()]
             columns = [
                 *extra_slices,
@@ -278,21 +367,34 @@ def _write_parquet(
             start = stop
 
 
-def _write_csv(path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]) -> None:
+def _write_csv(
+    path: Path,
+    texts: ConditionedTexts,
+    quantizer: Quantizer,
+    record: Mapping[str, Any],
+    blocks: Iterator[Vectors],
+) -> None:
     """Write embeddings as JSON lists, with enough digits to restore the same float32 values."""
     columns = [*texts.extra.values(), texts.sentences, texts.conditions]
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow([*texts.extra, "sentence", "condition", "embedding"])
-        vectors = chain.from_iterable(blocks)
+        vectors = chain.from_iterable(map(quantizer, blocks))
         for *row, vector in zip(*columns, vectors, strict=True):
             writer.writerow([*row, f"[{', '.join(f'{value:.9g}' for value in vector)}]"])
 
 
-def _write_npy(path: Path, texts: ConditionedTexts, dim: int, blocks: Iterable[Vectors]) -> None:
-    shape, start = (len(texts.sentences), dim), 0
-    array = np.lib.format.open_memmap(path, "w+", np.dtype(np.float32), shape)
-    for vectors in blocks:
-        array[start : start + len(vectors)] = vectors
+def _write_npy(
+    path: Path,
+    texts: ConditionedTexts,
+    quantizer: Quantizer,
+    record: Mapping[str, Any],
+    blocks: Iterator[Vectors],
+) -> None:
+    first, start = next(blocks), 0
+    shape = (len(texts.sentences), quantizer.width(first.shape[1]))
+    array = np.lib.format.open_memmap(path, "w+", quantizer.dtype, shape)
+    for vectors in chain([first], blocks):
+        array[start : start + len(vectors)] = quantizer(vectors)
         start += len(vectors)
     array.flush()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from annotated_types import Ge, MinLen
+from numpy.typing import NDArray
 
 from llmcond.conditions import add_values, example_values
 from llmcond.data.candidates import resolve_conditions, text_column
@@ -33,11 +33,13 @@ from llmcond.files import check_format
 from llmcond.heads.guide import Guide, apply_guides
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
+from llmcond.quantization import Quantizer, check_ranges, measure_ranges, read_ranges
 from llmcond.records import RECORD as RECORD_SCHEMA
 from llmcond.records import check_record
 from llmcond.report.format import head_text
 from llmcond.runs.embedder import (
     Embedder,
+    check_truncatable,
     fit_checked_guide,
     guides_json,
     make_embedder,
@@ -47,7 +49,7 @@ from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.scale.outputs import RECORD_NAME, VECTOR, Output, WorkUnit, open_output
 from llmcond.scale.pool import RayCluster, actor_pool
 from llmcond.version import __version__
-from llmcond.workflows.embed import EmbedResult
+from llmcond.workflows.embed import EmbedResult, describe_precision
 from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ FORMAT = 1
 #: The rows of a work unit, which are embedded and written together. The number bounds the memory,
 #: and the work that a kill loses.
 UNIT_ROWS = 16_384
+#: The first rows of the source, whose embeddings give the ranges of int8 and uint8.
+CALIBRATION_ROWS = 2_048
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class StreamModel:
         prompt: the names of the prompts whose features the head takes.
         device: the device to encode on.
         normalize: whether embeddings have unit L2 norm.
+        truncate_dim: the number of leading dimensions that embeddings keep; None: all.
         guides: the guide of each condition that has one.
     """
 
@@ -78,6 +83,7 @@ class StreamModel:
     prompt: str
     device: str
     normalize: bool
+    truncate_dim: int | None = None
     guides: dict[Any, Guide] = field(default_factory=dict)
 
     def guide(self, labelled: LabelledTexts) -> None:
@@ -87,13 +93,20 @@ class StreamModel:
         self.guides[labelled.condition] = guide
 
     @classmethod
-    def find(
-        cls, folder: Path, head: str | None, prompt: str | None, device: str, normalize: bool
-    ) -> StreamModel:
+    def find(cls, options: EmbedOptions) -> StreamModel:
         """Return the model that the options of a command name."""
-        model = EmbeddingModel.find(folder, head, prompt)
+        folder = options.resolve_folder()
+        model = EmbeddingModel.find(folder, options.head, options.prompt)
+        check_truncatable(options.truncate_dim, model.head.head)
         source = folder.name if model.run.is_bundled else str(folder.absolute())
-        return cls(source, model.head.reference, model.view.name, device, normalize)
+        return cls(
+            source,
+            model.head.reference,
+            model.view.name,
+            options.device,
+            options.normalize,
+            options.truncate_dim,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the model's fields for the record."""
@@ -118,13 +131,16 @@ class StreamModel:
             "store_dtype": self._model.run.manifest["store_dtype"],
             **identity,
             "normalize": self.normalize,
+            "truncate_dim": self.truncate_dim,
             "guides": {str(c): guide.digest for c, guide in self.guides.items()} or None,
         }
 
     @cached_property
     def embedder(self) -> Embedder:
         """The model with its encoder, which is loaded at the first use."""
-        return make_embedder(self._model.encoder(), self._model.head)
+        return make_embedder(
+            self._model.encoder(), self._model.head, truncate_dim=self.truncate_dim
+        )
 
     def vectors(self, rows: Sequence[tuple[str, str]]) -> tuple[Any, Encoded]:
         """Embed (sentence, condition) rows.
@@ -164,6 +180,7 @@ class _OutputRecord:
         unit_rows: the number of rows of a work unit.
         columns: the Arrow schema, in base64, of the source's columns that are kept.
         parts: the parts of the source (see ``SourcePart``).
+        ranges: the ranges of int8 and uint8; None: the precision has none.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = RECORD_SCHEMA
@@ -173,6 +190,7 @@ class _OutputRecord:
     unit_rows: Annotated[int, Ge(1)]
     columns: str
     parts: Annotated[list[tuple[str, str, Annotated[int, Ge(0)]]], MinLen(1)]
+    ranges: list[list[float]] | None = None
 
 
 class UnitResult(NamedTuple):
@@ -206,6 +224,7 @@ class EmbeddingJob:
         values: the example values that every condition gets; None: conditions stay as they are.
         out: the URI of the output.
         identity: the model's identity in the process that distributes the units.
+        quantizer: the precision of the embeddings.
     """
 
     model: StreamModel
@@ -216,11 +235,13 @@ class EmbeddingJob:
     values: Sequence[str] | None
     out: str
     identity: Mapping[str, Any]
+    quantizer: Quantizer
 
     def schema(self, dim: int) -> pa.Schema:
         """Return the schema of the rows that are written."""
-        text = pa.string()
-        columns = [("sentence", text), ("condition", text), (VECTOR, pa.list_(pa.float32(), dim))]
+        text, number = pa.string(), pa.from_numpy_dtype(self.quantizer.dtype)
+        vector = pa.list_(number, self.quantizer.width(dim))
+        columns = [("sentence", text), ("condition", text), (VECTOR, vector)]
         return pa.schema([*self.columns.keep, *(pa.field(*field) for field in columns)])
 
 
@@ -245,8 +266,29 @@ class UnitEmbedder:
             UserError: the encoder cannot take a row, or gave NaN or infinity for it.
             DiskFullError: the disk is full.
         """
-        job, columns = self._job, self._job.columns
+        job = self._job
         began = time.monotonic()
+        table, vectors, encoded = self.embed(unit)
+        dim = vectors.shape[1]
+        codes = job.quantizer(vectors)
+        flat = pa.array(np.ascontiguousarray(codes).reshape(-1))
+        vector_column = pa.FixedSizeListArray.from_arrays(flat, codes.shape[1])
+        rows = pa.table([*table.columns, vector_column], job.schema(dim))
+        written = self._output.write_unit(unit, rows)
+        n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
+        return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
+
+    def embed(self, unit: WorkUnit) -> tuple[pa.Table, NDArray[np.float32], Encoded]:
+        """Embed a unit.
+
+        Returns:
+            The columns to write before the embeddings, the (n, k) embeddings, and the encoder's
+            output for the distinct inputs.
+
+        Raises:
+            UserError: the encoder cannot take a row, or gave NaN or infinity for it.
+        """
+        job, columns = self._job, self._job.columns
         table = self._source.read(unit.part, unit.start, unit.stop, columns)
         sentences = table[columns.sentence]
         if columns.condition is None:
@@ -261,15 +303,9 @@ class UnitEmbedder:
             inputs = list(job.model.view.inputs(rows))
             row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
-        dim = vectors.shape[1]
-        flat = pa.array(np.ascontiguousarray(vectors, np.float32).reshape(-1))
-        extra_columns = [table[name] for name in columns.keep.names]
-        new_columns = [sentences, conditions, pa.FixedSizeListArray.from_arrays(flat, dim)]
-        written = self._output.write_unit(
-            unit, pa.table([*extra_columns, *new_columns], job.schema(dim))
-        )
-        n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
-        return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
+        columns_before = [*(table[name] for name in columns.keep.names), sentences, conditions]
+        names = [*columns.keep.names, "sentence", "condition"]
+        return pa.table(columns_before, names), vectors, encoded
 
 
 def embed_stream(options: EmbedOptions) -> EmbedResult:
@@ -285,9 +321,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     """
     out, values, guide = str(options.out), options.values, options.guide
     text, keep, cluster = options.text_column, options.keep, options.cluster()
-    model = StreamModel.find(
-        options.resolve_folder(), options.head, options.prompt, options.device, options.normalize
-    )
+    model = StreamModel.find(options)
     texts, output = open_texts(str(options.source)), open_output(out)
     has_column = texts.columns().__contains__
     sentence_column = text_column(has_column, text)
@@ -311,14 +345,13 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         "condition_text": condition_text,
         "values": list(value_examples) if value_examples else None,
         "keep": list(keep),
+        "precision": None if options.precision == "float32" else options.precision,
     }
     previous_record = output.read_record()
     record = _extend_record(texts, out, config, previous_record)
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
-        record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
-        output.write_record(record)
         parts = [SourcePart(*part) for part in record["parts"]]
         units = _split_units(parts, record["unit_rows"])
         done = output.find_finished(units)
@@ -334,14 +367,50 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             value_examples,
             output.uri,
             model.identity,
+            Quantizer(options.precision, _find_ranges(options, record, out)),
         )
+        if job.quantizer.needs_ranges:
+            ranges = measure_ranges(UnitEmbedder(job).embed(_shorten(units[0]))[1])
+            job = replace(job, quantizer=replace(job.quantizer, ranges=ranges))
+        record |= {"made_by": {**model.to_json(), "llmcond": __version__}}
+        if job.quantizer.ranges is not None:
+            record["ranges"] = job.quantizer.ranges.tolist()
+        output.write_record(record)
         dim = _embed_units(job, output, todo, cluster)
-        dim = dim or output.dim
+        if not dim:
+            packed = job.quantizer.precision.endswith("binary")
+            dim = (model.truncate_dim or 8 * output.dim) if packed else output.dim
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
-    head = head_text(model.head)
-    log.info(f"{n:,} embeddings of {dim} dimensions ({head}) -> {out}{previous_note}")
-    return EmbedResult(out, n, dim, model.head, model.prompt, model.guides)
+    form = f"{head_text(model.head)}{describe_precision(job.quantizer, dim)}"
+    log.info(f"{n:,} embeddings of {dim} dimensions ({form}) -> {out}{previous_note}")
+    return EmbedResult(out, n, dim, model.head, model.prompt, model.guides, options.precision)
+
+
+def _shorten(unit: WorkUnit) -> WorkUnit:
+    """Return the first rows of a unit, which the ranges are measured on."""
+    return replace(unit, stop=min(unit.stop, unit.start + CALIBRATION_ROWS))
+
+
+def _find_ranges(
+    options: EmbedOptions, record: Mapping[str, Any], out: str
+) -> NDArray[np.float32] | None:
+    """Return the ranges of a started output, or those that the user names; None if there are none.
+
+    Raises:
+        UserError: the two differ, or the file of ranges cannot be read.
+    """
+    recorded = record.get("ranges")
+    started = None if recorded is None else check_ranges(recorded, None, f"{out}/{RECORD_NAME}")
+    if options.ranges is None:
+        return started
+    ranges = read_ranges(options.ranges)
+    if started is not None and not np.array_equal(started, ranges):
+        raise UserError(
+            f"{out} was started with other ranges than {options.ranges}. Leave out --ranges, or "
+            "name another --out."
+        )
+    return ranges
 
 
 def _extend_record(
@@ -356,12 +425,13 @@ def _extend_record(
         UserError: the output holds other embeddings, or parts have changed since.
     """
     known_parts: list[SourcePart] = []
-    previous_schema, unit_rows = None, UNIT_ROWS
+    previous_schema, unit_rows, previous_ranges = None, UNIT_ROWS, None
     if previous_record is not None:
         check_format(dict(previous_record), FORMAT, f"{out}/{RECORD_NAME}")
         check_record(previous_record, _OutputRecord, f"{out}/{RECORD_NAME}", "Name another --out.")
         _check_same(out, previous_record["made_of"], config)
         known_parts = [SourcePart(*part) for part in previous_record["parts"]]
+        previous_ranges = previous_record.get("ranges")
         previous_schema, unit_rows = (
             _read_schema(previous_record, out),
             previous_record["unit_rows"],
@@ -386,6 +456,7 @@ def _extend_record(
         "unit_rows": unit_rows,
         "columns": base64.b64encode(schema.serialize()).decode(),
         "parts": [list(part) for part in [*known_parts, *parts]],
+        **({"ranges": previous_ranges} if previous_ranges is not None else {}),
     }
 
 

@@ -18,7 +18,8 @@ from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.encoders.encoder import Encoder
 from llmcond.errors import UserError
-from llmcond.quantization import PRECISIONS, Precision
+from llmcond.options import Precision
+from llmcond.quantization import PRECISIONS
 from llmcond.runs import open_run
 from llmcond.runs.embedder import base_encoder
 from llmcond.runs.familiarity import find_unfamiliar_conditions
@@ -276,7 +277,7 @@ def test_invalid_options_of_encode_are_rejected(
 
 
 def test_single_text_has_no_ranges_for_int8(fitted: Path):
-    with pytest.raises(UserError, match="1 embedding has none"):
+    with pytest.raises(UserError, match="a single embedding has none"):
         llmcond.load_embedder(fitted).encode(SENTENCES[0], "the place", precision="int8")
 
 

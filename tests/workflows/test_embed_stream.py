@@ -24,6 +24,7 @@ import llmcond
 from llmcond import progress
 from llmcond.cli import run
 from llmcond.data import streams
+from llmcond.quantization import quantize_embeddings
 from llmcond.scale import outputs
 from llmcond.workflows import embed_stream
 
@@ -86,6 +87,35 @@ def test_embeddings_match_those_of_one_file(capsys, fitted, source, out, head):
     assert actual.drop(["id", "url", "embedding"]).equals(expected.drop(["embedding"]))
     np.testing.assert_allclose(stack_vectors(actual), stack_vectors(expected), atol=2e-4)
     assert np.allclose(np.linalg.norm(stack_vectors(actual), axis=1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("out", OUTPUTS)
+@pytest.mark.parametrize("precision", ["int8", "ubinary"])
+def test_units_have_one_precision_with_recorded_ranges(
+    capsys, fitted, source, monkeypatch, out, precision
+):
+    monkeypatch.setattr(embed_stream, "CALIBRATION_ROWS", 30)
+    full = stack_vectors(embed_one_file(capsys, fitted))
+    options = ("--precision", precision, "--truncate-dim", 3)
+    summary = run_json(capsys, *embed_command(out, fitted, *options))
+    assert (summary["dim"], summary["precision"]) == (3, precision)
+    truncated = full[:, :3] / np.linalg.norm(full[:, :3], axis=1, keepdims=True)
+    record = outputs.open_output(out).read_record()
+    assert ("ranges" in record) == (precision == "int8")
+    ranges = np.array(record["ranges"], np.float32) if "ranges" in record else None
+    if ranges is not None:
+        lowest, highest = truncated[:30].min(axis=0), truncated[:30].max(axis=0)
+        np.testing.assert_allclose(ranges, [lowest, highest], atol=2e-3)
+    codes = stack_vectors(read_output(out))
+    expected = quantize_embeddings(truncated, precision, ranges)
+    assert codes.dtype == expected.dtype
+    # Embeddings of other batches differ by rounding.
+    assert (np.abs(codes.astype(int) - expected) <= 1).mean() > 0.95
+    pq.write_table(text_table(0, 40), "src/c.parquet")
+    assert run_json(capsys, *embed_command(out, fitted, *options))["rows"] == 290
+    extended = stack_vectors(read_output(out))
+    np.testing.assert_array_equal(extended[:250], codes)
+    assert (np.abs(extended[250:].astype(int) - codes[:40]) <= 1).mean() > 0.95
 
 
 def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitted, source):
@@ -492,6 +522,8 @@ def test_output_of_killed_driver_is_finished_without_ray(capsys, fitted, source,
         (("--head", "none"), "started with another head"),
         (("--no-normalize",), "another normalize True, not False"),
         (("--keep", "id"), r"another keep \[\], not \['id'\]"),
+        (("--truncate-dim", 2), "another truncate_dim None, not 2"),
+        (("--precision", "binary"), "another precision None, not 'binary'"),
         (("--values", "a, b"), r"another values None, not \['a', 'b'\]"),
         (("--condition-text", "the mood"), "condition 'topic', not None; condition_text None"),
     ],

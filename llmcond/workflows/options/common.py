@@ -12,7 +12,7 @@ from llmcond.conditions import MAX_VALUES, combine_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
-from llmcond.options import Amount, Options, Positive, option
+from llmcond.options import Amount, Options, Positive, Precision, option
 from llmcond.run_log import Tracker, check_trackers
 
 if TYPE_CHECKING:
@@ -199,6 +199,48 @@ class EmbedderOptions(HeadOptions):
         from llmcond.runs.open import resolve_run
 
         return resolve_run(self.run, self.model, self.revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TruncateOption(Options):
+    """Options of commands whose embeddings can be truncated."""
+
+    truncate_dim: Positive | None = option(
+        None,
+        metavar="K",
+        help="number of leading dimensions to keep, for heads that were fitted with the setting "
+        "matryoshka, or pca (default: all)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangesOption(Options):
+    """Options of commands that quantise embeddings to 8 bits."""
+
+    ranges: str | Path | None = option(
+        None,
+        metavar="FILE.npy",
+        help="lowest and highest value of each dimension, for int8 and uint8, as embed writes them",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionOptions(TruncateOption, RangesOption):
+    """Options of commands that write embeddings."""
+
+    precision: Precision = option(
+        "float32",
+        help="number type of the vectors: float32, int8, uint8, binary or ubinary (1 bit for each "
+        "dimension)",
+    )
+
+    def __post_init__(self) -> None:
+        """Also check that the precision uses the ranges."""
+        super().__post_init__()
+        if self.ranges is not None and self.precision not in ("int8", "uint8"):
+            raise UserError(
+                f"--ranges is for --precision int8 and uint8, not {self.precision}. Leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from llmcond.workflows.options.common import (
     ConditionOptions,
     EmbedderOptions,
     GuideOption,
+    PrecisionOptions,
     ScaleOptions,
     Split,
 )
@@ -37,7 +38,7 @@ def _parse_clusters(text: str) -> int | str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(GuideOption, EmbedderOptions, ScaleOptions):
+class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
     source: Any = option(
