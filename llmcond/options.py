@@ -49,6 +49,8 @@ Ties = Literal["realistic", "optimistic", "pessimistic"]
 #: Number type of embeddings, by sentence-transformers' names: ``int8`` and ``uint8`` have 256 steps
 #: for each dimension; ``binary`` and ``ubinary`` have a bit, in signed and unsigned bytes.
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+#: Number type of the vectors of an index, which are compared in at most half precision.
+IndexPrecision = Literal["float16", "int8", "uint8", "binary", "ubinary"]
 #: A random seed in the range that all libraries accept.
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Positive = Annotated[int, Ge(1)]

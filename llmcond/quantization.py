@@ -6,6 +6,7 @@ The names and the formats are those of sentence-transformers (``quantize_embeddi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
@@ -206,6 +207,52 @@ class Quantizer:
     def __call__(self, embeddings: Array) -> Quantized:
         """Quantise embeddings, (n, k)."""
         return quantize_embeddings(embeddings, self.precision, self.ranges)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCodes:
+    """How the codes of quantised vectors, (n, width), stand for vectors, (n, k).
+
+    Number j of a vector is ``offset[j] + scale[j] * u``. u is the code from 0 to 255 plus a half,
+    the middle of its step, or the bit. A bit stands for 1 / sqrt(k) or -1 / sqrt(k), so that
+    vectors have unit length.
+
+    Attributes:
+        quantizer: the precision and its ranges.
+        dim: the number of dimensions k.
+    """
+
+    quantizer: Quantizer
+    dim: int
+
+    @cached_property
+    def scale(self) -> Array:
+        """The size of a step of each dimension, (k,)."""
+        ranges = self.quantizer.ranges
+        if ranges is None:
+            return np.full(self.dim, 2 / np.sqrt(self.dim), dtype=np.float32)
+        step: Array = (ranges[1] - ranges[0]) / 255
+        return step
+
+    @cached_property
+    def offset(self) -> Array:
+        """What the code 0 of each dimension stands for, (k,)."""
+        ranges = self.quantizer.ranges
+        half = self.scale / np.float32(2)
+        return -half if ranges is None else ranges[0] + half
+
+    def unpack(self, codes: Quantized) -> NDArray[np.uint8]:
+        """Return the codes from 0 to 255, or the bits, of quantised vectors: (n, k)."""
+        if codes.dtype == np.int8:
+            codes = codes.view(np.uint8) ^ np.uint8(128)
+        if self.quantizer.ranges is None:
+            return np.unpackbits(codes, axis=1, count=self.dim)
+        return codes
+
+    def decode(self, codes: Quantized) -> Array:
+        """Return the vectors that codes stand for, (n, k) float32."""
+        vectors: Array = self.offset + self.scale * self.unpack(codes).astype(np.float32)
+        return vectors
 
 
 def read_ranges(path: str | Path, dim: int | None = None) -> Array:

@@ -4,14 +4,20 @@ import numpy as np
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.quantization import PRECISIONS, quantize_embeddings
+from llmcond.quantization import (
+    PRECISIONS,
+    Quantizer,
+    StoredCodes,
+    measure_ranges,
+    quantize_embeddings,
+)
 
 
 @pytest.fixture(scope="module")
 def embeddings():
     vectors = np.random.default_rng(0).normal(size=(150, 20)).astype(np.float32)
-    vectors[:, 3] = 0.25  # a dimension without a range
     vectors[5, :7] = 0.0
+    vectors[:, 3] = 0.25  # a dimension without a range
     return vectors
 
 
@@ -44,6 +50,24 @@ def test_codes_of_few_embeddings_have_shape_of_sentence_transformers(precision, 
     codes = quantize_embeddings(vectors, precision, ranges=ranges)
     expected = quantize_with_peer(vectors, precision, ranges=ranges)
     assert (codes.shape, codes.dtype) == (expected.shape, expected.dtype)
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8"])
+def test_codes_stand_for_middle_of_their_step(embeddings, precision):
+    ranges = measure_ranges(embeddings)
+    quantizer = Quantizer(precision, ranges)
+    decoded = StoredCodes(quantizer, 20).decode(quantizer(embeddings))
+    half_step = (ranges[1] - ranges[0]) / 255 / 2
+    inside = embeddings < ranges[1]  # the highest value is the end of the last step
+    assert (np.abs(decoded - embeddings) <= half_step * 1.001 + 1e-6)[inside].all()
+    np.testing.assert_array_equal(decoded[:, 3], embeddings[:, 3])
+
+
+@pytest.mark.parametrize("precision", ["binary", "ubinary"])
+def test_bits_stand_for_signs_with_unit_norm(embeddings, precision):
+    quantizer = Quantizer(precision)
+    decoded = StoredCodes(quantizer, 20).decode(quantizer(embeddings))
+    np.testing.assert_allclose(decoded, np.where(embeddings > 0, 1, -1) / 20**0.5, rtol=1e-6)
 
 
 def test_ranges_of_few_embeddings_are_reported(embeddings, caplog):

@@ -7,6 +7,7 @@ that equal searches give equal scores.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -37,20 +38,30 @@ def convert_dtype(
 
 
 def inner_products(
-    vectors: NDArray[np.float16], queries: NDArray[np.float32]
+    vectors: NDArray[Any],
+    queries: NDArray[np.float32],
+    unpack: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
 ) -> NDArray[np.float32]:
-    """Return the (q, n) inner products of queries, (q, k), with vectors, (n, k)."""
-    if vectors.size <= _MAX_NUMPY_VALUES:
-        return queries @ vectors.astype(np.float32).T
+    """Return the (q, n) inner products of queries, (q, k), with vectors, (n, k).
+
+    Args:
+        vectors: the vectors, of any number type.
+        queries: the queries.
+        unpack: function from some rows of ``vectors`` to their (m, k) numbers; None: they are
+            numbers already.
+    """
+    unpack = unpack or (lambda rows: rows)
+    if len(vectors) * queries.shape[1] <= _MAX_NUMPY_VALUES:
+        return queries @ unpack(vectors).astype(np.float32).T
     import torch
 
-    queries_t, halves = torch.from_numpy(np.ascontiguousarray(queries.T)), torch.from_numpy(vectors)
+    queries_t = torch.from_numpy(np.ascontiguousarray(queries.T))
     # All blocks share one buffer: allocating and page-faulting memory takes longer than the
     # multiplication.
-    buffer = torch.empty(min(_BLOCK_ROWS, len(halves)), halves.shape[1])
-    scores = torch.empty(len(halves), len(queries))
-    for start in range(0, len(halves), _BLOCK_ROWS):
-        block = halves[start : start + _BLOCK_ROWS]
+    buffer = torch.empty(min(_BLOCK_ROWS, len(vectors)), queries.shape[1])
+    scores = torch.empty(len(vectors), len(queries))
+    for start in range(0, len(vectors), _BLOCK_ROWS):
+        block = torch.from_numpy(unpack(vectors[start : start + _BLOCK_ROWS]))
         floats = buffer[: len(block)].copy_(block)
         torch.mm(floats, queries_t, out=scores[start : start + len(block)])
     return np.asarray(scores.numpy().T)

@@ -24,8 +24,9 @@ class Hits(Displayed):
         searched: number of texts that were compared: all texts, or those that match the filter.
         plain: with ``explain``, name of the encoder that gave the scores without a condition, if
             there are any.
-        exact: whether all of these texts were compared under the condition. Otherwise only the
-            texts nearest to the query without the condition were.
+        exact: whether all of these texts were compared under the condition in half precision.
+            Otherwise only the texts nearest to the query without the condition were, or the index
+            has vectors of 8 bits or 1 bit for each number.
         guides: the guides of those conditions that have one in the index.
 
     Examples:

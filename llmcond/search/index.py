@@ -29,7 +29,13 @@ from llmcond.arrays import as_list
 from llmcond.conditions import Condition
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.deprecation import renamed_methods
-from llmcond.errors import UserError, format_count, format_list, shortened_repr
+from llmcond.errors import (
+    UserError,
+    format_count,
+    format_list,
+    list_legal_values,
+    shortened_repr,
+)
 from llmcond.evaluation.condition_checks import (
     MOST_TEXTS,
     ConditionCheck,
@@ -43,7 +49,9 @@ from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guide, guide_file, load_guides, save_guide
 from llmcond.log import log
+from llmcond.options import IndexPrecision
 from llmcond.prompts.template import InputTemplate
+from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
 from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
@@ -55,7 +63,8 @@ from llmcond.search.table import TextTable
 from llmcond.search.version import IndexVersion
 from llmcond.search.views import ConditionViews
 
-FORMAT = 1
+#: Format 2 has a precision or a size of vectors; an index without them is written in format 1.
+FORMAT = 2
 #: Arguments of ``SearchModel.find`` that an index records.
 _FindArgument = Literal["run", "model", "revision", "head", "prompt"]
 #: Largest weight of a condition. Sums of scores with larger weights could overflow.
@@ -78,9 +87,10 @@ class SearchOptions(TypedDict, total=False):
 class Index:
     """A collection of texts on disk that is searched under any condition.
 
-    Create an index with ``build``, or open an existing one with ``open``. Searches are exact: every
-    text is compared. Several threads may search at once, also while texts are added. Another
-    process keeps searching the version that it opened until it calls ``refresh``.
+    Create an index with ``build``, or open an existing one with ``open``. Searches compare every
+    text, in half precision unless the index stores fewer bits for each number. Several threads may
+    search at once, also while texts are added. Another process keeps searching the version that it
+    opened until it calls ``refresh``.
 
     Attributes:
         folder: the folder of the index.
@@ -104,19 +114,21 @@ class Index:
         2
     """
 
-    def __init__(self, folder: Path, model: SearchModel) -> None:
+    def __init__(
+        self, folder: Path, model: SearchModel, precision: IndexPrecision = "float16"
+    ) -> None:
         """Open a folder whose index.json has been checked; callers use ``build`` or ``open``."""
         self.folder = folder
         self.written = WriteCounts(0, 0, 0)
         self._model = model
-        self._views = ConditionViews(folder / "views")
+        self._views = ConditionViews(folder / "views", precision)
         self._version = IndexVersion(TextTable(folder), self._views, model)
         self._writer, self._file_lock = threading.Lock(), FileLock(folder / ".lock")
 
     # -- opening -------------------------------------------------------------------------------
 
     @classmethod
-    def build(
+    def build(  # noqa: PLR0913 - the options of the command
         cls,
         folder: str | Path,
         texts: Sequence[str] = (),
@@ -129,6 +141,8 @@ class Index:
         head: str | None = None,
         prompt: str | None = None,
         device: str = "auto",
+        truncate_dim: int | None = None,
+        precision: IndexPrecision | None = None,
     ) -> Index:
         """Create an index of texts, or add the texts to an existing index.
 
@@ -147,22 +161,35 @@ class Index:
             head: name of a fitted head, or ``none`` for zero-shot embeddings.
             prompt: name of the prompt of zero-shot embeddings.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+            truncate_dim: number of leading dimensions that vectors keep, see
+                ``Embedder.matryoshka_dims``. None: all, or those of the existing index.
+            precision: number type of the vectors under conditions: ``float16``, ``int8``,
+                ``uint8``, ``binary`` or ``ubinary``. In 8 bits or 1 bit they take less space, and
+                searches are approximate. ``int8`` and ``uint8`` need 100 texts at first, because
+                the range of each dimension is measured on them. None: ``float16``, or that of the
+                existing index.
 
         Returns:
             The open index.
 
         Raises:
-            UserError: if the folder holds something else, or an index with another model or head;
-                also for the reasons of ``add`` and ``prepare``.
+            UserError: if the folder holds something else, or an index with another model, head,
+                size or precision; also for the reasons of ``add`` and ``prepare``.
             DiskFullError: if there is not enough space.
         """
         rows, conditions = IndexRows.validate(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
         settings: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
         settings = {name: value for name, value in settings.items() if value is not None}
+        form: dict[str, Any] = {"truncate_dim": truncate_dim, "precision": precision}
+        form = {name: value for name, value in form.items() if value is not None}
+        if precision not in (None, *get_args(IndexPrecision)):
+            legal = list_legal_values(str(precision), get_args(IndexPrecision))
+            raise UserError(f"precision is {precision!r}. {legal}")
         exists = (folder / "index.json").exists()
-        if exists and not (settings and TextTable(folder).version == 0):
+        if exists and not ((settings or form) and TextTable(folder).version == 0):
             index = cls._open(folder, device, settings)
+            index._check_form(form)
         else:
             if (
                 not exists
@@ -173,11 +200,13 @@ class Index:
                     f"{folder} is not an index (it has no index.json). Name another folder; "
                     "nothing in this one was changed."
                 )
-            search_model = SearchModel.find(**settings, device=device)
+            search_model = replace(
+                SearchModel.find(**settings, device=device), truncate_dim=truncate_dim
+            )
             # An index without any texts may still change its model.
-            _write_record(folder, search_model)
+            _write_record(folder, search_model, precision or "float16")
             shutil.rmtree(folder / "guides", ignore_errors=True)
-            index = cls(folder, search_model)
+            index = cls(folder, search_model, precision or "float16")
         conditions = index._with_recorded_values(conditions)
         if len(rows):
             index._add(rows, conditions)
@@ -231,10 +260,21 @@ class Index:
                 f"has another {' and another '.join(differences)}. Name the original model, or "
                 "build another index: llmcond index TEXTS --out DIR"
             )
+        precision = record.get("precision", "float16")
+        model = replace(model, truncate_dim=record.get("truncate_dim"))
         if model.find_arguments != record["made_by"]:  # the run has been moved
-            _write_record(folder, model, record["conditions"], record.get("values"))
+            _write_record(folder, model, precision, record["conditions"], record.get("values"))
         model.guides.update(load_guides(folder / "guides"))
-        return cls(folder, model)
+        return cls(folder, model, precision)
+
+    def _check_form(self, form: Mapping[str, Any]) -> None:
+        """Raise a UserError if a size or precision was given that is not that of this index."""
+        for name, value in form.items():
+            if value != getattr(self, name):
+                raise UserError(
+                    f"{self.folder} was built with {name} {getattr(self, name)}, not {value}. "
+                    "Leave it out, or build another index: llmcond index TEXTS --out DIR"
+                )
 
     def __len__(self) -> int:
         return len(self._version.table)
@@ -269,6 +309,16 @@ class Index:
             A dictionary from the condition to its guide.
         """
         return dict(self._version.guides)
+
+    @property
+    def precision(self) -> IndexPrecision:
+        """The number type of the vectors under conditions."""
+        return self._views.precision
+
+    @property
+    def truncate_dim(self) -> int | None:
+        """The number of leading dimensions that vectors keep; None: all."""
+        return self._model.truncate_dim
 
     @property
     def columns(self) -> list[str]:
@@ -307,8 +357,8 @@ class Index:
             The numbers of texts that were added, replaced and left unchanged.
 
         Raises:
-            UserError: if a text is empty, an id repeats, or the columns differ from those of the
-                index.
+            UserError: if a text is empty, an id repeats, the columns differ from those of the
+                index, or the first texts of an index in ``int8`` or ``uint8`` are fewer than 100.
             DiskFullError: if there is not enough space. The index is unchanged then, and what has
                 been encoded is stored for the next attempt.
         """
@@ -319,6 +369,12 @@ class Index:
             self._record_values(conditions)
             conditions = self._record_conditions(conditions)
             plan = rows.plan_update(self._version.table)
+            if self.precision in CALIBRATED and len(rows) < MIN_CALIBRATION and not len(self):
+                raise UserError(
+                    f"the first texts of an index in {self.precision} give the range of each "
+                    f"dimension, and {format_count(len(rows), 'text')} are too few. Add at least "
+                    f"{MIN_CALIBRATION} at first, or choose the precision float16 or binary."
+                )
             if plan.n_new:
                 self._encode(plan.new_texts, self._model.templates.text_only, [""])
                 self._encode(plan.new_texts, self._model.templates.joint, conditions)
@@ -417,6 +473,11 @@ class Index:
             UserError: for the reasons of ``guide``.
             DiskFullError: if there is not enough space.
         """
+        if self._views.is_binary:
+            raise UserError(
+                f"a guide needs vectors of more than 1 bit for each number, and {self.folder} is "
+                f"in {self.precision}. Build an index in float16 or int8."
+            )
         text = check_text(labelled.condition or "", "the condition")
         (condition,) = self._with_recorded_values([text])
         guide = self._model.fit_guide(replace(labelled, condition=condition))
@@ -563,13 +624,14 @@ class Index:
         Returns:
             The result of the check. It is None if the model has no calibration that can distinguish
             conditions, or if the index holds no vectors under the condition and would have to
-            encode texts. ``prepare`` or a search computes them.
+            encode texts. ``prepare`` or a search computes them. It is None as well if the index is
+            in ``binary`` or ``ubinary``, whose similarities have another distribution.
 
         Raises:
             UserError: if the condition is empty.
         """
         calibration = find_calibration(self._model.run.folder)
-        if calibration is None or not calibration.ranks_conditions:
+        if calibration is None or not calibration.ranks_conditions or self._views.is_binary:
             return None
         (condition,) = self._with_recorded_values([check_text(condition, "the condition")])
         view, table = self._version.view(condition), self._version.table
@@ -722,20 +784,27 @@ class _IndexRecord:
     identity: Mapping[str, Any]
     conditions: Sequence[str]
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    precision: IndexPrecision = "float16"
+    truncate_dim: int | None = None
 
 
 def _write_record(
     folder: Path,
     model: SearchModel,
+    precision: IndexPrecision,
     conditions: Sequence[str] = (),
     values: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    record = {
+    record: dict[str, Any] = {
         "made_by": model.find_arguments,
         "identity": model.identity,
         "conditions": [*conditions],
     }
-    write_json(folder / "index.json", {"format": FORMAT, **record, "values": dict(values or {})})
+    form: dict[str, Any] = {}
+    if precision != "float16" or model.truncate_dim is not None:
+        form = {"precision": precision, "truncate_dim": model.truncate_dim}
+    record = {"format": FORMAT if form else 1, **record, "values": dict(values or {}), **form}
+    write_json(folder / "index.json", record)
 
 
 class _Pairs(Sequence[tuple[str, str]]):

@@ -25,12 +25,14 @@ class SearchModel(EmbeddingModel):
 
     Attributes:
         guides: the guide of each condition that has one.
+        truncate_dim: number of leading dimensions that vectors keep; None: all.
 
     Raises:
         UserError: if the head does not compare embeddings by their cosine.
     """
 
     guides: dict[Any, Guide] = field(default_factory=dict)
+    truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
         if not self.head.head.compares_by_cosine:
@@ -66,7 +68,7 @@ class SearchModel(EmbeddingModel):
     @cached_property
     def projections(self) -> ConditionProjections:
         """The projections of texts to vectors under a condition."""
-        return ConditionProjections(self.templates, self.head.head, self.encoder)
+        return ConditionProjections(self.templates, self.head.head, self.encoder, self.truncate_dim)
 
     @cached_property
     def base(self) -> Encoder | None:
@@ -88,7 +90,7 @@ class SearchModel(EmbeddingModel):
 
     @cached_property
     def _unguided(self) -> Embedder:
-        return make_embedder(self.encoder(), self.head, self.run.folder)
+        return make_embedder(self.encoder(), self.head, self.run.folder, self.truncate_dim)
 
     @property
     def embedder(self) -> Embedder:

@@ -28,6 +28,9 @@ from llmcond.search.version import IndexVersion
 _MAX_SCORES = 2**25
 #: Texts besides the k best whose scores are computed again, in full precision.
 _SPARE = 6
+#: Texts for each hit whose scores are computed again if stored vectors have 8 bits or 1 bit; the
+#: default of sentence-transformers.
+_RESCORE_MULTIPLIER = 4
 
 Scores = NDArray[np.float32]
 
@@ -99,8 +102,9 @@ class PreparedSearch:
                 query_scores = {
                     condition: all_scores[index] for condition, all_scores in scores.items()
                 }
-                # Stored vectors have half precision, so the best scores are computed again.
-                n_near = self.k if joint else min(self.n, self.k + _SPARE)
+                # Stored vectors have half precision or less, so the best scores are computed again.
+                n_spare = _SPARE if self.version.is_exact else self.k * (_RESCORE_MULTIPLIER - 1)
+                n_near = self.k if joint else min(self.n, self.k + n_spare)
                 near = self._find_best(self._sum_scores(query_scores), n_near, self.mask)
                 rows = self._read_rows(near)
                 near_scores = {
@@ -108,7 +112,11 @@ class PreparedSearch:
                 }
                 hits.append(
                     self._make_hits(
-                        encoded, near, rows, near_scores if joint else self._compare(encoded, rows)
+                        encoded,
+                        near,
+                        rows,
+                        near_scores if joint else self._compare(encoded, rows),
+                        exact=self.version.is_exact,
                     )
                 )
         return hits

@@ -26,6 +26,7 @@ from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
 from llmcond.prompts import Prompt
 from llmcond.prompts import template as templates
+from llmcond.quantization import check_truncate_dim
 from llmcond.runs.embedder import normalise_vectors
 
 if TYPE_CHECKING:
@@ -81,10 +82,12 @@ class ConditionProjection:
         head: EmbeddingHead,
         condition: str | None,
         of_condition: dict[EncoderInput, Array],
+        truncate_dim: int | None = None,
     ) -> None:
         """Create a projection; ``condition_only`` has the vectors, (dim,), of its inputs."""
         self._sources, self._head = sources, head
         self._condition, self._of_condition = condition, of_condition
+        self._truncate_dim = truncate_dim
 
     def __call__(self, texts: Sequence[str], stored: NDArray[Any], encode: Encode) -> Array:
         """Compute unit vectors, (n, k) float32.
@@ -114,6 +117,7 @@ class ConditionProjection:
         matrix = self._factored[0]
         if matrix is None:
             vectors = self._head.transform(features, self._sources.view.condition_features(read))
+            vectors = vectors[:, : check_truncate_dim(self._truncate_dim, vectors.shape[1])]
         else:
             activation = ACTIVATIONS[self._head.settings.activation]
             vectors = activation(features.read() @ matrix)
@@ -140,6 +144,8 @@ class ConditionProjection:
             return None, None
         vector = self._of_condition[prompt.unconditional.render("", str(self._condition))]
         factors = [factor[0] for factor in head.module.generated_matrices(vector[None])]
+        dim = check_truncate_dim(self._truncate_dim, factors[-1].shape[1])
+        factors[-1] = factors[-1][:, :dim]
         last, basis = factors[-1], None
         if head.settings.activation == "none" and last.shape[0] < last.shape[1]:
             basis, upper = np.linalg.qr(last.T.astype(np.float64))
@@ -157,9 +163,14 @@ class ConditionProjections:
     """
 
     def __init__(
-        self, sources: ViewTemplates, head: EmbeddingHead, encoder: Callable[[], Encoder]
+        self,
+        sources: ViewTemplates,
+        head: EmbeddingHead,
+        encoder: Callable[[], Encoder],
+        truncate_dim: int | None = None,
     ) -> None:
         self._sources, self._head, self._encoder = sources, head, encoder
+        self._truncate_dim = truncate_dim
         self._projections: OrderedDict[str | None, ConditionProjection] = OrderedDict()
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
@@ -172,7 +183,9 @@ class ConditionProjections:
                     [] if condition is NO_CONDITION else self._sources.condition_inputs(condition)
                 )
                 vectors = dict(zip(inputs, self.encode(inputs)[:], strict=True))
-                projection = ConditionProjection(self._sources, self._head, condition, vectors)
+                projection = ConditionProjection(
+                    self._sources, self._head, condition, vectors, self._truncate_dim
+                )
                 self._projections[condition] = projection
                 if len(self._projections) > _MAX_PROJECTIONS:
                     self._projections.popitem(last=False)

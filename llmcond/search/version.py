@@ -32,6 +32,11 @@ class IndexVersion:
         self._open: OrderedDict[str | None, ConditionView] = OrderedDict()
         self._compute_lock = threading.Lock()
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether texts are compared in half precision, not in fewer bits."""
+        return self._views.precision == "float16"
+
     def find_missing(self, condition: str | None) -> Positions:
         """Return the positions of texts that have no vectors under a condition yet."""
         if condition in self._open:
@@ -89,7 +94,7 @@ class IndexVersion:
         missing = make_view(segments, self.table)[1]
         if not len(missing):
             return segments
-        vectors = np.empty((len(missing), unguided[0].vectors.shape[1]), dtype=np.float16)
+        vectors = np.empty((len(missing), unguided[0].dim), dtype=np.float16)
         # Rows that are not in the table have position -1, which indexes the last element: -1 again.
         target_rows = np.full(len(self.table) + 1, -1)
         target_rows[missing] = np.arange(len(missing))
@@ -98,8 +103,7 @@ class IndexVersion:
             needed = np.flatnonzero(targets >= 0)
             for start in range(0, len(needed), _BLOCK_ROWS):
                 rows = needed[start : start + _BLOCK_ROWS]
-                block = convert_dtype(segment.vectors[rows], "float32", vectors.size)
-                mapped = guide.transform(block)
+                mapped = guide.transform(segment.read(rows, vectors.size))
                 vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
         mapped_segment = VectorSegment(self.table.numbers[missing], vectors)
         return self._save_segment(condition, segments, mapped_segment, False, guide.digest)

@@ -1,4 +1,7 @@
-"""Views: vectors of a collection under a condition, stored as unit-length float16 in mapped files.
+"""Views: vectors of a collection under a condition, stored with unit length in mapped files.
+
+The numbers are float16, or are quantised with ranges that are measured on the first texts of a
+view and recorded in ``view.json``.
 
 A view is a folder of segments, each of which holds the vectors of some rows by their row numbers.
 Anything computed for a row number stays valid, so a view only grows; vectors of deleted rows are
@@ -12,7 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +27,10 @@ from numpy.typing import NDArray
 
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_text, read_json, replace_atomically, write_json
-from llmcond.search.half_precision import inner_products
-from llmcond.search.table import Positions, TextTable
+from llmcond.options import IndexPrecision
+from llmcond.quantization import Quantizer, StoredCodes
+from llmcond.search.half_precision import convert_dtype, inner_products
+from llmcond.search.table import BLOCK, Positions, TextTable
 
 #: Total size in bytes of the views that can be computed again without encoding. Above it, the least
 #: recently used of them are deleted.
@@ -35,10 +40,36 @@ _MAX_SEGMENTS = 8
 
 
 class VectorSegment(NamedTuple):
-    """The vectors of some rows: their row numbers, (m,), and the vectors, (m, k) float16."""
+    """The vectors of some rows.
+
+    Attributes:
+        numbers: (m,) row numbers.
+        vectors: (m, k) float16 vectors, or (m, width) codes.
+        codes: what the codes stand for; None: ``vectors`` are float16.
+    """
 
     numbers: Positions
-    vectors: NDArray[np.float16]
+    vectors: NDArray[Any]
+    codes: StoredCodes | None = None
+
+    @property
+    def dim(self) -> int:
+        """The size k of the vectors."""
+        return int(self.vectors.shape[1]) if self.codes is None else self.codes.dim
+
+    def read(self, rows: NDArray[Any], n_values: int) -> NDArray[np.float32]:
+        """Return vectors, (n, k); ``n_values`` is as for ``convert_dtype``."""
+        if self.codes is not None:
+            return self.codes.decode(self.vectors[rows])
+        return convert_dtype(self.vectors[rows], "float32", n_values)
+
+    def scores(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the inner products, (q, m), of queries, (q, k), with the vectors."""
+        codes = self.codes
+        if codes is None:
+            return inner_products(self.vectors, queries)
+        products = inner_products(self.vectors, queries * codes.scale, codes.unpack)
+        return products + (queries @ codes.offset)[:, None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +91,7 @@ class ConditionView:
         """Return the cosines of unit-length queries, (q, k), with all rows of the table: (q, n)."""
         scores = np.full((len(queries), self.n), -np.inf, dtype=np.float32)
         for segment, positions in zip(self.segments, self.positions, strict=True):
-            segment_scores = inner_products(segment.vectors, queries)
+            segment_scores = segment.scores(queries)
             if positions is None:
                 scores = segment_scores
             else:
@@ -70,7 +101,7 @@ class ConditionView:
 
     def rows(self, rows: Positions) -> NDArray[np.float32]:
         """Return the vectors, (m, k), of m rows of the table."""
-        vectors = np.empty((len(rows), self.segments[0].vectors.shape[1]), dtype=np.float32)
+        vectors = np.empty((len(rows), self.segments[0].dim), dtype=np.float32)
         index_in_segment = np.empty(self.n, dtype=np.int64)
         for segment, positions in zip(self.segments, self.positions, strict=True):
             index_in_segment[:] = -1
@@ -79,7 +110,7 @@ class ConditionView:
                 table_positions >= 0
             )
             exists = index_in_segment[rows] >= 0
-            vectors[exists] = segment.vectors[index_in_segment[rows][exists]]
+            vectors[exists] = segment.read(index_in_segment[rows][exists], vectors.size)
         return vectors
 
 
@@ -101,10 +132,20 @@ def make_view(
 
 
 class ConditionViews:
-    """The views in a folder. Several threads and processes may use it."""
+    """The views in a folder. Several threads and processes may use it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Attributes:
+        folder: the folder.
+        precision: the number type of new views.
+    """
+
+    def __init__(self, folder: Path, precision: IndexPrecision = "float16") -> None:
+        self.folder, self.precision = folder, precision
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether only the sign of each number is stored."""
+        return self.precision.endswith("binary")
 
     def _view_folder(self, condition: str | None, guide: str) -> Path:
         if condition is None:
@@ -127,9 +168,7 @@ class ConditionViews:
         folder, problem = self._view_folder(condition, guide), "lacks files"
         for _ in range(3):  # another process may merge segments while they are opened
             try:
-                segments = [
-                    _open_segment(folder, name) for name in self._read_record(folder)["segments"]
-                ]
+                segments = self._open_segments(folder, self._read_record(folder))
             except FileNotFoundError:
                 continue
             except (EOFError, ValueError):
@@ -166,24 +205,60 @@ class ConditionViews:
         folder = self._view_folder(condition, guide)
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / ".lock"):
-            names = list(self._read_record(folder)["segments"])
+            record = self._read_record(folder)
+            names = list(record["segments"])
             _remove_leftovers(folder, names)
-            segment = _exclude_rows(segment, [_open_segment(folder, name) for name in names])
+            segment = _exclude_rows(segment, self._open_segments(folder, record))
             if not len(segment.numbers):
                 return self.read(condition, guide)
+            form: dict[str, Any] = {}
+            if self.precision != "float16":
+                segment, form = self._quantize(segment, record)
             if len(names) >= _MAX_SEGMENTS:
-                segments = [_open_segment(folder, name) for name in names]
+                segments = self._open_segments(folder, record)
                 segment, dropped, names = _merge_segments([*segments, segment], table), names, []
             else:
                 dropped = []
             names.append(_write_segment(folder, segment))
-            record = {"condition": condition, "lasting": lasting, "segments": names}
+            record = {"condition": condition, "lasting": lasting, "segments": names, **form}
             write_json(folder / "view.json", record)
             for name in dropped:
                 for suffix in (".npy", ".rows.npy"):
                     (folder / f"{name}{suffix}").unlink(missing_ok=True)
             self._drop_oldest(folder)
         return self.read(condition, guide)
+
+    def _open_segments(self, folder: Path, record: Mapping[str, Any]) -> list[VectorSegment]:
+        codes = None
+        if record["segments"] and self.precision != "float16":
+            ranges = record.get("ranges")
+            ranges = None if ranges is None else np.array(ranges, dtype=np.float32)
+            codes = StoredCodes(Quantizer(self.precision, ranges), record["dim"])
+        return [_open_segment(folder, name, codes) for name in record["segments"]]
+
+    def _quantize(
+        self, segment: VectorSegment, record: Mapping[str, Any]
+    ) -> tuple[VectorSegment, dict[str, Any]]:
+        """Quantise a segment with the ranges of its view, which are measured on the first one.
+
+        Returns:
+            The segment, and the entries of the view's record that its codes depend on.
+        """
+        form = {key: record[key] for key in ("dim", "ranges") if key in record}
+        if not form:
+            form["dim"] = segment.vectors.shape[1]
+            if not self.is_binary:
+                vectors = segment.vectors
+                extremes = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+                form["ranges"] = extremes.astype(np.float32).tolist()
+        ranges = np.array(form["ranges"], dtype=np.float32) if "ranges" in form else None
+        quantizer = Quantizer(self.precision, ranges)  # type: ignore[arg-type]  # not float16
+        width = quantizer.width(form["dim"])
+        codes = np.empty((len(segment.numbers), width), dtype=quantizer.dtype)
+        for start in range(0, len(codes), BLOCK):
+            rows = slice(start, start + BLOCK)
+            codes[rows] = quantizer(segment.vectors[rows])
+        return VectorSegment(segment.numbers, codes, StoredCodes(quantizer, form["dim"])), form
 
     def _drop_oldest(self, current: Path) -> None:
         """Delete the least recently used views above the budget, except ``current``."""
@@ -200,10 +275,10 @@ class ConditionViews:
                 total -= sizes[folder]
 
 
-def _open_segment(folder: Path, name: str) -> VectorSegment:
+def _open_segment(folder: Path, name: str, codes: StoredCodes | None) -> VectorSegment:
     numbers = np.load(folder / f"{name}.rows.npy")
     vectors = np.load(folder / f"{name}.npy", mmap_mode="c")  # torch requires writable arrays
-    return VectorSegment(numbers, vectors)
+    return VectorSegment(numbers, vectors, codes)
 
 
 def _write_segment(folder: Path, segment: VectorSegment) -> str:
@@ -226,7 +301,7 @@ def _exclude_rows(segment: VectorSegment, others: Sequence[VectorSegment]) -> Ve
     for other in others:
         new = np.isin(segment.numbers, other.numbers, invert=True)
         if not new.all():
-            segment = VectorSegment(segment.numbers[new], segment.vectors[new])
+            segment = VectorSegment(segment.numbers[new], segment.vectors[new], segment.codes)
     return segment
 
 

@@ -16,6 +16,7 @@ from llmcond.data.readers import suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.heads.guide import Guide
+from llmcond.options import IndexPrecision
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.columns import infer_types
@@ -39,6 +40,8 @@ class IndexResult(Displayed):
         deleted: the number of texts deleted.
         conditions: the conditions that the index has vectors for.
         guides: the guide of each condition that has one.
+        precision: the number type of the vectors under conditions.
+        truncate_dim: the number of leading dimensions that they keep; None: all.
     """
 
     out: Path
@@ -49,6 +52,8 @@ class IndexResult(Displayed):
     deleted: int
     conditions: Sequence[str]
     guides: Mapping[str, Guide] = field(default_factory=dict)
+    precision: IndexPrecision = "float16"
+    truncate_dim: int | None = None
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +72,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
     texts, text, out = options.texts, options.text, Path(options.out)
     keep, id_column, guide = options.keep, options.id, options.guide
     model_options: dict[str, Any] = {
-        name: getattr(options, name) for name in ("head", "prompt", "device")
+        name: getattr(options, name)
+        for name in ("head", "prompt", "device", "truncate_dim", "precision")
     }
     if options.run is not None or options.model is not None:
         model_options["run"] = options.resolve_folder()
@@ -104,7 +110,8 @@ def index_texts(options: IndexOptions) -> IndexResult:
             index.unguide(condition)
     written = index.written
     counts = (written.added, written.replaced, written.unchanged)
-    return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides)
+    form = index.precision, index.truncate_dim
+    return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
 
 
 def _removes_guide(guide_option: Any) -> bool:

@@ -1,5 +1,7 @@
 """NumPy and PyTorch give the same results for vectors in half precision."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -27,5 +29,10 @@ def test_torch_results_match_numpy_results(monkeypatch, n):
     )
     products = compute_both(half_precision.inner_products, vectors, queries)
     np.testing.assert_allclose(*products, atol=1e-5)
+    bits = np.packbits(vectors > 0, axis=1)
+    signs = compute_both(
+        half_precision.inner_products, bits, queries, partial(np.unpackbits, axis=1)
+    )
+    np.testing.assert_allclose(*signs, atol=1e-5)
     indices = compute_both(half_precision.top_k, products[0][0], min(5, n))
     assert set(indices[0]) == set(indices[1])

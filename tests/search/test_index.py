@@ -742,3 +742,98 @@ def test_guide_learned_from_labels_changes_scores(build, head: str, tmp_path: Pa
     reopened.delete([row["id"] for row in reopened.search("dogs walk at the beach", PLACE, 1).rows])
     reopened.unguide(PLACE)
     assert Index.open(tmp_path / "index", device="cpu").search(QUERY, PLACE, 5).to_json() == plain
+
+
+# -- smaller vectors ---------------------------------------------------------------------------
+
+MANY = [f"{text} for {hours} hours" for text in TEXTS for hours in (2, 3, 4)]
+#: Largest error of a cosine in each precision, with 32 or fewer dimensions.
+ERRORS = {"int8": 0.02, "uint8": 0.02, "binary": 0.6, "ubinary": 0.6}
+
+
+def list_views(folder: Path) -> list[np.ndarray]:
+    paths = (folder / "views").glob("*/*.npy")
+    return [np.load(path) for path in paths if not path.name.endswith(".rows.npy")]
+
+
+@pytest.mark.parametrize("precision", ERRORS)
+def test_quantised_vectors_give_approximate_scores(build, tmp_path: Path, precision):
+    index = build(MANY, head="linear", precision=precision, conditions=[PLACE])
+    assert index.encodes_pairs
+    (codes,) = list_views(tmp_path / "index")
+    dim = index.embedder.dim
+    width = dim if "int8" in precision else -(-dim // 8)
+    assert (codes.shape, codes.itemsize) == ((len(MANY), width), 1)
+    hits = index.search(QUERY, PLACE, len(MANY))
+    assert not hits.exact
+    expected = dict(zip(MANY, compare_all(index, MANY, QUERY, PLACE).tolist(), strict=True))
+    errors = [abs(row["score"] - expected[row["text"]]) for row in hits.rows]
+    assert max(errors) < ERRORS[precision]
+    opened = Index.open(tmp_path / "index", device="cpu")
+    assert opened.precision == precision
+    scores = [row["score"] for row in opened.search(QUERY, PLACE, 5).rows]
+    assert scores == [row["score"] for row in hits.rows[:5]]
+
+
+def test_hits_are_scored_again_if_texts_are_encoded_alone(build):
+    exact, index = (
+        build(MANY, name=precision, precision=precision) for precision in ("float16", "int8")
+    )
+    rows, expected = (item.search(QUERY, PLACE, 10).rows for item in (index, exact))
+    assert [row["score"] for row in rows] == [row["score"] for row in expected]
+
+
+def test_added_texts_use_recorded_ranges(build, tmp_path: Path):
+    index = build(MANY[:120], head="linear", precision="int8", conditions=[PLACE])
+    record = next((tmp_path / "index" / "views").glob("*/view.json"))
+    before = json.loads(record.read_text())
+    index.add(MANY[120:])
+    after = json.loads(record.read_text())
+    assert after["ranges"] == before["ranges"]
+    assert len(after["segments"]) == 2
+    expected = dict(zip(MANY, compare_all(index, MANY, QUERY, PLACE).tolist(), strict=True))
+    hits = index.search(QUERY, PLACE, len(MANY))
+    errors = [abs(row["score"] - expected[row["text"]]) for row in hits.rows]
+    assert np.quantile(errors, 0.9) < ERRORS["int8"]
+
+
+@pytest.mark.parametrize("head", ["low", "relu", "hadamard", "linear"])
+def test_truncated_vectors_are_those_of_embedder(build, head: str):
+    index = build(TEXTS, head=head, truncate_dim=7)
+    assert index.embedder.dim == 7
+    check_scores(index, TEXTS)
+    if head in ("low", "linear"):
+        index.guide(TEXTS[:20], [text.split()[-1] for text in TEXTS[:20]], PLACE)
+        check_scores(index, TEXTS, tolerance=GUIDE_TOLERANCE)
+
+
+def test_form_of_vectors_is_recorded_and_cannot_change(build, tmp_path: Path):
+    build(TEXTS, truncate_dim=3, precision="binary")
+    record = json.loads((tmp_path / "index" / "index.json").read_text())
+    assert (record["format"], record["precision"], record["truncate_dim"]) == (2, "binary", 3)
+    assert build(["one more"]).truncate_dim == 3
+    with pytest.raises(UserError, match="was built with precision binary, not int8"):
+        build(precision="int8")
+    with pytest.raises(UserError, match="was built with truncate_dim 3, not 4"):
+        build(truncate_dim=4)
+    build(TEXTS, name="plain")
+    assert json.loads((tmp_path / "plain" / "index.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "int4"}, "precision is 'int4'. Did you mean 'int8'"),
+        ({"precision": "int8"}, "50 texts are too few. Add at least 100 at first"),
+        ({"truncate_dim": 500}, "truncate_dim is 500, but the embeddings have"),
+    ],
+)
+def test_invalid_forms_of_vectors_are_rejected(build, options: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        build(TEXTS, conditions=[PLACE], **options)
+
+
+def test_guide_of_binary_vectors_is_rejected(build):
+    index = build(TEXTS, precision="binary")
+    with pytest.raises(UserError, match="a guide needs vectors of more than 1 bit"):
+        index.guide(["a park", "a beach"], ["green", "blue"], PLACE)

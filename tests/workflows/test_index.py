@@ -52,6 +52,24 @@ def test_index_is_created_searched_and_updated(index: Path, texts: Path, capsys,
     assert result["conditions"] == ["the place"]
 
 
+def test_options_decide_form_of_vectors(texts: Path, heads_run: Path, capsys, tmp_path: Path):
+    options = ["--run", heads_run, "--head", "linear", "--device", "cpu", "--truncate-dim", "5"]
+    command = ["index", texts, "--out", tmp_path / "small", *options, *CONDITION]
+    result = run_json(capsys, *command, "--precision", "ubinary")
+    assert (result["precision"], result["truncate_dim"]) == ("ubinary", 5)
+    hits = run_json(capsys, "search", tmp_path / "small", "dogs", *CONDITION)
+    assert (len(hits["results"]), hits["exact"]) == (4, False)
+    assert "was built with precision ubinary, not int8" in run_rejected(
+        capsys, *command, "--precision", "int8"
+    )
+    assert "4 texts are too few" in run_rejected(
+        capsys, "index", texts, "--out", tmp_path / "other", *options, "--precision", "int8"
+    )
+    assert "--precision is 'float32'. Did you mean 'float16'" in run_rejected(
+        capsys, *command, "--precision", "float32"
+    )
+
+
 TYPED = """id,text,year,price,flag,zip,key,day,note,big,gap
 a,one,2019,1.50,true,01234,7,2024-01-31,,1234567890123456789,1
 b,two,2024,-2e-3,False,99999,x,2024-02-01,,1,

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Lt
 
 from llmcond.data.readers import TEXT_FILES
 from llmcond.errors import UserError
-from llmcond.options import Amount, Positive, Seed, option
+from llmcond.options import Amount, IndexPrecision, Positive, Seed, option
 from llmcond.workflows.options.common import (
     CHECK_HELP,
     DATA,
@@ -25,6 +25,7 @@ from llmcond.workflows.options.common import (
     PrecisionOptions,
     ScaleOptions,
     Split,
+    TruncateOption,
 )
 
 _SERVER = "server"
@@ -188,7 +189,7 @@ class ExplainOptions(ConditionOptions, EmbedderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(ConditionOptions, EmbedderOptions):
+class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
     texts: str | None = option(
@@ -216,6 +217,11 @@ class IndexOptions(ConditionOptions, EmbedderOptions):
         help="table of a few labelled texts that guide all later searches: columns text and label, "
         "and also condition unless there is one --condition; none: remove the guide of each "
         "--condition",
+    )
+    precision: IndexPrecision | None = option(
+        None,
+        help="number type of the vectors under conditions, of a new index: float16, int8, uint8, "
+        "binary or ubinary (default: float16)",
     )
     delete: Sequence[str] = option(
         (), metavar="ID", help="ids of texts to delete, or a file with one id per line"
