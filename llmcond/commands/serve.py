@@ -10,14 +10,20 @@ from llmcond.commands.base import Command, as_function
 from llmcond.conditions import Condition
 from llmcond.options import option
 from llmcond.serving.settings import ServedSource, ServerSettings
-from llmcond.workflows.options.common import VALUES_HELP, EmbedderOptions, GuideOption
+from llmcond.workflows.options.common import (
+    VALUES_HELP,
+    EmbedderOptions,
+    GuideOption,
+    RangesOption,
+    TruncateOption,
+)
 
 if TYPE_CHECKING:
     from llmcond.serving.server import ServeResult
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(GuideOption, EmbedderOptions, ServerSettings, Command):
+class Serve(GuideOption, EmbedderOptions, TruncateOption, RangesOption, ServerSettings, Command):
     """Serve embeddings, similarity, reranking and search over HTTP.
 
     The protocol is OpenAI's embeddings API with a condition added. The server does not encrypt: to

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmcond.encoders.spec import InputError
 from llmcond.errors import LlmcondError, UserError, did_you_mean, format_count, shortened_repr
-from llmcond.runs.embedder import Embedder, normalise_vectors
+from llmcond.runs.embedder import Embedder
 from llmcond.runs.similarity import pair_with_conditions
 from llmcond.search.errors import FilterError, UnpreparedConditionError
 from llmcond.serving.batching import Batcher, Row
@@ -202,21 +202,19 @@ class Endpoints:
                 "this server has a cross-encoder, which has no embeddings. Use /v1/similarity or "
                 "/v1/rerank."
             )
-        if body.dimensions not in (None, embedder.dim):
-            raise invalid_value_error(
-                "dimensions",
-                f"dimensions is {body.dimensions}, but this model's embeddings have "
-                f"{embedder.dim} and cannot be shortened. Omit dimensions.",
-            )
+        problem = self._model.find_form_problem(body.dimensions, body.precision)
+        if problem is not None:
+            raise invalid_value_error(*problem)
         texts = [body.input] if isinstance(body.input, str) else body.input
         rows = self._make_rows("input", texts, self._choose_condition(body))
         encoded = await self._encode(request, rows, len(texts))
 
         def response() -> JsonResponse[EmbeddingsResponse]:
-            vectors = normalise_vectors(encoded.vectors, embedder.head)
+            vectors = self._model.form_embeddings(encoded.vectors, body.dimensions, body.precision)
+            # OpenAI's client requests base64 by default, and decodes it as float32.
             embeddings: list[Any] = (
                 vectors.tolist()
-                if body.encoding_format == "float"
+                if body.encoding_format == "float" or body.precision != "float32"
                 else [
                     base64.b64encode(row.tobytes()).decode() for row in np.asarray(vectors, "<f4")
                 ]

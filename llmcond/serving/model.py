@@ -8,10 +8,16 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llmcond.arrays import Array
+from llmcond.errors import format_list
+from llmcond.heads.numpy_heads import ZERO_SHOT
+from llmcond.options import Precision
+from llmcond.quantization import CALIBRATED, quantize_embeddings
 from llmcond.runs import cross
 from llmcond.runs.cross import CrossEncoder
-from llmcond.runs.embedder import Embedder, describe
+from llmcond.runs.embedder import Embedder, describe, normalise_vectors
 from llmcond.search.model import short_name
 from llmcond.serving.batching import Row
 
@@ -28,11 +34,14 @@ class ServedModel:
         model: an embedder or a cross-encoder.
         condition: default condition of requests; None: every request must name one.
         index: the index to search, or None.
+        ranges: (2, k) lowest and highest value of each dimension, for ``int8`` and ``uint8``; None:
+            the server does not offer them.
     """
 
     model: Embedder | CrossEncoder
     condition: str | None = None
     index: Index | None = None
+    ranges: Array | None = None
 
     @property
     def name(self) -> str:
@@ -67,6 +76,55 @@ class ServedModel:
         similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))
         zeros = np.zeros(len(rows), dtype=np.int32)
         return Encoded(similarities, zeros, zeros.astype(bool), 0)
+
+    def find_form_problem(
+        self, dimensions: int | None, precision: Precision
+    ) -> tuple[str, str] | None:
+        """Return the field of a request for embeddings that cannot be satisfied, and the reason.
+
+        As in vLLM, embeddings are truncated only to sizes that the model was trained for, because
+        clients cannot know that others give poor results. The operator can choose any
+        size (``--truncate-dim``).
+        """
+        embedder, sizes = self.model, self._truncations()
+        if not isinstance(embedder, Embedder):
+            return None
+        dim = embedder.dim
+        if dimensions not in (None, dim, *sizes):
+            if embedder.guides:
+                why = "its guides map all of them. Omit dimensions."
+            elif sizes:
+                listed = f"1 to {dim - 1}" if len(sizes) == dim - 1 else format_list(sizes)
+                why = f"the other sizes that it supports are: {listed}."
+            else:
+                why = (
+                    "it was not trained to have fewer. Omit dimensions, or start the server with "
+                    "--truncate-dim."
+                )
+            problem = f"dimensions is {dimensions}, but this model's embeddings have {dim}, and"
+            return "dimensions", f"{problem} {why}"
+        is_truncated = dimensions not in (None, dim)
+        if precision in CALIBRATED and (self.ranges is None or is_truncated):
+            return "precision", (
+                f"precision is {precision}, and the server has no ranges of {dimensions or dim} "
+                "dimensions. Use binary or ubinary, or start the server with --ranges."
+            )
+        return None
+
+    def _truncations(self) -> Sequence[int]:
+        """Return the sizes that embeddings can be truncated to; a guide maps all dimensions."""
+        model = self.model
+        if not isinstance(model, Embedder) or model.guides:
+            return []
+        return model.matryoshka_dims
+
+    def form_embeddings(
+        self, vectors: Array, dimensions: int | None, precision: Precision
+    ) -> NDArray[Any]:
+        """Return embeddings, (n, k), in the size and precision of a request, with unit L2 norm."""
+        head = self.model.head if isinstance(self.model, Embedder) else ZERO_SHOT
+        unit = normalise_vectors(vectors[:, :dimensions], head)
+        return quantize_embeddings(unit, precision, self.ranges)
 
     def ready_row(self) -> Row:
         """Return a row to encode before the first request and at each readiness check."""

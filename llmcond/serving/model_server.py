@@ -6,14 +6,17 @@ import logging
 import math
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from llmcond.arrays import Array
 from llmcond.data.guides import read_guide
 from llmcond.errors import UserError
+from llmcond.quantization import read_ranges
 from llmcond.runs.cross import load_similarity_model
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.open import resolve_run
@@ -49,13 +52,26 @@ def load_model(served: ServedSource) -> ServedModel:
             opened_index = Index.build(index, **settings, device=served.device)
         else:
             opened_index = Index.open(index, device=served.device)
-        return ServedModel(opened_index.embedder, condition, opened_index)
+        if served.truncate_dim not in (None, opened_index.truncate_dim):
+            raise UserError(
+                f"--truncate-dim is {served.truncate_dim}, but {index} was built with "
+                f"{opened_index.truncate_dim or 'all dimensions'}. Omit --truncate-dim."
+            )
+        embedder = opened_index.embedder
+        return ServedModel(embedder, condition, opened_index, _load_ranges(served, embedder))
     loaded = load_similarity_model(
         resolve_run(served.run, served.model, served.revision),
         served.head,
         served.prompt,
         served.device,
     )
+    if isinstance(loaded, Embedder):
+        loaded = replace(loaded, truncate_dim=served.truncate_dim)
+    elif served.truncate_dim is not None or served.ranges is not None:
+        raise UserError(
+            "--truncate-dim and --ranges are for embeddings, but a cross-encoder has none. Omit "
+            "them, or choose an embedder."
+        )
     if guide is not None:
         if not isinstance(loaded, Embedder):
             raise UserError(
@@ -65,7 +81,12 @@ def load_model(served: ServedSource) -> ServedModel:
         conditions = [] if condition is None else [condition]
         for labelled in read_guide(guide, None, conditions, closed=False):
             loaded = loaded.with_guide(labelled)
-    return ServedModel(loaded, condition)
+    ranges = _load_ranges(served, loaded) if isinstance(loaded, Embedder) else None
+    return ServedModel(loaded, condition, ranges=ranges)
+
+
+def _load_ranges(served: ServedSource, embedder: Embedder) -> Array | None:
+    return None if served.ranges is None else read_ranges(served.ranges, embedder.dim)
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from llmcond.conditions import Condition
 from llmcond.config import describe_validation_error
 from llmcond.errors import UserError, format_count, shortened_repr
+from llmcond.options import Precision
 from llmcond.serving.errors import RequestError
 from llmcond.serving.responses import RerankDocument
 
@@ -74,6 +75,7 @@ class EmbeddingsRequest(_ConditionedRequest):
     input: TextOrTexts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
+    precision: Precision = "float32"
     user: str | None = None
 
 

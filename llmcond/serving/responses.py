@@ -44,6 +44,8 @@ class ModelEntry(TypedDict):
     head: str
     fitted_on: str
     max_length: int
+    model: NotRequired[str]
+    revision: NotRequired[str]
     dim: NotRequired[int]
     dtype: NotRequired[str]
     prompt: NotRequired[str]

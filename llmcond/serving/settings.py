@@ -100,6 +100,8 @@ class ServedSource:
         index: folder of an index to search.
         condition: default condition of requests; None: every request must name one.
         guide: labelled texts that embeddings follow.
+        truncate_dim: number of leading dimensions that embeddings keep; None: all.
+        ranges: .npy file of the ranges of int8 and uint8; None: neither is offered.
     """
 
     run: Path | None = None
@@ -111,6 +113,8 @@ class ServedSource:
     index: Path | None = None
     condition: str | None = None
     guide: Any = None
+    truncate_dim: int | None = None
+    ranges: Path | None = None
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:

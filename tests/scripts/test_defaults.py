@@ -50,6 +50,7 @@ ARGUMENTS_AND_OUTPUT = {
         "--model {tiny} --queries 4 --encode 8 --single 2 --rounds 1",
         "| hypernet, its matrices",
     ),
+    "bench_outputs": ("--run {run} --head hypernet@separate --sizes 4", "| head | seeds |"),
     "bench_ranking": ("--entities 30 --triples 5 --train 20 --dim 4", "| sort of all scores |"),
     "bench_ray": ("--model {tiny} --inputs 8 --rounds 1", "same vectors: True"),
     "bench_routed": (
