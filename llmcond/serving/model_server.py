@@ -7,8 +7,9 @@ import math
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,6 +28,9 @@ from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
 from llmcond.serving.settings import ServedSource, ServerSettings
 
+if TYPE_CHECKING:
+    from llmcond.search import Index
+
 #: Forward passes per batch. Inputs are sorted by length across the passes, which saves padding.
 _PASSES = 2
 #: Addresses that only this machine can reach.
@@ -42,21 +46,7 @@ def load_model(served: ServedSource) -> ServedModel:
             f"to the index: llmcond index --out {index} --guide FILE"
         )
     if index is not None:
-        from llmcond.search import Index
-
-        settings: dict[str, Any] = {"head": served.head, "prompt": served.prompt}
-        if served.run is not None or served.model is not None:
-            settings["run"] = resolve_run(served.run, served.model, served.revision)
-        if any(settings.values()) and (index / "index.json").exists():
-            # Without texts, `build` only opens the index and checks that the model is the same.
-            opened_index = Index.build(index, **settings, device=served.device)
-        else:
-            opened_index = Index.open(index, device=served.device)
-        if served.truncate_dim not in (None, opened_index.truncate_dim):
-            raise UserError(
-                f"--truncate-dim is {served.truncate_dim}, but {index} was built with "
-                f"{opened_index.truncate_dim or 'all dimensions'}. Omit --truncate-dim."
-            )
+        opened_index = _open_index(served, index)
         embedder = opened_index.embedder
         return ServedModel(embedder, condition, opened_index, _load_ranges(served, embedder))
     loaded = load_similarity_model(
@@ -83,6 +73,26 @@ def load_model(served: ServedSource) -> ServedModel:
             loaded = loaded.with_guide(labelled)
     ranges = _load_ranges(served, loaded) if isinstance(loaded, Embedder) else None
     return ServedModel(loaded, condition, ranges=ranges)
+
+
+def _open_index(served: ServedSource, folder: Path) -> Index:
+    """Open the index of a folder, and check that its model and size are the named ones."""
+    from llmcond.search import Index
+
+    settings: dict[str, Any] = {"head": served.head, "prompt": served.prompt}
+    if served.run is not None or served.model is not None:
+        settings["run"] = resolve_run(served.run, served.model, served.revision)
+    if any(settings.values()) and (folder / "index.json").exists():
+        # Without texts, `build` only opens the index and checks that the model is the same.
+        index = Index.build(folder, **settings, device=served.device)
+    else:
+        index = Index.open(folder, device=served.device)
+    if served.truncate_dim not in (None, index.truncate_dim):
+        raise UserError(
+            f"--truncate-dim is {served.truncate_dim}, but {folder} was built with "
+            f"{index.truncate_dim or 'all dimensions'}. Omit --truncate-dim."
+        )
+    return index
 
 
 def _load_ranges(served: ServedSource, embedder: Embedder) -> Array | None:

@@ -504,6 +504,13 @@ def test_finished_training_is_not_repeated(train, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "tuned").rglob("*")}
 
 
+def test_encoder_is_trained_for_truncated_embeddings(train, tmp_path):
+    options = ("--head", "none", "--epochs", "1", "--set", "matryoshka=4,8")
+    first = train("small", *options)
+    assert llmcond.load_embedder(tmp_path / "small").matryoshka_dims == [8, 4]
+    assert train("small", *options) == first  # the recorded settings are the same
+
+
 def test_training_record_and_card_store_configuration(tuned):
     record = json.loads((tuned / "training.json").read_text())
     assert record["made_of"]["encoder"]["weights"].startswith("sha256:")
