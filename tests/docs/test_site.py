@@ -100,3 +100,18 @@ def test_addresses_agree():
     known = (config["site_url"], config["repo_url"], f"https://raw.githubusercontent.com/{owner}/")
     for url in re.findall(r'(?:\]\(|src(?:set)?=")([^()"\s]+)', readme):
         assert url.startswith((*known, "https://arxiv.org/", "https://github.com/bigai-nlco/")), url
+
+
+def test_every_file_has_the_addresses_of_pyproject():
+    """The addresses are defined in pyproject.toml; a move of the project changes all of them."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    pattern = re.compile(r"https://(?:github\.com/[\w-]+/llmcond\b|[\w-]+\.github\.io/llmcond/)")
+    folders = ("docs", "llmcond", "models", "packages", "scripts", ".github")
+    paths = [path for path in ROOT.iterdir() if path.is_file()]
+    paths += [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    users = {}
+    for path in paths:
+        if path.suffix in {"", ".cff", ".json", ".md", ".py", ".toml", ".yml"}:
+            for url in pattern.findall(path.read_text(encoding="utf-8")):
+                users.setdefault(url, []).append(str(path.relative_to(ROOT)))
+    assert users.keys() == {urls["Documentation"], urls["Repository"]}, users
