@@ -1,10 +1,8 @@
 """The credits of models, which may come from somebody else's model."""
 
 import json
-import shutil
 
 import pytest
-from helpers.commands import run_json
 from huggingface_hub import ModelCard
 
 import llmcond
@@ -65,19 +63,6 @@ def test_invalid_credits_are_reported(tmp_path):
     assert read_credits(tmp_path / "none") is None
 
 
-def test_copies_and_exports_of_a_copy_keep_the_credits(tmp_path, capsys):
-    copy = tmp_path / "copy"
-    llmcond.load_embedder("minilm-csts", device="cpu").save_pretrained(copy)
-    assert read_credits(copy) == read_credits(pretrained_folder("minilm-csts"))
-    # Extraction with a copy, and an export of that run, still know them.
-    run_folder, out = tmp_path / "run", tmp_path / "export"
-    data = tmp_path / "data" / "train.csv"
-    data.parent.mkdir()
-    data.write_text("sentence1,sentence2,condition,label\n" + "a man,a dog,x,1\na cat,a hen,x,2\n")
-    run_json(capsys, "extract", "--model", copy, "--data", data.parent, "--run", run_folder)
-    shutil.rmtree(run_folder / "features")
-    result = llmcond.export(out=out, run=run_folder, condition=["the animal"], device="cpu")
-    assert result.difference is not None
-    card = ModelCard.load(out / "README.md")
-    assert card.data.datasets == ["LivNLP/C-STS-Reannotated"]
-    assert "Danushka Bollegala" in card.text
+def test_copy_keeps_the_credits(tmp_path):
+    llmcond.load_embedder("minilm-csts", device="cpu").save_pretrained(tmp_path / "copy")
+    assert read_credits(tmp_path / "copy") == read_credits(pretrained_folder("minilm-csts"))

@@ -362,12 +362,12 @@ def test_pushed_model_is_loaded_by_its_name(request, hub, kind, monkeypatch):
     np.testing.assert_array_equal(cached.encode(["a man"], "x"), embedder.encode(["a man"], "x"))
 
 
-def test_commands_take_model_of_hub(hub, adapter, capsys, monkeypatch, tmp_path):
-    push(run=adapter, repo=REPO, revision="v1")
+def test_commands_take_model_of_hub(hub, merged, capsys, monkeypatch, tmp_path):
+    push(run=merged, repo=REPO, revision="v1")
     named = ["--model", REPO, "--revision", "v1"]
     arguments = ["similarity", "two men play", "three women read", "--condition", "the place"]
     result = run_json(capsys, *arguments, *named)
-    expected = run_json(capsys, *arguments, "--run", adapter)
+    expected = run_json(capsys, *arguments, "--run", merged)
     assert result["similarities"] == expected["similarities"]
     assert result["model"] == REPO
     (tmp_path / "texts.txt").write_text("two men play\nthree women read\n")
@@ -377,7 +377,9 @@ def test_commands_take_model_of_hub(hub, adapter, capsys, monkeypatch, tmp_path)
     assert (model["model"], model["revision"]) == (REPO, result["revision"])
     # The index names the commit, so that neither the branch nor the hub is needed any more.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hits = run_json(capsys, "search", index, "women", "--condition", "the place", "-k", "1")
+    hits = run_json(
+        capsys, "search", index, "three women read", "--condition", "the place", "-k", "1"
+    )
     assert hits["results"][0]["text"] == "three women read"
     served = load_model(ServedSource(model=REPO, revision="v1", device="cpu"))
     assert served.model.folder.name == result["revision"]
@@ -425,7 +427,7 @@ def test_records_of_downloaded_run_do_not_choose_where_features_are_written(
     assert not (tmp_path / "theirs").exists()
 
 
-@pytest.mark.parametrize("kind", ["merged", "adapter", "frozen"])
+@pytest.mark.parametrize("kind", ["merged", "frozen"])
 def test_embedder_is_saved_and_pushed_with_its_head(request, hub, capsys, tmp_path, kind):
     folder = request.getfixturevalue(kind)
     head = "linear@concat-sent-cond" if kind == "frozen" else None
