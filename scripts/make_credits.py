@@ -46,10 +46,13 @@ def model_texts(folder: Path, name: str) -> dict[Path, str]:
         "works": [works[work] for work in model["works"]],
     }
     model_credits = parse_credits(record)
+    # The scores are those of the rated data, whose folder had another name.
+    trained = read_json(folder / RECORD)
+    trained["data"]["source"] = f"hf://datasets/{model_credits.metadata['datasets'][0]}"
     body = (folder / CARD).read_text(encoding="utf-8").partition(SECTION)[0].rstrip()
     card = add_metadata(
         f"{body}\n\n{model_credits.to_markdown()}\n",
-        trained_metadata(read_json(folder / RECORD), "rated"),
+        trained_metadata(trained, "rated"),
         **model_credits.metadata,
     )
     return {

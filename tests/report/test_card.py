@@ -38,6 +38,25 @@ def test_card_of_each_kind_has_valid_python(kind):
     assert ModelCard(card).data.tags[1:-1] == list(text.tags)
 
 
+def test_metadata_names_data_of_the_hub_and_scores():
+    record = json.loads(RECORD.read_text())
+    data = {**record["data"], "source": "hf://datasets/ada/pairs@main/train"}
+    scores = [{**row, "pearson": None} for row in record["summary"]["scores"][:1]]
+    assert scores
+    record = {**record, "data": data, "summary": {**record["summary"], "scores": scores}}
+    metadata = ModelCard(model_card(record, "rated", PROMPTS, {})).data
+    assert metadata.datasets == ["ada/pairs"]
+    results = {result.metric_type: result for result in metadata.eval_results}
+    assert "pearsonr" not in results  # it is undefined
+    assert results["spearmanr"].metric_value == scores[0]["spearman"]
+    assert results["spearmanr"].dataset_split == scores[0]["split"]
+    assert results["spearmanr"].dataset_type == "ada/pairs"
+    data["source"] = "/home/ada/pairs.csv"
+    metadata = ModelCard(model_card(record, "rated", PROMPTS, {})).data
+    assert metadata.datasets is None
+    assert {result.dataset_type for result in metadata.eval_results} == {"pairs.csv"}
+
+
 def test_user_names_are_escaped_in_card():
     teacher = {"encoder": HOSTILE, "head": HOSTILE}
     aspects = {"aspects": {HOSTILE: "digest"}, "aspects_texts": 2400}
