@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from llmcond.bundled import bundled_folder
-from llmcond.encoders.checkpoints.adapter import CREDITS
+from llmcond.encoders.checkpoints.adapter import CARD, CREDITS
 from llmcond.files import read_json
 from llmcond.report.metadata import add_metadata, trained_metadata
 from llmcond.runs.credits import FORMAT, LICENCES, Work, parse_credits
-from llmcond.runs.portable import CARD
 from llmcond.workflows.training_record import RECORD
 
 ROOT = Path(__file__).parents[1]

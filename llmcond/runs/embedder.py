@@ -124,7 +124,8 @@ class Embedder(SimilarityModel):
         """Save the head, and the encoder if it was trained, in a folder that can be loaded again.
 
         The folder has the layout of a run, without data, features and local paths. A frozen encoder
-        is recorded by its name and revision.
+        is recorded by its name and revision. ``truncate_dim`` is an option of loading, and is not
+        saved.
 
         Args:
             folder: A folder that is empty or does not exist.

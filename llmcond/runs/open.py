@@ -14,7 +14,7 @@ from llmcond.bundled import (
     pretrained_names,
 )
 from llmcond.data.readers import SAMPLE
-from llmcond.encoders.checkpoints.adapter import CONFIG, RUN_RECORD
+from llmcond.encoders.checkpoints.adapter import CARD, CONFIG, RUN_RECORD
 from llmcond.encoders.checkpoints.checkpoint import (
     RECORDS,
     SAFETENSORS,
@@ -36,7 +36,7 @@ from llmcond.runs.task_runs import Run
 
 #: Patterns for the files of a run on the hub.
 _RUN_FILES = (
-    *RECORDS, CALIBRATION, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
+    *RECORDS, CARD, CALIBRATION, "heads/*/head.json", CONFIG, *SETTINGS, "*/config.json",
     *SAFETENSORS,
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from llmcond.data.datasets import Columns
 from llmcond.data.readers import hub_dataset
 from llmcond.encoders import find_model
 from llmcond.encoders.checkpoints.adapter import (
+    CARD,
     CONFIG,
     CREDITS,
     ENCODER_RECORD,
@@ -45,9 +46,6 @@ from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import IN_RUN_FOLDER
 from llmcond.runs.open import open_any_run
 from llmcond.runs.run import AnyRun
-
-#: The model card of a run.
-CARD = "README.md"
 
 #: The folder with the state of a training in progress.
 _TRAINING_STATE = "training"

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from llmcond.display import DisplayedDict
-from llmcond.encoders.checkpoints.adapter import CONFIG, RUN_RECORD
+from llmcond.encoders.checkpoints.adapter import CARD, CONFIG, RUN_RECORD
 from llmcond.encoders.checkpoints.checkpoint import RECORDS, SETTINGS
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.evaluation.condition_checks import CALIBRATION
@@ -24,7 +24,7 @@ from llmcond.report.metadata import add_metadata, heads_metadata, trained_metada
 from llmcond.runs import open_any_run
 from llmcond.runs.credits import read_credits
 from llmcond.runs.kind import find_kind
-from llmcond.runs.portable import CARD, list_files, open_portable_run, stage_run
+from llmcond.runs.portable import list_files, open_portable_run, stage_run
 from llmcond.version import __version__
 from llmcond.workflows.options.training import PushOptions
 from llmcond.workflows.training_record import RECORD

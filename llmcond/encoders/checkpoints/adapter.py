@@ -34,6 +34,8 @@ TRAINING_RECORD = "training.json"
 RUN_RECORD = "run.json"
 #: The works that the weights derive from; see ``llmcond.runs.credits``.
 CREDITS = "credits.json"
+#: The model card.
+CARD = "README.md"
 
 FORMAT = 1
 
