@@ -246,11 +246,15 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
             embeddings.fit_guide(labelled)
     rows = list(zip(texts.sentences, conditions, strict=True))
+    ranges = None
+    if options.truncate_dim is not None or options.ranges is not None:
+        # A wrong size is reported before all texts are encoded.
+        dim = embeddings.embed(rows[:1], texts.file).shape[1]
+        ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
     embeddings.extract(rows, texts.file)
     vectors = embeddings.blocks(rows, options.normalize)
     first = next(vectors)
     dim = first.shape[1]
-    ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
     quantizer, ranges_file = Quantizer(options.precision, ranges), options.ranges
     if quantizer.needs_ranges:
         blocks = embeddings.blocks(rows, options.normalize)
