@@ -121,9 +121,9 @@ def test_units_have_one_precision_with_recorded_ranges(
 def test_progress_rate_excludes_model_loading(capsys, caplog, monkeypatch, fitted, source):
     load_seconds, load = [], embed_stream.make_embedder
 
-    def load_slowly(*args):
+    def load_slowly(*args, **options):
         load_seconds.append(10_000)
-        return load(*args)
+        return load(*args, **options)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(load_seconds))
     monkeypatch.setattr(embed_stream, "make_embedder", load_slowly)
