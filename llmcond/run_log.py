@@ -64,8 +64,8 @@ class RunLog:
     """The log of one fit or training, a context manager.
 
     The first line of the file describes the fit. Every further line is one record, written as soon
-    as it is known. A fit replaces the log of an earlier one with the same name, and a training that
-    resumes after a step continues its log there.
+    as it is known. With its first record, a fit replaces the log of an earlier one with the same
+    name, and a training that resumes after a step continues its log there.
 
     Args:
         path: file of the log; None: nothing is written or sent, as in the other processes of a
@@ -91,6 +91,7 @@ class RunLog:
         self._path, self._step = path, step
         self._name, self._config, self._names = name, config, trackers
         self._stream: IO[str] | None = None
+        self._start: Sequence[Record] = ()
         self._trackers: _Trackers | None = None
 
     def __enter__(self) -> Self:
@@ -101,7 +102,7 @@ class RunLog:
             description = {"name": self._name, "config": self._config}
             versions = provenance()["versions"]
             records = [{"event": "start", "time": _now(), **description, "versions": versions}]
-        self._rewrite(records)
+        self._start = records
         try:
             if self._names:
                 self._trackers = _Trackers(self._names, self._path, records[0])
@@ -118,13 +119,14 @@ class RunLog:
         if self._trackers is not None:
             self._trackers.close()
 
-    def _rewrite(self, records: Sequence[Record]) -> None:
+    def _rewrite(self, records: Sequence[Record]) -> IO[str]:
         assert self._path is not None  # noqa: S101 - only called with a file
         if self._stream is not None:
             self._stream.close()
         with replace_atomically(self._path) as temporary:
             temporary.write_text("".join(map(_line, records)), encoding="utf-8", newline="\n")
         self._stream = self._path.open("a", encoding="utf-8", newline="\n")
+        return self._stream
 
     def resume(self, step: int, stage: str = "") -> None:
         """Remove the records of a stage after a step, which the training repeats.
@@ -137,7 +139,7 @@ class RunLog:
             return
         stages: dict[bool, list[Record]] = {True: [], False: []}
         records = []
-        for record in read_log(self._path):
+        for record in self._start if self._stream is None else read_log(self._path):
             in_stage = record.get("stage", "") == stage and record["event"] != "start"
             if record["event"] != "end" and (not in_stage or record.get("step", 0) <= step):
                 records.append(record)
@@ -157,13 +159,15 @@ class RunLog:
             fields: its fields; numbers that are not finite are written as null.
             stage: name of the part of the fit, such as ``then`` or ``member-0``; empty: all of it.
         """
-        if self._stream is None or self._path is None:
+        if self._path is None:
             return
+        # A fit that fails at once leaves the log of an earlier one as it is.
+        stream = self._stream or self._rewrite(self._start)
         record = {"event": event, "time": _now(), **({"stage": stage} if stage else {})}
         record |= {key: _finite(value) for key, value in fields.items()}
         try:
-            self._stream.write(_line(record))
-            self._stream.flush()
+            stream.write(_line(record))
+            stream.flush()
         except OSError as error:
             raise_disk_error(error, self._path, "the lines in it are complete")
             raise

@@ -53,13 +53,21 @@ def read_scalars(folder):
 
 def test_records_are_readable_as_soon_as_they_are_written(path):
     with RunLog(path, "run", CONFIG) as run_log:
-        (start,) = read_log(path)
         run_log.write("evaluation", {"step": 3, "loss": 0.5, "dev_spearman": math.nan})
-        record = read_log(path)[-1]
+        start, record = read_log(path)
     assert (start["event"], start["name"], start["config"]) == ("start", "run", CONFIG)
     assert start["versions"]["llmcond"] == llmcond.__version__
     assert record.pop("time") >= start["time"]
     assert record == {"event": "evaluation", "step": 3, "loss": 0.5, "dev_spearman": None}
+
+
+def test_fit_that_fails_at_once_leaves_earlier_log(path):
+    with RunLog(path, "run", CONFIG) as run_log:
+        write_steps(run_log, 1, 2)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="invalid"), RunLog(path, "run", CONFIG):
+        raise ValueError("invalid")
+    assert path.read_bytes() == before
 
 
 def test_new_fit_replaces_log(path):

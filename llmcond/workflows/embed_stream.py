@@ -354,8 +354,6 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
         parts = [SourcePart(*part) for part in record["parts"]]
         units = _split_units(parts, record["unit_rows"])
-        done = output.find_finished(units)
-        todo = [unit for unit in units if unit.number not in done]
         columns = StreamColumns(sentence_column, condition_column, _read_schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         job = EmbeddingJob(
@@ -376,6 +374,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         if job.quantizer.ranges is not None:
             record["ranges"] = job.quantizer.ranges.tolist()
         output.write_record(record)
+        done = output.find_finished(units)
+        todo = [unit for unit in units if unit.number not in done]
         dim = _embed_units(job, output, todo, cluster)
         if not dim:
             packed = job.quantizer.precision.endswith("binary")

@@ -62,7 +62,7 @@ def test_losses_match_cpu(
             settings = {"dropout": 0.0, "encoder_dropout": False, "epochs": 1}
             trainer = build_trainer(model, data, tmp_path / device, options=options, **settings)
             trainer.run(
-                lambda progress, steps, loss, step_losses=step_losses: step_losses.append(loss)
+                lambda _, steps, entry, step_losses=step_losses: step_losses.append(entry["loss"])
             )
             assert bool(gpu.n_launches) == (device == "cuda")
             unpinned = [line for line in gpu.unpinned if line.split(", ")[1].startswith("heads/")]

@@ -29,7 +29,7 @@ def offline(monkeypatch):
     def unreachable(*_):
         raise LlmcondError("the Hugging Face hub cannot be reached.")
 
-    monkeypatch.setattr(checkpoints, "_download", unreachable)
+    monkeypatch.setattr(checkpoints, "download_files", unreachable)
 
 
 def run_check(capsys, *arguments):

@@ -167,9 +167,10 @@ def test_progress_and_epoch_scores_are_reported(train, dev):
     head = fit_recipe(
         make_recipe("linear", **SHORT), train, dev, 0, lambda *call: calls.append(call)
     )
-    scores = [epoch["dev_spearman"] for epoch in head.fit.record["curve"]]
+    curve = head.fit.record["curve"]
     ended = [call for call in calls if call[2] is not None]
-    assert ended == [(number, 5, scores[number - 1]) for number in range(1, 6)]
+    assert ended == [(number, 5, curve[number - 1]) for number in range(1, 6)]
+    assert all(-1 <= entry["dev_spearman"] <= 1 for entry in curve)
     progress = [epoch for epoch, *_ in calls]
     assert progress == sorted(progress)
     assert len(calls) > 3 * len(ended)

@@ -45,7 +45,8 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (installed,) = distributions(name="llmcond", path=[str(site)])
     for required in find_requirements(installed, "demo"):
         link_files(required, site)
-    subprocess.run([*pip, "check"], check=True, stdout=subprocess.DEVNULL)
+    checked = subprocess.run([*pip, "check"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
     return executable
 
 
