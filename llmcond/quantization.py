@@ -261,6 +261,8 @@ def read_ranges(path: str | Path, dim: int | None = None) -> Array:
     Raises:
         UserError: the file cannot be read, or as ``check_ranges``.
     """
+    if not Path(path).is_file():
+        raise UserError(f"--ranges {path} does not exist. Name a file that embed has written.")
     try:
         ranges = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -22,6 +22,7 @@ def _list_checks(tmp_path: Path) -> list[tuple[str, float, checks.Measure]]:
 _CHECK_NAMES = [name for name, *_ in _list_checks(Path()) if name not in _CHECKS_IN_PROCESSES]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", _CHECK_NAMES)
 def test_each_check_passes_on_gpu(gpu: StandIn, tmp_path: Path, name: str) -> None:
     bound, measure = next(

@@ -184,6 +184,7 @@ def test_killed_actors_lose_no_vectors(ray, caplog, model, data, local_run, tmp_
     assert_same_vectors(tmp_path, local_run)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_driver_resumes_from_last_commit(
     ray, model, data, local_run, tmp_path, signal_number

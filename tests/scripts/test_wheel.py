@@ -7,7 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from importlib.metadata import Distribution, distribution, distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 import check_install
@@ -52,18 +52,20 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def find_requirements(package: Distribution, extra: str) -> list[Distribution]:
     """Return the packages that a package with an extra requires, directly and indirectly."""
+    # Ray puts a folder with copies of other packages onto the path.
+    installed = {canonicalize_name(one.name): one for one in distributions(path=[str(SITE)])}
     pending, visited = [(package.name, extra)], set()
     while pending:
         name, extra = pending.pop()
         if (name, extra) in visited:
             continue
         visited.add((name, extra))
-        source = package if name == package.name else distribution(name)
+        source = package if name == package.name else installed[name]
         for requirement in map(Requirement, source.requires or ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 required = canonicalize_name(requirement.name)
                 pending += [(required, extra) for extra in ("", *requirement.extras)]
-    return [distribution(name) for name in {name for name, _ in visited} - {package.name}]
+    return [installed[name] for name in {name for name, _ in visited} - {package.name}]
 
 
 def link_files(package: Distribution, site: Path) -> None:

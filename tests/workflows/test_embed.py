@@ -76,7 +76,7 @@ def test_ranges_are_recorded_and_give_same_codes_to_other_texts(capsys, embed_co
         ("--truncate-dim 0", "--truncate-dim is 0; it must be at least 1"),
         ("--precision int4", "--precision is 'int4'. Did you mean 'int8'"),
         ("--ranges r.npy", "--ranges is for --precision int8 and uint8, not float32"),
-        ("--precision int8 --ranges no.npy", "--ranges no.npy cannot be read as a .npy file"),
+        ("--precision int8 --ranges no.npy", "--ranges no.npy does not exist"),
     ],
 )
 def test_invalid_options_report_one_line(capsys, embed_command, options, message):

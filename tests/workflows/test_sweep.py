@@ -555,6 +555,7 @@ def test_killed_sweep_keeps_complete_fits_and_resumes(capsys, folder, fits):
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="the test reads processes from /proc"
 )
+@pytest.mark.matrix
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_ended_sweep_stops_its_processes(folder, signal_number):
     """Processes in the middle of a long fit stop, too."""
