@@ -21,8 +21,6 @@ import tempfile
 from hashlib import file_digest
 from pathlib import Path
 
-from llmcond.encoders import EncoderOptions, resolve
-
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "packages" / "minilm"
 REPO = "sentence-transformers/all-MiniLM-L6-v2"
@@ -42,8 +40,7 @@ def main() -> None:
         staging = Path(folder) / "minilm"
         shutil.copytree(PACKAGE, staging)
         shutil.copy(ROOT / "LICENSE", staging)
-        installed = resolve("minilm", EncoderOptions(device="cpu")).checkpoint.folder
-        copy_verified(arguments.source or installed, staging / "llmcond_minilm")
+        copy_verified(arguments.source or installed_folder(), staging / "llmcond_minilm")
         command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
         subprocess.run(
             [*command, str(arguments.out.absolute()), str(staging)],
@@ -55,6 +52,13 @@ def main() -> None:
     with wheel.open("rb") as stream:
         print(f"{wheel}: {wheel.stat().st_size:,} bytes, SHA-256", end=" ")
         print(file_digest(stream, "sha256").hexdigest())
+
+
+def installed_folder() -> Path:
+    """Return the folder of the weights that llmcond uses here; ``--from`` needs no llmcond."""
+    from llmcond.encoders import EncoderOptions, resolve
+
+    return resolve("minilm", EncoderOptions(device="cpu")).checkpoint.folder
 
 
 def copy_verified(source: Path, target: Path) -> None:

@@ -105,6 +105,24 @@ def test_workflow_runs_existing_scripts(path):
     assert workflow["permissions"] == {"contents": "read"}  # jobs ask for more where they need it
 
 
+def test_weights_are_verified_without_llmcond(tmp_path):
+    """The workflow that builds the package of weights does not install llmcond."""
+    lines = (ROOT / "packages" / "minilm" / "SHA256SUMS").read_text().splitlines()
+    first = lines[0].split("  ")[1]
+    (tmp_path / first).parent.mkdir()
+    command = [sys.executable, "-I", ROOT / "scripts" / "make_weights.py"]
+    command += ["--from", tmp_path, "--out", tmp_path / "dist"]
+    code = "import runpy, sys; sys.modules['llmcond'] = None; sys.argv = sys.argv[1:]; "
+    command[2:3] = ["-c", f"{code}runpy.run_path(sys.argv[0], run_name='__main__')", command[2]]
+    for content, message in ((None, f"has no {first}"), ("changed", "has the SHA-256")):
+        if content is not None:
+            (tmp_path / first).write_text(content)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert not (tmp_path / "dist").exists()
+
+
 def test_workflows_have_no_known_weakness():
     zizmor = [Path(sys.executable).with_name("zizmor"), "--offline", "--quiet", "--no-progress"]
     done = subprocess.run([*zizmor, ROOT / ".github"], capture_output=True, text=True, check=False)
