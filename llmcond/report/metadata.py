@@ -91,6 +91,7 @@ def add_metadata(text: str, metadata: Mapping[str, Any], **explicit: Any) -> str
     current: dict[str, Any] = card.data.to_dict()  # type: ignore[no-untyped-call]  # untyped
     added = ModelCardData(pipeline_tag=PIPELINE_TAG, **metadata)
     overrides = {key: value for key, value in explicit.items() if value}
+    # The first ``current`` keeps the order of the card's fields, the second one their values.
     complete = {**current, **added.to_dict(), **current, **overrides}  # type: ignore[no-untyped-call]
     if complete == current:
         return text
