@@ -26,6 +26,7 @@ from typing import (
 )
 
 from llmcond.errors import UserError, did_you_mean, list_legal_values, shortened_repr
+from llmcond.text import check_string
 
 try:
     from annotated_types import Ge, Lt
@@ -131,7 +132,7 @@ class Options:
             if spec.parse is None:
                 value = _coerce(value, hint, flag)
             elif isinstance(value, str):
-                value = spec.parse(value)
+                value = spec.parse(check_string(value, flag))
             if value is not None and limits[name]:
                 whole = plain_type(hint) is int
                 _check_limits(flag, value, limits[name], whole)
@@ -186,12 +187,15 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
     """Convert a value to the type of its field, as the command line would.
 
     Raises:
-        UserError: the value is not one of the choices, or a text is not of the form NAME=VALUE.
+        UserError: the value is not one of the choices, a text is not of the form NAME=VALUE, or as
+            ``check_string``.
     """
     kind = plain_type(hint)
     origin = get_origin(kind)
     if value is None:
         return None
+    if isinstance(value, str | Path):
+        check_string(str(value), flag)
     if kind is Path and isinstance(value, str):
         return Path(value)
     if origin is Literal and value not in get_args(kind):
@@ -201,7 +205,11 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
         value = (value,)
     if origin is Mapping:
         pairs = value if isinstance(value, Mapping) else _split_pairs(value, flag)
-        return {str(key): _as_text(item) for key, item in pairs.items()}
+        texts = {check_string(str(key), flag): _as_text(item) for key, item in pairs.items()}
+        for item in texts.values():
+            if isinstance(item, str):
+                check_string(item, flag)
+        return texts
     if origin is Sequence and isinstance(value, Iterable):
         return tuple(_coerce(item, get_args(kind)[0], flag) for item in value)
     return value

@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.datasets import cell_text, condition_column, read_columns, unread_columns
+from llmcond.data.datasets import condition_column, read_columns, unread_columns
 from llmcond.data.readers import (
     SUFFIXES,
     TEXT_COLUMNS,
@@ -24,6 +24,7 @@ from llmcond.data.readers import (
 )
 from llmcond.errors import UserError
 from llmcond.log import log
+from llmcond.text import cell_text
 
 
 def read_candidates(path: Path) -> list[str]:

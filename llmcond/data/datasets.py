@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
 from llmcond.progress import ReadBar
+from llmcond.text import cell_text
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.
@@ -355,24 +355,6 @@ def read_columns(
                         problems.add(number, f"{name} {error}")
         problems.raise_if_any()
     return values_by_column
-
-
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def cell_text(value: object) -> str:
-    """Return the text of a cell.
-
-    Raises:
-        ValueError: the cell is empty or not a text; the message says which.
-    """
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("is empty")
-    if not isinstance(value, str):
-        raise ValueError(f"is {shortened_repr(value)}, not a text")
-    if _LONE_SURROGATE.search(value):
-        raise ValueError("contains half of a surrogate pair, which is not a valid character")
-    return str(value)
 
 
 #: The formats whose first row is a header.

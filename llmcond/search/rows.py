@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from llmcond.arrays import as_list
-from llmcond.data.datasets import cell_text
 from llmcond.data.rows import to_arrow
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, first_line, format_count, format_list, shortened_repr
@@ -21,6 +20,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.files import digest_text
 from llmcond.log import log
 from llmcond.search.table import BLOCK, NUMBER, RESERVED, VECTOR, Positions, TextTable, vectors_of
+from llmcond.text import cell_text
 
 
 @dataclass(frozen=True)

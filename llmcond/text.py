@@ -1,0 +1,75 @@
+"""The entrance of a user's strings: valid characters, and one normal form for conditions.
+
+Texts, conditions, labels, names of columns, filters and options all pass ``check_characters``:
+through ``cell_text`` for cells of tables, and through ``check_string`` for everything else. Texts
+are not changed.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from llmcond.errors import UserError, shortened_repr
+
+_INVALID = re.compile("[\0\ud800-\udfff]")
+
+
+def check_characters(text: str) -> None:
+    """Check that a text can be written to files, and that the encoder can read it.
+
+    Raises:
+        ValueError: the text contains half of a surrogate pair, or NUL; the message is a predicate.
+    """
+    match = _INVALID.search(text)
+    if match is None:
+        return
+    if match[0] == "\0":
+        raise ValueError("contains a NUL character; if it is from a file, that may be UTF-16")
+    raise ValueError("contains half of a surrogate pair, which is not a valid character")
+
+
+def check_string(value: str, name: str) -> str:
+    """Return a string of a user if its characters are valid.
+
+    Args:
+        value: the string: an option, a label, the name of a column, a filter.
+        name: name of the string in the message.
+
+    Raises:
+        UserError: as ``check_characters``.
+    """
+    try:
+        check_characters(value)
+    except ValueError as error:
+        raise UserError(f"{name} is {shortened_repr(value)}, which {error}. Correct it.") from None
+    return value
+
+
+def cell_text(value: object) -> str:
+    """Return the text of a cell of a table.
+
+    Raises:
+        ValueError: the cell is empty or not a text, or as ``check_characters``; the message is a
+            predicate.
+    """
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise ValueError("is empty")
+    if not isinstance(value, str):
+        raise ValueError(f"is {shortened_repr(value)}, not a text")
+    check_characters(value)
+    return str(value)
+
+
+def normalise_condition(text: str) -> str:
+    """Return the form in which a condition is encoded, stored and compared.
+
+    The form is NFC without surrounding white space, and each run of white space, such as a no-break
+    space or a line break, is a single space.
+    """
+    return " ".join(unicodedata.normalize("NFC", text).split())
+
+
+def condition_key(text: str) -> str:
+    """Return a key that two conditions share if they differ in form, white space or case only."""
+    return normalise_condition(text).casefold()

@@ -1,0 +1,35 @@
+"""The entrance of a user's strings."""
+
+import pytest
+
+from llmcond.errors import UserError
+from llmcond.text import cell_text, check_string, condition_key, normalise_condition
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "\udfffb", "a\0b"])
+def test_invalid_characters_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--where is '.*, which contains .*\. Correct it\.$"):
+        check_string(text, "--where")
+    with pytest.raises(ValueError, match=r"^contains"):
+        cell_text(text)
+
+
+@pytest.mark.parametrize("text", ["the café", "数", "\U0001f600", "a\u2028b", "x\ty\r\n"])
+def test_valid_texts_are_unchanged(text: str) -> None:
+    assert check_string(text, "--where") == cell_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the cafe\u0301",
+        " the café",
+        "the  café\n",
+        "the\u00a0café",
+        "the\u3000café",
+        "\u2028the\tcafé",
+    ],
+)
+def test_conditions_have_one_form(text: str) -> None:
+    assert normalise_condition(text) == "the café"
+    assert condition_key(text.upper()) == condition_key("The Café")
