@@ -5,8 +5,9 @@
 
 An input is a small run, checkpoint, store or file in which a value, a line, some bytes or a whole
 file was changed. Other inputs are a request to a server, a filter of a search, a damaged output of
-``llmcond embed``, and the answers of a chat server (``fuzz_services.py``). The kind and the seed
-of an input determine it completely, so that each input can be repeated.
+``llmcond embed``, and the answers of a chat server (``fuzz_services.py``). Files and objects with
+texts in any form are undamaged, and their rows must come out (``fuzz_texts.py``). The kind and the
+seed of an input determine it completely, so that each input can be repeated.
 
 Commands run in worker processes, one input after the other; a process that hangs is killed. An
 input fails if there is a traceback, an exit code other than 0, 1 and 2, a status of 500 or above,
@@ -56,6 +57,7 @@ from fuzz_services import (
     preloading_context,
     serve,
 )
+from fuzz_texts import TEXT_INPUTS
 
 from llmcond.bundled import bundled_folder
 
@@ -270,6 +272,7 @@ def file_input(kind: str, chance: Random, base: Base, work: Path) -> Command:
 KINDS: Final[dict[str, Callable[[Random, Base, Path], Input]]] = {
     **{kind: partial(file_input, kind) for kind in FILES},
     **SERVICES,
+    **TEXT_INPUTS,
 }
 
 

@@ -1,6 +1,6 @@
 """Write a table of 360 support tickets, each with a product, a problem, a sentiment and an urgency.
 
-    python scripts/make_tickets.py tickets.csv
+    python scripts/make_tickets.py docs/tickets.csv
 
 Each combination of five products, four problems, three sentiments and two degrees of urgency occurs
 three times, in wordings that are sampled with a fixed seed. The bundled model was trained on
@@ -103,7 +103,7 @@ def main() -> None:
         rows.append([" ".join([problem.format(thing), *others]), *values])
     out = parser.parse_args().out
     with out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["text", "product", "problem", "sentiment", "urgency"])
         writer.writerows(rows)
     sys.stdout.write(f"{out}: {len(rows)} tickets\n")

@@ -40,6 +40,7 @@ from llmcond.files import replace_atomically
 from llmcond.prompts import load_prompt
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+TICKETS: Final = ROOT / "docs" / "tickets.csv"
 IMAGES: Final = ROOT / "docs" / "images"
 BENCHMARKS: Final = ROOT / "docs" / "benchmarks.md"
 
@@ -505,8 +506,8 @@ def draw_clusters() -> Picture:
     """Draw maps of the same support tickets under two conditions."""
     from llmcond.clustering.maps import compute_maps
 
-    with tempfile.TemporaryDirectory() as folder:
-        tickets = _read_tickets(_make_tickets(Path(folder)))
+    with TICKETS.open(encoding="utf-8", newline="") as file:
+        tickets = list(csv.DictReader(file))
     texts = [ticket["text"] for ticket in tickets]
     vectors = [_embedder().encode(texts, condition) for condition, _ in PANELS]
     shares = [
@@ -551,17 +552,6 @@ def _percent_nearest(vectors: NDArray[np.float32], labels: Sequence[str]) -> str
     np.fill_diagonal(cosines, -np.inf)
     same = np.array(labels)[cosines.argmax(axis=1)] == np.array(labels)
     return f"{100 * same.mean():.0f} %"
-
-
-def _make_tickets(folder: Path) -> Path:
-    path = folder / "tickets.csv"
-    _run(sys.executable, str(ROOT / "scripts" / "make_tickets.py"), str(path), cwd=folder)
-    return path
-
-
-def _read_tickets(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _fit_panel(points: NDArray[np.float64], left: float, top: float) -> NDArray[np.float64]:
@@ -697,9 +687,8 @@ def _comparison_page(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def _clusters_page(folder: Path) -> Iterator[str]:
-    tickets = _make_tickets(folder)
     conditions = [text for condition, _ in PANELS for text in ("--condition", condition)]
-    _llmcond(folder, f"cluster {tickets} --no-check --report page.html", *conditions)
+    _llmcond(folder, f"cluster {TICKETS} --no-check --report page.html", *conditions)
     yield (folder / "page.html").as_uri()
 
 

@@ -3,6 +3,8 @@
 The bundled sample is replaced by its first rows, so that fits take a second.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,19 +19,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def user_files(in_tmp, monkeypatch):
-    """Write the table that the pages mention, and use the first rows of the bundled sample."""
+    """Write the first rows of the table that the README mentions, and of the bundled sample."""
     sample = Path("sample")
     sample.mkdir()
     for name, n_rows in {"train": 24, "dev": 16, "test": 16}.items():
         lines = (sample_folder() / f"{name}.csv").read_text(encoding="utf-8").splitlines()
         (sample / f"{name}.csv").write_text("\n".join(lines[: 1 + n_rows]), encoding="utf-8")
     monkeypatch.setattr(llmcond.data.datasets, "sample_folder", sample.absolute)
-    texts = [
-        f"{who} {does}."
-        for who in ("A man", "Two girls", "Three dogs", "A boy", "A cat")
-        for does in ("swims in a lake", "runs in a park", "eats at home", "is happy", "waits")
-    ]
-    Path("texts.csv").write_text("text\n" + "\n".join(texts), encoding="utf-8")
+    Path("docs").mkdir()
+    lines = (ROOT / "docs" / "tickets.csv").read_text(encoding="utf-8").splitlines()
+    Path("docs/tickets.csv").write_text("\n".join(lines[:40]), encoding="utf-8")
+
+
+def test_tickets_are_those_of_the_script(in_tmp):
+    command = [sys.executable, ROOT / "scripts" / "make_tickets.py", "tickets.csv"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert Path("tickets.csv").read_bytes() == (ROOT / "docs" / "tickets.csv").read_bytes()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/install.md"])
