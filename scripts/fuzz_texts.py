@@ -74,7 +74,7 @@ NAMES: Final = (
     *("text", "text", "text", "my text", "Text ", "a.b", "_text", "größe", "テキスト", 'say "x"'),
     *("x;y", "select", "embedding ", "0", "condition text"),
 )
-KEPT_NAMES: Final = ("id", "my id", "a.b", "größe", "_row", "vector", "text2", "select", "")
+EXTRA_NAMES: Final = ("id", "my id", "a.b", "größe", "_row", "vector", "text2", "select", "")
 DELIMITERS: Final = (",", ";", "\t", "|")
 ENDINGS: Final = ("\n", "\r\n", "\r")
 #: Encodings, each with the value of ``--encoding``; empty: it is recognised.
@@ -93,20 +93,20 @@ ENCODINGS: Final = (
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of texts with one kept column, and how they are written.
+    """Rows of texts with one extra column, and how they are written.
 
     Attributes:
         texts: the n texts.
-        kept: the n values of the other column.
+        extra: the n values of the other column.
         name: name of the column of texts.
-        kept_name: name of the other column.
+        extra_name: name of the other column.
         skip_empty: whether empty texts are to be left out.
     """
 
     texts: Sequence[str | None]
-    kept: Sequence[Any]
+    extra: Sequence[Any]
     name: str
-    kept_name: str
+    extra_name: str
     skip_empty: bool
 
     @property
@@ -118,8 +118,8 @@ class Texts:
     @property
     def expected(self) -> list[tuple[str, Any]]:
         """The rows that must come out."""
-        rows = zip(self.texts, self.kept, strict=True)
-        return [(text, kept) for text, kept in rows if text is not None and not is_empty(text)]
+        rows = zip(self.texts, self.extra, strict=True)
+        return [(text, extra) for text, extra in rows if text is not None and not is_empty(text)]
 
 
 def is_empty(text: str | None) -> bool:
@@ -144,13 +144,13 @@ def draw_texts(chance: Random, more: Sequence[str | None] = ()) -> Texts:
         texts[chance.randrange(count)] = chance.choice(INVALID)
     # Clusters need two different texts.
     texts += ["children read", "it rains"]
-    kept = [f"k{i}" for i in range(len(texts))]
+    extra = [f"k{i}" for i in range(len(texts))]
     if chance.random() < 0.2:
-        kept[0] = chance.choice(ODD_TEXTS[:20])
-    name, kept_name = chance.choice(NAMES), chance.choice(KEPT_NAMES)
-    if kept_name == name:
-        kept_name = "id"
-    return Texts(texts, kept, name, kept_name, skip_empty=chance.random() < 0.5)
+        extra[0] = chance.choice(ODD_TEXTS[:20])
+    name, extra_name = chance.choice(NAMES), chance.choice(EXTRA_NAMES)
+    if extra_name == name:
+        extra_name = "id"
+    return Texts(texts, extra, name, extra_name, skip_empty=chance.random() < 0.5)
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class TextFile:
     Attributes:
         path: the file.
         rows: the rows in it.
-        options: options of the command line, apart from the column of texts.
+        options: options of the command line without the column of texts.
         has_columns: whether the file has named columns.
         strips: whether spaces around a text do not belong to it.
     """
@@ -185,8 +185,8 @@ def write_csv_file(chance: Random, rows: Texts, work: Path) -> TextFile:
     quoting = chance.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))
     stream = io.StringIO()
     writer = csv.writer(stream, delimiter=delimiter, quoting=quoting, lineterminator="\r\n")
-    writer.writerow([rows.kept_name, rows.name])
-    writer.writerows(zip(rows.kept, rows.texts, strict=True))
+    writer.writerow([rows.extra_name, rows.name])
+    writer.writerows(zip(rows.extra, rows.texts, strict=True))
     # The line ends within quoted fields belong to the texts.
     text = stream.getvalue().replace("\r\n", end)
     options = ["--delimiter", delimiter] if chance.random() < 0.5 else []
@@ -199,10 +199,13 @@ def write_tsv_file(chance: Random, rows: Texts, work: Path) -> TextFile:
     quoted = re.compile('"(?:[^"]|"")*"')
     # A field that is quoted as a whole loses its quotes, so it is no test of plain fields.
     texts = ["x" if quoted.fullmatch(text or "") else text for text in rows.texts]
-    kept = ["x" if quoted.fullmatch(value) else value for value in rows.kept]
-    names = [name.strip('"') for name in (rows.kept_name, rows.name)]
-    rows = replace(rows, texts=texts, kept=kept, kept_name=names[0], name=names[1])
-    lines = ["\t".join(names), *("\t".join(map(str, row)) for row in zip(kept, texts, strict=True))]
+    extra = ["x" if quoted.fullmatch(value) else value for value in rows.extra]
+    names = [name.strip('"') for name in (rows.extra_name, rows.name)]
+    rows = replace(rows, texts=texts, extra=extra, extra_name=names[0], name=names[1])
+    lines = [
+        "\t".join(names),
+        *("\t".join(map(str, row)) for row in zip(extra, texts, strict=True)),
+    ]
     end = chance.choice(ENDINGS)
     return _write_text(chance, rows, work / "texts.tsv", end.join([*lines, ""]), [])
 
@@ -220,12 +223,12 @@ def write_txt_file(chance: Random, rows: Texts, work: Path) -> TextFile:
 def write_json_file(chance: Random, rows: Texts, work: Path) -> TextFile:
     """Write rows as .json or .jsonl, either of which may hold a list or a row per line."""
     records = [
-        {rows.kept_name: kept, rows.name: text}
-        for kept, text in zip(rows.kept, rows.texts, strict=True)
+        {rows.extra_name: extra, rows.name: text}
+        for extra, text in zip(rows.extra, rows.texts, strict=True)
     ]
     if chance.random() < 0.3:  # a key that one row lacks is null
-        del records[-1][rows.kept_name]
-        rows = replace(rows, kept=[*rows.kept[:-1], None])
+        del records[-1][rows.extra_name]
+        rows = replace(rows, extra=[*rows.extra[:-1], None])
     plain = chance.random() < 0.5
     dump = partial(json.dumps, ensure_ascii=plain)
     if not plain:
@@ -240,7 +243,7 @@ def write_json_file(chance: Random, rows: Texts, work: Path) -> TextFile:
 
 
 def write_parquet_file(chance: Random, rows: Texts, work: Path) -> TextFile:
-    """Write rows as .parquet, with kept values of any type."""
+    """Write rows as .parquet, with extra values of any type."""
     import pyarrow.parquet as pq
 
     rows = _with_typed_values(chance, _without(rows, "half"))
@@ -254,11 +257,11 @@ def write_xlsx_file(chance: Random, rows: Texts, work: Path) -> TextFile:
 
     rows = _without(rows, "half", "nul")
     texts = [text if text is None or not text.startswith("=") else "x" for text in rows.texts]
-    kept = ["x" if value.startswith("=") else value for value in rows.kept]
-    rows = replace(rows, texts=texts, kept=kept)
+    extra = ["x" if value.startswith("=") else value for value in rows.extra]
+    rows = replace(rows, texts=texts, extra=extra)
     workbook = Workbook()
-    workbook.active.append([rows.kept_name, rows.name])
-    for row in zip(kept, texts, strict=True):
+    workbook.active.append([rows.extra_name, rows.name])
+    for row in zip(extra, texts, strict=True):
         workbook.active.append(row)
     workbook.save(work / "texts.xlsx")
     return TextFile(work / "texts.xlsx", rows)
@@ -299,7 +302,7 @@ FORMATS: Final[Mapping[str, Callable[[Random, Texts, Path], TextFile]]] = {
 
 
 def _with_typed_values(chance: Random, rows: Texts) -> Texts:
-    """Return rows whose kept values have a type that tables in files and memory have."""
+    """Return rows whose extra values have a type that tables in files and memory have."""
     from datetime import date, datetime, time, timedelta
     from decimal import Decimal
 
@@ -316,7 +319,7 @@ def _with_typed_values(chance: Random, rows: Texts) -> Texts:
         lambda i: Decimal(i) / 4,
         lambda i: None if i % 3 else f"k{i}",
     )
-    return replace(rows, kept=[*map(chance.choice(makers), range(n))])
+    return replace(rows, extra=[*map(chance.choice(makers), range(n))])
 
 
 def _arrow_table(chance: Random, rows: Texts) -> Any:
@@ -325,13 +328,13 @@ def _arrow_table(chance: Random, rows: Texts) -> Any:
 
     types = (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()))
     texts = pa.array(rows.texts, pa.string()).cast(chance.choice(types))
-    return pa.table({rows.kept_name: pa.array(rows.kept), rows.name: texts})
+    return pa.table({rows.extra_name: pa.array(rows.extra), rows.name: texts})
 
 
 def _pandas_table(chance: Random, rows: Texts) -> Any:
     import pandas as pd
 
-    table = pd.DataFrame({rows.kept_name: rows.kept, rows.name: rows.texts})
+    table = pd.DataFrame({rows.extra_name: rows.extra, rows.name: rows.texts})
     kind = chance.choice(("object", "string", "category", "string[pyarrow]", ""))
     if kind:
         table[rows.name] = table[rows.name].astype(kind)
@@ -343,7 +346,7 @@ def _pandas_table(chance: Random, rows: Texts) -> Any:
 def _polars_table(chance: Random, rows: Texts) -> Any:
     import polars as pl
 
-    table = pl.DataFrame({rows.kept_name: rows.kept, rows.name: rows.texts})
+    table = pl.DataFrame({rows.extra_name: rows.extra, rows.name: rows.texts})
     kind = chance.choice((pl.String, pl.Categorical))
     return table.with_columns(pl.col(rows.name).cast(kind))
 
@@ -351,7 +354,7 @@ def _polars_table(chance: Random, rows: Texts) -> Any:
 def _hugging_face_table(chance: Random, rows: Texts) -> Any:
     import datasets
 
-    table = datasets.Dataset.from_dict({rows.kept_name: rows.kept, rows.name: rows.texts})
+    table = datasets.Dataset.from_dict({rows.extra_name: rows.extra, rows.name: rows.texts})
     if chance.random() < 0.3:  # rows that are selected and not copied
         return table.select(range(len(table)))
     return table
@@ -364,10 +367,13 @@ TABLES: Final[Mapping[str, Callable[[Random, Texts], Any]]] = {
     "Hugging Face": _hugging_face_table,
     "Arrow": _arrow_table,
     "Arrow batch": lambda chance, rows: _arrow_table(chance, rows).combine_chunks().to_batches()[0],
-    "columns": lambda chance, rows: {rows.kept_name: list(rows.kept), rows.name: list(rows.texts)},
+    "columns": lambda chance, rows: {
+        rows.extra_name: list(rows.extra),
+        rows.name: list(rows.texts),
+    },
     "records": lambda chance, rows: [
-        {rows.kept_name: kept, rows.name: text}
-        for kept, text in zip(rows.kept, rows.texts, strict=True)
+        {rows.extra_name: extra, rows.name: text}
+        for extra, text in zip(rows.extra, rows.texts, strict=True)
     ],
 }
 
@@ -375,7 +381,7 @@ TABLES: Final[Mapping[str, Callable[[Random, Texts], Any]]] = {
 def _numpy_texts(chance: Random, texts: Sequence[Any]) -> Any:
     import numpy as np
 
-    # NumPy's own type of text drops NUL at the end of a text.
+    # NumPy's type of text drops NUL at the end of a text.
     return np.array(texts, dtype=object if None in texts or chance.random() < 0.5 else str)
 
 
@@ -443,17 +449,17 @@ class Call:
 
 
 def _find_difference(
-    written: TextFile, texts: Sequence[Any], kept: Sequence[Any] | None = None
+    written: TextFile, texts: Sequence[Any], extra: Sequence[Any] | None = None
 ) -> str:
     """Return how rows that came out differ from those that went in; empty if they do not."""
     expected = written.rows.expected
     went_in = [text.strip() if written.strips else text for text, _ in expected]
     if list(texts) != went_in:
         return f"the texts are {list(texts)!r:.300}, not {went_in!r:.300}"
-    if kept is not None:
-        values = [_plain(value) for value in kept]
+    if extra is not None:
+        values = [_plain(value) for value in extra]
         if values != [_plain(value) for _, value in expected]:
-            return f"the kept values are {values!r:.300}, not {[v for _, v in expected]!r:.300}"
+            return f"the extra values are {values!r:.300}, not {[v for _, v in expected]!r:.300}"
     return ""
 
 
@@ -492,7 +498,7 @@ def file_input(chance: Random, base: Base, work: Path, form: str = "", command: 
     arguments += ["--run", str(base.folder / "run"), "--condition", CONDITION]
     arguments += ["--skip-empty"] if rows.skip_empty else []
     arguments += [f"--text={rows.name}"] if written.has_columns else []
-    arguments += [f"--keep={rows.kept_name}"] if keeps else []
+    arguments += [f"--keep={rows.extra_name}"] if keeps else []
     arguments += {
         "embed": ["--out", str(out)],
         "cluster": ["--out", str(out), "--clusters", "2", "--no-check"],
@@ -501,9 +507,9 @@ def file_input(chance: Random, base: Base, work: Path, form: str = "", command: 
     }[command]
     # Some names of columns cannot be written, because they are reserved or the format lacks them.
     may_refuse = keeps and (
-        command == "cluster" or not re.fullmatch(r"[^\W_][\w ]*", rows.kept_name)
+        command == "cluster" or not re.fullmatch(r"[^\W_][\w ]*", rows.extra_name)
     )
-    may_refuse |= keeps and command == "index" and rows.kept_name == "id"
+    may_refuse |= keeps and command == "index" and rows.extra_name == "id"
 
     def check(code: int, printed: str) -> str:
         left = [entry.name for entry in work.iterdir() if entry != path]
@@ -529,7 +535,7 @@ def _find_problem(command: str, written: TextFile, out: Path, printed: str, *, k
     columns = _read_output(out)
     name = rows.name if command == "cluster" and written.has_columns else "text"
     texts = columns["sentence" if command == "embed" else name]
-    return _find_difference(written, texts, columns[rows.kept_name] if keeps else None)
+    return _find_difference(written, texts, columns[rows.extra_name] if keeps else None)
 
 
 @dataclass(frozen=True)
@@ -547,7 +553,7 @@ class _WithStdin:
 
 def _make_object(chance: Random, form: str) -> tuple[Texts, Any]:
     """Return rows, and an object of a form in ``TABLES`` or ``LISTS`` that holds them."""
-    rows = replace(draw_texts(chance, more=[None]), name="text", kept_name="my id")
+    rows = replace(draw_texts(chance, more=[None]), name="text", extra_name="my id")
     if form not in ("columns", "records", "list", "tuple"):
         rows = _without(rows, "half", "nul")
     if form in LISTS:
@@ -567,23 +573,23 @@ def object_input(
 
     form = form or chance.choice([*TABLES, *LISTS])
     function = function or chance.choice(FUNCTIONS)
-    rows, given = _make_object(chance, form)
+    rows, table = _make_object(chance, form)
     out = work / chance.choice(("out.parquet", "out.csv"))
-    keep = () if form in LISTS else (rows.kept_name,)
+    keep = () if form in LISTS else (rows.extra_name,)
     options: dict[str, Any] = {"skip_empty": rows.skip_empty, "run": str(base.folder / "run")}
     if function in ("encode", "Index.build"):  # they take lists of texts, and leave nothing out
         rows = replace(rows, skip_empty=False)
         if form == "records":
-            given = [row["text"] for row in given]
+            table = [row["text"] for row in table]
         elif form in TABLES:
-            given = given["text"]
+            table = table["text"]
 
     def write() -> str:
         if function == "embed":
-            llmcond.embed(source=given, out=out, condition=CONDITION, keep=keep, **options)
+            llmcond.embed(source=table, out=out, condition=CONDITION, keep=keep, **options)
         else:
             llmcond.cluster(
-                texts=given,
+                texts=table,
                 out=out,
                 condition=CONDITION,
                 keep=keep,
@@ -596,15 +602,15 @@ def object_input(
         return _find_difference(TextFile(work, rows), texts, columns[keep[0]] if keep else None)
 
     def check() -> str:
-        llmcond.check_condition(texts=given, condition=CONDITION, **options)
+        llmcond.check_condition(texts=table, condition=CONDITION, **options)
         return ""
 
     def count() -> str:
         run = options["run"]
         if function == "encode":
-            n = len(llmcond.load_embedder(run).encode(given, CONDITION))
+            n = len(llmcond.load_embedder(run).encode(table, CONDITION))
         else:
-            n = len(llmcond.Index.build(work / "index", given, run=run))
+            n = len(llmcond.Index.build(work / "index", table, run=run))
         return "" if n == len(rows.texts) else f"{n} rows of {len(rows.texts)}"
 
     call = {"embed": write, "cluster": write, "check_condition": check}.get(function, count)
