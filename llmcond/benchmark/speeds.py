@@ -57,19 +57,23 @@ class Scale:
         rounds: The number of turns of each way.
         product: The rows of the square matrices whose product is measured.
         max_inputs: The largest number of inputs.
+        lengths: The lengths, in tokens, of the long inputs.
     """
 
     seconds: float
     rounds: int
     product: int
     max_inputs: int
+    lengths: Sequence[int] = (512,)
 
     @classmethod
-    def of(cls, device: str, *, quick: bool) -> Scale:
+    def of(cls, device: str, lengths: Sequence[int], *, quick: bool) -> Scale:
         """Return the scale for a device."""
         if quick:
-            return cls(0.02, 1, 512, 64)
-        return cls(1.0, 3, 8_192, 4_096) if device != "cpu" else cls(2.0, 3, 2_048, 1_024)
+            return cls(0.02, 1, 512, 64, lengths)
+        if device == "cpu":
+            return cls(2.0, 3, 2_048, 1_024, lengths)
+        return cls(1.0, 3, 8_192, 4_096, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +294,7 @@ def _list_inputs(
 ) -> Iterator[tuple[str, list[EncoderInput], tuple[str, ...] | None]]:
     """Yield the kinds of inputs, the inputs, and the names of the ways to measure; None: all."""
     encoder = loaded.encoder
-    instruct, length = bool(encoder.identity.instruction_format), encoder.identity.max_length
+    instruct, limit = bool(encoder.identity.instruction_format), encoder.identity.max_length
     dtype = TORCH_DTYPES[encoder.identity.dtype]
     flops = linear_flops(encoder.resolved)
     peak = product_peak(encoder.resolved.device, dtype, scale.product)
@@ -301,12 +305,13 @@ def _list_inputs(
 
     n = count(_TOKENS_PER_INPUT, 16) // CONDITIONS * CONDITIONS
     yield "C-STS", csts_inputs(n, instruct), None
-    long_texts = long_inputs(count(length, 4), instruct)
-    shortened_texts = [
-        shorten_input(one, length, lambda item: encoder._tokenizer([item])[0].n_tokens)
-        for one in long_texts
-    ]
-    yield f"{length} tokens", shortened_texts, ("packed", "padded", PLAIN)
+    for length in dict.fromkeys(min(length, limit) for length in scale.lengths):
+        long_texts = long_inputs(count(length, 4), instruct)
+        shortened_texts = [
+            shorten_input(text, length, lambda item: encoder._tokenizer([item])[0].n_tokens)
+            for text in long_texts
+        ]
+        yield f"{length} tokens", shortened_texts, ("packed", "padded", PLAIN)
     if torch_engine(encoder).shares_prefixes:
         inputs = branching_inputs(n, CONDITIONS, instruct)
         yield f"{CONDITIONS} conditions a sentence", inputs, ("packed", "packed, shared prefixes")

@@ -21,7 +21,7 @@ from llmcond.encoders.loading.memory import release_memory
 from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
-from llmcond.errors import LlmcondError, first_line
+from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_output, write_text
 from llmcond.system import choose_device
 from llmcond.workflows.options.encoding import BenchOptions
@@ -86,6 +86,9 @@ def bench(options: BenchOptions) -> Benchmark:
     device, quantize, quick = choose_device(options.device), options.quantize, options.quick
     out = None if options.out is None else Path(options.out)
     check_output(out, [".md"])
+    wrong_length = next((n for n in options.lengths if not 16 <= n <= _MAX_LENGTH), None)
+    if wrong_length is not None:
+        raise UserError(f"--lengths has {wrong_length}; expected numbers from 16 to {_MAX_LENGTH}.")
     if set(quantize) - {"none"}:
         require_libraries("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
     result = Benchmark(describe_machine(device), [], [], [], [])
@@ -109,7 +112,7 @@ def bench(options: BenchOptions) -> Benchmark:
             _log.info("%s: %s", check.name, _describe_outcome(check))
             result.checks.append(check)
         write()
-        scale = Scale.of(device, quick=quick)
+        scale = Scale.of(device, options.lengths, quick=quick)
         for name, kind in product(resolvers, quantize or get_args(Quantize)):
             _log.info("timing %s, quantize %s", name, kind)
             release_memory(device)  # frees the memory of the previous encoder

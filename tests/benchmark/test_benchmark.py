@@ -39,6 +39,7 @@ def mistral(environment):
 def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
     page = tmp_path / "bench.md"
     options = ("--shape", "nv-embed-v2", "--quantize", "none", "--device", "cpu")
+    options += ("--lengths", "32", "64")
     result = run_json(capsys, "bench", "--quick", *options, "--profile", "--out", page)
     passed = {check["name"]: check["passed"] for check in result["checks"]}
     needs_cuda = {name for name in passed if "CUDA" in name or "memory" in name}
@@ -58,7 +59,11 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
         assert len(shares) == 10
         assert shares == sorted(shares, reverse=True)
         assert 0.5 < sum(shares) <= 1
-    assert {profile["inputs"] for profile in result["profiles"]} == {"C-STS", "512 tokens"}
+    assert {profile["inputs"] for profile in result["profiles"]} == {
+        "C-STS",
+        "32 tokens",
+        "64 tokens",
+    }
     assert result["skipped"] == []
     assert result["machine"]["versions"]["torch"] == torch.__version__
     text = page.read_text()
@@ -75,6 +80,7 @@ def test_command_runs_checks_and_timings_on_cpu(capsys, tmp_path):
         (("--device", "cuda:99"), "PyTorch sees"),
         (("--quantize", "3bit"), "Legal: none, 8bit, 4bit"),
         (("--shape", "gpt"), "--shape is 'gpt'. Legal: nv-embed-v2, mistral-7b"),
+        (("--lengths", "64", "513"), "--lengths has 513; expected numbers from 16 to 512"),
         (("--out", "page.html"), r"name a \.md file"),
     ],
 )

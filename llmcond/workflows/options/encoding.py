@@ -93,6 +93,11 @@ class BenchOptions(DeviceOption):
     quick: bool = option(
         False, help="use small shapes and few inputs, to run the checks without measuring speed"
     )
+    lengths: Sequence[int] = option(
+        (512,),
+        metavar="N",
+        help="lengths, in tokens, of the long inputs to time, from 16 to 512 (default: 512)",
+    )
     profile: bool = option(False, help="also list the slowest kernels")
     out: str | Path | None = option(
         None, metavar="FILE.md", help="Markdown file to write the report to"
