@@ -86,18 +86,17 @@ class Gate:
         await asyncio.sleep(0)
         try:
             await self._handle(scope, receive, send_with_id)
-        except TimeoutError:
-            # If no facts were recorded, the time was spent on reading the body.
-            message = f"the request took longer than {self._timeout:g} s (--timeout)."
-            error = (
-                RequestError(504, "timeout", f"{message} Send fewer texts at a time.")
-                if facts
-                else RequestError(408, "timeout", message)
-            )
-            await error.response()(scope, receive, send_with_id)
         except Exception as error:
             reported = to_request_error(error)
-            if reported.code == "internal_error":
+            if isinstance(error, TimeoutError):
+                message = f"the request took longer than {self._timeout:g} s (--timeout)."
+                # If no facts were recorded, the time was spent on reading the body.
+                reported = (
+                    RequestError(504, "timeout", f"{message} Send fewer texts at a time.")
+                    if facts
+                    else RequestError(408, "timeout", message)
+                )
+            elif reported.code == "internal_error":
                 request_log.error("%s id=%s", _locate(error), request_id)
             if status == CLIENT_CLOSED:  # nothing has been sent yet
                 await reported.response()(scope, receive, send_with_id)
@@ -128,8 +127,9 @@ class Gate:
                 "the request has both Transfer-Encoding and Content-Length; send only one of them.",
                 headers={"Connection": "close"},
             )
-        if self._checks_host:
-            _check_host(headers.get(b"host", b"").decode("latin-1"))
+        # A browser always sends a host; old probes, in HTTP/1.0, send none.
+        if self._checks_host and b"host" in headers:
+            _check_host(headers[b"host"].decode("latin-1"))
         route = self.app.find_route(scope["path"])
         if route is None or not route.public:
             self._check_key(headers.get(b"authorization", b""))

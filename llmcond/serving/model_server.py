@@ -26,6 +26,7 @@ from llmcond.serving.batching import Batcher
 from llmcond.serving.gate import Gate
 from llmcond.serving.metrics import Metrics
 from llmcond.serving.model import ServedModel
+from llmcond.serving.protocol import BoundedProtocol
 from llmcond.serving.settings import ServedSource, ServerSettings
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class ModelServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="off",
                 # By then, every accepted request has been answered or has timed out.
