@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,7 +101,11 @@ class Endpoints:
     @cached_property
     def document(self) -> dict[str, Any]:
         """The OpenAPI document, which takes longer to create than most responses."""
-        return describe_api(self._routes.values(), needs_key=self._needs_key)
+        return describe_api(
+            self._routes.values(),
+            needs_key=self._needs_key,
+            needs_condition=self._model.condition is None,
+        )
 
     def find_route(self, path: str) -> Route | None:
         """Return the route of a path, or None if there is none."""
@@ -127,9 +131,11 @@ class Endpoints:
             path, paths = path[:80], [*self._routes]
             suggestion = did_you_mean(path, paths) or f"Use one of {', '.join(paths)}."
             raise RequestError(404, "not_found", f"there is no path {path!r}. {suggestion}")
-        if request.method != route.method:
+        headers = {"Allow": ", ".join(route.methods)}
+        if request.method == "OPTIONS":
+            return partial(_describe_methods, headers)
+        if request.method not in route.methods:
             message = f"{route.path} does not accept {request.method}; use {route.method}."
-            headers = {"Allow": route.method}
             raise RequestError(405, "method_not_allowed", message, headers=headers)
         return route.handler
 
@@ -274,7 +280,7 @@ class Endpoints:
             documents = encoded.vectors[1:]
             scores = model.compare(np.broadcast_to(encoded.vectors[:1], documents.shape), documents)
         else:
-            triples = [(body.query, text, condition) for text, _ in rows]
+            triples = [(body.query, *row) for row in rows]
             encoded = await self._encode(request, triples, n_texts)
             scores = encoded.vectors
         results: list[RerankResult] = []
@@ -437,6 +443,10 @@ class Endpoints:
             sentences.append(f"Prepared conditions: {listed or 'none'}{others}.")
         sentences.append(f"Whoever runs the server can prepare it: {error.command}")
         return " ".join(filter(None, sentences))
+
+
+async def _describe_methods(headers: Mapping[str, str], _: Request) -> Response:
+    return Response(status_code=204, headers=headers)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

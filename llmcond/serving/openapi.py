@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -22,17 +22,18 @@ _ERRORS: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     403: "The host name is not a local one, and the server has no API keys.",
     404: "The server does not have what the request needs.",
-    408: "The body took too long to arrive.",
+    408: "The headers or the body took too long to arrive.",
     413: "The body is too large, or has too many texts.",
     415: "The body is not JSON, or is compressed.",
     422: "A field of the body is invalid.",
     429: "The server has too many requests at a time.",
+    431: "The headers are too large.",
     500: "The server failed.",
     503: "The server is stopping, or cannot answer.",
     504: "The answer took too long.",
 }
 #: Errors of every route, and of every route with a body.
-_ANY_ROUTE, _ANY_BODY = (400, 500), (408, 413, 415, 422, 429, 503, 504)
+_ANY_ROUTE, _ANY_BODY = (400, 408, 431, 500), (413, 415, 422, 429, 503, 504)
 _KEY = "bearerKey"
 
 
@@ -60,27 +61,38 @@ class Route:
     media_type: str = "application/json"
 
     @property
+    def methods(self) -> Sequence[str]:
+        """The methods that the path accepts. The server leaves the body of HEAD out."""
+        return (self.method, *(["HEAD"] if self.method == "GET" else []), "OPTIONS")
+
+    @property
     def content(self) -> Any:
         """The type of the response's body; str for a response that is not JSON."""
         (content,) = get_args(get_type_hints(self.handler)["return"]) or (str,)
         return content
 
 
-def describe_api(routes: Collection[Route], *, needs_key: bool) -> dict[str, Any]:
+def describe_api(
+    routes: Collection[Route], *, needs_key: bool, needs_condition: bool
+) -> dict[str, Any]:
     """Return the OpenAPI document of the routes.
 
     Args:
         routes: the routes.
         needs_key: whether the routes that are not public need an API key.
+        needs_condition: whether bodies need a condition, because there is no default.
     """
     from pydantic import TypeAdapter  # only the document needs it
 
+    bodies = [route.body for route in routes if route.body is not None]
     types = [ErrorResponse, *(route.content for route in routes)]
-    types += [route.body for route in routes if route.body is not None]
+    types += bodies
     schemas, definitions = TypeAdapter.json_schemas(
         [(name, "validation", TypeAdapter(name)) for name in dict.fromkeys(types)],
         ref_template="#/components/schemas/{model}",
     )
+    if needs_condition:
+        _require_condition(definitions["$defs"][body.__name__] for body in bodies)
     by_type = {name: schema for (name, _), schema in schemas.items()}
 
     def describe_content(media_type: str, content: Any) -> dict[str, Any]:
@@ -125,3 +137,12 @@ def describe_api(routes: Collection[Route], *, needs_key: bool) -> dict[str, Any
         document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
         document["security"] = [{_KEY: []}]
     return document
+
+
+def _require_condition(schemas: Iterable[dict[str, Any]]) -> None:
+    """Change the schemas of bodies so that they need a condition."""
+    for schema in schemas:
+        schema["required"].append("condition")
+        condition = schema["properties"]["condition"]
+        condition["anyOf"].remove({"type": "null"})
+        del condition["default"]

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from llmcond.conditions import Condition
@@ -14,32 +25,98 @@ from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.options import Precision
 from llmcond.serving.errors import RequestError
 from llmcond.serving.responses import RerankDocument
+from llmcond.text import check_characters, condition_key, normalise_condition
 
 T = TypeVar("T", bound=BaseModel)
 
-#: A text, or several.
-TextOrTexts = str | Annotated[list[str], Field(fail_fast=True)]
 
+def _check_text(text: str) -> str:
+    try:
+        check_characters(text)
+    except ValueError as error:
+        raise ValueError(f"it {error}") from None
+    return text
+
+
+def _check_true(value: bool) -> bool:
+    if not value:
+        raise ValueError("it must be true")
+    return value
+
+
+def _check_distinct(conditions: object) -> object:
+    keys = [condition_key(name) for name in conditions] if isinstance(conditions, dict) else []
+    repeated = next((key for key, count in Counter(keys).items() if count > 1), None)
+    if repeated is not None:
+        raise ValueError(f"it has {repeated!r} twice, in different spellings")
+    return conditions
+
+
+# The schemas say that texts and lists of texts are not empty. Endpoints check it, because they know
+# which text of how many it is, and that white space alone is empty as well.
+_NOT_BLANK = Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})
+_NOT_EMPTY = Field(fail_fast=True, json_schema_extra={"minItems": 1})
+
+#: A string that the encoder can read and that can be written to files.
+_String = Annotated[str, AfterValidator(_check_text)]
+_Text = Annotated[_String, _NOT_BLANK]
+#: A condition in its normal form.
+_Condition = Annotated[_Text, AfterValidator(normalise_condition)]
 #: Example values of one condition.
-_Values = Annotated[list[str], Field(fail_fast=True)]
+_Values = Annotated[list[_String], Field(fail_fast=True)]
 
-_Weight = Annotated[float, Field(allow_inf_nan=False)]
+#: A switch that cannot be turned off.
+_True = Annotated[bool, AfterValidator(_check_true), Field(json_schema_extra={"const": True})]
+#: Weights, and example values, of several conditions.
+_Weights = Annotated[
+    dict[_Condition, Annotated[float, Field(allow_inf_nan=False)]],
+    BeforeValidator(_check_distinct),
+    Field(json_schema_extra={"minProperties": 1}),
+]
+_ValuesByCondition = Annotated[dict[_Condition, _Values], BeforeValidator(_check_distinct)]
+
+#: A text, or several.
+TextOrTexts = str | list[str]
+_TextOrTexts = _Text | Annotated[list[_Text], _NOT_EMPTY]
 
 
 _NO_CONDITION = "there is no condition that the values belong to; give condition as well."
 
 
 class _RequestBody(BaseModel):
+    """A body, in which a field that is null counts as absent unless it is required."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     #: Ignored: the server has one model, whatever name clients use.
-    model: str | None = None
+    model: _String | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        required = {name for name, info in cls.model_fields.items() if info.is_required()}
+        return {n: value for n, value in body.items() if value is not None or n in required}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the schema of the body, in which optional fields may be null."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, field in schema["properties"].items():
+            alternatives = field.get("anyOf", [])
+            if name not in schema.get("required", ()) and {"type": "null"} not in alternatives:
+                annotations = {key: field.pop(key) for key in ("title", "default") if key in field}
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **annotations}
+        return schema
 
 
 class _ConditionedRequest(_RequestBody):
     """One condition for all texts or one per text, with values for all conditions or for each."""
 
-    condition: TextOrTexts | None = None
+    condition: _Condition | Annotated[list[_Condition], _NOT_EMPTY] | None = None
     values: _Values | Annotated[list[_Values], Field(fail_fast=True)] | None = None
 
     def conditions(self) -> TextOrTexts | None:
@@ -69,21 +146,34 @@ class _ConditionedRequest(_RequestBody):
         return [Condition(*pair) for pair in zip(condition, each, strict=True)]  # type: ignore[arg-type]
 
 
-class EmbeddingsRequest(_ConditionedRequest):
+class _ForeignFields(_ConditionedRequest):
+    """Fields of other servers. They have no effect: each asks for what this server does anyway."""
+
+    user: _String | None = None
+    #: The model has no prefixes for queries, documents and kinds of task.
+    input_type: _String | None = None
+    task: _String | None = None
+    #: Texts that are too long are cut at their end.
+    truncate: Literal["END"] | _True = "END"
+    truncation: _True = True
+
+
+class EmbeddingsRequest(_ForeignFields):
     """Texts to embed, as in OpenAI's protocol, with one condition for all or one for each."""
 
-    input: TextOrTexts
+    input: _TextOrTexts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
     precision: Precision = "float32"
-    user: str | None = None
+    normalized: _True = True
+    embedding_type: Literal["float"] = "float"
 
 
 class SimilarityRequest(_ConditionedRequest):
     """Pairs of sentences to compare; a single text is paired with every text of the other side."""
 
-    sentence1: TextOrTexts
-    sentence2: TextOrTexts
+    sentence1: _TextOrTexts
+    sentence2: _TextOrTexts
 
 
 def _read_document(document: object) -> str:
@@ -96,29 +186,32 @@ def _read_document(document: object) -> str:
 
 
 _Document = Annotated[
-    str, BeforeValidator(_read_document, json_schema_input_type=str | RerankDocument)
+    _String, BeforeValidator(_read_document, json_schema_input_type=_Text | RerankDocument)
 ]
 
 
-class RerankRequest(_ConditionedRequest):
+class RerankRequest(_ForeignFields):
     """A query and the documents to order by it, as in the protocols of Cohere and Jina."""
 
-    query: str
-    documents: Annotated[list[_Document], Field(fail_fast=True)]
-    condition: str | None = None
+    query: _Text
+    documents: Annotated[list[_Document], _NOT_EMPTY]
+    condition: _Condition | None = None
     values: _Values | None = None
     top_n: int | None = Field(None, ge=1)
     return_documents: bool = False
+    #: Without effect: documents are cut at the length that the model reads.
+    max_tokens_per_doc: int | None = Field(None, ge=1)
+    max_chunks_per_doc: int | None = Field(None, ge=1)
 
 
 class SearchRequest(_RequestBody):
     """A query under a condition, or under several conditions with weights."""
 
-    query: str
-    condition: str | dict[str, _Weight] | None = None
-    values: _Values | dict[str, _Values] | None = None
+    query: _Text
+    condition: _Condition | _Weights | None = None
+    values: _Values | _ValuesByCondition | None = None
     k: int = Field(10, ge=1, le=10_000)
-    where: str | None = None
+    where: _String | None = None
     explain: bool = False
 
     def conditions(self) -> str | Mapping[str, float] | None:
@@ -210,7 +303,8 @@ _EXPECTED = {
 def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Convert a validation error; of several alternatives of a field, use the innermost problem."""
     problems = error.errors(include_url=False)
-    problem = max(problems, key=lambda entry: len(entry["loc"]))
+    # A wrong type is the reason of an alternative that was not meant.
+    problem = max(problems, key=lambda entry: (len(entry["loc"]), entry["type"] not in _EXPECTED))
     reason = problem["type"]
     if reason == "json_invalid":
         detail = str(problem.get("ctx", {}).get("error", problem["msg"]))
@@ -218,7 +312,7 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
     if not problem["loc"]:
         return RequestError(422, "invalid_type", "the body must be a JSON object.")
     name = problem["loc"][0]
-    if name == "input" and reason == "string_type" and isinstance(problem["input"], int | list):
+    if name == "input" and any(_is_token_ids(entry["input"]) for entry in problems):
         return RequestError(
             422,
             "token_ids",
@@ -241,6 +335,20 @@ def _convert_error(error: ValidationError, kind: type[BaseModel]) -> RequestErro
     return RequestError(422, _CODES.get(reason, "invalid_value"), message, param=str(name)[:80])
 
 
+def _is_token_ids(value: object) -> bool:
+    """Return whether a value is a list of integers, or a list of such lists."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and (
+            all(type(item) is int for item in value)
+            or all(isinstance(item, list) and all(type(i) is int for i in item) for item in value)
+        )
+    )
+
+
 def _without_alternatives(location: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Return a location without the alternatives of a type, which the client does not know."""
-    return (location[0], *(part for part in location[1:] if isinstance(part, int)))
+    """Return a location without the alternative of a type, which the client does not know."""
+    field, *parts = location
+    has_alternatives = bool(parts) and not isinstance(parts[0], int)
+    return (field, *(part for part in parts[has_alternatives:] if part != "[key]"))

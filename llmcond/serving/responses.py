@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic accepts typing's from 3.12 on
 
 #: A number, or null for NaN and infinity, which JSON does not have.
@@ -104,7 +105,7 @@ class SimilarityResponse(Counts):
 class RerankDocument(TypedDict):
     """The text of a document."""
 
-    text: str
+    text: Annotated[str, Field(json_schema_extra={"minLength": 1, "pattern": r"\S"})]
 
 
 class RerankResult(TypedDict):
