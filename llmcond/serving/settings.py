@@ -17,6 +17,10 @@ from llmcond.log import log
 from llmcond.options import Options, Positive, option
 
 _LIMITS = "limits"
+#: The keys that RFC 6750 allows; a line with a comment is none.
+_KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
+#: Keys that are shorter give a warning.
+_MIN_KEY_LENGTH = 16
 #: Command that generates an API key.
 _NEW_KEY = 'python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
@@ -124,7 +128,7 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
         UserError: if the file cannot be read, or holds no key or an invalid key.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
@@ -136,11 +140,16 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
             "one."
         )
     for number, key in keys.items():
-        if not (key.isascii() and key.isprintable() and " " not in key):
+        if not _KEY.fullmatch(key):
             raise UserError(
-                f"--api-key-file {path}: line {number} is no key, because an HTTP header cannot "
-                "contain it. Use letters, digits and punctuation, without spaces and comments. "
+                f"--api-key-file {path}: line {number} is no key. A key consists of letters, "
+                "digits and -._~+/ and may end in =. The file cannot have comments. "
                 f"{_NEW_KEY} prints a new key."
+            )
+        if len(key) < _MIN_KEY_LENGTH:
+            log.warning(
+                f"--api-key-file {path}: the key in line {number} has {len(key)} characters, and "
+                f"is easy to guess. {_NEW_KEY} prints a new key."
             )
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         log.warning(f"other users can read {path}; protect it: chmod 600 {path}")

@@ -42,25 +42,51 @@ def test_invalid_options_are_reported_in_one_line(flags, message, capsys, tmp_pa
 
 def test_key_file_is_parsed(tmp_path, caplog):
     file = tmp_path / "keys"
-    file.write_text("one\n\n  two  \n")
+    file.write_bytes(b"\xef\xbb\xbf0123456789abcdef\r\n\n  two-._~+/==  \n")
     file.chmod(0o600)
-    assert read_keys(file) == (b"one", b"two")
-    assert "chmod" not in caplog.text
-    for content, message in (
-        (b"\n \n", "holds no key.*token_urlsafe"),
-        (b"one\n\n# comment\n", "line 3 is no key, because an HTTP header cannot"),
-        (b"\xff", "not a text file"),
-    ):
+    assert read_keys(file) == (b"0123456789abcdef", b"two-._~+/==")
+    (warning,) = caplog.messages
+    assert "the key in line 3 has 11 characters, and is easy to guess" in warning
+    for content in (b"\n \n", b"", b"\xef\xbb\xbf"):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=r"holds no key.*token_urlsafe"):
             read_keys(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not a text file"):
+        read_keys(file)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("#prod", "# prod", "; prod", "[prod]", "prod:", "0123456789abcdef # prod", 'KEY="abc"'),
+        *(
+            "sch\u00fcssel",
+            "a\0b",
+            "a\x0cb",
+            "a\u2028b",
+            "a\tb",
+            "=",
+            "a=b",
+            "<key>",
+            "a,b",
+        ),
+    ],
+)
+def test_line_that_is_no_key_is_rejected(line, tmp_path):
+    file = tmp_path / "keys"
+    file.write_bytes(f"0123456789abcdef\n{line}\n".encode())
+    with pytest.raises(
+        UserError, match=r"line 2 is no key\. A key consists of letters, digits and"
+    ):
+        read_keys(file)
 
 
 def test_key_file_readable_by_others_gives_warning(tmp_path, monkeypatch):
     warnings = []
     monkeypatch.setattr("llmcond.serving.settings.log.warning", warnings.append)
     file = tmp_path / "keys"
-    file.write_text("one")
+    file.write_text("0123456789abcdef")
     file.chmod(0o644)
     read_keys(file)
     assert warnings == [f"other users can read {file}; protect it: chmod 600 {file}"]
