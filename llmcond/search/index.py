@@ -5,7 +5,7 @@ The folder holds:
 - ``index.json``: the model of the vectors, which is a run or a bundled model, and its head.
 - ``texts.lance``: the texts with their ids and further columns, and their embeddings e(s) if the
   prompt has an input for the text alone.
-- ``views/``: the vectors under the conditions that have been used.
+- ``views/``: the vectors under the conditions that have been prepared.
 - ``guides/``: linear maps of these vectors that were fitted on a few labelled texts.
 - ``encoding/``: the features of texts that are being encoded, so that an interruption loses
   nothing. It exists only during that time.
@@ -441,7 +441,7 @@ class Index:
                 self._record_conditions(to_prepare)
                 self._complete(to_prepare)
         for condition in to_prepare:
-            self._version.view(condition)
+            self._version.view(condition, save=True)
 
     def guide(self, texts: Iterable[str], labels: Iterable[Any], condition: str) -> None:
         """Fit a guide: from now on, searches under a condition follow a few labelled texts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,9 @@ from llmcond.search.half_precision import convert_dtype
 from llmcond.search.model import SearchModel
 from llmcond.search.projection import Encode
 from llmcond.search.table import VECTOR, Positions, TextTable, vectors_of
-from llmcond.search.views import ConditionView, ConditionViews, VectorSegment, make_view
+from llmcond.search.views import BUDGET, ConditionView, ConditionViews, VectorSegment, make_view
 
-#: Number of views that stay open.
+#: Number of views that stay open; those that are in memory are limited by ``BUDGET``, too.
 _MAX_OPEN = 64
 #: Number of rows that a guide maps at a time.
 _BLOCK_ROWS = 4_096
@@ -43,36 +44,56 @@ class IndexVersion:
             return np.zeros(0, dtype=np.int64)
         return make_view(self._views.read(condition), self.table)[1]
 
-    def view(self, condition: str | None, encode: Encode | None = None) -> ConditionView | None:
+    def view(
+        self, condition: str | None, encode: Encode | None = None, *, save: bool = False
+    ) -> ConditionView | None:
         """Return the vectors of all texts under a condition; compute those that are missing.
 
         Args:
             condition: the condition; None: vectors without a condition.
             encode: computes the vectors of inputs that contain both a text and the condition.
                 Without it, the result is None if such vectors are missing.
+            save: whether to store the computed vectors, so that other processes need not compute
+                them. Vectors that were encoded are always stored; all others stay in memory,
+                because a search must not write.
 
         Raises:
             DiskFullError, UserError: if vectors that were encoded cannot be stored.
         """
-        view = self._open.get(condition)
-        if view is not None:
+        view = self._find_open(condition)
+        if view is not None and not save:
             return view
         with self._compute_lock:
-            view = self._open.get(condition)
-            if view is not None:
+            view = self._find_open(condition)
+            if view is not None and not save:
                 return view
-            segments = self._compute_unguided(condition, encode)
+            save = save or encode is not None
+            segments = self._compute_unguided(condition, encode, save)
             if segments is None:
                 return None
             if condition in self.guides:
-                segments = self._apply_guide(str(condition), segments)
+                segments = self._apply_guide(str(condition), segments, save)
             view = self._open[condition] = make_view(segments, self.table)[0]
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
+            self._close_oldest()
             return view
 
+    def _find_open(self, condition: str | None) -> ConditionView | None:
+        """Return a view that is open, and mark it as used."""
+        with suppress(KeyError):  # another thread may close it
+            self._open.move_to_end(condition)
+        return self._open.get(condition)
+
+    def _close_oldest(self) -> None:
+        """Close the least recently used views above the limits, except the last one."""
+        sizes = {condition: view.n_bytes for condition, view in self._open.items()}
+        total = sum(sizes.values())
+        for condition, size in [*sizes.items()][:-1]:
+            if len(self._open) > _MAX_OPEN or total > BUDGET:
+                del self._open[condition]
+                total -= size
+
     def _compute_unguided(
-        self, condition: str | None, encode: Encode | None
+        self, condition: str | None, encode: Encode | None, save: bool
     ) -> Sequence[VectorSegment] | None:
         """Return the model's vectors of all texts; None if some would have to be encoded."""
         segments: Sequence[VectorSegment] = self._views.read(condition)
@@ -83,10 +104,12 @@ class IndexVersion:
         if joint and encode is None:
             return None
         segment = self._compute_segment(condition, missing, encode if joint else None)
+        if not save:
+            return [*segments, self._views.convert(condition, segment)]
         return self._save_segment(condition, segments, segment, joint)
 
     def _apply_guide(
-        self, condition: str, unguided: Sequence[VectorSegment]
+        self, condition: str, unguided: Sequence[VectorSegment], save: bool
     ) -> Sequence[VectorSegment]:
         """Return the vectors of all texts, mapped by the condition's guide."""
         guide = self.guides[condition]
@@ -106,6 +129,8 @@ class IndexVersion:
                 mapped = guide.transform(segment.read(rows, vectors.size))
                 vectors[targets[rows]] = convert_dtype(mapped, "float16", vectors.size)
         mapped_segment = VectorSegment(self.table.numbers[missing], vectors)
+        if not save:
+            return [*segments, self._views.convert(condition, mapped_segment, guide.digest)]
         return self._save_segment(condition, segments, mapped_segment, False, guide.digest)
 
     def _compute_segment(
@@ -142,4 +167,4 @@ class IndexVersion:
             if joint:
                 raise
             log.info(f"the vectors under {condition!r} cannot be saved for later use: {error}")
-            return [*segments, segment]
+            return [*segments, self._views.convert(condition, segment, guide)]

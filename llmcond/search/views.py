@@ -12,11 +12,9 @@ guide's digest.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +30,8 @@ from llmcond.quantization import Quantizer, StoredCodes
 from llmcond.search.half_precision import convert_dtype, inner_products
 from llmcond.search.table import BLOCK, Positions, TextTable
 
-#: Total size in bytes of the views that can be computed again without encoding. Above it, the least
-#: recently used of them are deleted.
+#: Total size in bytes of the views that can be computed again without encoding: of those on disk,
+#: above which the oldest are deleted, and of those in the memory of one process.
 BUDGET = 2**31
 #: Segments are merged if there are more than this.
 _MAX_SEGMENTS = 8
@@ -86,6 +84,12 @@ class ConditionView:
     segments: Sequence[VectorSegment]
     positions: Sequence[Positions | None]
     n: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Number of bytes in memory, without mapped files."""
+        vectors = (segment.vectors for segment in self.segments)
+        return sum(array.nbytes for array in vectors if not isinstance(array, np.memmap))
 
     def scores(self, queries: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the cosines of unit-length queries, (q, k), with all rows of the table: (q, n)."""
@@ -168,15 +172,12 @@ class ConditionViews:
         folder, problem = self._view_folder(condition, guide), "lacks files"
         for _ in range(3):  # another process may merge segments while they are opened
             try:
-                segments = self._open_segments(folder, self._read_record(folder))
+                return self._open_segments(folder, self._read_record(folder))
             except FileNotFoundError:
                 continue
             except (EOFError, ValueError):
                 problem = "is damaged"
                 break
-            with suppress(OSError):  # the file system may be read-only
-                os.utime(folder / "view.json")
-            return segments
         raise LlmcondError(
             f"{folder} {problem}. Delete it; it is computed again when it is needed."
         )
@@ -228,6 +229,15 @@ class ConditionViews:
             self._drop_oldest(folder)
         return self.read(condition, guide)
 
+    def convert(
+        self, condition: str | None, segment: VectorSegment, guide: str = ""
+    ) -> VectorSegment:
+        """Return a segment in the precision of its view, without saving it."""
+        if self.precision == "float16":
+            return segment
+        record = self._read_record(self._view_folder(condition, guide))
+        return self._quantize(segment, record)[0]
+
     def _open_segments(self, folder: Path, record: Mapping[str, Any]) -> list[VectorSegment]:
         codes = None
         if record["segments"] and self.precision != "float16":
@@ -261,7 +271,7 @@ class ConditionViews:
         return VectorSegment(segment.numbers, codes, StoredCodes(quantizer, form["dim"])), form
 
     def _drop_oldest(self, current: Path) -> None:
-        """Delete the least recently used views above the budget, except ``current``."""
+        """Delete the oldest views above the budget, except ``current``."""
         folders = [path.parent for path in self.folder.glob("*/view.json")]
         folders = [folder for folder in folders if not self._read_record(folder).get("lasting")]
         sizes = {

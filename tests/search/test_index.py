@@ -85,7 +85,8 @@ def test_scores_match_comparison_with_every_text(build, head: str, pairs: bool):
     assert index.encodes_pairs is pairs
     check_scores(index, TEXTS)
     check_scores(index, TEXTS, NUMBER)
-    assert index.conditions == sorted([PLACE, NUMBER])
+    # Vectors that were encoded are stored. All others are computed again by each process.
+    assert index.conditions == (sorted([PLACE, NUMBER]) if pairs else [])
 
 
 @pytest.mark.parametrize(("prompt", "pairs"), [("separate", False), ("own", True)])
@@ -96,7 +97,7 @@ def test_zero_shot_scores_match_comparison_with_every_text(build, prompt: str, p
 
 
 def test_low_rank_condition_stores_rank_numbers_per_text(build, tmp_path: Path):
-    build(TEXTS).search(QUERY, PLACE)
+    build(TEXTS, conditions=[PLACE])
     vectors = [np.load(path) for path in (tmp_path / "index" / "views").glob("*/*.npy")]
     assert {array.shape for array in vectors} == {(50,), (50, 4)}
     norms = np.linalg.norm(
@@ -147,6 +148,8 @@ def test_scores_match_comparison_after_any_changes(build, heads_run: Path, head:
             current |= dict(zip(ids, texts, strict=True))
         if step % 3 == 0:
             index = Index.open(index.folder, device="cpu")
+        if step % 2:
+            index.prepare([PLACE])
         hits = index.search(QUERY, PLACE, 50)
         assert {row["id"]: row["text"] for row in hits.rows} == current
         expected = compare_all(index, list(current.values()), QUERY, PLACE)
@@ -451,12 +454,44 @@ def test_projected_views_above_budget_are_dropped(build, monkeypatch):
     monkeypatch.setattr(views, "BUDGET", 1500)
     index = build(TEXTS)
     for condition in (PLACE, NUMBER, "the colour"):
-        index.search(QUERY, condition)
+        index.prepare([condition])
     assert "the colour" in index.conditions
     assert len(index.conditions) < 3
     check_scores(Index.open(index.folder, device="cpu"), TEXTS)
     joint = build(TEXTS, head="linear", name="joint", conditions=[PLACE, NUMBER, "the colour"])
     assert len(joint.conditions) == 3
+
+
+def list_files(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("head", "guided", "precision"),
+    [("low", False, "float16"), ("relu", True, "int8"), ("linear", True, "float16")],
+)
+def test_searches_write_no_files_and_keep_few_views_in_memory(
+    build, monkeypatch, head: str, guided: bool, precision: str
+):
+    texts = [f"{text} {number}" for number in range(2) for text in TEXTS]
+    index = build(texts, head=head, conditions=[PLACE], precision=precision)
+    if guided:
+        index.guide(texts[:4], ["a", "b"] * 2, PLACE)
+    index = Index.open(index.folder, device="cpu")
+    before = list_files(index.folder)
+
+    def search(n_conditions: int) -> list[views.ConditionView]:
+        for number in range(n_conditions):
+            condition = PLACE if index.encodes_pairs else f"{PLACE} {number}"
+            index.search(QUERY, condition, 3, prepare=False, explain=True)
+        return list(index._version._open.values())
+
+    monkeypatch.setattr("llmcond.search.version._MAX_OPEN", 5)
+    assert len(search(10)) == (1 if index.encodes_pairs else 5)
+    budget = 3 * max(view.n_bytes for view in search(1))
+    monkeypatch.setattr("llmcond.search.version.BUDGET", budget)
+    assert 0 < sum(view.n_bytes for view in search(10)) <= budget
+    assert list_files(index.folder) == before
 
 
 # -- invalid input -----------------------------------------------------------------------------
