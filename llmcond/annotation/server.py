@@ -8,6 +8,7 @@ messages and answers.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -81,8 +82,9 @@ class ChatSettings:
             UserError: a setting is invalid.
         """
         try:
-            parts = urlsplit(self.endpoint)
+            parts = urlsplit(self.endpoint if _is_printable(self.endpoint) else "")
             secret = parts.username is not None or parts.password is not None or bool(parts.query)
+            _ = parts.port  # a number that is no port raises an error
         except ValueError:
             parts, secret = urlsplit(""), False
         if secret:
@@ -101,11 +103,17 @@ class ChatSettings:
             raise UserError(
                 f"--request has {sorted(conflicts)[0]!r}, which llmcond sets itself. Leave it out."
             )
-        if (
-            parts.scheme == "http"
-            and parts.hostname not in _LOCAL
-            and os.environ.get(API_KEY_VARIABLE)
-        ):
+        try:
+            json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
+        key = _read_api_key()
+        if not (key.isascii() and _is_printable(key)):
+            raise UserError(
+                f"{API_KEY_VARIABLE} is no key, because an HTTP header cannot contain it: it has a "
+                "space, a line break or a character outside of ASCII. Copy the key again."
+            )
+        if parts.scheme == "http" and parts.hostname not in _LOCAL and key:
             log.warning(
                 f"{API_KEY_VARIABLE} is sent to {parts.hostname} unencrypted; use https to "
                 "protect it."
@@ -121,6 +129,7 @@ class ChatClient:
 
     def __init__(self, settings: ChatSettings) -> None:
         try:
+            import httpx2
             import openai
 
             from llmcond.annotation.transport import BoundedTransport
@@ -130,20 +139,25 @@ class ChatClient:
                 f"{install_command('annotate')}."
             ) from error
         self._errors, self._settings = openai, settings
-        self._key = os.environ.get(API_KEY_VARIABLE, "").strip()
+        self._key = _read_api_key()
         # The hook is called before every request, so that the limit applies to retries too.
         hooks: dict[str, list[Callable[..., Any]]] = {
             "request": [_RateLimiter(settings.per_minute)]
         }
-        self._client = openai.OpenAI(
-            base_url=settings.endpoint,
-            api_key=self._key or "none",
-            timeout=settings.timeout,
-            max_retries=settings.retries,
-            http_client=openai.DefaultHttpxClient(
-                event_hooks=hooks, transport=BoundedTransport(), follow_redirects=False
-            ),
-        )
+        try:
+            self._client = openai.OpenAI(
+                base_url=settings.endpoint,
+                api_key=self._key or "none",
+                timeout=settings.timeout,
+                max_retries=settings.retries,
+                http_client=openai.DefaultHttpxClient(
+                    event_hooks=hooks, transport=BoundedTransport(), follow_redirects=False
+                ),
+            )
+        except httpx2.InvalidURL as error:
+            raise UserError(
+                f"--endpoint is {shortened_repr(settings.endpoint)}: {error}. Correct it."
+            ) from None
         self._structured: bool | None = None
         self._failure: LlmcondError | None = None
         self._first_question = Lock()
@@ -316,6 +330,14 @@ class _RateLimiter:
             self._next = start + self._interval
         if start > now:
             time.sleep(start - now)
+
+
+def _read_api_key() -> str:
+    return os.environ.get(API_KEY_VARIABLE, "").strip()
+
+
+def _is_printable(text: str) -> bool:
+    return text.isprintable() and " " not in text
 
 
 def _count_tokens(completion: Any) -> tuple[int | None, int | None]:

@@ -18,6 +18,7 @@ from llmcond.data.datasets import RatingScale
 from llmcond.errors import UserError
 from llmcond.files import digest_text
 from llmcond.prompts.template import placeholders
+from llmcond.text import cell_text, normalise_condition
 
 #: Folder of the bundled templates in ``prompts``.
 FOLDER = "annotate"
@@ -240,7 +241,8 @@ def parse_proposal(answer: str, n_candidates: int) -> Proposal | None:
         return None
     if number == 0:
         return Proposal(None, ("", ""))
-    conditions = [" ".join(text.split()) for text in texts if isinstance(text, str)]
-    if len(conditions) < len(texts) or not all(conditions):
+    try:
+        conditions = [normalise_condition(cell_text(text)) for text in texts]
+    except ValueError:
         return None
     return Proposal(number - 1, (conditions[0], conditions[1]))

@@ -33,6 +33,7 @@ from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Floats
 from llmcond.progress import format_duration
+from llmcond.text import check_string
 from llmcond.workflows.options.texts import AnnotateOptions
 
 #: Questions of each kind that are asked first, to measure the time and tokens of one.
@@ -272,7 +273,8 @@ def _read_texts(source: Any, column: str | None) -> list[str]:
     if isinstance(source, str | Path):
         return read_text_file(Path(source), "texts", column or "text")
     if isinstance(source, Sequence) and all(isinstance(text, str) for text in source):
-        return [text for text in source if text.strip()]
+        texts = enumerate(source, 1)
+        return [check_string(text, f"text {number}") for number, text in texts if text.strip()]
     raise UserError("--propose takes a file of texts, or from Python a list of strings.")
 
 

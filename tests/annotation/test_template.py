@@ -60,6 +60,12 @@ def test_rating_is_parsed(answer, rating):
         ('{"partner": "x", "alike": "a", "different": "b"}', None),
         ('{"partner": 1, "alike": "", "different": "b"}', None),
         ('{"partner": 1, "alike": 3, "different": "b"}', None),
+        (
+            '{"partner": 1, "alike": "cafe\u0301\u00a0", "different": "b"}',
+            Proposal(0, ("caf\u00e9", "b")),
+        ),
+        (r'{"partner": 1, "alike": "\ud800", "different": "b"}', None),
+        (r'{"partner": 1, "alike": "a", "different": "\u0000"}', None),
         ("the second", None),
     ],
 )

@@ -380,6 +380,13 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
             "contains a user name, a password or a query",
         ),
         ("--endpoint localhost:8000", "expected an address such as http"),
+        ("--endpoint http://localhost:port/v1", "expected an address such as http"),
+        ("--endpoint http://localhost:65536/v1", "expected an address such as http"),
+        ("--endpoint http://local\x7fhost/v1", "expected an address such as http"),
+        ("--endpoint http://[::1/v1", "expected an address such as http"),
+        ("--endpoint http://a\u2603b\u200d/v1", "expected an address such as http"),
+        ("--request temperature=NaN", "--request cannot be sent as JSON: Out of range float"),
+        (r'--request user="\ud800"', "--request cannot be sent as JSON: 'utf-8' codec can't"),
         ("--endpoint http://127.0.0.1:9/v1", "no server answers at http://127.0.0.1:9/v1"),
         ("--samples 0", "--samples is 0"),
         ("--concurrency 0", "--concurrency is 0"),
@@ -404,6 +411,16 @@ def test_invalid_input_reports_one_line(pairs, capsys, options, expected):
     line = run_rejected(capsys, *make_command(pairs, "http://127.0.0.1:9/v1", *options.split()))
     assert expected in line
     assert "secret" not in line
+
+
+@pytest.mark.parametrize("character", [" ", "\n", "\t", "\x7f", "\u00e9", "\u2028", "\udc80"])
+def test_invalid_key_is_reported_before_any_request(pairs, capsys, monkeypatch, character):
+    monkeypatch.setenv("OPENAI_API_KEY", f"{SECRET}{character}x")
+    with ChatServer() as server:
+        line = run_rejected(capsys, *make_command(pairs, server))
+        assert not server.bodies
+    assert "OPENAI_API_KEY is no key, because an HTTP header cannot contain it" in line
+    assert "sk-never" not in line
 
 
 def test_unknown_model_suggests_available_model(pairs, capsys):
@@ -475,6 +492,8 @@ def test_texts_may_be_column_or_list(write_rows):
         first = llmcond.annotate(data=path, text="body", **settings)
         before = read_output()
         second = llmcond.annotate(data=texts, **settings)
+        with pytest.raises(llmcond.UserError, match=r"text 13 is 'a\\x00b', which contains a NUL"):
+            llmcond.annotate(data=[*texts, "a\0b"], **settings)
     assert (first.rows, first.questions, second.questions) == (26, 13 + 26, 0)
     assert read_output() == before
     # A text is paired with the eight most similar ones first, and with the next ones after that.
