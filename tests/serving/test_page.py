@@ -117,6 +117,14 @@ def test_browser_sends_example_values(browser, tiny_run):
         embed.get_by_label("Example values").fill("beach, snow")
         embed.get_by_role("button").click()
         expect(embed.locator("pre")).to_contain_text('"values":["beach","snow"]')
+        for width in (1_280, 390):
+            tab.set_viewport_size({"width": width, "height": 900})
+            edges = tab.evaluate(
+                "[...document.querySelectorAll('nav, form[data-path], .scroll')]"
+                ".map((element) => element.getBoundingClientRect().right)"
+            )
+            assert len(edges) == 5
+            assert len(set(edges)) == 1  # all of the width is used
     tab.close()
 
 
