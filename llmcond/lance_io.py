@@ -8,15 +8,16 @@ update the same fragment.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from llmcond.errors import disk_full_error
+from llmcond.errors import UserError, disk_full_error, shortened_repr
 from llmcond.object_stores import is_remote
+from llmcond.text import check_characters
 
 if TYPE_CHECKING:
     from lance.fragment import FragmentMetadata
@@ -30,6 +31,46 @@ _RETAINED_VERSIONS = 16
 _STAGED = re.compile(r"\.tmp\w+|.+\.manifest#\d+")
 #: Number of rows per batch of a merge, which bounds its memory.
 _MERGE_BATCH = 1_024
+#: Names that have a meaning of their own in Lance: columns that it adds, and all columns.
+_RESERVED_COLUMNS = (
+    "_rowid", "_rowaddr", "_rowoffset", "_row_created_at_version", "_row_last_updated_at_version",
+    "__action", "*",
+)  # fmt: skip
+
+
+def check_lance_column_names(names: Iterable[str]) -> None:
+    """Check that a Lance dataset can hold columns of these names.
+
+    Lance writes some of the other names without an error, and then cannot read the dataset.
+
+    Raises:
+        UserError: a name is empty, occurs twice, has a meaning of its own in Lance, or
+            contains a full stop, a back quote, NUL or half of a surrogate pair.
+    """
+    previous: set[str] = set()
+    for name in names:
+        if reason := _column_name_problem(name, previous):
+            raise UserError(
+                f"the column name {shortened_repr(name)} {reason}, so it cannot be stored. "
+                "Rename the column."
+            )
+        previous.add(name)
+
+
+def _column_name_problem(name: str, previous: set[str]) -> str | None:
+    """Return why Lance cannot hold a column, as a predicate; None if it can."""
+    try:
+        check_characters(name)
+    except ValueError as error:
+        return str(error)
+    if not name.strip():
+        return "is empty"
+    if name in previous:
+        return "occurs twice"
+    if name in _RESERVED_COLUMNS:
+        return "is reserved"
+    forbidden = next((c for c in ".`" if c in name), None)
+    return forbidden and f"contains {forbidden!r}"
 
 
 def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:

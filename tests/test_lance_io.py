@@ -7,7 +7,8 @@ import lance
 import pyarrow as pa
 import pytest
 
-from llmcond.lance_io import DatasetTarget, open_newest
+from llmcond.errors import UserError
+from llmcond.lance_io import DatasetTarget, check_lance_column_names, open_newest
 
 ROWS = pa.table({"x": list(range(1000))})
 
@@ -47,3 +48,40 @@ def test_folder_without_version_contains_no_dataset(tmp_path):
     assert open_newest(uri) is None
     DatasetTarget(uri, None).create(ROWS.schema, [fragment])
     assert open_newest(uri).count_rows() == 1000
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["a.b"], "'a.b' contains '.'"),
+        ([".."], "'..' contains '.'"),
+        (["my `kind`"], "contains '`'"),
+        ([""], "'' is empty"),
+        (["\u00a0 "], "is empty"),
+        (["kind", "year", "kind"], "'kind' occurs twice"),
+        (["_rowid"], "'_rowid' is reserved"),
+        (["_rowoffset"], "'_rowoffset' is reserved"),
+        (["*"], "'*' is reserved"),
+        (["x\0"], "contains a NUL character"),
+        (["\ud800"], "contains half of a surrogate pair"),
+        (["a" * 1000 + "."], "contains '.'"),
+    ],
+)
+def test_column_names_that_lance_cannot_hold_are_refused(names, reason):
+    with pytest.raises(UserError) as refusal:
+        check_lance_column_names(["text", *names])
+    assert reason in str(refusal.value)
+    assert str(refusal.value).endswith("Rename the column.")
+    assert len(str(refusal.value)) < 250
+
+
+def test_lance_holds_all_other_column_names(tmp_path):
+    names = [
+        *"a A é e\u0301 _x _rowversion select null 'q' a/b a\\b a:b ** % 😀".split(),
+        *['"q"', "[x]", "my kind", " a", "a\nb", "\x01", "x" * 5000],
+    ]
+    check_lance_column_names(names)
+    uri = str(tmp_path / "names.lance")
+    rows = pa.table([pa.array([name]) for name in names], names=names)
+    dataset = DatasetTarget(uri, None).create(rows.schema, [DatasetTarget(uri, None).write(rows)])
+    assert dataset.to_table(columns=names).to_pylist() == rows.to_pylist()
