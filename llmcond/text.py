@@ -70,6 +70,20 @@ def normalise_condition(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
+def condition_cell(value: object) -> str:
+    """Return the condition in a cell of a table, in its normal form.
+
+    Raises:
+        ValueError: as ``cell_text``.
+    """
+    return normalise_condition(cell_text(value))
+
+
 def condition_key(text: str) -> str:
-    """Return a key that two conditions share if they differ in form, white space or case only."""
-    return normalise_condition(text).casefold()
+    """Return a key that two conditions share if they differ in form, white space or case only.
+
+    Compatible characters count as the same, such as full-width and half-width letters, and
+    invisible format characters do not count.
+    """
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    return normalise_condition("".join(c for c in folded if unicodedata.category(c) != "Cf"))

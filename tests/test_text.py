@@ -3,7 +3,7 @@
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.text import cell_text, check_string, condition_key, normalise_condition
+from llmcond.text import cell_text, check_string, condition_cell, condition_key, normalise_condition
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udfffb", "a\0b"])
@@ -31,5 +31,20 @@ def test_valid_texts_are_unchanged(text: str) -> None:
     ],
 )
 def test_conditions_have_one_form(text: str) -> None:
-    assert normalise_condition(text) == "the café"
+    assert normalise_condition(text) == condition_cell(text) == "the café"
     assert condition_key(text.upper()) == condition_key("The Café")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "THE CAFÉ",
+        "The Cafe\u0301",
+        "the\u200b café",
+        "\ufeffthe café",
+        "ｔｈｅ café",
+        "the ca\u00adfé",
+    ],
+)
+def test_key_ignores_case_and_invisible_or_compatible_characters(text: str) -> None:
+    assert condition_key(text) == condition_key("the café") != condition_key("the cafe")
