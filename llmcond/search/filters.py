@@ -7,6 +7,7 @@ no filter can be disproportionately expensive to evaluate.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import and_, eq, ge, gt, le, lt, ne, or_
@@ -17,15 +18,20 @@ import pyarrow.compute as pc
 
 from llmcond.errors import did_you_mean, shortened_repr
 from llmcond.search.errors import FilterError
+from llmcond.text import check_characters, condition_key
 
 #: Limits of a filter: characters, levels of nesting, and wildcards (% and _) in a LIKE pattern.
 MAX_LENGTH, MAX_NESTING, MAX_WILDCARDS = 2_000, 20, 20
+#: Number of columns that a message lists.
+_MAX_LISTED = 20
 
+#: A name: in double quotes, in backquotes, or a word, which may have combining marks.
+_NAME = r"""(?:"(?:[^"]|"")*"|`[^`]+`|[^\W\d](?:\w|[^\x00-\x7f\s])*)"""
 _TOKEN = re.compile(
-    r"""\s*(?:
+    rf"""\s*(?:
     (?P<number>-?\s*(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?)
-    | (?P<text>'(?:[^']|'')*'|"(?:[^"]|"")*")
-    | (?P<name>(?:[^\W\d]\w*|`[^`]+`)(?:\.(?:[^\W\d]\w*|`[^`]+`))*)
+    | (?P<text>'(?:[^']|'')*')
+    | (?P<name>{_NAME}(?:\.{_NAME})*)
     | (?P<symbol><>|<=|>=|!=|==|[=<>(),])
     | (?P<end>\Z)
     | (?P<unknown>.))""",
@@ -36,7 +42,7 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("!=", "<>"), ne),
     **{"<": lt, "<=": le, ">": gt, ">=": ge},
 }
-_WORDS = re.findall(r"\w+", "AND OR NOT IN LIKE ILIKE BETWEEN IS NULL TRUE FALSE CAST AS")
+_WORDS = re.findall(r"\w+", "AND OR NOT IN LIKE ILIKE BETWEEN IS NULL TRUE FALSE CAST TRY_CAST AS")
 _TYPES = {
     **dict.fromkeys(("INT", "INTEGER", "BIGINT", "SMALLINT", "TINYINT"), pa.int64()),
     **dict.fromkeys(("FLOAT", "DOUBLE", "REAL"), pa.float64()),
@@ -52,10 +58,21 @@ _KINDS = {
     "time": (pa.types.is_temporal,),
     "NULL": (pa.types.is_null,),
 }
+#: Patterns of texts that can be cast to a type; times are parsed instead.
+_CASTABLE = {
+    pa.int64(): r"^-?\d{1,18}$",
+    pa.float64(): r"^-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?$",
+    pa.bool_(): r"^(?i:true|false|0|1)$",
+}
+#: How a text that stands for a time is written.
+_FORMS = {
+    _TYPES["DATE"]: "; write '2024-01-31'",
+    _TYPES["TIMESTAMP"]: "; write '2024-01-31 12:00:00'",
+}
 _ALLOWED = (
     "A filter consists of columns, numbers, texts in single quotes, =, !=, <, <=, >, >=, AND, OR, "
-    "NOT, IN, LIKE, BETWEEN, IS NULL, CAST and parentheses, such as \"kind = 'news' AND year > "
-    '2020"'
+    "NOT, IN, LIKE, BETWEEN, IS NULL, CAST, TRY_CAST and parentheses, such as \"kind = 'news' AND "
+    'year > 2020". Names with spaces are in double quotes.'
 )
 
 
@@ -72,11 +89,21 @@ class _Token(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """Part of a filter that has one value per row."""
+    """Part of a filter that has one value per row.
+
+    Attributes:
+        start: position of its first character.
+        type: its Arrow type.
+        value: its Arrow expression.
+        source: how it is written.
+        literal: its text if it is written as one; None: it is anything else.
+    """
 
     start: int
     type: Any
-    value: Any  # an Arrow expression
+    value: Any
+    source: str = ""
+    literal: str | None = None
 
     @property
     def kind(self) -> str:
@@ -100,8 +127,8 @@ def parse_filter(text: str, types: Mapping[str, Any]) -> Filter:
         types: the Arrow type of each column that may be used, by column name.
 
     Raises:
-        FilterError: if the filter does not follow the grammar, names an unknown column, or compares
-            values of different kinds.
+        FilterError: if the filter does not follow the grammar, has an invalid character, names an
+            unknown column, or compares values of different kinds.
     """
     parser = _Parser(text, types)
     predicate = parser.filter()
@@ -116,6 +143,10 @@ class _Parser:
             raise FilterError(
                 f"the filter has {len(text):,} characters; at most {MAX_LENGTH:,} are allowed."
             )
+        try:
+            check_characters(text)
+        except ValueError as error:
+            raise FilterError(f"the filter {shortened_repr(text)} {error}. Correct it.") from None
         self.columns: dict[str, None] = {}
         self._text, self._types, self._next, self._level = text, types, 0, 0
         self._tokens = [
@@ -135,17 +166,22 @@ class _Parser:
     def _expect(self, *keywords: str) -> _Token:
         return self._accept(*keywords) or self._raise_error(f"expected {' or '.join(keywords)}")
 
-    def _raise_error(self, problem: str, start: int | None = None) -> NoReturn:
+    def _raise_error(
+        self, problem: str, start: int | None = None, advice: str = _ALLOWED
+    ) -> NoReturn:
         """Raise an error about the character at ``start``, by default that of the next token."""
         if start is None:
             token = self._tokens[self._next]
             start, token_text = token.start, shortened_repr(token.text) if token.text else "the end"
             problem = f"{problem}, got {token_text}"
         problem += "" if problem.endswith("?") else "."
+        names = [_quote_name(name) for name in self._types]
+        listed = ", ".join(names[:_MAX_LISTED])
+        if len(names) > _MAX_LISTED:
+            listed += f" and {len(names) - _MAX_LISTED:,} more"
         raise FilterError(
             f"the filter {shortened_repr(self._text)} cannot be applied: character {start + 1}: "
-            f"{problem} "
-            f"{_ALLOWED}. The columns are {', '.join(self._types)}."
+            f"{problem} {advice} The columns are {listed}."
         )
 
     # -- rules -----------------------------------------------------------------------------------
@@ -213,13 +249,27 @@ class _Parser:
             time_type = left.type if left.kind == "time" else right.type
             return compare(self._cast(left, time_type), self._cast(right, time_type))
         if len(kinds) > 1 or not kinds <= set(_KINDS):
-            advice = ", or CAST(... AS INT)" if kinds == {"number", "text"} else ""
             self._raise_error(
                 f"a {left.kind} cannot be compared with a {right.kind}; compare values of one "
-                f"kind{advice}",
+                f"kind{self._advise_conversion(left, right)}",
                 right.start,
             )
         return compare(left.value, right.value)
+
+    @staticmethod
+    def _advise_conversion(left: _Operand, right: _Operand) -> str:
+        """Return how a text and a number can be compared; empty for other kinds."""
+        if {left.kind, right.kind} != {"number", "text"}:
+            return ""
+        text = left if left.kind == "text" else right
+        if text.literal is None:
+            return (
+                f", or TRY_CAST({text.source} AS DOUBLE), which is NULL for texts that are not "
+                "numbers"
+            )
+        number = text.literal.strip()
+        is_number = re.fullmatch(_CASTABLE[pa.float64()], number)
+        return f"; write the number without quotes: {number}" if is_number else ""
 
     def _parse_is(self, left: _Operand) -> Any:
         negated = self._accept("NOT")
@@ -250,7 +300,11 @@ class _Parser:
         if token.kind != "text":
             self._raise_error("expected a pattern in single quotes")
         if left.kind != "text":
-            self._raise_error(f"LIKE applies to texts, but this is a {left.kind}", left.start)
+            self._raise_error(
+                f"LIKE applies to texts, but this is a {left.kind}; use CAST({left.source} AS "
+                "STRING)",
+                left.start,
+            )
         self._next += 1
         pattern = _unquote(token.text)
         if pattern.count("%") + pattern.count("_") > MAX_WILDCARDS:
@@ -262,12 +316,18 @@ class _Parser:
         return pc.match_like(left.value, pattern, ignore_case=ignore_case)
 
     def _parse_operand(self) -> _Operand:
+        first = self._tokens[self._next]
+        operand = self._parse_value()
+        last = self._tokens[self._next - 1]
+        return operand._replace(source=self._text[first.start : last.start + len(last.text)])
+
+    def _parse_value(self) -> _Operand:
         token = self._tokens[self._next]
         if self._accept("("):
             operand = self._parse_nested(self._parse_or)
             self._expect(")")
             return operand
-        if self._accept("CAST"):
+        if self._accept("CAST", "TRY_CAST"):
             return self._parse_cast(token)
         if self._accept("NULL"):
             return _Operand(token.start, pa.null(), pc.scalar(None))
@@ -282,7 +342,8 @@ class _Parser:
 
     def _parse_literal(self, token: _Token) -> _Operand:
         if token.kind == "text":
-            return _Operand(token.start, pa.string(), pc.scalar(_unquote(token.text)))
+            text = _unquote(token.text)
+            return _Operand(token.start, pa.string(), pc.scalar(text), literal=text)
         digits = "".join(token.text.split())
         is_integer = re.fullmatch(r"-?\d{1,18}", digits)
         value = pa.scalar(int(digits) if is_integer else float(digits))
@@ -301,8 +362,8 @@ class _Parser:
             return _Operand(
                 token.start, arrow_type, self._cast(self._parse_literal(next_token), arrow_type)
             )
-        first, *fields = (part.strip("`") for part in re.findall(r"`[^`]+`|[^.`]+", token.text))
-        column = self._find_column(first, token.start)
+        first, *fields = map(_unquote, re.findall(_NAME, token.text))
+        column = self._find_column(first, token)
         arrow_type = self._types[column]
         for field in fields:
             index = arrow_type.get_field_index(field) if pa.types.is_struct(arrow_type) else -1
@@ -316,18 +377,26 @@ class _Parser:
             value = value.cast(arrow_type)
         return _Operand(token.start, arrow_type, value)
 
-    def _find_column(self, name: str, start: int) -> str:
+    def _find_column(self, name: str, token: _Token) -> str:
         if name in self._types:
             return name
-        matches = [column for column in self._types if column.lower() == name.lower()]
-        if len(matches) != 1:
+        key = condition_key(name)
+        matches = [column for column in self._types if condition_key(column) == key]
+        if len(matches) == 1:
+            return matches[0]
+        problem = f"there is no column {shortened_repr(name)}"
+        if token.text.startswith('"'):
+            literal = name.replace("'", "''")
+            advice = f"Double quotes are for columns. Write a text in single quotes: '{literal}'."
+        else:
             suggestion = did_you_mean(name, self._types)
-            self._raise_error(
-                "there is no column "
-                f"{shortened_repr(name)}{'. ' + suggestion if suggestion else ''}",
-                start,
+            problem += f". {suggestion}" if suggestion else ""
+            advice = (
+                "An index has the columns that it was built with. To build one that also has a "
+                f"column of the texts' file: llmcond index TEXTS --out DIR --keep "
+                f"{shlex.quote(name)}."
             )
-        return matches[0]
+        return self._raise_error(problem, token.start, advice)
 
     def _parse_cast(self, token: _Token) -> _Operand:
         self._expect("(")
@@ -339,14 +408,52 @@ class _Parser:
             self._raise_error(f"expected one of the types {', '.join(_TYPES)}")
         self._next += 1
         self._expect(")")
-        return _Operand(token.start, target_type, self._cast(operand, target_type))
+        cast = self._cast if token.keyword == "CAST" else _try_cast
+        return _Operand(token.start, target_type, cast(operand, target_type))
 
     def _cast(self, operand: _Operand, target_type: Any) -> Any:
+        if operand.literal is not None:
+            try:
+                return pc.scalar(pa.scalar(operand.literal).cast(target_type))
+            except pa.ArrowException:
+                form = _FORMS.get(target_type, "")
+                self._raise_error(
+                    f"{shortened_repr(operand.literal)} cannot be converted to {target_type}{form}",
+                    operand.start,
+                )
         if pa.types.is_integer(target_type) and pa.types.is_floating(operand.type):
             return pc.trunc(operand.value).cast(target_type)
         return operand.value.cast(target_type)
 
 
+def _try_cast(operand: _Operand, target_type: Any) -> Any:
+    """Return the values in another type; NULL for texts and numbers that cannot be converted."""
+    value = operand.value
+    if operand.kind == "number" and pa.types.is_integer(target_type):
+        fits = (value > -(2.0**63)) & (value < 2.0**63)
+        return pc.trunc(pc.if_else(fits, value, pc.scalar(None))).cast(target_type)
+    if operand.kind != "text" or pa.types.is_string(target_type):
+        return value.cast(target_type)
+    text = pc.utf8_trim_whitespace(value)
+    if not pa.types.is_temporal(target_type):
+        fits = pc.match_substring_regex(text, _CASTABLE[target_type])
+        return pc.if_else(fits, text, pc.scalar(pa.scalar(None, pa.string()))).cast(target_type)
+    # A day, or a day with a time; fractions of a second and the letter Z do not matter.
+    text = pc.replace_substring_regex(text, r"(\.\d+)?Z?$", "")
+    text = pc.replace_substring_regex(text, r"^(\d{4}-\d{2}-\d{2})T", r"\1 ")
+    formats = ("%Y-%m-%d", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M")
+    times = [pc.strptime(text, form, "us", error_is_null=True) for form in formats]
+    return pc.coalesce(*times).cast(target_type)
+
+
+def _quote_name(name: str) -> str:
+    """Return a column as it is written in a filter."""
+    is_word = re.fullmatch(r"[^\W\d]\w*", name) and name.upper() not in _WORDS
+    return name if is_word else '"' + name.replace('"', '""') + '"'
+
+
 def _unquote(text: str) -> str:
     quote = text[0]
+    if quote not in "'\"`":
+        return text
     return text[1:-1].replace(2 * quote, quote)

@@ -127,8 +127,12 @@ class TextTable:
             try:
                 matches = rows.append_column(NUMBER, pa.array(block)).filter(predicate)
             except pa.ArrowException as error:
+                problem = first_line(error).removesuffix(".")
+                # Arrow raises ArrowInvalid for values, and other errors for types.
+                advice = " Use TRY_CAST, which is NULL for such values."
                 raise FilterError(
-                    f"the filter {shortened_repr(where)} cannot be applied: {first_line(error)}"
+                    f"the filter {shortened_repr(where)} cannot be applied: {problem}."
+                    f"{advice if isinstance(error, pa.ArrowInvalid) else ''}"
                 ) from error
             mask[matches[NUMBER].to_numpy()] = True
         return mask

@@ -1,6 +1,7 @@
 """Search filters match like Lance's SQL, and nothing else is evaluated."""
 
 import datetime
+import re
 import time
 from contextlib import suppress
 
@@ -58,7 +59,6 @@ def match_ids_in_lance(table: TextTable, where: str) -> str:
         ("share > .5", "b"),
         ("share < 5e-1", "d"),
         ("KIND = 'news'", "a"),  # case is ignored if only one column matches
-        ('Kind = "news"', "a"),
         ("`my kind` IN ('x', 'z')", "ac"),
         ("Kind NOT IN ('news')", "bd"),
         ("Kind NOT IN ('news', NULL)", ""),
@@ -138,7 +138,7 @@ def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: s
         ("flag = 1", "a truth value cannot be compared with a number"),
         ("tags = 'x'", "a list<item: string> cannot be compared"),
         ("tags = tags", "cannot be compared with a list"),
-        ("CAST(Kind AS INT) > 1", "cannot be applied: Failed to parse string: '"),
+        ("CAST(Kind AS INT) > 1", "int64. Use TRY_CAST, which is NULL for such values."),
         ("CAST(Kind AS BLOB) = 1", "character 14: expected one of the types INT, INTEGER"),
         ("year LIKE '20%'", "character 1: LIKE applies to texts, but this is a number"),
         ("Kind LIKE year", "expected a pattern in single quotes, got 'year'"),
@@ -150,7 +150,16 @@ def test_clear_filters_that_lance_rejects_are_accepted(table, where: str, ids: s
         ("year + 1 = 2", "character 6: expected AND, OR or the end, got '+'"),
         ("year > 1; DROP TABLE x", "character 9: expected AND, OR or the end, got ';'"),
         ("year = 2019 -- all", "expected AND, OR or the end, got '-'"),
-        ("year = \x00", "expected a column, a number or a text"),
+        ("year = \x00", "contains a NUL character"),
+        ("Kind = '\ud800'", "contains half of a surrogate pair"),
+        ('Kind = "news"', "there is no column 'news'. Double quotes are for columns"),
+        ('Kind = ""', "there is no column ''. Double quotes are for columns"),
+        ('Kind = "news', "expected a column, a number or a text, got '\"'"),
+        ("[my kind] = 'x'", "Names with spaces are in double quotes"),
+        ("flag = 'abc' OR when > 'abc'", "a truth value cannot be compared with a text"),
+        ("when > 'abc'", "'abc' cannot be converted to timestamp[us]; write '2024-01-31 12:00:00'"),
+        ("CAST(when AS DATE) = 'abc'", "'abc' cannot be converted to date32[day]; write '2024-01-"),
+        ("stars > 3", '--keep stars. The columns are id, text, year, Kind, "my kind", share'),
         ("sum(year) > 1", "character 1: sum is used as a function, and functions are not allowed"),
         ("repeat('a', 2000000000) = text", "repeat is used as a function"),
         ("text = lpad('a',2147483647,'b')", "character 8: lpad is used as a function"),
@@ -185,6 +194,98 @@ def test_columns_in_lists_are_compared(table):
 def test_longest_filter_is_evaluated(table):
     where = " OR ".join(["flag"] * (MAX_LENGTH // 8))
     assert match_ids(table, where) == "ad"
+
+
+@pytest.mark.parametrize(
+    ("name", "filters"),
+    [
+        ("my kind", ['"my kind"', "`my kind`", '"MY KIND"']),
+        ("and", ['"and"', "`AND`"]),
+        ("true", ['"true"']),
+        ("date", ["date", '"date"', "DATE"]),
+        ('a "b"', ['"a ""b"""', '`a "b"`']),
+        ("it's", ['"it\'s"', "`it's`"]),
+        ("[x]", ['"[x]"']),
+        ("2020", ['"2020"']),
+        ("café", ["café", "CAFÉ", "cafe\u0301", '"cafe\u0301"']),
+        ("हिन्दी", ["हिन्दी", '"हिन्दी"']),
+        ("x-y/z", ['"x-y/z"']),
+        ("😀", ['"😀"']),
+    ],
+)
+def test_column_can_have_any_name(name: str, filters: list[str]) -> None:
+    rows = pa.table({name: ["news", "x"], "id": ["a", "b"]})
+    for column in filters:
+        parsed = parse_filter(f"{column} = 'news'", {name: pa.string(), "id": pa.string()})
+        assert parsed.columns == [name]
+        assert rows.filter(parsed.predicate)["id"].to_pylist() == ["a"]
+
+
+TYPED_TEXTS = {
+    "INT": {"7": 7, " -3 ": -3, "2.5": None, "N/A": None, "": None, None: None, "9" * 19: None},
+    "DOUBLE": {"7": 7.0, "-2.5": -2.5, ".5": 0.5, "1e3": 1000.0, "N/A": None, "1,5": None},
+    "BOOLEAN": {"true": True, "FALSE": False, "0": False, "yes": None},
+    "STRING": {"N/A": "N/A", None: None},
+    "DATE": {"2024-01-31": DAY.date().replace(month=1, day=31), "2024-13-01": None, "soon": None},
+    "TIMESTAMP": {
+        "2024-05-01": DAY,
+        "2024-05-01T00:00:00Z": DAY,
+        "2024-05-01 00:00:00.5": DAY,
+        "tomorrow": None,
+    },
+}
+
+
+@pytest.mark.parametrize("type_name", TYPED_TEXTS)
+def test_try_cast_gives_null_for_texts_that_cannot_be_converted(type_name: str) -> None:
+    texts = TYPED_TEXTS[type_name]
+    rows = pa.table({"x": pa.array(list(texts), pa.string())})
+    null = parse_filter(f"TRY_CAST(x AS {type_name}) IS NULL", {"x": pa.string()})
+    assert rows.filter(null.predicate)["x"].to_pylist() == [t for t in texts if texts[t] is None]
+    for text, value in texts.items():
+        if value is not None:
+            literal = f"'{value}'" if type_name in ("STRING", "DATE", "TIMESTAMP") else str(value)
+            equal = parse_filter(f"TRY_CAST(x AS {type_name}) = {literal}", {"x": pa.string()})
+            assert text in rows.filter(equal.predicate)["x"].to_pylist()
+
+
+def test_try_cast_of_large_numbers_is_null() -> None:
+    rows = pa.table({"x": [1.5, 1e300, float("nan"), None]})
+    parsed = parse_filter("TRY_CAST(x AS INT) = 1", {"x": pa.float64()})
+    assert rows.filter(parsed.predicate).num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "pattern", "template", "ids"),
+    [
+        ("stars > 2", r"TRY_CAST\(.*?\)", "{} > 2", "ac"),
+        ("'2' < stars AND 2 < stars", r"TRY_CAST\(.*?\)", "2 < {}", "ac"),
+        ('"my stars" BETWEEN 3 AND 5', r"TRY_CAST\(.*?\)", "{} BETWEEN 3 AND 5", "ac"),
+        ("stars IN (3)", r"TRY_CAST\(.*?\)", "{} IN (3)", "a"),
+        ("CAST(stars AS INT) > 2", r"TRY_CAST", "{}(stars AS INT) > 2", "a"),
+        ("year > '2020'", r"without quotes: (\d+)", "year > {}", "bc"),
+        ('kind = "it\'s"', r"in single quotes: ('.*?')\.", "kind = {}", "b"),
+        ("year LIKE '202_'", r"CAST\(.*?\)", "{} LIKE '202_'", "abc"),
+        ("[my stars] = '3'", r'such as "(.*?)"\.', "{}", "c"),
+        ("yaer > 2020", r"Did you mean '(\w+)'", "{} > 2020", "bc"),
+        ("my stars = '3'", r'The columns are .*("my stars")', "{} = '3'", "a"),
+    ],
+)
+def test_advice_of_errors_works(where: str, pattern: str, template: str, ids: str) -> None:
+    stars = ["3", "N/A", "4.5"]
+    columns = {"id": ["a", "b", "c"], "stars": stars, "my stars": stars, "year": [2020, 2021, 2022]}
+    rows = pa.table({**columns, "kind": ["x", "it's", "news"]})
+    types = {field.name: field.type for field in rows.schema}
+    with pytest.raises((UserError, pa.ArrowInvalid)) as error:
+        rows.filter(parse_filter(where, types).predicate)
+    message = str(error.value)
+    if isinstance(error.value, pa.ArrowInvalid):  # TextTable adds the advice, see above
+        message += "TRY_CAST"
+    match = re.search(pattern, message)
+    assert match, message
+    better = template.format(match[match.lastindex or 0])
+    matches = rows.filter(parse_filter(better, types).predicate)
+    assert "".join(matches["id"].to_pylist()) == ids
 
 
 numbers = st.sampled_from(["year", "share", "-3", "2019.5", "CAST(share AS INT)", "NULL"])
