@@ -9,24 +9,30 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, shortened_repr
 
 Array = NDArray[np.float32]
 Positions = NDArray[np.int64]
 T = TypeVar("T")
 
 
-def as_list(values: Iterable[T]) -> list[T]:
+def as_list(values: Iterable[T], name: str = "the values") -> list[T]:
     """Return the items of a sequence, an iterator, a column or an Arrow array as a list.
 
+    Args:
+        values: the items.
+        name: name of the items in messages.
+
     Raises:
-        UserError: ``values`` is a table, whose items would be the names of its columns.
+        UserError: ``values`` is a table, whose items would be the names of its columns, a single
+            text, or has no items, such as a number.
     """
     if hasattr(values, "columns") or isinstance(values, Mapping):
         raise UserError(
@@ -36,7 +42,14 @@ def as_list(values: Iterable[T]) -> list[T]:
     if hasattr(values, "to_pylist"):  # Arrow arrays yield Arrow scalars, not Python objects.
         items: list[T] = values.to_pylist()
         return items
-    return list(values)
+    try:
+        if not isinstance(values, str | bytes):
+            return list(values)
+    except TypeError:
+        pass
+    raise UserError(
+        f"expected a list for {name}, not the {type(values).__name__} {shortened_repr(values)}."
+    )
 
 
 class Matrix(ABC):
@@ -226,6 +239,36 @@ def _number_by_appearance(values: NDArray[Any]) -> tuple[Positions, Positions]:
     return first[order], rank[inverse.reshape(-1)]
 
 
+class EqualByValue:
+    """A base of dataclasses with arrays, which are equal if all their fields are.
+
+    Such a dataclass is declared with ``eq=False``: the comparison that ``dataclass`` generates
+    fails for arrays. NaN is equal to itself, so that a copy is always equal.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Return whether two values are equal, which may hold arrays."""
+    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
+        with_nan = np.asarray(first).dtype.kind == "f"
+        return np.array_equal(first, second, equal_nan=with_nan)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return bool(first == second or (first != first and second != second))  # noqa: PLR0124 - NaN
+
+
 def cosine(first: Array, second: Array) -> Array:
     """Return the cosine of each row of ``first`` with the same row of ``second``, (n,) float32.
 
@@ -247,8 +290,8 @@ def cosine(first: Array, second: Array) -> Array:
     product = _inner(first, second)
     norms = np.sqrt(_inner(first, first)) * np.sqrt(_inner(second, second))
     zeros = np.zeros(len(norms), dtype=np.float64)
-    cosines: Array = np.divide(product, norms, out=zeros, where=norms > 0).astype(np.float32)
-    return cosines
+    cosines = np.divide(product, norms, out=zeros, where=norms > 0)
+    return clip_cosines(cosines).astype(np.float32)
 
 
 def scale_to_unit_norm(vectors: NDArray[Any]) -> NDArray[Any]:
@@ -256,6 +299,15 @@ def scale_to_unit_norm(vectors: NDArray[Any]) -> NDArray[Any]:
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: NDArray[Any] = np.divide(vectors, norms, out=np.zeros_like(vectors), where=norms > 0)
     return unit
+
+
+def clip_cosines(cosines: NDArray[Any]) -> NDArray[Any]:
+    """Return cosines within -1 and 1, which rounding of unit vectors can exceed.
+
+    Every cosine that is shown or returned passes this function or ``cosine``.
+    """
+    clipped: NDArray[Any] = np.clip(cosines, -1, 1)
+    return clipped
 
 
 def _inner(first: Array, second: Array) -> NDArray[np.float64]:

@@ -290,6 +290,39 @@ def parse_value(cls: type[Any], name: str, text: str) -> Any:
     return text
 
 
+def check_argument(name: str, value: object, types: Sequence[type | None], expected: str) -> None:
+    """Check the type of an argument of a public function; a truth value is not a number.
+
+    Args:
+        name: name of the argument.
+        value: the argument.
+        types: legal types; None: the argument may be missing.
+        expected: description of a legal value, for the message.
+
+    Raises:
+        UserError: the argument has another type.
+    """
+    classes = tuple(type(None) if kind is None else kind for kind in types)
+    if not isinstance(value, classes) or (isinstance(value, bool) and bool not in classes):
+        raise UserError(f"{name} is {shortened_repr(value)}; expected {expected}.")
+
+
+def check_folder(name: str, value: object, *, optional: bool = False) -> None:
+    """Check that an argument of a public function can be the path of a folder.
+
+    Raises:
+        UserError: it is not a path, has an invalid character, or is too long.
+    """
+    check_argument(name, value, (str, Path, *([None] if optional else [])), "a path")
+    if value is None:
+        return
+    check_string(str(value), name)
+    try:
+        Path(str(value)).exists()
+    except OSError as error:
+        raise UserError(f"{name} is {shortened_repr(str(value))}: {error.strerror}.") from None
+
+
 def check_source(source: Any, expected: str) -> None:
     """Check that a file or folder exists, before anything heavy is imported.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
@@ -14,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import Array
-from llmcond.errors import UserError, list_legal_values
+from llmcond.errors import UserError, list_legal_values, shortened_repr
 from llmcond.log import log
-from llmcond.options import Precision
+from llmcond.options import Precision, check_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +54,24 @@ def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:
     """
     if truncate_dim is None:
         return dim
+    check_argument("truncate_dim", truncate_dim, (Integral,), "a whole number")
     if not 1 <= truncate_dim <= dim:
         raise UserError(
             f"truncate_dim is {truncate_dim}, but the embeddings have {dim} dimensions. Give a "
             f"number from 1 to {dim}."
         )
     return truncate_dim
+
+
+def check_precision(precision: Precision) -> None:
+    """Check that embeddings can have a number type.
+
+    Raises:
+        UserError: the precision is unknown.
+    """
+    if precision not in PRECISIONS:
+        legal = list_legal_values(str(precision), PRECISIONS)
+        raise UserError(f"precision is {shortened_repr(precision)}. {legal}")
 
 
 def measure_ranges(embeddings: NDArray[Any], n: int | None = None) -> Array:
@@ -148,8 +161,7 @@ def quantize_embeddings(
         >>> codes.shape, codes.dtype
         ((3, 48), dtype('uint8'))
     """
-    if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r}. {list_legal_values(precision, PRECISIONS)}")
+    check_precision(precision)
     embeddings = np.asarray(embeddings)
     if not np.issubdtype(embeddings.dtype, np.floating):
         raise UserError(

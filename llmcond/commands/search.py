@@ -40,7 +40,8 @@ class Search(ConditionOptions, DeviceOption, Command):
         (),
         metavar="W",
         repeat=True,
-        help="weight of each condition in the score, a weighted sum of cosines (default: 1 each)",
+        help="weight of each condition in the score, a weighted sum of cosines (default: 1 each); "
+        "a negative weight moves down the texts that are similar under that condition",
     )
     k: Positive = option(10, flag="-k", metavar="K", help="number of hits")
     where: str | None = option(
@@ -76,7 +77,7 @@ class Search(ConditionOptions, DeviceOption, Command):
                 "Give one --weight for each --condition, in the same order."
             )
         conditions = self.conditions()
-        if len(set(conditions)) < len(conditions):
+        if self.weight and len(conditions) < len(self.weight):
             raise UserError(
                 "a --condition is repeated. Give each condition once, with a larger --weight."
             )
@@ -101,7 +102,8 @@ class Search(ConditionOptions, DeviceOption, Command):
         for guided, guide in hits.guides.items():
             log.info(
                 f"{condition_text(guided)!r} is guided by labelled texts: "
-                f"{', '.join(guide.labels)} ({guide.source})"
+                f"{', '.join([*guide.labels][:20])}{', …' * (len(guide.labels) > 20)} "
+                f"({guide.source})"
             )
         if self.explain and hits.rows:
             _report_unconditional_scores(hits)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +160,15 @@ def resolve_conditions(
 
 
 def is_missing(value: Any) -> bool:
-    """Return whether a cell of a table is missing: None, NaN, or blank."""
-    if isinstance(value, Real):
-        return math.isnan(value)
-    return value is None or not str(value).strip()
+    """Return whether a cell of a table is missing: None, NaN, NaT, pandas' NA, or blank."""
+    if value is None or isinstance(value, str):
+        return value is None or not value.strip()
+    try:
+        return bool(value != value)  # noqa: PLR0124 - NaN and NaT differ from themselves
+    except TypeError:  # NA has no truth value.
+        return True
+    except ValueError:  # An array has none either, but is not missing.
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
 from llmcond.progress import ReadBar
-from llmcond.text import cell_text
+from llmcond.text import cell_text, condition_cell
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.
@@ -300,6 +300,7 @@ def _read_rows(
 ) -> Rows:
     names = [columns.sentence1, columns.sentence2, columns.condition, *extra]
     readers: list[tuple[str, Callable[[Any], Any]]] = [(name, cell_text) for name in names]
+    readers[2] = (columns.condition, condition_cell)
     if columns.label:
         readers.append((columns.label, scale.to_unit))
     values = read_columns(source, files, readers)

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmcond.conditions import condition_text
+from llmcond.arrays import as_list
+from llmcond.conditions import as_condition, condition_text
 from llmcond.data.candidates import has_column, is_missing, read_collection, text_column
 from llmcond.data.readers import MissingColumnError
 from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.files import digest_text
 from llmcond.log import log
+from llmcond.text import cell_text, condition_key, normalise_condition
 
 #: Name in messages of labelled texts that do not come from a file.
 PYTHON = "the guide"
@@ -52,6 +54,8 @@ def check_labelled(
 ) -> LabelledTexts:
     """Check and deduplicate labelled texts, and log the numbers of texts and labels.
 
+    Labels that differ only in case, Unicode form or spacing are one label, which is logged.
+
     Args:
         condition: the condition of the labels; None: texts without a condition.
         texts: n texts.
@@ -66,7 +70,7 @@ def check_labelled(
         UserError: the numbers of texts and labels differ, a text or a label is empty, a text has
             two labels, or there are fewer than two labels.
     """
-    texts, labels = list(texts), list(labels)
+    texts, labels = as_list(texts, "texts"), as_list(labels, "labels")
     if len(texts) != len(labels):
         raise UserError(
             f"there are {format_count(len(texts), 'text')} and "
@@ -74,13 +78,19 @@ def check_labelled(
             "label for each text."
         )
     label_of: dict[str, str] = {}
+    spellings: dict[str, str] = {}
+    variants: dict[str, None] = {}
     for number, text, value in zip(numbers or range(1, len(texts) + 1), texts, labels, strict=True):
         row = f"row {number} of {source}"
-        if is_missing(value):
-            raise UserError(f"{row}: label is empty. Correct or remove the row.")
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(f"{row}: text is empty. Correct or remove the row.")
-        label = str(value).strip()
+        for name, cell in (("label", "" if is_missing(value) else str(value)), ("text", text)):
+            try:
+                cell_text(cell)
+            except ValueError as error:
+                raise UserError(f"{row}: {name} {error}. Correct or remove the row.") from None
+        spelling = normalise_condition(str(value))
+        label = spellings.setdefault(condition_key(spelling), spelling)
+        if label != spelling:
+            variants[f"{spelling!r} as {label!r}"] = None
         if label_of.setdefault(text, label) != label:
             raise UserError(
                 f"{row}: {shortened_repr(text)} has the label {shortened_repr(label)}, but an "
@@ -103,6 +113,12 @@ def check_labelled(
         f"{source}: {format_count(len(label_of), 'text')} of {len(counts)} labels guide embeddings"
         f"{under_condition}"
     )
+    if variants:
+        shown, more = list(variants)[:5], len(variants) - 5
+        log.info(
+            f"{source}: labels that differ only in case or form count as one: {', '.join(shown)}"
+            + (f" and {more:,} more" if more > 0 else "")
+        )
     rare_labels = [label for label, count in counts.items() if count == 1]
     if rare_labels:
         log.info(
@@ -147,18 +163,20 @@ def read_guide(
                 "condition."
             )
         return [check_labelled(conditions[0], table.texts, labels, source)]
-    known = {
-        name: known_condition
+    known: dict[str, str | None] = {
+        condition_key(name): known_condition
         for known_condition in conditions
         if known_condition
         for name in (str(known_condition), condition_text(known_condition))
     }
     rows: dict[str, list[int]] = {}
     for row, value in enumerate(table.columns["condition"]):
-        name = "" if is_missing(value) else str(value).strip()
-        if not name:
+        if is_missing(value):
             raise UserError(f"row {row + 1} of {source}: condition is empty. Fill it in.")
-        if closed and name not in known:
+        name = as_condition(str(value), f"row {row + 1} of {source}: condition")
+        known.setdefault(condition_key(name), None if closed else name)
+        condition = known[condition_key(name)]
+        if condition is None:
             expected = format_list(
                 [
                     condition_text(known_condition)
@@ -171,7 +189,7 @@ def read_guide(
                 f"row {row + 1} of {source}: no texts are embedded under the condition "
                 f"{shortened_repr(name)}. Use one of these conditions: {expected}."
             )
-        rows.setdefault(known.get(name, name), []).append(row)
+        rows.setdefault(condition, []).append(row)
     guides = []
     for condition, row_indices in rows.items():
         texts, row_labels = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from llmcond.arrays import Array, scale_to_unit_norm
+from llmcond.arrays import Array, EqualByValue, scale_to_unit_norm
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_text, replace_atomically
 from llmcond.records import RECORD, check_record
+from llmcond.text import condition_key
 
 FORMAT = 1
 #: Penalty of ridge regression on unit vectors.
@@ -28,7 +29,7 @@ _AGAIN = "Create it again with llmcond index --guide."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guide:
+class Guide(EqualByValue):
     """A linear map that brings texts with the same label together.
 
     It keeps the size of the vectors. Vectors are centred, and stretched along the directions that
@@ -74,6 +75,40 @@ class Guide:
         return {"labels": dict(self.labels), "source": self.source}
 
 
+class Guides(MutableMapping[str | None, Guide]):
+    """The guides of conditions. The key None stands for texts without a condition.
+
+    A condition is looked up by ``llmcond.text.condition_key``, so that a guide is also found if the
+    condition is spelled in another case or Unicode form, or with other white space.
+    """
+
+    def __init__(self, guides: Mapping[Any, Guide] | None = None) -> None:
+        self._entries: dict[str | None, tuple[str | None, Guide]] = {}
+        self.update(guides or {})
+
+    def __getitem__(self, condition: str | None) -> Guide:
+        return self._entries[_guide_key(condition)][1]
+
+    def __setitem__(self, condition: str | None, guide: Guide) -> None:
+        self._entries[_guide_key(condition)] = condition, guide
+
+    def __delitem__(self, condition: str | None) -> None:
+        del self._entries[_guide_key(condition)]
+
+    def __iter__(self) -> Iterator[str | None]:
+        return (condition for condition, _ in self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Guides({dict(self)})"
+
+
+def _guide_key(condition: str | None) -> str | None:
+    return None if condition is None else condition_key(condition)
+
+
 def fit_guide(
     vectors: NDArray[Any], labels: Sequence[str], *, source: str = "", digest: str = ""
 ) -> Guide:
@@ -90,12 +125,15 @@ def fit_guide(
         source: see ``Guide``.
         digest: hash of the labelled texts.
     """
-    from sklearn.linear_model import Ridge
-
     classes, members = np.unique(np.array(labels, dtype=object), return_inverse=True)
     points = scale_to_unit_norm(np.asarray(vectors, dtype=np.float64))
-    ridge = Ridge(alpha=_ALPHA).fit(points, np.eye(len(classes))[members])
-    directions, sizes, _ = np.linalg.svd(ridge.coef_.T, full_matrices=False)
+    # With X = U S V', the weights are V S / (S² + alpha) U'Y. U'Y is summed by label, because Y has
+    # as many columns as there are labels.
+    u, scales, v = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)
+    sums = np.zeros((len(classes), len(scales)))
+    np.add.at(sums, members, u * (scales / (scales**2 + _ALPHA)))
+    directions, sizes, _ = np.linalg.svd(sums.T, full_matrices=False)
+    directions = v.T @ directions
     # One-hot labels sum to 1, so at least one direction is empty.
     nonzero = sizes > 1e-6 * max(sizes[0], 1e-6)
     sizes = sizes[nonzero] / max(sizes[0], 1e-6)
@@ -110,7 +148,7 @@ def fit_guide(
 
 
 def apply_guides(
-    vectors: NDArray[Any], conditions: Sequence[str], guides: Mapping[Any, Guide]
+    vectors: NDArray[Any], conditions: Sequence[str], guides: Mapping[str | None, Guide]
 ) -> Array:
     """Map the (n, d) vectors under conditions that have a guide; return all vectors.
 
@@ -118,15 +156,19 @@ def apply_guides(
         UserError: a guide was fitted on vectors of another size.
     """
     mapped = np.array(vectors, dtype=np.float32) if guides else np.asarray(vectors)
-    for condition, guide in guides.items():
-        rows = [row for row, row_condition in enumerate(conditions) if row_condition == condition]
-        if rows and len(guide.mean) != mapped.shape[1]:
+    rows_of: dict[str, list[int]] = {}
+    for row, condition in enumerate(conditions if guides else ()):
+        rows_of.setdefault(condition, []).append(row)
+    for condition, rows in rows_of.items():
+        guide = guides.get(condition)
+        if guide is None:
+            continue
+        if len(guide.mean) != mapped.shape[1]:
             raise UserError(
                 f"the guide of {str(condition)!r} maps embeddings of {len(guide.mean)} dimensions, "
                 f"and these have {mapped.shape[1]}. Fit the guide with the same truncate_dim."
             )
-        if rows:
-            mapped[rows] = guide.transform(mapped[rows])
+        mapped[rows] = guide.transform(mapped[rows])
     return mapped
 
 
@@ -165,14 +207,14 @@ def save_guide(guide: Guide, condition: str, folder: Path) -> None:
         save_file(tensors, path, {"guide": json.dumps({"format": FORMAT, **record})})
 
 
-def load_guides(folder: Path) -> dict[str, Guide]:
+def load_guides(folder: Path) -> Guides:
     """Return the guides of a folder by condition; none if the folder does not exist.
 
     Raises:
         UserError: a newer version wrote a guide.
         LlmcondError: a file is damaged.
     """
-    guides = {}
+    guides = Guides()
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "numpy") as file:

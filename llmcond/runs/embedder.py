@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
-from llmcond.arrays import Matrix, SharedRows, as_list, scale_to_unit_norm
+from llmcond.arrays import Matrix, SharedRows, clip_cosines, scale_to_unit_norm
+from llmcond.conditions import as_condition
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.data.readers import describe_source
 from llmcond.deprecation import renamed_methods
@@ -18,13 +20,14 @@ from llmcond.encoders.checkpoints.checkpoint import find_hub_source
 from llmcond.errors import UserError, format_count
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
-from llmcond.heads.guide import Guide, apply_guides, fit_guide
+from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
-from llmcond.options import Precision
+from llmcond.options import Precision, check_argument, check_folder
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
     EncodeOptions,
+    check_precision,
     check_truncate_dim,
     convert_embeddings,
 )
@@ -50,12 +53,12 @@ if TYPE_CHECKING:
 
 
 @renamed_methods(encode_counted="encode_with_counts")
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Embedder(SimilarityModel):
     """A model that embeds texts under conditions.
 
     The embedding is CASE(s, c) = g(f(c; I(s)) - f(c; I(∅))) (CASE, equation 1). Load an embedder
-    with ``load_embedder``.
+    with ``load_embedder``. An embedder is equal to itself only, so that it can be a key of caches.
 
     Attributes:
         encoder: The encoder f.
@@ -66,6 +69,7 @@ class Embedder(SimilarityModel):
         fitted_on: The source of the data that the head was fitted on, and the number of datasets
             with texts that its encoder was trained on, if any.
         guides: For some conditions, a map that is applied to the embeddings. See ``guided``.
+            Conditions are found in any case, Unicode form and spacing.
         folder: The folder of the run or model that it was loaded from, if any.
         truncate_dim: The number of leading dimensions that embeddings keep. None: all of them. See
             ``matryoshka_dims``.
@@ -84,17 +88,18 @@ class Embedder(SimilarityModel):
     name: str = "none"
     cache: ConditionCache | None = None
     fitted_on: str = ""
-    guides: Mapping[str, Guide] = field(default_factory=dict)
+    guides: Mapping[str | None, Guide] = field(default_factory=Guides)
     folder: Path | None = None
     truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that embeddings can be truncated.
+        """Check that embeddings can be truncated, and let guides be found in any spelling.
 
         Raises:
             UserError: ``truncate_dim`` is larger than the embeddings, or the head does not compare
                 them by cosine.
         """
+        object.__setattr__(self, "guides", Guides(self.guides))
         if self.truncate_dim is not None:
             check_truncatable(self.truncate_dim, self.head)
             check_truncate_dim(self.truncate_dim, self.head.dim_out or self.encoder.dim)
@@ -287,6 +292,7 @@ class Embedder(SimilarityModel):
                 or a single text is quantised to ``int8`` or ``uint8``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
+        check_precision(precision)
         embedder = self if truncate_dim is None else replace(self, truncate_dim=truncate_dim)
         if isinstance(sentences, str):
             rows = pair_with_conditions([sentences], as_condition_list(conditions))
@@ -378,7 +384,7 @@ class Embedder(SimilarityModel):
             >>> guided.encode("A lovely evening.", "the sentiment").shape
             (384,)
         """
-        return self.with_guide(check_labelled(condition, as_list(texts), as_list(labels)))
+        return self.with_guide(check_labelled(as_condition(condition), texts, labels))
 
     def with_guide(self, labelled: LabelledTexts) -> Embedder:
         """Return an embedder that is guided by labelled texts, as ``guided`` does.
@@ -493,8 +499,7 @@ class Embedder(SimilarityModel):
         embedded = self._encode([*first, *second], show_progress)
         rows, columns = embedded[: len(first)], embedded[len(first) :]
         if self.head.compares_by_cosine:
-            matrix: Vectors = scale_to_unit_norm(rows) @ scale_to_unit_norm(columns).T
-            return matrix
+            return clip_cosines(scale_to_unit_norm(rows) @ scale_to_unit_norm(columns).T)
         similarities = [self.compare(np.broadcast_to(row, columns.shape), columns) for row in rows]
         return np.stack(similarities)
 
@@ -590,6 +595,15 @@ def load_embedder(
         >>> llmcond.load_embedder()
         Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)
     """
+    check_folder("run", run, optional=True)
+    for name, value in (("head", head), ("prompt", prompt), ("revision", revision)):
+        check_argument(name, value, (str, None), "a name")
+    check_argument("device", device, (str,), "a device such as 'cpu'")
+    for name, number in (
+        ("max_tokens_per_batch", max_tokens_per_batch),
+        ("truncate_dim", truncate_dim),
+    ):
+        check_argument(name, number, (Integral, None), "a whole number")
     model = EmbeddingModel.find(resolve_run(run, revision=revision), head, prompt)
     resolved = model.run.resolve_encoder(device, max_tokens_per_batch)
     return make_embedder(LazyEncoder(resolved)(), model.head, model.run.folder, truncate_dim)

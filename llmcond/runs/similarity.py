@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.arrays import as_list
-from llmcond.errors import UserError
+from llmcond.conditions import as_condition
+from llmcond.errors import UserError, shortened_repr
 
 Vectors = NDArray[np.float32]
 
@@ -72,13 +73,15 @@ class SimilarityModel(ABC):
             return float(
                 self.similarity([sentences1], [sentences2], as_condition_list(conditions))[0]
             )
-        texts1, texts2 = as_list(sentences1), as_list(sentences2)
+        texts1, texts2 = as_list(sentences1, "sentences1"), as_list(sentences2, "sentences2")
         if len(texts1) != len(texts2):
             raise UserError(
                 f"sentences1 has {len(texts1)} texts and sentences2 has {len(texts2)}. Give two "
                 "lists of the same length."
             )
-        row_conditions = conditions if isinstance(conditions, str) else as_list(conditions)
+        row_conditions = (
+            conditions if isinstance(conditions, str) else as_list(conditions, "conditions")
+        )
         rows1, rows2 = (
             pair_with_conditions(texts1, row_conditions),
             pair_with_conditions(texts2, row_conditions),
@@ -152,36 +155,41 @@ def as_condition_list(conditions: str | Iterable[str]) -> Sequence[str]:
     Raises:
         UserError: It is not a text.
     """
-    if not isinstance(conditions, str):
-        raise UserError(
-            "the sentence is a text and the condition a list. Give two texts, or two lists."
-        )
-    return [conditions]
+    if isinstance(conditions, str) or not isinstance(conditions, Iterable):
+        return [as_condition(conditions)]
+    raise UserError(
+        "the sentence is a text and the condition a list. Give two texts, or two lists."
+    )
 
 
 def as_conditions(conditions: str | Iterable[str]) -> list[str]:
     """Return one condition, or several, as a list.
 
     Raises:
-        UserError: There are none.
+        UserError: There are none, or one is empty or not a text.
     """
-    listed = [conditions] if isinstance(conditions, str) else as_list(conditions)
+    listed = [conditions] if isinstance(conditions, str) else as_list(conditions, "conditions")
     if not listed:
         raise UserError("there are no conditions; give at least one.")
-    return listed
+    names = [f"condition {number} of {len(listed)}" for number in range(1, len(listed) + 1)]
+    return [as_condition(*pair) for pair in zip(listed, names, strict=True)]
 
 
 def pair_with_conditions(
     sentences: Iterable[str], conditions: str | Iterable[str]
 ) -> list[tuple[str, str]]:
-    """Return (sentence, condition) rows. A single condition applies to all sentences.
+    """Return (sentence, condition) rows, with the conditions in their normal form.
+
+    A single condition applies to all sentences.
 
     Raises:
         UserError: The lengths differ, or an item is empty or not a text.
     """
-    texts = as_list(sentences)
+    texts = as_list(sentences, "sentences")
     row_conditions = (
-        [conditions] * len(texts) if isinstance(conditions, str) else as_list(conditions)
+        [conditions] * len(texts)
+        if isinstance(conditions, str)
+        else as_list(conditions, "conditions")
     )
     if len(row_conditions) != len(texts):
         raise UserError(
@@ -192,8 +200,12 @@ def pair_with_conditions(
     for number, row in enumerate(rows):
         for noun, text in zip(("sentence", "condition"), row, strict=True):
             if not isinstance(text, str):
-                raise UserError(f"position {number} holds {text!r}, which is not a text.")
+                raise UserError(
+                    f"{noun} {number + 1} of {len(rows)} is {shortened_repr(text)}, which is not a "
+                    "text. Give a text."
+                )
             if not text.strip():
                 which = f"{noun} {number + 1} of {len(rows)}" if number else f"the first {noun}"
                 raise UserError(f"{which} is empty. Give a text.")
-    return rows
+    normal = {condition: as_condition(condition) for _, condition in rows}
+    return [(text, normal[condition]) for text, condition in rows]

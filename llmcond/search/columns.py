@@ -1,4 +1,4 @@
-"""Type inference for the columns of a text file such as CSV, where every value is a string."""
+"""The Arrow columns of an index: from Python values, and from the strings of files such as CSV."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from llmcond.data.rows import to_arrow
+from llmcond.errors import UserError, shortened_repr
 
 #: Pattern that all values of a column must match, and the type that the column then gets. Values
 #: with leading zeros, or with more digits than the type can hold, are keys rather than amounts:
@@ -30,12 +33,31 @@ def infer_types(
         schema: the schema of an index that the columns will be added to, if there is one. Columns
             that it declares as text remain text. Its other columns are returned as strings, because
             they are cast to the index's types when the rows are added.
+
+    Raises:
+        UserError: as ``to_column``.
     """
     known_types = {} if schema is None else {field.name: field.type for field in schema}
     return {
-        name: _infer_column(pa.array(texts, pa.string()), known_types.get(name))
+        name: _infer_column(to_column(name, texts), known_types.get(name))
         for name, texts in columns.items()
     }
+
+
+def to_column(name: str, values: Sequence[Any]) -> Any:
+    """Return the values of a column as an Arrow array; a column without values is one of texts.
+
+    Raises:
+        UserError: a text contains half of a surrogate pair.
+    """
+    try:
+        column = to_arrow(values)
+    except UnicodeEncodeError:
+        raise UserError(
+            f"the column {shortened_repr(name)} has a text that contains half of a surrogate pair, "
+            "which is not a valid character. Correct it."
+        ) from None
+    return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 
 def _infer_column(texts: Any, known_type: Any) -> Any:

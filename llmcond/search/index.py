@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, Unpack, get_args, overload
 
@@ -26,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from llmcond.arrays import as_list
-from llmcond.conditions import Condition
+from llmcond.conditions import Condition, as_condition, distinct_conditions
 from llmcond.data.guides import LabelledTexts, check_labelled
 from llmcond.deprecation import renamed_methods
 from llmcond.errors import (
@@ -47,9 +48,9 @@ from llmcond.features.missing import count_missing
 from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
-from llmcond.heads.guide import Guide, guide_file, load_guides, save_guide
+from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
 from llmcond.log import log
-from llmcond.options import IndexPrecision
+from llmcond.options import IndexPrecision, check_argument, check_folder
 from llmcond.prompts.template import InputTemplate
 from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
 from llmcond.records import RECORD, check_record
@@ -58,10 +59,11 @@ from llmcond.runs.extraction import extract_inputs
 from llmcond.search.hits import Hits
 from llmcond.search.model import SearchModel
 from llmcond.search.prepared import PreparedSearch
-from llmcond.search.rows import IndexRows, WriteCounts, check_text
+from llmcond.search.rows import IndexRows, WriteCounts, check_ids, check_text
 from llmcond.search.table import TextTable
 from llmcond.search.version import IndexVersion
 from llmcond.search.views import ConditionViews
+from llmcond.text import condition_key
 
 #: Format 2 has a precision or a size of vectors; an index without them is written in format 1.
 FORMAT = 2
@@ -177,6 +179,14 @@ class Index:
                 size or precision; also for the reasons of ``add`` and ``prepare``.
             DiskFullError: if there is not enough space.
         """
+        check_folder("folder", folder)
+        check_folder("run", run, optional=True)
+        for name, value in (("model", model), ("head", head), ("prompt", prompt)):
+            check_argument(name, value, (str, None), "a name")
+        check_argument("device", device, (str,), "a device such as 'cpu'")
+        check_argument("truncate_dim", truncate_dim, (Integral, None), "a whole number")
+        if truncate_dim is not None and truncate_dim < 1:
+            raise UserError(f"truncate_dim is {truncate_dim}; it must be at least 1.")
         rows, conditions = IndexRows.validate(texts, ids, columns), _check_conditions(conditions)
         folder = Path(folder)
         settings: dict[str, Any] = {"run": run, "model": model, "head": head, "prompt": prompt}
@@ -185,7 +195,7 @@ class Index:
         form = {name: value for name, value in form.items() if value is not None}
         if precision not in (None, *get_args(IndexPrecision)):
             legal = list_legal_values(str(precision), get_args(IndexPrecision))
-            raise UserError(f"precision is {precision!r}. {legal}")
+            raise UserError(f"precision is {shortened_repr(precision)}. {legal}")
         exists = (folder / "index.json").exists()
         if exists and not ((settings or form) and TextTable(folder).version == 0):
             index = cls._open(folder, device, settings)
@@ -207,7 +217,7 @@ class Index:
             _write_record(folder, search_model, precision or "float16")
             shutil.rmtree(folder / "guides", ignore_errors=True)
             index = cls(folder, search_model, precision or "float16")
-        conditions = index._with_recorded_values(conditions)
+        conditions = index._resolve_conditions(conditions)
         if len(rows):
             index._add(rows, conditions)
         index.prepare(conditions)
@@ -228,6 +238,8 @@ class Index:
             UserError: if the folder holds no index, or its run is missing or has changed.
             LlmcondError: if the index cannot be read.
         """
+        check_folder("folder", folder)
+        check_argument("device", device, (str,), "a device such as 'cpu'")
         folder = Path(folder)
         if not (folder / "index.json").exists():
             what = "is not an index (it has no index.json)" if folder.exists() else "does not exist"
@@ -302,13 +314,14 @@ class Index:
         return self._views.conditions()
 
     @property
-    def guides(self) -> dict[str, Guide]:
+    def guides(self) -> Guides:
         """The guides of conditions, see ``guide``.
 
         Returns:
-            A dictionary from the condition to its guide.
+            A mapping from the condition to its guide, which finds conditions in any case, Unicode
+            form and spacing.
         """
-        return dict(self._version.guides)
+        return Guides(self._version.guides)
 
     @property
     def precision(self) -> IndexPrecision:
@@ -349,7 +362,8 @@ class Index:
 
         Args:
             texts: n texts.
-            ids: n ids, which are stored as strings; default: digests of the texts.
+            ids: n ids, texts or whole numbers, which are stored as strings; default: digests of
+                the texts.
             columns: n values per column, by column name. The names must be those that the index
                 has.
 
@@ -390,16 +404,16 @@ class Index:
         """Delete texts by their ids. Unknown ids are logged as a warning.
 
         Args:
-            ids: the ids, which are compared as strings.
+            ids: the ids, as texts or whole numbers, which are compared as strings.
 
         Returns:
             The number of texts that were deleted.
 
         Raises:
-            UserError: if the folder cannot be written.
+            UserError: if an id is invalid, or the folder cannot be written.
             DiskFullError: if there is not enough space.
         """
-        row_ids = list(dict.fromkeys(map(str, ids)))
+        row_ids = list(dict.fromkeys(check_ids(ids)))
         with self._writing():
             table = self._version.table
             unknown = [row_ids[i] for i in np.flatnonzero(table.find(row_ids) < 0)]
@@ -424,7 +438,8 @@ class Index:
 
         The values of a ``llmcond.Condition`` are recorded: its text alone then means the condition
         with these values, also in ``search``. A ``Condition`` without values removes recorded
-        values.
+        values. A text that differs from a recorded condition in case, Unicode form or spacing only
+        means the recorded one.
 
         Args:
             conditions: the conditions, each a text or a ``Condition``.
@@ -434,7 +449,7 @@ class Index:
             DiskFullError: if there is not enough space. What has been encoded is stored for the
                 next attempt.
         """
-        to_prepare = list(dict.fromkeys(self._with_recorded_values(_check_conditions(conditions))))
+        to_prepare = self._resolve_conditions(conditions)
         if any(isinstance(c, Condition) for c in to_prepare) or (to_prepare and self.encodes_pairs):
             with self._writing():
                 self._record_values(to_prepare)
@@ -461,7 +476,7 @@ class Index:
                 if the folder cannot be written.
             DiskFullError: if there is not enough space.
         """
-        self.add_guide(check_labelled(condition, as_list(texts), as_list(labels)))
+        self.add_guide(check_labelled(as_condition(condition), texts, labels))
 
     def add_guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide on labelled texts and save it, as ``guide`` does.
@@ -478,12 +493,12 @@ class Index:
                 f"a guide needs vectors of more than 1 bit for each number, and {self.folder} is "
                 f"in {self.precision}. Build an index in float16 or int8."
             )
-        text = check_text(labelled.condition or "", "the condition")
-        (condition,) = self._with_recorded_values([text])
+        (condition,) = self._resolve_conditions(labelled.condition or "")
         guide = self._model.fit_guide(replace(labelled, condition=condition))
         with self._writing():
             self._record_values([condition])
             save_guide(guide, condition, self.folder / "guides")
+            self._remove_guide(condition, except_spelling=condition)
             self._model.guides[condition] = guide
             self._version = IndexVersion(self._version.table, self._views, self._model)
 
@@ -496,11 +511,18 @@ class Index:
         Raises:
             UserError: if the condition is empty, or the folder cannot be written.
         """
-        (condition,) = self._with_recorded_values(_check_conditions([condition]))
+        (condition,) = self._resolve_conditions(condition)
         with self._writing():
-            guide_file(self.folder / "guides", condition).unlink(missing_ok=True)
-            self._model.guides.pop(condition, None)
+            self._remove_guide(condition)
             self._version = IndexVersion(self._version.table, self._views, self._model)
+
+    def _remove_guide(self, condition: str, except_spelling: str | None = None) -> None:
+        """Remove the guide of a condition, whose file has the spelling that it was saved with."""
+        key, known = condition_key(condition), list(filter(None, self._model.guides))
+        self._model.guides.pop(condition, None)
+        for spelling in {condition, *(text for text in known if condition_key(text) == key)}:
+            if spelling != except_spelling:
+                guide_file(self.folder / "guides", spelling).unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -554,7 +576,7 @@ class Index:
             return []
         record = read_json(self.folder / "index.json")
         recorded = list(record["conditions"])
-        merged = list(dict.fromkeys([*recorded, *_check_conditions(conditions)]))
+        merged = list(dict.fromkeys([*recorded, *conditions]))
         if merged != recorded:
             write_json(self.folder / "index.json", {**record, "conditions": merged})
         return merged
@@ -562,20 +584,35 @@ class Index:
     def _record_values(self, conditions: Sequence[str]) -> None:
         """Record the values of each ``Condition``; one without values removes recorded values."""
         new_values = {c.text: [*c.values] for c in conditions if isinstance(c, Condition)}
+        replaced = set(map(condition_key, new_values))
         record = read_json(self.folder / "index.json")
-        values = {t: v for t, v in {**record.get("values", {}), **new_values}.items() if v}
+        values = {
+            text: v
+            for text, v in record.get("values", {}).items()
+            if condition_key(text) not in replaced
+        }
+        values |= {text: v for text, v in new_values.items() if v}
         if values != record.get("values", {}):
             write_json(self.folder / "index.json", {**record, "values": values})
 
-    def _with_recorded_values(self, conditions: Sequence[str]) -> list[str]:
-        """Return the conditions, with recorded values for those that are given as text alone."""
-        recorded = read_json(self.folder / "index.json").get("values", {})
-        return [
-            Condition(condition, recorded[condition])
-            if condition in recorded and not isinstance(condition, Condition)
-            else condition
-            for condition in conditions
-        ]
+    def _resolve_conditions(self, conditions: str | Iterable[str]) -> list[str]:
+        """Return distinct conditions as the index knows them, with recorded values for texts alone.
+
+        A text that differs from a recorded condition only in case, Unicode form or spacing is
+        replaced by the recorded one, whose vectors and guide it shares.
+        """
+        record = read_json(self.folder / "index.json")
+        values = {condition_key(text): (text, v) for text, v in record.get("values", {}).items()}
+        known_texts = [*record["conditions"], *filter(None, self._model.guides)]
+        known = {condition_key(text): text for text in known_texts}
+
+        def resolve(condition: str) -> str:
+            key = condition_key(condition)
+            if isinstance(condition, Condition):
+                return condition
+            return Condition(*values[key]) if key in values else known.get(key, condition)
+
+        return distinct_conditions(map(resolve, _check_conditions(conditions)))
 
     def _open_store(self) -> FeatureStore:
         """Return the store for features of texts that are being encoded."""
@@ -633,7 +670,7 @@ class Index:
         calibration = find_calibration(self._model.run.folder)
         if calibration is None or not calibration.ranks_conditions or self._views.is_binary:
             return None
-        (condition,) = self._with_recorded_values([check_text(condition, "the condition")])
+        (condition,) = self._resolve_conditions(condition)
         view, table = self._version.view(condition), self._version.table
         if view is None or not len(table):
             return None
@@ -674,8 +711,10 @@ class Index:
         Args:
             query: a text, or several texts.
             condition: a condition, or several with weights: scores are then weighted sums of
-                cosines. A text alone has the values that the index records for it (see
-                ``prepare``); a ``llmcond.Condition`` has its own values.
+                cosines. A negative weight moves texts down that are similar to the query under the
+                condition, as in ``{"the problem": 1, "the product": -0.5}``. A text alone has the
+                values that the index records for it (see ``prepare``); a ``llmcond.Condition`` has
+                its own values.
             k: maximal number of hits; default: 10.
             where: a filter on the columns in a small subset of SQL, such as
                 ``kind = 'news' AND year > 2020``; see docs/search.md.
@@ -694,7 +733,7 @@ class Index:
                 invalid, ``rerank`` does not apply to the model, or texts would have to be encoded
                 and ``prepare`` is False.
         """
-        queries = [query] if isinstance(query, str) else list(query)
+        queries = [query] if isinstance(query, str) else as_list(query, "the query")
         options: SearchOptions = {
             "where": where, "rerank": rerank, "explain": explain, "prepare": prepare
         }  # fmt: skip
@@ -736,11 +775,18 @@ class Index:
         for text in queries:
             check_text(text, "the query")
         raw_weights = _check_weights(condition)
-        weights = dict(
-            zip(self._with_recorded_values([*raw_weights]), raw_weights.values(), strict=True)
-        )
+        conditions = self._resolve_conditions([*raw_weights])
+        if len(conditions) < len(raw_weights):
+            raise UserError(
+                f"of the conditions {format_list([*raw_weights], 5)}, two are the same up to case "
+                "and spacing. Give each condition once, with one weight."
+            )
+        weights = dict(zip(conditions, raw_weights.values(), strict=True))
+        check_argument("k", k, (Integral,), "a whole number")
         if k < 1:
             raise UserError(f"k is {k}; it must be at least 1.")
+        check_argument("where", options.get("where"), (str, None), "a filter as a text")
+        check_argument("rerank", options.get("rerank"), (Integral, None), "a whole number")
         rerank = options.get("rerank")
         if options.get("prepare", True) and rerank is None and self.encodes_pairs:
             self._encode_missing(list(weights))
@@ -821,17 +867,23 @@ class _Pairs(Sequence[tuple[str, str]]):
         return self._texts[text], self._conditions[condition]
 
 
-def _check_conditions(conditions: Sequence[str]) -> list[str]:
-    return [check_text(condition, "the condition") for condition in conditions]
+def _check_conditions(conditions: str | Iterable[str]) -> list[str]:
+    listed = [conditions] if isinstance(conditions, str) else as_list(conditions, "conditions")
+    return list(map(as_condition, listed))
 
 
 def _check_weights(condition: Weighted) -> dict[str, float]:
-    weights = {condition: 1.0} if isinstance(condition, str) else dict(condition)
+    weights = {condition: 1.0} if isinstance(condition, str) else condition
+    if not isinstance(weights, Mapping):
+        raise UserError(
+            f"the condition is {shortened_repr(condition)}; expected a text, or a dictionary from "
+            "conditions to weights."
+        )
     if not weights:
         raise UserError("no condition was given; give at least one.")
     for text, weight in weights.items():
-        check_text(text, "the condition")
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
+        as_condition(text)
+        if isinstance(weight, bool) or not isinstance(weight, Real):
             raise UserError(
                 f"the weight of {shortened_repr(text)} is {shortened_repr(weight)}, not a number."
             )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcond.data.guides import LabelledTexts
 from llmcond.errors import UserError
-from llmcond.heads.guide import Guide
+from llmcond.heads.guide import Guide, Guides
 from llmcond.runs.embedder import Embedder, base_encoder, fit_checked_guide, make_embedder
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.search.projection import NO_CONDITION, ConditionProjections, ViewTemplates
@@ -31,7 +31,7 @@ class SearchModel(EmbeddingModel):
         UserError: if the head does not compare embeddings by their cosine.
     """
 
-    guides: dict[Any, Guide] = field(default_factory=dict)
+    guides: Guides = field(default_factory=Guides)
     truncate_dim: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class SearchModel(EmbeddingModel):
     @property
     def embedder(self) -> Embedder:
         """An embedder with the same run, head and guides. Access loads the encoder."""
-        guides = {}
+        guides = Guides()
         for condition, guide in self.guides.items():
             basis = self.projections.get(condition).basis
             guides[condition] = guide if basis is None else guide.change_basis(basis)

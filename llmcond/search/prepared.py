@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import Array
+from llmcond.arrays import Array, clip_cosines
 from llmcond.conditions import condition_flags
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, format_count, shortened_repr
+from llmcond.heads.guide import Guides
 from llmcond.log import log
 from llmcond.runs.embedder import normalise_vectors
 from llmcond.search.errors import UnpreparedConditionError
@@ -184,7 +185,7 @@ class PreparedSearch:
                 f"llmcond index --out {self.version.table.folder} "
                 f"{condition_flags(condition or '')}",
             )
-        return view.scores(self._project(queries, condition))
+        return clip_cosines(view.scores(self._project(queries, condition)))
 
     def _read_rows(self, near: Positions) -> Any:
         """Return texts with their columns and stored vectors, as an Arrow table."""
@@ -196,7 +197,10 @@ class PreparedSearch:
     def _compare(self, query: _TextsWithVectors, rows: Any) -> dict[str, Scores]:
         """Return the cosines of a query with a few texts under each condition, (m,)."""
         texts = _TextsWithVectors(rows["text"].to_pylist(), vectors_of(rows))
-        return {c: self._project(texts, c) @ self._project(query, c)[0] for c in self.weights}
+        return {
+            c: clip_cosines(self._project(texts, c) @ self._project(query, c)[0])
+            for c in self.weights
+        }
 
     def _sum_scores(self, scores: Mapping[str, Scores]) -> Scores:
         weighted = [weight * scores[name] for name, weight in self.weights.items()]
@@ -235,11 +239,7 @@ class PreparedSearch:
         base_encoder = self.version.model.base if self.explain else None
         name = None if base_encoder is None else short_name(base_encoder)
         all_guides = self.version.guides
-        guides = {
-            condition: all_guides[condition]
-            for condition in self.weights
-            if condition in all_guides
-        }
+        guides = Guides({c: all_guides[c] for c in self.weights if c in all_guides})
         return Hits(query.texts[0], dict(self.weights), hit_rows, self.n, exact, name, guides)
 
     def _score_without(
@@ -262,9 +262,8 @@ class PreparedSearch:
             ]
         texts = [query.texts[0], *(hit["text"] for hit in hits)]
         vectors = normalise_vectors(model.base.encode([EncoderInput("", text) for text in texts]))
-        return [
-            {"without": _round(score), "rank_without": None} for score in vectors[1:] @ vectors[0]
-        ]
+        scores = clip_cosines(vectors[1:] @ vectors[0])
+        return [{"without": _round(score), "rank_without": None} for score in scores]
 
 
 def _round(score: Any) -> float:

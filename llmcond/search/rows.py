@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cached_property
 from itertools import chain
+from numbers import Integral
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
 
 from llmcond.arrays import as_list
-from llmcond.data.rows import to_arrow
+from llmcond.data.candidates import is_missing
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, first_line, format_count, format_list, shortened_repr
 from llmcond.features.store import FeatureStore
 from llmcond.files import digest_text
+from llmcond.lance_io import check_lance_column_names
 from llmcond.log import log
+from llmcond.options import check_argument
+from llmcond.search.columns import to_column
 from llmcond.search.table import BLOCK, NUMBER, RESERVED, VECTOR, Positions, TextTable, vectors_of
 from llmcond.text import cell_text
 
@@ -68,32 +74,33 @@ class IndexRows:
         """Validate rows; without ``ids``, the ids are digests of the texts.
 
         Raises:
-            UserError: if a text is empty, an id repeats, or a column has another length or a
-                reserved name.
+            UserError: if a text is empty, an id is invalid or repeats, or a column has another
+                length or a name that cannot be stored.
         """
-        if isinstance(texts, str):
-            raise UserError("texts is a single string; give a list of texts.")
-        texts = as_list(texts)
+        texts = as_list(texts, "texts")
         for number, text in enumerate(texts, 1):
             check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))
         if repeated:
             log.info(f"duplicate texts, which are all indexed: {repeated:,}")
-        row_ids = _digest_ids(texts) if ids is None else _check_ids(ids, len(texts))
-        columns = dict(columns or {})
+        row_ids = _digest_ids(texts) if ids is None else _check_row_ids(ids, len(texts))
+        columns = {} if columns is None else columns
+        check_argument("columns", columns, (Mapping,), "a dictionary from names to lists of values")
+        check_column_names(columns)
+        columns = {
+            name: values
+            if hasattr(values, "__len__") and not isinstance(values, str | bytes)
+            else as_list(values, f"the column {name!r}")
+            for name, values in columns.items()
+        }
         for name, values in columns.items():
-            if name in RESERVED or name.startswith("_"):
-                raise UserError(
-                    f"the column name {name!r} is reserved, like {', '.join(RESERVED)} and all "
-                    "names that begin with _. Rename the column."
-                )
             if len(values) != len(texts):
                 raise UserError(
                     f"the column {name!r} has {format_count(len(values), 'value')} for "
                     f"{format_count(len(texts), 'text')}; the numbers must be equal."
                 )
         return cls(
-            texts, row_ids, {name: _to_arrow(name, values) for name, values in columns.items()}
+            texts, row_ids, {name: to_column(name, values) for name, values in columns.items()}
         )
 
     def plan_update(self, table: TextTable) -> IndexUpdatePlan:
@@ -256,16 +263,51 @@ def _digest_ids(texts: Sequence[str]) -> list[str]:
     return ids
 
 
-def _check_ids(ids: Sequence[object], n: int) -> list[str]:
-    if len(ids) != n:
+def check_column_names(names: Iterable[str]) -> None:
+    """Check that an index can hold columns of these names, besides its own.
+
+    Raises:
+        UserError: a name is reserved, is not a text, or cannot be stored.
+    """
+    names = list(names)
+    for name in names:
+        check_argument("the column name", name, (str,), "a text")
+        if name in RESERVED or name.startswith("_"):
+            raise UserError(
+                f"the column name {shortened_repr(name)} is reserved, like {', '.join(RESERVED)} "
+                "and all names that begin with _. Rename the column."
+            )
+    check_lance_column_names(names)
+
+
+def check_ids(ids: Iterable[object]) -> list[str]:
+    """Return ids as they are stored.
+
+    Raises:
+        UserError: an id is missing, or is neither a text nor a whole number, such as 1.0.
+    """
+    row_ids = []
+    for number, value in enumerate(as_list(ids, "ids"), 1):
+        if is_missing(value):
+            raise UserError(f"row {number}: the id is empty. Fill it in.")
+        if isinstance(value, bool) or not isinstance(value, str | Integral | UUID | date):
+            raise UserError(
+                f"row {number}: the id is {shortened_repr(value)}; expected a text or a whole "
+                "number."
+            )
+        row_ids.append(check_text(str(value), f"row {number}: the id"))
+    return row_ids
+
+
+def _check_row_ids(ids: Iterable[object], n: int) -> list[str]:
+    row_ids = check_ids(ids)
+    if len(row_ids) != n:
         raise UserError(
-            f"there are {format_count(len(ids), 'id')} for {format_count(n, 'text')}; "
+            f"there are {format_count(len(row_ids), 'id')} for {format_count(n, 'text')}; "
             "the numbers must be equal."
         )
-    row_ids = ["" if value is None else str(value) for value in ids]
     rows: dict[str, int] = {}
     for number, value in enumerate(row_ids, 1):
-        check_text(value, f"row {number}: the id")
         if value in rows:
             raise UserError(
                 f"the rows {rows[value]} and {number} have the same id, {shortened_repr(value)}; "
@@ -274,14 +316,6 @@ def _check_ids(ids: Sequence[object], n: int) -> list[str]:
             )
         rows[value] = number
     return row_ids
-
-
-def _to_arrow(name: str, values: Sequence[Any]) -> Any:
-    try:
-        column = to_arrow(values)
-    except UnicodeEncodeError as error:
-        raise UserError(f"the column {name!r} holds invalid text: {error.reason}.") from error
-    return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 
 def _cast_columns(

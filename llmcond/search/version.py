@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError
+from llmcond.heads.guide import Guides
 from llmcond.log import log
 from llmcond.search.half_precision import convert_dtype
 from llmcond.search.model import SearchModel
@@ -28,7 +29,7 @@ class IndexVersion:
     """The texts and guides of an index at the time it was opened. Several threads may read it."""
 
     def __init__(self, table: TextTable, views: ConditionViews, model: SearchModel) -> None:
-        self.table, self.model, self.guides = table, model, dict(model.guides)
+        self.table, self.model, self.guides = table, model, Guides(model.guides)
         self._views = views
         self._open: OrderedDict[str | None, ConditionView] = OrderedDict()
         self._compute_lock = threading.Lock()

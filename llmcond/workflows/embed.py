@@ -34,7 +34,7 @@ from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart
 from llmcond.files import check_output, replace_atomically
-from llmcond.heads.guide import Guide, apply_guides
+from llmcond.heads.guide import Guide, Guides, apply_guides
 from llmcond.log import log
 from llmcond.options import Precision
 from llmcond.prompts import Prompt
@@ -135,7 +135,7 @@ class TextEmbedder:
         self.identity, self._truncate_dim = model.identity, truncate_dim
         self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
         self._head, self._store = model.head.head, model.run.store_for_other_texts()
-        self.guides: dict[str | None, Guide] = {}
+        self.guides = Guides()
 
     def fit_guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide to labelled texts, and apply it to all later embeddings of their condition.

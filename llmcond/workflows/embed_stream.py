@@ -30,7 +30,7 @@ from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.errors import LlmcondError, UserError, format_list
 from llmcond.features.view import FeatureView
 from llmcond.files import check_format
-from llmcond.heads.guide import Guide, apply_guides
+from llmcond.heads.guide import Guides, apply_guides
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.quantization import Quantizer, check_ranges, measure_ranges, read_ranges
@@ -84,7 +84,7 @@ class StreamModel:
     device: str
     normalize: bool
     truncate_dim: int | None = None
-    guides: dict[Any, Guide] = field(default_factory=dict)
+    guides: Guides = field(default_factory=Guides)
 
     def guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide to labelled texts, and apply it to later embeddings of their condition."""

@@ -10,16 +10,18 @@ from typing import Any
 
 from typing_extensions import override
 
+from llmcond.conditions import distinct_conditions
 from llmcond.data.candidates import has_column, read_collection, read_text_file, text_column
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
-from llmcond.heads.guide import Guide
+from llmcond.heads.guide import Guide, Guides
 from llmcond.options import IndexPrecision
 from llmcond.runs.embedder import guides_json
 from llmcond.search import Index
 from llmcond.search.columns import infer_types
+from llmcond.search.rows import check_column_names
 from llmcond.search.table import TextTable
 from llmcond.workflows.options.texts import IndexOptions
 
@@ -51,7 +53,7 @@ class IndexResult(Displayed):
     unchanged: int
     deleted: int
     conditions: Sequence[str]
-    guides: Mapping[str, Guide] = field(default_factory=dict)
+    guides: Mapping[Any, Guide] = field(default_factory=Guides)
     precision: IndexPrecision = "float16"
     truncate_dim: int | None = None
 
@@ -70,6 +72,7 @@ def index_texts(options: IndexOptions) -> IndexResult:
         DiskFullError: the disk is full; the same command continues from there.
     """
     texts, text, out = options.texts, options.text, Path(options.out)
+    check_column_names(dict.fromkeys(options.keep))
     keep, id_column, guide = options.keep, options.id, options.guide
     model_options: dict[str, Any] = {
         name: getattr(options, name)
@@ -80,9 +83,9 @@ def index_texts(options: IndexOptions) -> IndexResult:
     conditions = options.conditions()
     labelled = _read_guide(guide, text, conditions)
     guide_conditions = [one.condition for one in labelled if one.condition is not None]
-    conditions = list(dict.fromkeys([*conditions, *guide_conditions]))
+    conditions = distinct_conditions([*conditions, *guide_conditions])
     deleted, ids = 0, list(options.delete)
-    if len(ids) == 1 and Path(ids[0]).is_file():
+    if len(ids) == 1 and _is_file(ids[0]):
         ids = read_text_file(Path(ids[0]), "ids", "id")
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
@@ -112,6 +115,13 @@ def index_texts(options: IndexOptions) -> IndexResult:
     counts = (written.added, written.replaced, written.unchanged)
     form = index.precision, index.truncate_dim
     return IndexResult(out, len(index), *counts, deleted, index.conditions, index.guides, *form)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # The name of a file cannot be as long as an id can.
+        return False
 
 
 def _removes_guide(guide_option: Any) -> bool:

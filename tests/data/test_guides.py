@@ -3,6 +3,7 @@
 import base64
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
@@ -67,6 +68,57 @@ def test_guide_applies_to_a_condition_with_its_values(embedder):
     )
 
 
+#: Spellings of the condition of a guide. The last ones are other texts for the encoder.
+SPELLINGS = [" the  place", "the\u00a0place", "the place\n", "The Place", "THE PLACE\u200b"]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_guide_applies_to_any_spelling_of_its_condition(embedder, spelling):
+    guided = embedder.guided(TEXTS[:8], LABELS[:8], LOCATION)
+    expected = guided.guides[LOCATION].transform(embedder.encode(TEXTS, spelling))
+    assert guided.encode(TEXTS, spelling) == pytest.approx(expected, abs=1e-5)
+    assert guided.encode(TEXTS, [spelling] * len(TEXTS)) == pytest.approx(expected, abs=1e-5)
+    assert guided.similarity(TEXTS[0], TEXTS[1], spelling) == pytest.approx(
+        float(expected[0] @ expected[1]), abs=1e-5
+    )
+    matrix = guided.similarity_matrix(TEXTS[:2], TEXTS, spelling)
+    assert matrix == pytest.approx(expected[:2] @ expected.T, abs=1e-5)
+    assert matrix.max() <= 1
+    if spelling.strip().islower():  # the encoder reads the same text
+        assert (guided.encode(TEXTS, spelling) == guided.encode(TEXTS, LOCATION)).all()
+        again = embedder.guided(TEXTS[:8], LABELS[:8], spelling)
+        assert (again.encode(TEXTS, LOCATION) == guided.encode(TEXTS, LOCATION)).all()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_embed_applies_a_guide_whose_file_spells_the_condition_otherwise(
+    spelling, capsys, rows, write_rows, tiny_run, embedder
+):
+    texts = write_rows([(text, spelling) for text in TEXTS], "texts.csv", "text,condition")
+    labelled = [
+        (text, label, "the  place ") for text, label in zip(TEXTS[:8], LABELS, strict=False)
+    ]
+    guide = write_rows(labelled, "guide.csv", "text,label,condition")
+    vectors = {}
+    for name, options in {"column": [], "text": ["--condition-text", spelling]}.items():
+        out = rows.parent / f"{name}.npy"
+        command = ["embed", texts, "--out", out, "--guide", guide, *options]
+        run_json(capsys, *command, "--run", tiny_run, "--device", "cpu")
+        vectors[name] = np.load(out)
+    expected = embedder.guided(TEXTS[:8], LABELS[:8], spelling).encode(TEXTS, spelling)
+    assert vectors["column"] == pytest.approx(expected, abs=5e-3)
+    assert (vectors["column"] == vectors["text"]).all()
+
+
+def test_labels_that_differ_in_case_or_form_are_one_label(embedder, caplog):
+    caplog.set_level("INFO")
+    labels = ["Pos", "neg", "pos ", "NEG", "Pos", "cafe\u0301", "café", "neg"]
+    guide = embedder.guided(TEXTS[:8], labels, LOCATION).guides[LOCATION]
+    assert guide.labels == {"Pos": 3, "neg": 3, "café": 2}
+    message = "labels that differ only in case or form count as one: 'pos' as 'Pos', 'NEG' as 'neg'"
+    assert f"the guide: {message}" in caplog.messages
+
+
 def test_guided_minilm_separates_two_classes_by_eight_labels(minilm):
     from llmcond.features.view import FeatureView
     from llmcond.prompts import load_prompt
@@ -96,6 +148,11 @@ def test_guided_minilm_separates_two_classes_by_eight_labels(minilm):
         ([], [], "the guide has no texts"),
         (["a", " "], ["x", "y"], "row 2 of the guide: text is empty"),
         (["a", "b"], ["x", float("nan")], "row 2 of the guide: label is empty"),
+        (["a", "b"], ["x", pd.NA], "row 2 of the guide: label is empty"),
+        (["a", "b"], ["x", "\ud800"], "row 2 of the guide: label contains half of a surrogate"),
+        (["a", 7], ["x", "y"], "row 2 of the guide: text is 7, not a text"),
+        ("ab", ["x", "y"], "expected a list for texts, not the str 'ab'"),
+        (["a", "b"], 7, "expected a list for labels, not the int 7"),
         (
             ["a", "b", "a"],
             ["x", "y", "y"],
@@ -177,10 +234,15 @@ def test_server_applies_its_guide(tiny_run, rows, embedder):
         (model,) = client.get("/v1/models").json["data"]
         pair = {"sentence1": TEXTS[8], "sentence2": TEXTS[9]}
         (similarity,) = client.post("/v1/similarity", pair).json["similarities"]
+        spelled = {**pair, "condition": " The  place"}
+        (spelled_similarity,) = client.post("/v1/similarity", spelled).json["similarities"]
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), dtype="<f4")
     guided = embedder.guided(TEXTS[:8], LABELS[:8], LOCATION)
     assert vector == pytest.approx(guided.encode(TEXTS[8], LOCATION), abs=1e-4)
     assert similarity == pytest.approx(guided.similarity(*pair.values(), LOCATION), abs=1e-4)
+    assert spelled_similarity == pytest.approx(
+        guided.similarity(*pair.values(), "The place"), abs=1e-4
+    )
     assert model["guides"] == {
         LOCATION: {"labels": {"park": 4, "beach": 4}, "source": "labels.csv"}
     }

@@ -1,6 +1,9 @@
 """Guides: the map that is fitted on a few labelled vectors, and its file."""
 
+import copy
 import json
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from safetensors.numpy import save_file
 from sklearn.linear_model import Ridge
 
 from llmcond.errors import LlmcondError, UserError
-from llmcond.heads.guide import apply_guides, fit_guide, guide_file, load_guides, save_guide
+from llmcond.heads.guide import Guides, apply_guides, fit_guide, guide_file, load_guides, save_guide
 
 RNG = np.random.default_rng(0)
 #: Three classes that differ in two of 40 directions; the others are noise.
@@ -48,6 +51,33 @@ def test_guide_equals_ridge_outputs_with_damped_residual(guide):
     expected = normalize(np.hstack([centred @ weights, 0.3 * centred]))
     mapped = guide.transform(POINTS)
     assert mapped @ mapped.T == pytest.approx(expected @ expected.T, abs=1e-4)
+
+
+def test_guide_of_many_labels_takes_little_time_and_memory():
+    """A matrix of labels by labels took 80 s and 1.9 GB."""
+    points, labels = RNG.normal(size=(10_000, 64)), [f"label {i}" for i in range(10_000)]
+    tracemalloc.start()
+    start = time.process_time()
+    guide = fit_guide(points, labels)
+    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (guide.directions.shape, len(guide.labels)) == ((64, 64), 10_000)
+    assert seconds < 20
+    assert peak < 200e6
+
+
+def test_guides_find_conditions_in_any_spelling(guide):
+    guides = Guides({"the café": guide, None: guide})
+    for spelling in ("the cafe\u0301", " The  CAFÉ", "the\u00a0café"):
+        assert spelling in guides
+        assert guides[spelling] is guide
+    assert "the place" not in guides
+    assert list(guides) == ["the café", None]
+    guides["The Café "] = other = fit_guide(POINTS[:48], [*LABELS[:47], "x"])
+    assert (len(guides), guides["the café"]) == (2, other)
+    del guides["THE CAFÉ"]
+    assert list(guides) == [None]
+    assert copy.deepcopy(guides) == guides
 
 
 def test_zero_and_equal_vectors_stay_finite(guide):

@@ -416,5 +416,5 @@ def test_table_instead_of_column_is_rejected(tiny_run: Path):
             embedder.encode(table, "place")
         with pytest.raises(UserError, match="give one of its columns"):
             embedder.encoder.encode(table)
-    with pytest.raises(UserError, match="position 1 holds None, which is not a text"):
+    with pytest.raises(UserError, match="sentence 2 of 2 is None, which is not a text"):
         embedder.encode(pa.array(["a", None]), "place")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers.processes import Command
 
@@ -417,6 +418,77 @@ def test_old_index_without_recorded_values_is_opened(build):
     assert list(index.search(QUERY, PLACE).conditions) == ["the place, such as sea"]
 
 
+# -- spellings of conditions -------------------------------------------------------------------
+
+SPELLINGS = [" the  place", "the\u00a0place\n", "The Place", "THE PLACE"]
+
+
+@pytest.mark.parametrize("values", [(), ["sea"]])
+@pytest.mark.parametrize("head", ["low", "linear"])
+def test_spellings_of_a_condition_share_vectors_values_and_guide(build, head: str, values):
+    index = build(TEXTS, head=head, conditions=[llmcond.Condition("the  place", values)])
+    assert len(index.conditions) == 1
+    plain = index.search(QUERY, PLACE, prepare=False)
+    # The capitals of a condition are known if the index records it, or once it has a guide.
+    for spelling in SPELLINGS if index.encodes_pairs or values else SPELLINGS[:2]:
+        assert index.search(QUERY, spelling, prepare=False).rows == plain.rows
+    labels = [text.split()[-1] for text in TEXTS[:20]]
+    index.guide(TEXTS[:20], labels, SPELLINGS[0])
+    guided = index.search(QUERY, PLACE, prepare=False)
+    assert guided.rows != plain.rows
+    for spelling in SPELLINGS:
+        assert index.search(QUERY, spelling, prepare=False) == guided
+    index.guide(TEXTS[:20], labels, SPELLINGS[2])  # replaces the guide and its file
+    assert len(index.guides) == len([*(index.folder / "guides").iterdir()]) == 1
+    index.unguide(SPELLINGS[3])
+    assert not [*(index.folder / "guides").iterdir()]
+    assert index.search(QUERY, PLACE, prepare=False).rows == plain.rows
+
+
+def test_index_with_conditions_in_another_form_is_used_as_it_is(build, monkeypatch):
+    """Indexes of earlier versions recorded conditions as they were given."""
+    raw = "the cafe\u0301 "
+    with monkeypatch.context() as patch:
+        patch.setattr("llmcond.conditions.normalise_condition", str)
+        folder = build(TEXTS, head="linear", conditions=[raw]).folder
+    index = Index.open(folder, device="cpu")
+    assert index.conditions == [raw]
+    for spelling in (raw, "the café", "The  Café"):
+        assert index.search(QUERY, spelling, prepare=False).rows
+    labels = [text.split()[-1] for text in TEXTS[:20]]
+    index.guide(TEXTS[:20], labels, "the café")
+    assert index.search(QUERY, "THE CAFÉ", prepare=False).guides.keys() == {raw}
+    index.add(["one more"])
+    assert index.conditions == [raw]
+
+
+def test_scores_never_exceed_one(build):
+    index = build(TEXTS, head="low")
+    for text in TEXTS[:10]:
+        hits = index.search(text, {PLACE: 1}, len(TEXTS), explain=True)
+        assert hits.rows[0]["score"] == pytest.approx(1, abs=1e-5)
+        scores = [[row["score"], *row["explain"]["under"].values()] for row in hits.rows]
+        assert np.abs(scores).max() <= 1
+
+
+def test_ids_are_texts_or_whole_numbers(build):
+    index = build(TEXTS[:3], ids=np.array([1, 2, 3]))
+    index.add(TEXTS[3:5], ids=pd.Series(["4", "x"]))
+    with pytest.raises(UserError, match=r"the id is 1\.0; expected a text or a whole number"):
+        index.delete([1.0])
+    for ids in ("x", None, [None], ["\ud800"]):
+        with pytest.raises(UserError):
+            index.delete(ids)
+    assert (index.delete([1, np.int64(2), "x"]), len(index)) == (3, 2)
+
+
+@pytest.mark.parametrize("folder", [None, 7, "a\0", "\ud800", "a" * 400])
+def test_invalid_folders_are_reported_in_one_line(folder):
+    for call in (Index.open, Index.build):
+        with pytest.raises(UserError, match=r"^folder is "):
+            call(folder)
+
+
 @pytest.mark.parametrize("head", ["own", "both"])
 def test_rerank_encodes_only_nearest_texts(build, head: str, caplog):
     caplog.set_level("INFO")
@@ -503,14 +575,34 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
         ({"texts": ["a", "  "]}, "row 2: the text is empty"),
         ({"texts": ["a", 3]}, "row 2: the text is 3, not a text"),
         ({"texts": ["a", "\ud800"]}, "row 2: the text contains half of a surrogate pair"),
-        ({"texts": "abc"}, "give a list"),
+        ({"texts": "abc"}, "expected a list for texts, not the str"),
         ({"texts": ["a", "b"], "ids": ["x", "x"]}, "the rows 1 and 2 have the same id, 'x'"),
         ({"texts": ["a", "b"], "ids": ["x"]}, "1 id for 2 texts"),
         ({"texts": ["a", "b"], "ids": ["x", None]}, "row 2: the id is empty"),
+        ({"texts": ["a", "b"], "ids": [float("nan"), 1]}, "row 1: the id is empty"),
+        ({"texts": ["a", "b"], "ids": [pd.NA, 1]}, "row 1: the id is empty"),
+        ({"texts": ["a", "b"], "ids": [pd.NaT, 1]}, "row 1: the id is empty"),
+        ({"texts": ["a", "b"], "ids": [1.0, 2.0]}, "the id is 1.0; expected a text or a whole"),
+        ({"texts": ["a", "b"], "ids": [True, 2]}, "the id is True; expected a text or a whole"),
+        ({"texts": ["a", "b"], "ids": ["x", b"y"]}, "row 2: the id is b'y'; expected a text"),
+        ({"texts": ["a", "b"], "ids": "xy"}, "expected a list for ids, not the str 'xy'"),
+        ({"texts": ["a"], "ids": ["\ud800"]}, "row 1: the id contains half of a surrogate pair"),
+        ({"texts": None}, "expected a list for texts, not the NoneType None"),
+        ({"texts": ["a"], "columns": ["year"]}, "columns is .'year'.; expected a dictionary"),
+        ({"texts": ["a"], "columns": {"year": 1}}, "a list for the column 'year', not the int 1"),
+        ({"texts": ["a"], "columns": {"year": "x"}}, "a list for the column 'year', not the str"),
+        ({"texts": ["a"], "columns": {1: [1]}}, "the column name is 1; expected a text"),
+        ({"texts": ["a"], "columns": {"a.b": [1]}}, "'a.b' contains '.', so it cannot be stored"),
+        ({"texts": ["a"], "columns": {"\ud800": [1]}}, "the column name .* half of a surrogate"),
+        ({"texts": ["a"], "conditions": [7]}, "the condition is 7, not a text"),
+        ({"texts": ["a"], "conditions": 7}, "expected a list for conditions, not the int 7"),
+        ({"texts": ["a"], "head": 7}, "head is 7; expected a name"),
+        ({"texts": ["a"], "truncate_dim": True}, "truncate_dim is True; expected a whole number"),
+        ({"texts": ["a"], "truncate_dim": 0}, "truncate_dim is 0; it must be at least 1"),
         ({"texts": ["a"], "columns": {"year": [1, 2]}}, "'year' has 2 values for 1 text;"),
         ({"texts": ["a"], "columns": {"score": [1]}}, "'score' is reserved"),
         ({"texts": ["a"], "columns": {"_row": [1]}}, "'_row' is reserved"),
-        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' holds invalid text"),
+        ({"texts": ["a"], "columns": {"kind": ["\ud800"]}}, "'kind' has a text that contains half"),
         ({"texts": ["a"], "conditions": [" "]}, "condition is empty"),
         ({"texts": ["a"], "head": "lw"}, "no fitted head 'lw'"),
     ],
@@ -549,6 +641,16 @@ def test_added_texts_need_columns_of_index(build, columns: dict, message: str):
         ({"query": "\ud800"}, "the query contains half of a surrogate pair"),
         ({"query": ["a", 1]}, "the query is 1, not a text"),
         ({"condition": ""}, "the condition is empty"),
+        ({"condition": None}, "the condition is None; expected a text, or a dictionary"),
+        ({"condition": [PLACE]}, "expected a text, or a dictionary from conditions to weights"),
+        ({"condition": {PLACE: 1, " The Place": 2}}, "two are the same up to case and spacing"),
+        ({"condition": {"\ud800": 1}}, "the condition contains half of a surrogate pair"),
+        ({"query": None}, "expected a list for the query, not the NoneType None"),
+        ({"k": "3"}, "k is '3'; expected a whole number"),
+        ({"k": True}, "k is True; expected a whole number"),
+        ({"where": 7}, "where is 7; expected a filter"),
+        ({"where": "text = '\ud800'"}, "the filter .* contains half of a surrogate pair"),
+        ({"rerank": 1.5}, "rerank is 1.5; expected a whole number"),
         ({"condition": {}}, "no condition was given"),
         ({"condition": {PLACE: float("nan")}}, "is nan; it must be between -1,000,000 and 1,000,0"),
         ({"condition": {PLACE: 1e308}}, r"is 1e\+308; it must be between"),

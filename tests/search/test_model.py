@@ -146,7 +146,7 @@ def test_error_names_index_folder_without_its_path(folder, service):
 def test_error_and_model_name_prepared_conditions(service):
     client, index = service
     assert client.get("/v1/models").json["data"][0]["conditions"] == index.conditions
-    error = client.post("/v1/search", {"query": "two men", "condition": "The place"}).error
+    error = client.post("/v1/search", {"query": "two men", "condition": "the plaice"}).error
     assert error["param"] == "condition"
     assert "Did you mean 'the place'? Prepared conditions: 'the place'" in error["message"]
     assert "Whoever runs the server can prepare it: llmcond index" in error["message"]

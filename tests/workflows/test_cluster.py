@@ -321,7 +321,6 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
     [
         ((), "neither --condition nor --guide"),
         (("--condition", " "), "--condition is empty"),
-        ((*PLACE, *PLACE), "'the place' is given more than once"),
         (
             (*PLACE, *PLACE, "--values", "", "--values", "a, b"),
             "'the place' is given more than once",

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from helpers.commands import run_json, run_rejected
 
+from llmcond import Index
 from llmcond.cli import run
 from llmcond.workflows.index import index_texts
 from llmcond.workflows.options.texts import IndexOptions
@@ -215,7 +216,9 @@ def test_invalid_search_reports_one_line(index: Path, tmp_path: Path, capsys):
     assert "2 --weight and 1 --condition" in run_rejected(
         capsys, *search, *CONDITION, "--weight", "1", "--weight", "2"
     )
-    assert "a --condition is repeated" in run_rejected(capsys, *search, *CONDITION, *CONDITION)
+    assert "a --condition is repeated" in run_rejected(
+        capsys, *search, *CONDITION, "--condition", "The  place", "--weight", "1", "--weight", "2"
+    )
     assert "every text anyway. Leave it out" in run_rejected(
         capsys, *search, *CONDITION, "--rerank", "3"
     )
@@ -236,7 +239,21 @@ def test_invalid_index_input_reports_one_line(index: Path, texts: Path, tmp_path
     assert "row 2 of double.csv: text is empty" in index_error(path, *new, "--id", "id")
     path.write_text("id,text\nx,one\ny,two\nx,three\n")
     assert "the rows 1 and 3 have the same id, 'x'" in index_error(path, *new, "--id", "id")
+    path.write_text("id,text,a.b\n1,one,x\n2,two,y\n")
+    assert "'a.b' contains '.'" in index_error(path, *new, "--keep", "a.b")
+    path.write_text('{"id": NaN, "text": "one"}\n{"id": 1.0, "text": "two"}\n')
+    path = path.rename(tmp_path / "double.jsonl")
+    assert "row 1: the id is empty" in index_error(path, *new, "--id", "id")
+    path.write_text('{"id": "\\ud800", "text": "one", "k": "\\udfff"}\n')
+    assert "half of a surrogate pair" in index_error(path, *new, "--id", "id")
+    assert "half of a surrogate pair" in index_error(path, *new, "--keep", "k")
+    assert "half of a surrogate pair" in index_error(path, *new, "--keep", "\udce4")
     assert not (tmp_path / "new").exists()
+    # The names of columns are checked before texts are deleted.
+    delete = ["--delete", "a"]
+    assert "'a.b' contains '.'" in index_error(texts, "--out", index, *delete, "--keep", "a.b")
+    assert len(Index.open(index, device="cpu")) == 4
+    assert "half of a surrogate pair" in index_error("--out", index, "--delete", "\udce4")
     assert "another head" in index_error(texts, "--out", index, "--head", "relu")
     assert "is reserved" in index_error(texts, "--out", index, "--id", "id", "--keep", "id")
     (tmp_path / "folder").mkdir()
