@@ -1,18 +1,22 @@
 """Display of results: one line in a terminal, tables in notebooks."""
 
+import copy
 import inspect
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import llmcond
 from llmcond import AnalysisResult, PushResult
 from llmcond.display import Displayed
+from llmcond.heads import PairArrays
 from llmcond.search.hits import Hits
 from llmcond.workflows.embed import EmbedResult
 
@@ -27,12 +31,43 @@ def make_hits(n: int) -> Hits:
 
 def test_repr_of_result_is_one_line():
     assert repr(make_hits(1)) == (
-        "Hits(query='beach', conditions={'the place': 1.0}, searched=1, exact=True, "
-        "results=<1 row>)"
+        "Hits(query='beach', conditions={'the place': 1.0}, searched=1, exact=True, rows=<1 row>)"
     )
     assert "x…, precision=" in repr(EmbedResult(Path("a.npy"), 3, 4, "none", "x" * 1000))
     assert len(repr(EmbedResult(Path("a" * 300), 3, 4, "m" * 300, "x" * 300))) < 300
     assert "\n" not in repr(make_hits(1000))
+
+
+def test_repr_names_attributes(tiny_run):
+    embedder = llmcond.load_embedder(tiny_run, device="cpu")
+    for result in (make_hits(3), embedder.explain("two dogs run", "the animal")):
+        names = re.findall(r"[(, ](\w+)=", repr(result))
+        assert names
+        assert all(hasattr(result, name) for name in names)
+
+
+def test_copies_of_results_are_equal(tiny_run):
+    embedder = llmcond.load_embedder(tiny_run, device="cpu")
+    explanation = embedder.explain("two dogs run", "the animal")
+    guided = embedder.guided(["a", "b"], ["x", "y"], "the animal")
+    pairs = PairArrays(np.ones((2, 3)), np.ones((2, 3)), np.array([np.nan, 1]))
+    hits = replace(make_hits(2), guides=guided.guides)
+    for result in (hits, explanation, guided.guides, pairs):
+        duplicate = copy.deepcopy(result)
+        assert duplicate == result
+        assert (duplicate != result) is False
+        assert result != 1
+    assert replace(explanation, sentence="other") != explanation
+    values = explanation.conditions[0]
+    assert replace(values, values=values.values + 1) != values
+
+
+def test_embedder_can_be_key_of_cache(tiny_run):
+    embedder = llmcond.load_embedder(tiny_run, device="cpu")
+    encode = lru_cache(lambda model, text: model.encode(text, "the animal"))
+    assert encode(embedder, "a") is encode(embedder, "a")
+    assert embedder == embedder  # noqa: PLR0124
+    assert embedder != replace(embedder)
 
 
 def test_result_is_table_in_notebook():

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import EqualByValue
 from llmcond.data.rows import Rows
 from llmcond.evaluation.breakdown import by_condition
 from llmcond.evaluation.paired import bootstrap_metrics
@@ -45,8 +46,8 @@ class ConditionAgreement:
     spearman: float
 
 
-@dataclass(frozen=True)
-class Agreement:
+@dataclass(frozen=True, eq=False)
+class Agreement(EqualByValue):
     """The agreement of a model's ratings with those of people.
 
     Attributes:

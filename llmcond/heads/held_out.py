@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcond.arrays import EqualByValue
 from llmcond.metrics import Floats, Metric
 
 #: The number of folds of dev, each with about the same number of sentence pairs.
@@ -20,8 +21,8 @@ FOLDS = 10
 MAX_VALUES = 2**22
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut(EqualByValue):
     """Held-out predictions of dev.
 
     Attributes:

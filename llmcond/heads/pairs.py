@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.arrays import MatrixLike, as_matrix
+from llmcond.arrays import EqualByValue, MatrixLike, as_matrix
 from llmcond.heads.held_out import HeldOut
 from llmcond.metrics import Metric
 
@@ -24,8 +24,8 @@ def score_key(split: str, metric: str = "score") -> str:
     return f"{split}_{metric}"
 
 
-@dataclass(frozen=True, slots=True)
-class PairArrays:
+@dataclass(frozen=True, slots=True, eq=False)
+class PairArrays(EqualByValue):
     """The rated pairs of a split, as the arrays that heads read.
 
     Attributes:

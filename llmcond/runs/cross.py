@@ -37,7 +37,7 @@ NAME: Final = "cross"
 _BLOCK = 8_192
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class CrossEncoder(SimilarityModel):
     """A cross-encoder: similarity under a condition as a linear function of f([s1; s2; c]).
 

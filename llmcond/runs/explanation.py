@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.arrays import EqualByValue
 from llmcond.conditions import condition_json
 from llmcond.display import Displayed
 from llmcond.errors import UserError
@@ -37,8 +38,8 @@ SUBTRACTED = "minus the condition"
 _TOLERANCE = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class ConditionExplanation:
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditionExplanation(EqualByValue):
     """The values of a sentence's tokens under one condition.
 
     Attributes:
@@ -166,6 +167,12 @@ class Explanation(Displayed):
             "explanations": [explained.to_json(self.quantity) for explained in self.conditions],
             **self.about,
         }
+
+    @override
+    def _displayed(self) -> Mapping[str, Any]:
+        values = {name: getattr(self, name) for name in ("sentence", "to", "method")}
+        conditions = [explained.to_json(self.quantity) for explained in self.conditions]
+        return {**values, "about": dict(self.about), "conditions": conditions}
 
 
 def explain_embedding(

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from llmcond.display import Displayed
-from llmcond.heads.guide import Guide
+from llmcond.heads.guide import Guide, Guides
 from llmcond.runs.embedder import guides_json
 
 
@@ -46,7 +48,7 @@ class Hits(Displayed):
     searched: int
     exact: bool = True
     plain: str | None = None
-    guides: Mapping[Any, Guide] = field(default_factory=dict)
+    guides: Mapping[Any, Guide] = field(default_factory=Guides)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -67,6 +69,11 @@ class Hits(Displayed):
             **({} if self.plain is None else {"plain": self.plain}),
             **guides_json(self.guides),
         }
+
+    @override
+    def _displayed(self) -> Mapping[str, Any]:
+        values = self.to_json()
+        return {"rows": values.pop("results"), **values}
 
     def to_pandas(self) -> Any:
         """Convert the hits to a data frame.
