@@ -632,7 +632,7 @@ def test_invalid_fit_options_are_rejected(capsys, run_copy, arguments, expected)
     [
         (["evaluate", "--rating-range", "0", "10"], "and --data was not given"),
         (["evaluate", "--head", "mpl"], "Did you mean 'mlp'"),
-        (["similarity", "a", "b", "--condition", " "], "the first condition is empty"),
+        (["similarity", "a", "b", "--condition", " "], "--condition is empty"),
         (["similarity", "a", "b", "--condition", "c", "--head", "p", "--prompt", "q"], "not q"),
         (["embed", "texts.csv", "--out", "v.npy"], "Name the conditions: --condition COL_OR_TEXT."),
         (
