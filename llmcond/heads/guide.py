@@ -127,13 +127,18 @@ def fit_guide(
     """
     classes, members = np.unique(np.array(labels, dtype=object), return_inverse=True)
     points = scale_to_unit_norm(np.asarray(vectors, dtype=np.float64))
-    # With X = U S V', the weights are V S / (S² + alpha) U'Y. U'Y is summed by label, because Y has
-    # as many columns as there are labels.
-    u, scales, v = np.linalg.svd(points - points.mean(axis=0), full_matrices=False)
-    sums = np.zeros((len(classes), len(scales)))
-    np.add.at(sums, members, u * (scales / (scales**2 + _ALPHA)))
-    directions, sizes, _ = np.linalg.svd(sums.T, full_matrices=False)
-    directions = v.T @ directions
+    # All texts lie in a space of at most m dimensions. Their sums by label are X'Y, for which no
+    # matrix of texts by labels is needed, and the singular vectors of W are eigenvectors of WW'.
+    centred = points - points.mean(axis=0)
+    basis = np.linalg.qr(centred.T)[0]
+    coordinates = centred @ basis
+    sums = np.zeros((len(classes), basis.shape[1]))
+    np.add.at(sums, members, coordinates)
+    gram = coordinates.T @ coordinates + _ALPHA * np.eye(basis.shape[1])
+    weights = np.linalg.solve(gram, sums.T)
+    squares, eigenvectors = np.linalg.eigh(weights @ weights.T)
+    sizes = np.sqrt(np.maximum(squares[::-1], 0))
+    directions = basis @ eigenvectors[:, ::-1]
     # One-hot labels sum to 1, so at least one direction is empty.
     nonzero = sizes > 1e-6 * max(sizes[0], 1e-6)
     sizes = sizes[nonzero] / max(sizes[0], 1e-6)
