@@ -9,9 +9,19 @@ from typing import Any
 import numpy as np
 
 from llmcond.clustering.methods import NOISE, Labels, Vectors
+from llmcond.clustering.words import (
+    clean_text,
+    find_words,
+    is_number,
+    is_unspaced,
+    select_distinct,
+    word_pattern,
+)
+from llmcond.runs.languages import count_foreign_texts, read_frequent_words
+from llmcond.text import condition_key
 
-#: Number of terms in a cluster's name, and number of typical texts.
-_TERMS, _TYPICAL = 4, 3
+#: Numbers of typical texts, and of terms that a cluster's name is selected from.
+_TYPICAL, _CANDIDATES = 3, 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +56,68 @@ def describe_clusters(
         labels: (n,) the number of each text's cluster.
     """
     numbers = [*range(int(labels.max()) + 1), *([NOISE] if NOISE in labels else [])]
-    names = _choose_names(texts, labels, numbers)
+    frequent = read_frequent_words().greetings
+    if count_foreign_texts(texts)[0]:
+        frequent |= read_frequent_words().foreign
+    cleaned = [clean_text(text) for text in texts]
+    pattern = word_pattern(cleaned)
+    words = [list(find_words(text, pattern)) for text in cleaned]
+    names = _choose_names(words, labels, numbers, frequent)
     clusters = []
     for number in numbers:
         inside = np.flatnonzero(labels == number)
-        typical: tuple[str, ...] = ()
+        typical: dict[str, str] = {}
         if number != NOISE:
             centre = vectors[inside].mean(axis=0)
-            nearest = inside[np.argsort(((vectors[inside] - centre) ** 2).sum(axis=1))]
-            typical = tuple(dict.fromkeys(texts[i] for i in nearest[: 10 * _TYPICAL].tolist()))
-        clusters.append(ClusterSummary(number, len(inside), names[number], typical[:_TYPICAL]))
+            for i in inside[np.argsort(((vectors[inside] - centre) ** 2).sum(axis=1))].tolist():
+                # Texts that differ in case, spaces or punctuation only are typical once.
+                key = " ".join(match[0] for match in pattern.finditer(cleaned[i]))
+                typical.setdefault(key or condition_key(texts[i]), texts[i])
+                if len(typical) == _TYPICAL:
+                    break
+        summary = ClusterSummary(number, len(inside), names[number], tuple(typical.values()))
+        clusters.append(summary)
     return clusters
 
 
-def _choose_names(texts: Sequence[str], labels: Labels, numbers: Sequence[int]) -> dict[int, str]:
-    """Return the terms whose mean TF-IDF in a cluster exceeds that in all other texts the most."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
+def _choose_names(
+    words: Sequence[Sequence[str]],
+    labels: Labels,
+    numbers: Sequence[int],
+    frequent: frozenset[str],
+) -> dict[int, str]:
+    """Return the terms whose mean TF-IDF in a cluster exceeds that in all other texts the most.
 
-    vectorizer = TfidfVectorizer(stop_words="english", sublinear_tf=True, max_features=50_000)
+    Numbers and ``frequent`` words are only used for a cluster without any other term, and so are
+    candidates of scripts without spaces that a single text contains.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfVectorizer
+
+    def select_terms(text_words: Sequence[str]) -> list[str]:
+        return [word for word in text_words if word not in ENGLISH_STOP_WORDS]
+
+    vectorizer = TfidfVectorizer(analyzer=select_terms, sublinear_tf=True, max_features=50_000)
     try:
-        weights = vectorizer.fit_transform(texts)
+        weights = vectorizer.fit_transform(words)
     except ValueError:  # no text contains a word, only punctuation or single letters
         return dict.fromkeys(numbers, "")
     terms, total = vectorizer.get_feature_names_out(), np.asarray(weights.sum(axis=0))[0]
+    counts = weights.getnnz(axis=0)
+    is_secondary = np.array(
+        [
+            term in frequent or is_number(term) or (is_unspaced(term) and count == 1)
+            for term, count in zip(terms, counts, strict=True)
+        ]
+    )
     names = {}
     for number in numbers:
         inside = labels == number
         cluster_total, n = np.asarray(weights[inside].sum(axis=0))[0], int(inside.sum())
-        excess = cluster_total / n - (total - cluster_total) / max(len(texts) - n, 1)
-        best = [i for i in np.argsort(-excess, kind="stable")[:_TERMS].tolist() if excess[i] > 0]
-        names[number] = "" if number == NOISE else ", ".join(terms[best])
+        excess = cluster_total / n - (total - cluster_total) / max(len(words) - n, 1)
+        order = np.lexsort((-excess, is_secondary))
+        order = order[excess[order] > 0]
+        primary = order[~is_secondary[order]]
+        best = (primary if len(primary) else order)[:_CANDIDATES]
+        chosen = [] if number == NOISE else select_distinct(terms[best].tolist(), excess[best])
+        names[number] = ", ".join(chosen)
     return names
