@@ -82,6 +82,7 @@ class Search(ConditionOptions, DeviceOption, Command):
                 "a --condition is repeated. Give each condition once, with a larger --weight."
             )
         weights = self.weight or [1.0] * len(conditions)
+        from llmcond.runs.languages import report_foreign_texts
         from llmcond.search import Index
 
         index = Index.open(self.folder, device=self.device)
@@ -93,6 +94,7 @@ class Search(ConditionOptions, DeviceOption, Command):
             rerank=self.rerank,
             explain=self.explain,
         )
+        report_foreign_texts([self.query], index.embedder.encoder.resolved.checkpoint)
         for condition in hits.conditions:
             if isinstance(condition, Condition) and condition not in conditions:
                 log.info(

@@ -60,11 +60,13 @@ class Similarity(ConditionOptions, EmbedderOptions, Command):
         from llmcond.runs import cross, open_run
         from llmcond.runs.embedder import describe
         from llmcond.runs.familiarity import find_unfamiliar_conditions
+        from llmcond.runs.languages import report_foreign_texts
 
         conditions, folder = self.conditions(), self.resolve_folder()
         n = len(conditions)
         texts = [self.sentence1] * n, [self.sentence2] * n, conditions
         loaded = cross.load_similarity_model(folder, self.head, self.prompt, self.device)
+        report_foreign_texts([self.sentence1, self.sentence2], loaded.encoder.resolved.checkpoint)
         if isinstance(loaded, cross.CrossEncoder):
             values = loaded.similarity(*texts)
             return Similarities(conditions, values.tolist(), cross.describe(loaded))

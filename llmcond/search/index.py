@@ -56,6 +56,7 @@ from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
 from llmcond.records import RECORD, check_record
 from llmcond.runs.embedder import Embedder
 from llmcond.runs.extraction import extract_inputs
+from llmcond.runs.languages import report_foreign_texts
 from llmcond.search.hits import Hits
 from llmcond.search.model import SearchModel
 from llmcond.search.prepared import PreparedSearch
@@ -390,6 +391,7 @@ class Index:
                     f"{MIN_CALIBRATION} at first, or choose the precision float16 or binary."
                 )
             if plan.n_new:
+                report_foreign_texts(plan.new_texts, self._model.encoder.resolved.checkpoint)
                 self._encode(plan.new_texts, self._model.templates.text_only, [""])
                 self._encode(plan.new_texts, self._model.templates.joint, conditions)
             if len(plan):

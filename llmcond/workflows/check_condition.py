@@ -23,6 +23,7 @@ from llmcond.evaluation.condition_checks import (
     sample_texts,
 )
 from llmcond.log import log
+from llmcond.runs.languages import report_foreign_texts
 from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import CheckConditionOptions
 
@@ -98,6 +99,7 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
     column = text_column(partial(has_column, options.texts), options.text)
     collection = read_collection(options.texts, column)
     embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]
     vectors = embeddings.embed(
         [(text, condition) for condition in conditions for text in sample], collection.file

@@ -32,6 +32,7 @@ from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
+from llmcond.runs.languages import report_foreign_texts
 from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import ClusterOptions
 
@@ -64,6 +65,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     known_labels = _read_known_labels(collection, labels, guides)
 
     embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
+    report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     drawing = None if report is None else ClusterMap(collection.texts, seed)
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []

@@ -48,6 +48,7 @@ from llmcond.runs.embedder import (
 )
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
+from llmcond.runs.languages import report_foreign_texts
 from llmcond.version import __version__
 from llmcond.workflows.options.texts import EmbedOptions
 
@@ -241,6 +242,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
         raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
     texts = _read_texts(source, text, options.condition, options.condition_text, keep)
+    report_foreign_texts(texts.sentences, embeddings.encoder.resolved.checkpoint)
     conditions = add_values(texts.conditions, options.values)
     if guide is not None:
         for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):

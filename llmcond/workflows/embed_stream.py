@@ -46,6 +46,7 @@ from llmcond.runs.embedder import (
     normalise_vectors,
 )
 from llmcond.runs.embedding_model import EmbeddingModel
+from llmcond.runs.languages import report_foreign_texts
 from llmcond.scale.outputs import RECORD_NAME, VECTOR, Output, WorkUnit, open_output
 from llmcond.scale.pool import RayCluster, actor_pool
 from llmcond.version import __version__
@@ -376,6 +377,12 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         output.write_record(record)
         done = output.find_finished(units)
         todo = [unit for unit in units if unit.number not in done]
+        if todo:
+            first = _shorten(todo[0])
+            table = texts.read(first.part, first.start, first.stop, columns)
+            report_foreign_texts(
+                table[sentence_column].to_pylist(), model._model.encoder.resolved.checkpoint
+            )
         dim = _embed_units(job, output, todo, cluster)
         if not dim:
             packed = job.quantizer.precision.endswith("binary")
@@ -388,7 +395,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
 
 
 def _shorten(unit: WorkUnit) -> WorkUnit:
-    """Return the first rows of a unit, which the ranges are measured on."""
+    """Return the first rows of a unit, which ranges and languages are found on."""
     return replace(unit, stop=min(unit.stop, unit.start + CALIBRATION_ROWS))
 
 

@@ -55,6 +55,7 @@ class KnownModel:
         packaged: the packages whose weights are used, if one is installed, instead of the hub's.
         no_float16: why it must not be computed in float16; empty if it may.
         gated: whether users must accept its terms on the hub.
+        english_only: whether it was trained on English texts only, or nearly so.
     """
 
     repo: str
@@ -68,6 +69,7 @@ class KnownModel:
     packaged: Packaged | None = None
     no_float16: str = ""
     gated: bool = False
+    english_only: bool = False
 
     @property
     def name(self) -> str:
