@@ -76,15 +76,15 @@ for i in similarity.argsort()[::-1][1:6]:
 #
 # ## Check conditions
 #
-# `check-condition` predicts from the distribution of the embeddings whether a condition works on these texts.
+# `check-condition` looks at the distribution of the embeddings: how clearly do these texts form groups?
 
 # %% expect=["the cuisine unclear", "the service unclear", "4\\d % \\[1\\d, 7\\d\\]"]
 # !llmcond check-condition reviews.csv --condition "the cuisine" --condition "the service"
 
 # %% [markdown]
-# The verdict is "unclear" for both: the intervals include chance, and also accuracies that count as working. This is
-# common on a small table of texts that differ in every respect. The list above shows that the cuisine works. Look at
-# results, which is the next step ([what to do if the check is
+# The verdict is "unclear" for both: the intervals include chance, and also accuracies of clear groups. This is common on
+# a small table of texts that differ in every respect. The list above shows that the cuisine works. Look at results,
+# which is the next step ([what to do if the check is
 # unsure](../aspects.md#what-to-do-if-the-check-is-unsure)).
 #
 # ## Build an index and search it

@@ -1,4 +1,4 @@
-"""``llmcond check-condition``: predict whether conditions work on a set of texts."""
+"""``llmcond check-condition``: check how clearly texts form groups under conditions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCondition(CheckConditionOptions, Command):
-    """Predict without labels whether conditions work on a set of texts.
+    """Check without labels how clearly texts form groups under conditions.
 
     The texts are embedded under each condition. How clearly they fall into groups predicts the
     share of comparisons that follow the condition; 50 % is chance. The check cannot know by which
-    aspect the texts are grouped. At most 200 texts are sampled, and at least 20 are needed.
+    aspect the texts are grouped, so it is a hint and no proof that a condition works. At most 200
+    texts are sampled, and at least 20 are needed.
     """
 
     position = 170

@@ -139,7 +139,7 @@ class Search(ConditionOptions, DeviceOption, Command):
 
 
 def _report_checks(index: Index, hits: Hits) -> None:
-    """Log for each condition without a guide whether it is expected to work."""
+    """Log the check of each condition without a guide."""
     for condition in hits.conditions:
         check = None if condition in hits.guides else index.check(condition)
         if check is not None and check.expected is not None:

@@ -1,9 +1,10 @@
-"""Checks whether a condition works on texts, without labels.
+"""Checks how clearly texts form groups under a condition, without labels.
 
 If a condition works, texts that agree in it are close together and far from the others. This is
 visible in the cosines of their embeddings under the condition. A calibration, fitted on conditions
 whose accuracy is known, maps such indicators to an expected accuracy
-(``scripts/calibrate_conditions.py``).
+(``scripts/calibrate_conditions.py``). It does not show by which aspect the texts are grouped, so no
+verdict says that a condition works.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from llmcond.records import RECORD, read_record
 
 #: The largest number of distinct texts that are sampled, and the smallest that is enough.
 MOST_TEXTS, LEAST_TEXTS = 200, 20
-#: The smallest expected accuracies of the verdicts "works" and "works in part".
-WORKS, WORKS_IN_PART = 0.70, 0.58
+#: The smallest expected accuracies of the verdicts "clear groups" and "some groups".
+CLEAR_GROUPS, SOME_GROUPS = 0.70, 0.58
 #: The name of the calibration file in the folder of a run or a bundled model.
 CALIBRATION = "conditions.json"
 
@@ -37,7 +38,7 @@ _RECORDED = ("intercept", "coefficients", "half_width", "measured")
 _NEAREST = 0.02
 
 Verdict = Literal[
-    "works", "works in part", "unclear", "not expected to work", "too few texts to tell"
+    "clear groups", "some groups", "unclear", "hardly any groups", "too few texts to tell"
 ]
 
 
@@ -165,8 +166,8 @@ class ConditionCheck:
     Attributes:
         condition: The condition.
         n_texts: The number of distinct texts that were used.
-        verdict: The verdict in words, see WORKS and WORKS_IN_PART. A lower expected accuracy is
-            "unclear" if its interval reaches WORKS.
+        verdict: The verdict in words, see CLEAR_GROUPS and SOME_GROUPS. A lower expected accuracy
+            is "unclear" if its interval reaches CLEAR_GROUPS.
         expected: The expected accuracy of paired triples, a fraction, with its 95 % interval; None
             if there were too few texts.
         indicators: The indicators by name; empty if there were too few texts.
@@ -201,36 +202,40 @@ class ConditionCheck:
         }
 
     def sentence(self) -> str:
-        """Return the verdict as a sentence, with advice if the condition may not work.
+        """Return the verdict as a sentence, with advice.
 
-        Remedies that are in use, such as example values, are not suggested.
+        Example values are suggested only where a condition hardly works, because elsewhere they can
+        harm (docs/clusters.md), and not if they are in use.
         """
         if self.expected is None:
             return (
-                f"{self.n_texts} distinct texts are too few to tell whether the condition works; "
+                f"{self.n_texts} distinct texts are too few to tell how clearly they form groups; "
                 f"give at least {LEAST_TEXTS}"
             )
         value, low, high = (f"{100 * figure:.0f}" for figure in astuple(self.expected))
-        accuracy = f"expected accuracy {value} % [{low}, {high}]; 50 % is chance"
-        has_values = isinstance(self.condition, Condition) and bool(self.condition.values)
-        values = "" if has_values else "give example values (--values), "
+        accuracy = f"predicted accuracy {value} % [{low}, {high}]; 50 % is chance"
+        label = "label about 40 texts (--guide of cluster, index and embed)"
         if self.verdict == "unclear":
             return (
-                f"these texts do not decide whether this condition works ({accuracy}); compare a "
-                f"few texts (llmcond explain), read the results of a search, {values}or label "
-                "about 40 texts (--guide of cluster, index and embed)"
+                "it is unclear how well the texts can be grouped by this condition "
+                f"({accuracy}); read some results, and if they do not follow it, {label}"
             )
-        if self.verdict == "not expected to work":
+        if self.verdict == "hardly any groups":
+            has_values = isinstance(self.condition, Condition) and bool(self.condition.values)
+            first = "" if has_values else "give example values (--values), "
             return (
-                f"this condition is not expected to work ({accuracy}); {values}label about 40 "
-                "texts (--guide of cluster, index and embed), or use a larger encoder"
+                f"the texts form hardly any groups under this condition ({accuracy}); {first}"
+                f"{label}, or use a larger encoder"
             )
-        return f"this condition {self.verdict} ({accuracy})"
+        return (
+            f"the texts form {self.verdict} under this condition ({accuracy}), but perhaps by "
+            f"another aspect; read some results, and if they do not follow it, {label}"
+        )
 
 
 def _verdict(expected: Estimate) -> Verdict:
-    if expected.value >= WORKS:
-        return "works"
-    if expected.value >= WORKS_IN_PART:
-        return "works in part"
-    return "unclear" if expected.high >= WORKS else "not expected to work"
+    if expected.value >= CLEAR_GROUPS:
+        return "clear groups"
+    if expected.value >= SOME_GROUPS:
+        return "some groups"
+    return "unclear" if expected.high >= CLEAR_GROUPS else "hardly any groups"

@@ -655,7 +655,7 @@ class Index:
     # -- checking ------------------------------------------------------------------------------
 
     def check(self, condition: str) -> ConditionCheck | None:
-        """Check whether a condition is expected to work on the texts, on a sample of 200 of them.
+        """Check how clearly the texts form groups under a condition, on a sample of 200 of them.
 
         Args:
             condition: the condition. A text alone has the values that the index records for it.

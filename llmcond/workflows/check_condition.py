@@ -1,4 +1,4 @@
-"""A check of whether conditions can be expected to work on texts, without labels."""
+"""A check of how clearly texts form groups under conditions, without labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from llmcond.workflows.options.texts import CheckConditionOptions
 
 @dataclass(frozen=True)
 class ConditionChecks(Displayed):
-    """The expected quality of conditions on some texts.
+    """Checks of how clearly some texts form groups under conditions.
 
     Attributes:
         file: the file of the texts, or ``rows in memory``.
@@ -76,7 +76,7 @@ class ConditionChecks(Displayed):
 
 
 def check_condition(options: CheckConditionOptions) -> ConditionChecks:
-    """Estimate how well conditions can be expected to work on texts.
+    """Check how clearly texts form groups under conditions, without labels.
 
     Raises:
         UserError: the texts, a column or a condition are invalid, or there is no calibration.

@@ -67,8 +67,8 @@ def test_output_has_verdict_and_calibration(captions, tiny_run, capsys):
     assert run(arguments) == 0
     printed = capsys.readouterr()
     words = " ".join(printed.out.split())
-    assert "the place: this condition" in words
-    assert "expected accuracy" in words
+    assert "the place: " in words
+    assert "predicted accuracy" in words
     assert "nearest" in words
     assert "calibrated on minilm-conditions, not on this run" in printed.err
 
@@ -104,11 +104,11 @@ def test_cluster_prints_and_reports_condition_check(captions, calibrated_run, tm
     page = tmp_path / "page.html"
     arguments += ["--clusters", "3", "--device", "cpu", "--report", str(page)]
     assert run(arguments) == 0
-    assert "the place: this condition" in capsys.readouterr().err
-    sentence = "Check without labels: this condition works (expected accuracy"
+    assert "the place: the texts form clear groups under this" in capsys.readouterr().err
+    sentence = "Check without labels: the texts form clear groups under this condition (predicted"
     assert sentence in ParsedPage(page.read_text("utf-8")).visible_text
     assert run([*arguments, "--no-check"]) == 0
-    assert "this condition" not in capsys.readouterr().err
+    assert "predicted accuracy" not in capsys.readouterr().err
     assert "Check without labels" not in page.read_text("utf-8")
 
 
@@ -124,7 +124,7 @@ def test_search_prints_condition_check(captions, calibrated_run, tmp_path, capsy
     expected = ConditionCheck.of("the place", vectors, find_calibration(calibrated_run))
     assert index.check("the place").indicators == pytest.approx(expected.indicators, abs=0.01)
     assert run([*arguments, "--no-check"]) == 0
-    assert "this condition" not in capsys.readouterr().err
+    assert "predicted accuracy" not in capsys.readouterr().err
 
 
 def test_calibration_at_chance_level_is_not_trusted(captions, calibrated_run, capsys):
@@ -134,4 +134,4 @@ def test_calibration_at_chance_level_is_not_trusted(captions, calibrated_run, ca
     assert run(["check-condition", *common]) == 0
     assert "do not rely on the verdicts" in capsys.readouterr().err
     assert run(["cluster", *common, "--clusters", "3"]) == 0
-    assert "this condition" not in capsys.readouterr().err
+    assert "predicted accuracy" not in capsys.readouterr().err

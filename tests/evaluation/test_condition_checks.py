@@ -51,36 +51,32 @@ def test_clustered_vectors_score_higher_than_single_cloud():
     unreliable = ConditionCheck.of(
         "the mood", sample_groups(60, 4, 20), Calibration(0.1, {}, 0.1, {})
     )
-    assert (clustered.verdict, unreliable.verdict) == ("works", "not expected to work")
-    assert "is not expected to work (expected accuracy 10 % [0, 20]" in unreliable.sentence()
+    assert (clustered.verdict, unreliable.verdict) == ("clear groups", "hardly any groups")
+    assert "under this condition (predicted accuracy 10 % [0, 20]" in unreliable.sentence()
     assert clustered.to_json()["expected_accuracy_ci"][0] < clustered.to_json()["expected_accuracy"]
 
 
 @pytest.mark.parametrize(
     ("accuracy", "half_width", "verdict"),
     [
-        (0.70, 0.3, "works"),
-        (0.58, 0.3, "works in part"),
+        (0.70, 0.3, "clear groups"),
+        (0.58, 0.3, "some groups"),
         (0.41, 0.3, "unclear"),
-        (0.41, 0.28, "not expected to work"),
+        (0.41, 0.28, "hardly any groups"),
     ],
 )
-def test_low_accuracy_is_unclear_if_its_interval_reaches_works(accuracy, half_width, verdict):
+def test_verdicts_promise_nothing_and_advise_values_only_where_they_help(
+    accuracy, half_width, verdict
+):
     calibration = Calibration(accuracy, {}, half_width, {})
-    check = ConditionCheck.of("the mood", sample_groups(20, 4, 1.0), calibration)
+    vectors, values = sample_groups(20, 4, 1.0), Condition("the mood", "happy, sad")
+    check = ConditionCheck.of("the mood", vectors, calibration)
+    with_values = ConditionCheck.of(values, vectors, calibration).sentence()
     assert check.verdict == check.to_json()["verdict"] == verdict
-    assert ("these texts do not decide" in check.sentence()) == (verdict == "unclear")
-
-
-@pytest.mark.parametrize("half_width", [0.1, 0.4])
-def test_values_are_only_suggested_for_a_condition_without_values(half_width):
-    calibration = Calibration(0.4, {}, half_width, {})
-    sentences = [
-        ConditionCheck.of(condition, sample_groups(20, 4, 1.0), calibration).sentence()
-        for condition in ("the mood", Condition("the mood", "happy, sad"))
-    ]
-    assert ["(--values)" in sentence for sentence in sentences] == [True, False]
-    assert all("--guide" in sentence for sentence in sentences)
+    assert "works" not in check.sentence()
+    assert "(--guide of cluster, index and embed)" in check.sentence()
+    assert ("--values" in check.sentence()) == (verdict == "hardly any groups")
+    assert "--values" not in with_values
 
 
 def test_indicators_hardly_depend_on_number_of_texts():

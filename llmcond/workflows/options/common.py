@@ -27,7 +27,7 @@ DATA = f"{SOURCE}; in Python also a pandas or Arrow table, or a list of dicts"
 TEXT_HELP = f"column of the texts (default: {', otherwise '.join(TEXT_COLUMNS)})"
 
 CHECK_HELP = (
-    "report whether each condition is expected to work on these texts, as llmcond check-condition "
+    "report how clearly these texts form groups under each condition, as llmcond check-condition "
     "does"
 )
 
