@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from llmcond.errors import format_count, shortened_repr
+from llmcond.errors import LlmcondError, format_count, shortened_repr
 
 #: Largest numbers of characters of a value (in a line or a cell), and of a line in a terminal.
 _VALUE, _LINE = 60, 240
@@ -22,9 +22,11 @@ class Displayed:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Prevent ``dataclass`` from generating a __repr__ with all fields."""
+        """Prevent ``dataclass`` from generating __repr__, and __eq__, which fails for arrays."""
         super().__init_subclass__()
         cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
+        if not issubclass(cls, dict):
+            cls.__eq__ = _are_equal  # type: ignore[method-assign]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints: the fields and their values."""
@@ -63,6 +65,40 @@ class DisplayedDict(Displayed, dict[str, Any]):
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints."""
         return dict(self)
+
+
+def make_frame(data: Any) -> Any:
+    """Return a ``pandas.DataFrame`` of columns by name, or of rows.
+
+    Raises:
+        LlmcondError: pandas is not installed.
+    """
+    try:
+        import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
+    return pd.DataFrame(data)
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Compare results and their values, also if they contain arrays, in which NaN equals NaN."""
+    if first is second:
+        return True
+    if hasattr(first, "dtype") and hasattr(second, "dtype"):
+        import numpy as np
+
+        both_floats = first.dtype.kind == second.dtype.kind == "f"
+        return np.array_equal(first, second, equal_nan=both_floats)
+    if is_dataclass(first) and type(first) is type(second):
+        names = [field.name for field in fields(first) if field.compare]
+        return all(_are_equal(getattr(first, name), getattr(second, name)) for name in names)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(
+            _are_equal(value, second[key]) for key, value in first.items()
+        )
+    if isinstance(first, (list, tuple)) and type(first) is type(second):
+        return len(first) == len(second) and all(map(_are_equal, first, second))
+    return not is_dataclass(first) and bool(first == second)
 
 
 def _as_json(value: Any) -> Any:

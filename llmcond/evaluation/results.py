@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.rows import Rows
-from llmcond.display import Displayed
-from llmcond.errors import LlmcondError, UserError
+from llmcond.display import Displayed, make_frame
+from llmcond.errors import UserError
 from llmcond.evaluation.conditions import Subset
 from llmcond.evaluation.paired import (
     RESAMPLES,
@@ -578,11 +578,7 @@ class Results(Displayed, Sequence[R_co], Generic[R_co]):
         Raises:
             LlmcondError: pandas is not installed.
         """
-        try:
-            import pandas as pd  # type: ignore[import-untyped,unused-ignore]
-        except ImportError as error:
-            raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
-        return pd.DataFrame([flatten_json(result.to_json()) for result in self.rows])
+        return make_frame([flatten_json(result.to_json()) for result in self.rows])
 
     def _displayed(self) -> dict[str, Any]:
         return {"results": [_table_row(result) for result in self.rows]}

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.bundled import pretrained_folder
-from llmcond.display import Displayed
-from llmcond.errors import LlmcondError, UserError, nearest, shortened_repr
+from llmcond.display import Displayed, make_frame
+from llmcond.errors import UserError, nearest, shortened_repr
 from llmcond.evaluation.paired import MIN_PAIRS, paired_differences
 from llmcond.evaluation.results import (
     ComparedSubset,
@@ -89,11 +89,7 @@ class SystemComparison(Displayed):
         Raises:
             LlmcondError: pandas is not installed.
         """
-        try:
-            import pandas as pd  # type: ignore[import-untyped,unused-ignore]
-        except ImportError as error:
-            raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
-        return pd.DataFrame(
+        return make_frame(
             {
                 "system": result.name,
                 "baseline": self.baseline,
