@@ -124,8 +124,11 @@ def raise_disk_error(error: BaseException, path: object, remaining: str) -> None
 
 
 def escape_control_characters(text: str) -> str:
-    """Escape the control characters of a text, so that it cannot control a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """Escape the control characters of a text, so that it cannot control a terminal.
+
+    The joiners U+200C and U+200D only choose the forms of letters and emoji, and stay.
+    """
+    return "".join(c if c.isprintable() or c in "\n\u200c\u200d" else repr(c)[1:-1] for c in text)
 
 
 def shortened_repr(value: object, max_length: int = 80) -> str:

@@ -87,3 +87,23 @@ def condition_key(text: str) -> str:
     """
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return normalise_condition("".join(c for c in folded if unicodedata.category(c) != "Cf"))
+
+
+def shorten(text: str, max_length: int = 80) -> str:
+    """Return a text on one line, cut to about ``max_length`` characters.
+
+    A letter is not separated from its combining marks, nor a part from its emoji.
+    """
+    # A long text is cut before it is split, because the rest does not matter.
+    line = " ".join(text[: 2 * max_length].split())
+    if len(line) <= max_length and len(text) <= 2 * max_length:
+        return line
+    end = min(max_length, len(line))
+    while end > 1 and end < len(line) and _continues(line[end - 1], line[end]):
+        end -= 1
+    return f"{line[:end].rstrip()}…"
+
+
+def _continues(before: str, character: str) -> bool:
+    """Return whether a character belongs to the one before it."""
+    return "\u200d" in (before, character) or unicodedata.category(character)[0] == "M"

@@ -3,7 +3,14 @@
 import pytest
 
 from llmcond.errors import UserError
-from llmcond.text import cell_text, check_string, condition_cell, condition_key, normalise_condition
+from llmcond.text import (
+    cell_text,
+    check_string,
+    condition_cell,
+    condition_key,
+    normalise_condition,
+    shorten,
+)
 
 
 @pytest.mark.parametrize("text", ["a\ud800", "\udfffb", "a\0b"])
@@ -48,3 +55,18 @@ def test_conditions_have_one_form(text: str) -> None:
 )
 def test_key_ignores_case_and_invisible_or_compatible_characters(text: str) -> None:
     assert condition_key(text) == condition_key("the café") != condition_key("the cafe")
+
+
+@pytest.mark.parametrize(
+    ("text", "length", "expected"),
+    [
+        ("two  words\n here", 80, "two words here"),
+        ("a" * 300_000, 5, "aaaaa…"),
+        ("ab cd", 3, "ab…"),
+        ("किताब", 3, "कि…"),
+        ("👩\u200d👧 x", 2, "👩…"),
+        (" " * 200, 80, "…"),
+    ],
+)
+def test_shortened_text_keeps_letters_whole(text: str, length: int, expected: str) -> None:
+    assert shorten(text, length) == expected

@@ -7,7 +7,16 @@
   const n = data.texts.length;
   const lower = data.texts.map((text) => text.toLowerCase());
   // The page's most distinct colours; further clusters use the same colours with another shape.
+  // Filled shapes come before hollow ones, so that 96 clusters have different marks.
   const COLOURS = [1, 2, 3, 4, 5, 7].map((i) => `var(--series-${i})`);
+  const star = Array.from({ length: 10 }, (_, i) => [
+    (i % 2 ? 0.55 : 1.35) * Math.sin((i * Math.PI) / 5), -(i % 2 ? 0.55 : 1.35) * Math.cos((i * Math.PI) / 5)]);
+  const plus = [[-0.4, -1.2], [0.4, -1.2], [0.4, -0.4], [1.2, -0.4], [1.2, 0.4], [0.4, 0.4], [0.4, 1.2], [-0.4, 1.2],
+    [-0.4, 0.4], [-1.2, 0.4], [-1.2, -0.4], [-0.4, -0.4]];
+  const cross = plus.map(([x, y]) => [(x - y) * Math.SQRT1_2, (x + y) * Math.SQRT1_2]);
+  // The corners of each shape, for a radius of 1; null: a circle.
+  const SHAPES = [null, [[-0.9, -0.9], [0.9, -0.9], [0.9, 0.9], [-0.9, 0.9]], [[0, -1.2], [1.15, 1], [-1.15, 1]],
+    [[0, -1.3], [1.1, 0], [0, 1.3], [-1.1, 0]], [[0, 1.2], [1.15, -1], [-1.15, -1]], plus, cross, star];
   const NOISE = -1;
   const MARGIN = 14;
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
@@ -34,7 +43,20 @@
   const clustering = () => data.shown[shownIndex];
   const hue = (cluster) => (cluster === NOISE ? "var(--muted)" : COLOURS[cluster % COLOURS.length]);
   const colourOf = (cluster) => colours.get(hue(cluster));
-  const shapeOf = (cluster) => (cluster === NOISE ? 3 : Math.floor(cluster / COLOURS.length) % 3);
+  const shapeOf = (cluster) => Math.floor(cluster / COLOURS.length) % (2 * SHAPES.length);
+  const isHollow = (cluster) => cluster !== NOISE && shapeOf(cluster) >= SHAPES.length;
+  // The same outline is drawn on the map and in the legend.
+  function outline(path, cluster, x, y, r) {
+    const corners = cluster === NOISE ? null : SHAPES[shapeOf(cluster) % SHAPES.length];
+    const radius = cluster === NOISE ? r * 0.7 : r;
+    if (!corners) {
+      path.moveTo(x + radius, y);
+      path.arc(x, y, radius, 0, 2 * Math.PI);
+      return;
+    }
+    corners.forEach(([a, b], i) => path[i ? "lineTo" : "moveTo"](x + radius * a, y + radius * b));
+    path.closePath();
+  }
   const nameOf = (cluster) => clustering().clusters.find(([number]) => number === cluster)?.[1] || "";
   const describe = (cluster) => (cluster === NOISE ? "in no cluster" : `cluster ${cluster}${nameOf(cluster) ? `: ${nameOf(cluster)}` : ""}`);
   const visible = (i) => (selected === null || clustering().labels[i] === selected) && (matches === null || matches[i]);
@@ -50,19 +72,6 @@
       colours.set(name, getComputedStyle(probe).color);
     }
     probe.remove();
-  }
-
-  function outline(path, shape, x, y, r) {
-    if (shape === 1) path.rect(x - r * 0.9, y - r * 0.9, 1.8 * r, 1.8 * r);
-    else if (shape === 2) {
-      path.moveTo(x, y - 1.2 * r);
-      path.lineTo(x + 1.15 * r, y + r);
-      path.lineTo(x - 1.15 * r, y + r);
-      path.closePath();
-    } else {
-      path.moveTo(x + r, y);
-      path.arc(x, y, shape === 3 ? r * 0.7 : r, 0, 2 * Math.PI);
-    }
   }
 
   let width = 0, height = 0;
@@ -90,18 +99,19 @@
         if (visible(i) !== front) continue;
         const cluster = clustering().labels[i];
         if (!paths.has(cluster)) paths.set(cluster, new Path2D());
-        outline(paths.get(cluster), shapeOf(cluster), ...position(i), front && matches ? r * 1.3 : r);
+        outline(paths.get(cluster), cluster, ...position(i), front && matches ? r * 1.3 : r);
       }
       pen.globalAlpha = front ? 0.8 : 0.12;
+      pen.lineWidth = Math.max(1, r * 0.4);
       for (const [cluster, path] of paths) {
-        pen.fillStyle = colourOf(cluster);
-        pen.fill(path);
+        pen.fillStyle = pen.strokeStyle = colourOf(cluster);
+        pen[isHollow(cluster) ? "stroke" : "fill"](path);
       }
     }
     pen.globalAlpha = 1;
     if (current !== null) {
       const path = new Path2D();
-      outline(path, shapeOf(clustering().labels[current]), ...position(current), r * 1.6);
+      outline(path, clustering().labels[current], ...position(current), r * 1.6);
       pen.fillStyle = colourOf(clustering().labels[current]);
       pen.fill(path);
       pen.lineWidth = 2;
@@ -130,10 +140,10 @@
   // -- reading ----------------------------------------------------------------------------------
 
   const tooltip = byId("tooltip");
-  const nothing = byId("text").textContent;
   function read(i, pointer = null) {
     current = i;
-    byId("text").textContent = i === null ? nothing : data.texts[i];
+    byId("read").hidden = i === null;
+    byId("text").textContent = i === null ? "" : data.texts[i];
     byId("of").textContent = i === null ? "" : describe(clustering().labels[i]);
     tooltip.hidden = pointer === null || i === null;
     if (!tooltip.hidden) {
@@ -196,12 +206,20 @@
   function swatch(cluster) {
     const svg = document.createElementNS(SVG, "svg");
     const mark = document.createElementNS(SVG, "path");
-    const d = ["M5,0A5,5 0 1 1 -5,0A5,5 0 1 1 5,0", "M-4.5,-4.5H4.5V4.5H-4.5Z", "M0,-6L5.75,5H-5.75Z", "M3.5,0A3.5,3.5 0 1 1 -3.5,0A3.5,3.5 0 1 1 3.5,0"];
+    const d = [];
+    const pencil = {
+      moveTo: (x, y) => d.push(`M${x},${y}`),
+      lineTo: (x, y) => d.push(`L${x},${y}`),
+      arc: (x, y, r) => d.push(`A${r},${r} 0 1 1 ${-r},0A${r},${r} 0 1 1 ${r},0`),
+      closePath: () => d.push("Z"),
+    };
+    outline(pencil, cluster, 0, 0, 5);
     svg.setAttribute("class", "swatch");
     svg.setAttribute("viewBox", "-8 -8 16 16");
     svg.setAttribute("aria-hidden", "true");
     svg.style.color = hue(cluster);
-    mark.setAttribute("d", d[shapeOf(cluster)]);
+    mark.setAttribute("d", d.join(""));
+    if (isHollow(cluster)) mark.setAttribute("class", "hollow");
     svg.append(mark);
     return svg;
   }
@@ -220,6 +238,18 @@
         swatch(cluster),
         make("span", { class: "clamped" }, make("b", {}, cluster === NOISE ? "in no cluster" : cluster), " ", make("bdi", {}, name)),
         make("span", { class: "size" }, texts.toLocaleString("en"))))));
+    fitLegend();
+  }
+
+  // The list ends below a whole row, and says if there are more.
+  function fitLegend() {
+    const list = byId("legend");
+    list.style.maxHeight = "";
+    const rows = [...list.children], top = list.getBoundingClientRect().top - list.scrollTop;
+    const ends = rows.map((row) => row.getBoundingClientRect().bottom - top);
+    const overflows = list.scrollHeight > list.clientHeight + 1;
+    if (overflows) list.style.maxHeight = `${ends.findLast((end) => end <= list.clientHeight + 1) ?? list.clientHeight}px`;
+    byId("more").textContent = overflows ? ` (scroll for all ${rows.length})` : "";
   }
 
   function count() {
@@ -251,7 +281,7 @@
   new MutationObserver(redraw).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
   // Paper is light, whatever the theme.
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redraw);
-  new ResizeObserver(draw).observe(canvas);
+  new ResizeObserver(() => { draw(); fitLegend(); }).observe(canvas);
   const wide = new ResizeObserver((entries) => {
     for (const { target } of entries) target.classList.toggle("wide", target.scrollWidth > target.clientWidth);
   });

@@ -118,6 +118,6 @@ def _choose_names(
         order = order[excess[order] > 0]
         primary = order[~is_secondary[order]]
         best = (primary if len(primary) else order)[:_CANDIDATES]
-        chosen = [] if number == NOISE else select_distinct(terms[best].tolist(), excess[best])
-        names[number] = ", ".join(chosen)
+        name_terms = [] if number == NOISE else select_distinct(terms[best].tolist(), excess[best])
+        names[number] = ", ".join(name_terms)
     return names

@@ -34,6 +34,11 @@ def kmeans(vectors: Vectors, k: int, seed: int, starts: int = STARTS) -> Labels:
     return number_by_size(labels)
 
 
+def distinct_vectors(vectors: Vectors) -> Vectors:
+    """Return the (m, d) distinct ones of unit vectors, which differ in five decimals."""
+    return np.unique(vectors.round(5), axis=0)
+
+
 def choose_k(vectors: Vectors, seed: int) -> tuple[int, dict[int, float]]:
     """Return the K with the highest mean silhouette, and the silhouettes of all candidates.
 
@@ -44,7 +49,7 @@ def choose_k(vectors: Vectors, seed: int) -> tuple[int, dict[int, float]]:
     """
     from sklearn.metrics import silhouette_score
 
-    points = np.unique(vectors[sample_indices(len(vectors), SAMPLE_SIZE, seed)], axis=0)
+    points = distinct_vectors(vectors[sample_indices(len(vectors), SAMPLE_SIZE, seed)])
     candidates = [k for k in _candidate_ks() if k == 2 or 10 * k <= len(points)]
     scores = {}
     for k in candidates:

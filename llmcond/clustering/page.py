@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llmcond.clustering.maps import compute_maps
+from llmcond.clustering.describe import ClusterSummary
+from llmcond.clustering.maps import MapPositions, compute_maps
 from llmcond.clustering.methods import NOISE, Vectors, sample_indices
 from llmcond.clustering.result import Clustering, ClusterResult
 from llmcond.clustering.scores import METRICS, LabelAgreement
 from llmcond.clustering.tables import quality_text, starts_text
 from llmcond.conditions import Condition
 from llmcond.log import log
+from llmcond.report.figures import MapPanel, plot_maps
 from llmcond.report.format import factors_text, head_text, range_text
 from llmcond.report.page.render import write_html
 from llmcond.report.page.tables import with_minus_signs
+from llmcond.text import shorten
 from llmcond.version import __version__
 
 _FOLDER = Path(__file__).parent
@@ -27,12 +31,12 @@ _METHODS = {"kmeans": "K-means", "hdbscan": "HDBSCAN"}
 _MAX_TEXTS = 5_000
 #: Maximal number of characters of a text on the map.
 _MAX_CHARACTERS = 1_000
-#: Resolution of the map: number of steps from one side to the other.
+#: Resolution of the page's map: number of steps from one side to the other.
 _STEPS = 2_000
 
 
 class ClusterMap:
-    """The map of a page: clusterings of the same texts, which are sampled if there are many.
+    """A map: clusterings of the same texts, which are sampled if there are many.
 
     Attributes:
         texts: the texts on the map.
@@ -41,7 +45,7 @@ class ClusterMap:
 
     def __init__(self, texts: Sequence[str], seed: int) -> None:
         self._sampled, self._seed = sample_indices(len(texts), _MAX_TEXTS, seed), seed
-        self.texts = [texts[i] for i in self._sampled.tolist()]
+        self.texts = [shorten(texts[i], _MAX_CHARACTERS) for i in self._sampled.tolist()]
         self.clusterings: list[Clustering] = []
         self._vectors: list[Vectors] = []
 
@@ -52,12 +56,8 @@ class ClusterMap:
 
     def page_data(self) -> dict[str, Any]:
         """Return the data that the page's script needs, as JSON values."""
-        maps = compute_maps(self._vectors, self._seed)
         return {
-            "texts": [
-                text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
-                for text in self.texts
-            ],
+            "texts": self.texts,
             "shown": [
                 {
                     "title": clustering.title,
@@ -65,10 +65,38 @@ class ClusterMap:
                     "labels": clustering.labels[self._sampled].tolist(),
                     "clusters": [[c.cluster, c.name, c.size] for c in clustering.clusters],
                 }
-                for clustering, points in zip(self.clusterings, maps, strict=True)
+                for clustering, points in zip(self.clusterings, self._positions, strict=True)
             ],
             "steps": _STEPS,
         }
+
+    def plot(self, path: Path) -> None:
+        """Draw the map of each clustering as a picture; see ``plot_maps``."""
+        panels = [
+            MapPanel(
+                clustering.title,
+                points,
+                clustering.labels[self._sampled],
+                {cluster.cluster: _legend_text(cluster) for cluster in clustering.clusters},
+            )
+            for clustering, points in zip(self.clusterings, self._positions, strict=True)
+        ]
+        caption = (
+            "Similar texts lie close together (t-SNE). Distances between groups, and directions, "
+            "mean little."
+        )
+        plot_maps(panels, self.texts, path, caption)
+
+    @cached_property
+    def _positions(self) -> list[MapPositions]:
+        log.info(f"drawing a map of {len(self.texts):,} texts")
+        return compute_maps(self._vectors, self._seed)
+
+
+def _legend_text(cluster: ClusterSummary) -> str:
+    number = "in no cluster" if cluster.cluster == NOISE else str(cluster.cluster)
+    name = f"  {cluster.name}" if cluster.name else ""
+    return f"{number}{name} ({cluster.size:,})"
 
 
 def write_cluster_page(
@@ -80,10 +108,9 @@ def write_cluster_page(
         result: the result.
         drawing: the map of the texts.
         path: the file to write.
-        verdicts: what to say, by title of a clustering, about whether its condition works.
+        verdicts: the check of each condition in words, by title of a clustering.
     """
     scored = [(c.title, c.scores) for c in result.clusterings if c.scores is not None]
-    log.info(f"drawing a map of {len(drawing.texts):,} texts")
     values: dict[str, Any] = {
         "result": result,
         "shown": drawing.clusterings,
@@ -100,6 +127,7 @@ def write_cluster_page(
         "starts": starts_text(result),
         "factors": factors_text(METRICS),
         "provenance": _describe_provenance(result),
+        "shorten": shorten,
     }
     script, style = (
         (_FOLDER / f"clusters.{suffix}").read_text("utf-8") for suffix in ("js", "css")

@@ -13,8 +13,9 @@ from llmcond.clustering.describe import ClusterSummary
 from llmcond.clustering.methods import NOISE, Labels
 from llmcond.clustering.scores import LabelAgreement
 from llmcond.conditions import condition_json, condition_text
-from llmcond.display import Displayed
+from llmcond.display import Displayed, make_frame
 from llmcond.metrics import finite_or_none
+from llmcond.text import shorten
 
 
 def without_condition(encoder: str) -> str:
@@ -98,6 +99,7 @@ class ClusterResult(Displayed):
     Attributes:
         out: the table that was written, or None.
         report: the HTML page that was written, or None.
+        map: the picture of the map that was written, or None.
         file: source of the texts.
         texts: number of texts.
         distinct: number of distinct texts.
@@ -107,6 +109,8 @@ class ClusterResult(Displayed):
         method: ``kmeans`` or ``hdbscan``.
         seed: random seed.
         clusterings: the clustering under each condition.
+        table: the columns that ``out`` contains: the texts, the columns to keep, and the cluster
+            and its name under each condition.
 
     Examples:
         >>> import llmcond
@@ -117,10 +121,13 @@ class ClusterResult(Displayed):
         ('kmeans', 4)
         >>> [clustering.condition for clustering in result.clusterings]
         ['the animal', 'the activity']
+        >>> list(result.to_pandas())[:3]
+        ['text', 'cluster (the animal)', 'name (the animal)']
     """
 
     out: Path | None
     report: Path | None
+    map: Path | None
     file: str
     texts: int
     distinct: int
@@ -130,29 +137,45 @@ class ClusterResult(Displayed):
     method: str
     seed: int
     clusterings: Sequence[Clustering]
+    table: Mapping[str, Sequence[Any]]
 
     def to_json(self) -> dict[str, Any]:
         """Convert the result to the dictionary that ``--json`` prints.
 
         Returns:
-            The attributes as JSON values. The label of each text is included if no table was
-            written.
+            The attributes but ``table`` as JSON values. The label of each text is included if no
+            table was written.
         """
         values = super().to_json()
+        del values["table"]
         if self.out is None:
             for clustering, record in zip(self.clusterings, values["clusterings"], strict=True):
                 record["labels"] = clustering.labels.tolist()
         return values
 
+    def to_pandas(self) -> Any:
+        """Convert ``table`` to a data frame, with one row for each text in the original order.
+
+        Returns:
+            A ``pandas.DataFrame`` with the columns of ``out``.
+
+        Raises:
+            LlmcondError: pandas is not installed.
+        """
+        return make_frame(dict(self.table))
+
     @override
     def _displayed(self) -> Mapping[str, Any]:
         facts = {name: getattr(self, name) for name in ("file", "texts", "encoder", "head", "out")}
-        clusters = {
-            f"clusters: {clustering.title}": [
-                {"cluster": c.cluster, "texts": c.size, "name": c.name, "typical": text}
-                for c in clustering.clusters
-                for text in c.typical[:1] or ("",)
-            ]
+        rows = [
+            {
+                "condition": clustering.title,
+                "cluster": cluster.cluster,
+                "texts": cluster.size,
+                "name": cluster.name,
+                "typical": shorten("".join(cluster.typical[:1])),
+            }
             for clustering in self.clusterings
-        }
-        return facts | clusters
+            for cluster in clustering.clusters
+        ]
+        return {**facts, "clusterings": rows}

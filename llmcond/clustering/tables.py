@@ -11,9 +11,10 @@ from llmcond.clustering.scores import METRICS, LabelAgreement
 from llmcond.errors import format_count
 from llmcond.report.format import INTERVAL_NOTE, estimate_text, factors_text, range_text
 from llmcond.report.terminal import add_figure_columns, plain_text, print_table
+from llmcond.text import shorten
 
-#: Maximal number of clusters in a table and of characters of a typical text; ``--json`` has all.
-_MAX_CLUSTERS, _MAX_CHARACTERS = 20, 80
+#: Maximal number of clusters in a table; ``--json`` has all.
+_MAX_CLUSTERS = 20
 
 
 def show_clusters(result: ClusterResult, form: str = "table") -> None:
@@ -38,8 +39,7 @@ def _cluster_table(clustering: Clustering) -> Table:
     table.add_column("a typical text", overflow="fold")
     for cluster in shown:
         number = "none" if cluster.cluster == NOISE else str(cluster.cluster)
-        text = " ".join(next(iter(cluster.typical), "").split())
-        text = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+        text = shorten("".join(cluster.typical[:1]))
         cells = [plain_text(cluster.name)]
         if clustering.guided:
             counts = clustering.guided.get(cluster.cluster, {}).items()

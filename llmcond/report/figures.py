@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import textwrap
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.errors import UserError, escape_control_characters, install_command
+from llmcond.errors import UserError, escape_control_characters, format_count, install_command
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
+from llmcond.text import shorten
 
 if TYPE_CHECKING:
     from llmcond.evaluation.breakdown import Level
@@ -65,6 +68,17 @@ _MAX_VECTOR_POINTS = 5_000
 # Up to this many x values each have a mark and an interval, and ticks if there is room.
 _MAX_MARKS = 15
 
+# Font files for scripts that the default font lacks.
+_FALLBACK_FONTS = re.compile(
+    r"NotoSans(CJK|JP|SC|KR|Devanagari|Bengali|Tamil|Telugu|Kannada|Malayalam|Gujarati|Gurmukhi|"
+    r"Sinhala|Thai|Lao|Khmer|Myanmar|Hebrew|Arabic|Ethiopic|Georgian|Armenian|Symbols2?)-Regular|"
+    r"NotoEmoji-Regular|Nirmala|LeelawUI|YuGothR|msyh|malgun|Arial Unicode|PingFang|AppleGothic",
+    re.IGNORECASE,
+)
+
+# The largest number of clusters in the legend of a map.
+_MAX_LEGEND = 20
+
 # The number of bins of a histogram.
 _BINS = 60
 
@@ -105,6 +119,84 @@ def plot_clusters(
             _scatter(axes, points, labels, len(names))
             axes.set_title(wrap_text(title, 50))
         _legend(figure, names, "points")
+
+
+@dataclass(frozen=True, slots=True)
+class MapPanel:
+    """A map of texts, as a panel of a figure.
+
+    Attributes:
+        title: The title.
+        points: (n, 2) the positions of the texts, from 0 to 1; y points down.
+        labels: (n,) the cluster of each text; -1: in none.
+        clusters: The text of the legend for each cluster, in the order of the legend.
+    """
+
+    title: str
+    points: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    clusters: Mapping[int, str]
+
+
+def plot_maps(panels: Sequence[MapPanel], texts: Sequence[str], path: Path, caption: str) -> None:
+    """Plot maps of the same n texts, one below the other, each with the number of every cluster.
+
+    The positions are also written as CSV; see ``data_path``.
+
+    Args:
+        panels: the maps.
+        texts: (n,) the texts, for the CSV.
+        path: the .png, .svg or .pdf file to write.
+        caption: the text above the maps.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    columns = ("map", "x", "y", "cluster", "name", "text")
+    rows = (
+        (panel.title, *point, label, panel.clusters[label], text)
+        for panel in panels
+        for point, label, text in zip(
+            panel.points.tolist(), panel.labels.tolist(), texts, strict=True
+        )
+    )
+    with draw_figure(path, (9.0, 0.6 + 5.2 * len(panels)), columns, rows) as figure:
+        grid = figure.subplots(len(panels), 1, squeeze=False).flat
+        for axes, panel in zip(grid, panels, strict=True):
+            _draw_map(axes, panel)
+        figure.suptitle(wrap_text(caption, 120), fontsize="small", x=0.02, ha="left")
+
+
+def _draw_map(axes: Any, panel: MapPanel) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patheffects import withStroke
+
+    points = panel.points * [1, -1]
+    inside = panel.labels >= 0
+    numbers = {number: i for i, number in enumerate(sorted(set(panel.clusters) - {-1}))}
+    if not inside.all():
+        axes.scatter(*points[~inside].T, s=6, color="#999999", linewidths=0)
+    if inside.any():
+        positions = np.array([numbers[label] for label in panel.labels[inside].tolist()])
+        _scatter(axes, points[inside], positions, len(numbers))
+    halo = [withStroke(linewidth=2, foreground="white")]
+    for number in numbers:
+        if (panel.labels == number).any():
+            # The number is next to the cluster's centre, so that it does not hide a small cluster.
+            centre = np.median(points[panel.labels == number], axis=0)
+            style = {"fontsize": 9, "fontweight": "bold", "path_effects": halo}
+            axes.annotate(str(number), centre, (6, 4), textcoords="offset points", **style)
+    axes.set_title(wrap_text(panel.title, 60), loc="left")
+    handles, labels = [], []
+    for number, text in list(panel.clusters.items())[:_MAX_LEGEND]:
+        colour, shape = ("#999999", ".") if number < 0 else _style_of(numbers[number])
+        handles.append(Line2D([], [], color=colour, marker=shape, markersize=6, linestyle="none"))
+        labels.append(wrap_text(shorten(text, 80), 42))
+    n_more = len(panel.clusters) - len(handles)
+    if n_more:
+        handles.append(Line2D([], [], linestyle="none"))
+        labels.append(f"and {format_count(n_more, 'smaller cluster')}")
+    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.02, 1.0), fontsize=8)
 
 
 def plot_curve(
@@ -386,9 +478,41 @@ def draw_figure(
         figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
         yield figure
         with replace_atomically(path) as temporary:
-            figure.savefig(temporary, format=kind[1:], metadata=_METADATA[kind])
+            is_complete = _save_figure(figure, temporary, kind)
+            if not is_complete:
+                _add_fallback_fonts(figure)
+                is_complete = _save_figure(figure, temporary, kind)
+    if not is_complete:
+        log.info(
+            f"{path} lacks characters that no installed font has. Install the Noto fonts, and run "
+            "the same command again"
+        )
     write_csv(data_path(path), columns, rows)
     log.info(f"picture -> {path}")
+
+
+def _save_figure(figure: Any, path: Path, kind: str) -> bool:
+    """Save a figure as a file of a kind such as ``.png``; return whether it has every character."""
+    with warnings.catch_warnings(record=True) as missing:
+        warnings.filterwarnings("always", "Glyph .* missing from font")
+        figure.savefig(path, format=kind[1:], metadata=_METADATA[kind])
+    return not missing
+
+
+def _add_fallback_fonts(figure: Any) -> None:
+    """Let a figure use installed fonts for the characters that the default font lacks."""
+    from matplotlib.font_manager import FontProperties, findSystemFonts, fontManager
+    from matplotlib.text import Text
+
+    # Fonts that were installed recently are not in matplotlib's list.
+    paths = [path for path in sorted(findSystemFonts()) if _FALLBACK_FONTS.match(Path(path).name)]
+    for path in paths:
+        fontManager.addfont(path)
+    names = [FontProperties(fname=path).get_name() for path in paths]
+    for text in figure.findobj(
+        lambda part: isinstance(part, Text) and not part.get_text().isascii()
+    ):
+        text.set_fontfamily(["DejaVu Sans", *names])
 
 
 def _style_of(i: int) -> tuple[str, str]:

@@ -25,7 +25,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 @dataclass(frozen=True, slots=True)
 class FrequentWords:
-    """Frequent words, which tell languages apart, and which say little about a text.
+    """Frequent words, which distinguish languages, and which say little about a text.
 
     Attributes:
         english: frequent English words.

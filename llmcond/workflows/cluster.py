@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from llmcond.clustering.methods import (
     Labels,
     Vectors,
     choose_k,
+    distinct_vectors,
     hdbscan,
     kmeans,
     silhouette,
@@ -32,13 +33,16 @@ from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.evaluation.condition_checks import ConditionCheck, find_calibration, sample_texts
 from llmcond.files import check_output, replace_atomically, write_csv
 from llmcond.log import log
+from llmcond.report.figures import check_figure, data_path
 from llmcond.runs.languages import report_foreign_texts
 from llmcond.workflows.embed import TextEmbedder
 from llmcond.workflows.options.texts import ClusterOptions
 
 Method = Literal["kmeans", "hdbscan"]
 
-_GUIDE_HINT = "About 40 labelled texts often help: --guide FILE, with the columns text and label."
+_GUIDE_HINT = (
+    "If they are not, label about 40 texts: --guide FILE, with the columns text and label."
+)
 
 
 def cluster(options: ClusterOptions) -> ClusterResult:
@@ -49,24 +53,24 @@ def cluster(options: ClusterOptions) -> ClusterResult:
         LlmcondError: the encoder fails.
     """
     run_folder, conditions, guide = options.resolve_folder(), options.conditions(), options.guide
-    texts, text, keep, labels = options.texts, options.text, options.keep, options.labels
-    method, seed = options.method, options.seed
-    out = None if options.out is None else Path(options.out)
-    report = None if options.report is None else Path(options.report)
-    check_output(out, (".parquet", ".csv"), [texts, guide])
-    check_output(report, (".html", ".htm"))
+    texts, text, labels, seed = options.texts, options.text, options.labels, options.seed
+    files = _OutputFiles.of(options)
     _check_conditions(conditions, guide is not None, labels)
     finder = _ClusterFinder.of(options)
     column = text_column(partial(has_column, texts), text)
-    columns = _name_columns(conditions, keep, column)
-    collection = read_collection(texts, column, list(dict.fromkeys([*keep, *labels])))
+    columns = _name_columns(conditions, options.keep, column)
+    collection = read_collection(texts, column, list(dict.fromkeys([*options.keep, *labels])))
     distinct = finder.check_texts(collection)
     guides = {} if guide is None else _read_guides(guide, text, conditions, collection)
+    for labelled in guides.values():
+        finder.with_guide(labelled.labels).check_distinct(
+            distinct, f"{collection.file} has", "text"
+        )
     known_labels = _read_known_labels(collection, labels, guides)
 
     embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
-    drawing = None if report is None else ClusterMap(collection.texts, seed)
+    drawing = ClusterMap(collection.texts, seed) if files.have_map else None
     clusterings: list[Clustering] = []
     samples: list[Vectors] = []
     for condition in conditions or (None,):
@@ -82,7 +86,7 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             drawing.add(clusterings[-1], vectors)
     if labels:
         name, base_vectors = embeddings.embed_with_base(collection.texts)
-        base_labels = [finder.with_k(clustered.k)(base_vectors)[0] for clustered in clusterings]
+        base_labels = [finder.cluster_base(base_vectors, one.k) for one in clusterings]
         clusterings = _add_scores(
             clusterings, base_labels, known_labels, labels, without_condition(name)
         )
@@ -92,29 +96,30 @@ def cluster(options: ClusterOptions) -> ClusterResult:
             base = Clustering(name, None, base_labels[0], described, separation)
             drawing.add(base, base_vectors)
     result = ClusterResult(
-        out=out,
-        report=report,
+        out=files.out,
+        report=files.report,
+        map=files.map,
         file=collection.file,
         texts=len(collection.texts),
         distinct=distinct,
         encoder=embeddings.encoder.name,
         prompt=embeddings.view.name,
         head=embeddings.head_name,
-        method=method,
+        method=options.method,
         seed=seed,
         clusterings=clusterings,
+        table=_make_table(collection, column, options.keep, clusterings, columns),
     )
-    if out is not None:
-        extra_columns = {name: collection.columns[name] for name in keep}
-        _write_table(out, {column: collection.texts, **extra_columns}, clusterings, columns)
-    _log_quality(clusterings, method, guide is not None)
+    if files.out is not None:
+        _write_table(files.out, result.table)
+    _log_quality(clusterings, options.method, guide is not None)
     verdicts: dict[str, str] = {}
     if options.check and guide is None:
         verdicts = _log_condition_checks(conditions, samples, run_folder)
-    destination = "" if out is None else f" -> {out}"
+    destination = "" if files.out is None else f" -> {files.out}"
     log.info(f"{len(collection.texts):,} texts in {_count_clusters(clusterings)}{destination}")
-    if drawing is not None and report is not None:
-        write_cluster_page(result, drawing, report, verdicts)
+    if drawing is not None:
+        files.write_maps(result, drawing, verdicts)
     return result
 
 
@@ -133,6 +138,54 @@ def _embed_texts(
 
 
 # -- options -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OutputFiles:
+    """The files to write: the table, the page and the picture of the map; None: not wanted."""
+
+    out: Path | None
+    report: Path | None
+    map: Path | None
+
+    @classmethod
+    def of(cls, options: ClusterOptions) -> _OutputFiles:
+        """Check the files that the options name, before any work.
+
+        Raises:
+            UserError: a file has another suffix, is an input or cannot be written, two options
+                name the same file, or matplotlib is not installed.
+        """
+        out, report, map_file = (
+            None if file is None else Path(file)
+            for file in (options.out, options.report, options.map)
+        )
+        inputs = [options.texts, options.guide]
+        check_output(out, (".parquet", ".csv"), inputs)
+        check_output(report, (".html", ".htm"), inputs)
+        if map_file is not None:
+            check_figure(map_file)
+            check_output(data_path(map_file), (".csv",), inputs)
+            if out is not None and out.absolute() == data_path(map_file).absolute():
+                raise UserError(
+                    f"--out {out} is the file that the positions of --map {map_file} are written "
+                    "to. Name another file."
+                )
+        return cls(out, report, map_file)
+
+    @property
+    def have_map(self) -> bool:
+        """Whether a map of the texts is needed."""
+        return self.report is not None or self.map is not None
+
+    def write_maps(
+        self, result: ClusterResult, drawing: ClusterMap, verdicts: Mapping[str, str]
+    ) -> None:
+        """Write the picture and the page."""
+        if self.map is not None:
+            drawing.plot(self.map)
+        if self.report is not None:
+            write_cluster_page(result, drawing, self.report, verdicts)
 
 
 def _check_conditions(conditions: Sequence[str], guided: bool, labels: Sequence[str]) -> None:
@@ -190,12 +243,14 @@ class _ClusterFinder:
         k: the number of clusters of K-means; None: the best by silhouette.
         min_size: the fewest texts in a cluster of HDBSCAN; None: one in 100, and at least 5.
         seed: the random seed of K-means.
+        follows_guide: whether k is the number of a guide's labels.
     """
 
     method: Method
     k: int | None
     min_size: int | None
     seed: int
+    follows_guide: bool = False
 
     @classmethod
     def of(cls, options: ClusterOptions) -> _ClusterFinder:
@@ -223,14 +278,11 @@ class _ClusterFinder:
             )
         return cls(method, k, min_size, options.seed)
 
-    def with_k(self, k: int) -> _ClusterFinder:
-        """Return a copy that finds ``k`` clusters; HDBSCAN has no such setting."""
-        return replace(self, k=k) if self.method == "kmeans" else self
-
-    def with_guide(self, labels: Mapping[str, int] | None) -> _ClusterFinder:
+    def with_guide(self, labels: Iterable[str] | None) -> _ClusterFinder:
         """Return a copy that finds as many clusters as a guide has labels, unless k was given."""
         chooses = self.k is None and self.method == "kmeans"
-        return replace(self, k=len(labels)) if labels and chooses else self
+        k = len(set(labels or ()))
+        return replace(self, k=k, follows_guide=True) if k and chooses else self
 
     def check_texts(self, collection: Collection) -> int:
         """Return the number of distinct texts, and log how many are repeated.
@@ -244,29 +296,63 @@ class _ClusterFinder:
                 f"{collection.file}: {n - distinct:,} of {n:,} texts repeat an earlier one, and "
                 "are kept"
             )
-        minimum = max(2, self.k or self.min_size or 2)
-        if distinct < minimum:
-            option = "--clusters" if self.k else "--min-cluster-size" if self.min_size else ""
-            expected = f"{option} is {minimum}" if option else "at least 2 are needed"
+        self.check_distinct(distinct, f"{collection.file} has", "text")
+        if self.min_size is not None and n < self.min_size:
             raise UserError(
-                f"{collection.file} holds {distinct} distinct text{'s' * (distinct > 1)}, but "
-                f"{expected}. {'Lower it, or give' if option else 'Give'} more texts."
+                f"--min-cluster-size is {self.min_size}, but {collection.file} has "
+                f"{format_count(n, 'text')}. Give at most {n}, or more texts."
             )
         return distinct
 
-    def __call__(self, vectors: Vectors) -> tuple[Labels, Mapping[int, float]]:
-        """Return the (n,) cluster labels of n vectors, and the silhouette of every k tried."""
+    def check_distinct(self, n: int, source: str, noun: str) -> None:
+        """Check that there are enough distinct texts or vectors for the number of clusters.
+
+        Args:
+            n: number of distinct texts or vectors.
+            source: the beginning of the message, whose object is this number.
+            noun: ``text`` or ``vector``.
+
+        Raises:
+            UserError: there are fewer than 2, or fewer than clusters.
+        """
+        holds = f"{source} {format_count(n, f'distinct {noun}')}"
+        if n < 2:
+            raise UserError(
+                f"{holds}, and clusters need at least 2. Give texts that differ in more than case "
+                "and spaces."
+            )
+        if self.k is not None and n < self.k:
+            setting = (
+                f"the guide has {self.k} labels. Label with at most {n}"
+                if self.follows_guide
+                else f"--clusters is {self.k}. Give at most {n}"
+            )
+            raise UserError(f"{holds}, but {setting}, or give more texts.")
+
+    def __call__(self, vectors: Vectors, source: str) -> tuple[Labels, Mapping[int, float]]:
+        """Return the (n,) cluster labels of n vectors, and the silhouette of every k tried.
+
+        Raises:
+            UserError: there are too few distinct vectors; the message begins with ``source``.
+        """
+        self.check_distinct(len(distinct_vectors(vectors)), source, "vector")
         if self.method == "hdbscan":
             minimum = self.min_size or max(5, len(vectors) // 100)
             return hdbscan(vectors, min(minimum, len(vectors))), {}
         k, silhouettes = (self.k, {}) if self.k else choose_k(vectors, self.seed)
-        distinct = len(np.unique(vectors, axis=0))
-        if distinct < k:
-            raise UserError(
-                f"the texts have {distinct} distinct vectors, but --clusters is {k}. Lower it, or "
-                "give more texts."
-            )
         return kmeans(vectors, k, self.seed), silhouettes
+
+    def cluster_base(self, vectors: Vectors, k: int) -> Labels:
+        """Return the (n,) labels of base vectors, in ``k`` clusters if the method is K-means.
+
+        If fewer vectors are distinct, there are as many clusters.
+        """
+        distinct = len(distinct_vectors(vectors))
+        if distinct < 2:
+            return np.zeros(len(vectors), dtype=np.int64)
+        if self.method == "kmeans":
+            return kmeans(vectors, min(k, distinct), self.seed)
+        return self(vectors, "")[0]
 
     def make_clustering(
         self, encoder: str, condition: str | None, vectors: Vectors, texts: Sequence[str]
@@ -278,8 +364,12 @@ class _ClusterFinder:
             condition: the condition that the vectors are under; None: none.
             vectors: (n, d) the vectors of the texts.
             texts: the n texts.
+
+        Raises:
+            UserError: there are too few distinct vectors.
         """
-        labels, silhouettes = self(vectors)
+        named = "" if condition is None else f"under {shortened_repr(condition_text(condition))}, "
+        labels, silhouettes = self(vectors, f"{named}the texts have")
         return Clustering(
             encoder,
             condition,
@@ -311,7 +401,7 @@ def _log_quality(clusterings: Sequence[Clustering], method: Method, guided: bool
 def _log_condition_checks(
     conditions: Sequence[str], samples: Sequence[Vectors], run_folder: Path
 ) -> dict[str, str]:
-    """Log and return how well each condition is expected to work, unless there are too few texts.
+    """Log and return the check of each condition, unless there are too few texts.
 
     Returns:
         A sentence, without the full stop, by title of the condition.
@@ -378,9 +468,10 @@ def _read_known_labels(
         classes = {value for value in values if value is not None}
         if len(classes) < 2:
             exclusion = " (without the guide's texts)" if guide_texts else ""
+            n_labels = format_count(len(classes), "different label")
             raise UserError(
-                f"--labels {name}: {collection.file} has {len(classes)} different "
-                f"labels{exclusion}. At least 2 are needed."
+                f"--labels {name}: {collection.file} has {n_labels}{exclusion}. At least 2 are "
+                "needed."
             )
         known_labels[name] = values
     return known_labels
@@ -417,19 +508,24 @@ def _count_clusters(clusterings: Sequence[Clustering]) -> str:
     )
 
 
-def _write_table(
-    out: Path,
-    table: dict[str, Sequence[Any]],
+def _make_table(
+    collection: Collection,
+    text_column_name: str,
+    keep: Sequence[str],
     clusterings: Sequence[Clustering],
     columns: Sequence[tuple[str, str]],
-) -> None:
-    """Write a table of texts, with a column of clusters and one of names for each condition."""
+) -> dict[str, Sequence[Any]]:
+    """Return a table of texts, with a column of clusters and one of names for each condition."""
+    table: dict[str, Sequence[Any]] = {text_column_name: collection.texts}
+    table |= {name: collection.columns[name] for name in keep}
     for clustering, (number, name) in zip(clusterings, columns, strict=True):
         names = {cluster.cluster: cluster.name for cluster in clustering.clusters}
-        table |= {
-            number: clustering.labels.tolist(),
-            name: [names[i] for i in clustering.labels.tolist()],
-        }
+        labels = clustering.labels.tolist()
+        table |= {number: labels, name: [names[label] for label in labels]}
+    return table
+
+
+def _write_table(out: Path, table: Mapping[str, Sequence[Any]]) -> None:
     if out.suffix.lower() == ".csv":
         write_csv(out, table, zip(*table.values(), strict=True))
         return

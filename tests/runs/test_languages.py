@@ -27,7 +27,7 @@ ENGLISH = (
 
 
 @pytest.mark.parametrize("text", FOREIGN)
-def test_foreign_text_is_found(text):
+def test_foreign_text_is_recognised(text):
     assert seems_foreign(text)
 
 

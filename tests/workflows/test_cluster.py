@@ -1,10 +1,12 @@
 """``llmcond cluster``: its output, its error messages and its page."""
 
+import copy
 import csv
 import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from llmcond.bundled import DEFAULT_MODEL
 from llmcond.cli import run
 from llmcond.clustering.methods import kmeans
 from llmcond.runs.embedder import normalise_vectors
+from llmcond.workflows.embed import TextEmbedder
 
 PEOPLE = ("two men", "three women", "children", "two dogs")
 PLACES = ("in the park", "at the beach", "in the kitchen", "on the street")
@@ -173,9 +176,10 @@ def test_labels_are_returned_and_printed_without_out_file(call, module_run, tmp_
 def test_result_has_short_repr_and_html(module_run):
     result = llmcond.cluster(texts=TEXTS, condition="the place", clusters=3, run=module_run)
     assert len(repr(result)) < 300
+    assert set(re.findall(r"(\w+)=", repr(result))) <= set(vars(result))
     assert len(repr(result.clusterings[0])) < 300
     html = result._repr_html_()
-    assert "clusters: the place" in html
+    assert "the place" in html
     assert html.count("<tr") == 4
 
 
@@ -205,6 +209,22 @@ def test_poor_separation_is_reported_and_guide_recommended(capsys, write_rows, g
     assert "--guide FILE" not in messages
     # Vectors in the store are not reported as encoded.
     assert "no condition: nothing to encode" in messages
+
+
+def test_result_is_table_and_can_be_copied_and_compared(module_run, tmp_path):
+    rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
+    arguments = {"texts": rows, "keep": ["id"], "clusters": 3, "run": module_run}
+    conditions = ["the place", "the number of people"]
+    result = llmcond.cluster(condition=conditions, out=tmp_path / "out.PARQUET", **arguments)
+    pd.testing.assert_frame_equal(result.to_pandas(), pd.read_parquet(tmp_path / "out.PARQUET"))
+    assert copy.deepcopy(result) == result
+    assert result != replace(result, seed=1)
+    other = replace(result.clusterings[0], labels=result.clusterings[0].labels + 1)
+    assert result != replace(result, clusterings=[other, result.clusterings[1]])
+    assert result.clusterings[0] != result.clusterings[1]
+    single = llmcond.cluster(condition=conditions[0], **arguments)
+    assert list(single.to_pandas()) == ["text", "id", "cluster", "name"]
+    assert "table" not in single.to_json()
 
 
 def test_nan_label_counts_as_missing(module_run):
@@ -333,7 +353,11 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
         ((*PLACE, "--clusters", "1"), "--clusters is 1; it must be at least 2"),
         ((*PLACE, "--clusters", "-3"), "--clusters is '-3'; expected a number"),
         ((*PLACE, "--clusters", "some"), "--clusters is 'some'; expected a number or auto"),
-        ((*PLACE, "--clusters", "49"), "48 distinct texts, but --clusters is 49"),
+        ((*PLACE, "--clusters", "49"), "48 distinct texts, but --clusters is 49. Give at most 48"),
+        (
+            (*PLACE, "--method", "hdbscan", "--min-cluster-size", "49"),
+            "--min-cluster-size is 49, but texts.csv has 48 texts. Give at most 48, or more texts",
+        ),
         ((*PLACE, "--method", "hdbscan", "--clusters", "3"), "--clusters is for --method kmeans"),
         ((*PLACE, "--min-cluster-size", "3"), "is for --method hdbscan"),
         ((*PLACE, "--method", "hdbscan", "--min-cluster-size", "1"), "must be at least 2"),
@@ -343,6 +367,12 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
         ((*PLACE, "--labels", "place", "people"), "--labels names 2 columns"),
         ((*PLACE, "--seed", "-1"), "--seed is -1"),
         ((*PLACE, "--report", "page.txt"), "name an .html or .htm file"),
+        ((*PLACE, "--map", "map.html"), "name a .png or .svg or .pdf file"),
+        ((*PLACE, "--map", "folder/map"), "has no suffix; name a .png or .svg or .pdf file"),
+        ((*PLACE, "--map", "texts.csv"), "name a .png or .svg or .pdf file"),
+        ((*PLACE, "--map", "out.png", "--out", "out-data.csv"), "the positions of --map out.png"),
+        ((*PLACE, "--keep", "id", "id"), "--keep id: a column of that name is written"),
+        ((*PLACE, "--keep", "cluster"), "--keep cluster: a column of that name is written"),
         ((*PLACE, "--guide", "missing.csv"), "missing.csv does not exist"),
         ((*PLACE, *PEOPLE_COUNT, "--guide", "{guide}"), "there are 2 conditions"),
     ],
@@ -355,12 +385,17 @@ def test_invalid_arguments_are_rejected(capsys, texts, guide, arguments, expecte
 
 @pytest.mark.parametrize(
     ("out", "expected"),
-    [("out.xlsx", ".parquet or .csv"), ("texts.csv", "is an input of the same command")],
+    [
+        (("--out", "out.xlsx"), ".parquet or .csv"),
+        (("--out", "texts.csv"), "is an input of the same command"),
+        (("--map", "texts.png"), "texts-data.csv is an input of the same command"),
+    ],
 )
 def test_invalid_out_file_is_rejected(capsys, texts, out, expected):
-    before = texts.read_bytes()
-    assert expected in run_rejected(capsys, "cluster", texts, *PLACE, "--out", out)
-    assert texts.read_bytes() == before
+    source = texts.rename("texts-data.csv") if "--map" in out else texts
+    before = source.read_bytes()
+    assert expected in run_rejected(capsys, "cluster", source, *PLACE, *out)
+    assert source.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -384,8 +419,8 @@ def test_invalid_guide_is_rejected(capsys, texts, write_rows, rows, expected):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([("two men",)], "1 distinct text, but at least 2"),
-        ([("two men",), ("two men",)], "1 distinct text, but at least 2"),
+        ([("two men",)], "few.csv has 1 distinct text, and clusters need at least 2"),
+        ([("two men",), ("two men",)], "few.csv has 1 distinct text, and clusters need at least 2"),
         (
             [("two men",), (" ",), ("",)],
             "data row 2 of few.csv: text is empty (1 more row is invalid: 3). The header is not",
@@ -397,6 +432,58 @@ def test_too_few_or_empty_texts_are_rejected(capsys, texts, write_rows, rows, ex
     assert expected in run_rejected(capsys, "cluster", few, *PLACE, "--out", "out.csv")
 
 
+CASES = ("Good", "GOOD", "good", "gOOd")  # which an encoder without case gives one vector
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (CASES, {}, "under 'the place', the texts have 1 distinct vector, and clusters need at"),
+        (CASES, {"clusters": 2}, "the texts have 1 distinct vector, and clusters need at least 2"),
+        (CASES, {"clusters": 4}, "the texts have 1 distinct vector, and clusters need at least 2"),
+        (CASES, {"clusters": 5}, "4 distinct texts, but --clusters is 5. Give at most 4"),
+        (CASES, {"method": "hdbscan"}, "the texts have 1 distinct vector, and clusters need"),
+        (
+            (*CASES, "bad"),
+            {"clusters": 3},
+            "2 distinct vectors, but --clusters is 3. Give at most 2",
+        ),
+        (("a",) * 3, {"clusters": 3}, "has 1 distinct text, and clusters need at least 2"),
+        (
+            ("a", "b"),
+            {"guide": 3},
+            "2 distinct texts, but the guide has 3 labels. Label with at most",
+        ),
+        ((*CASES, "bad"), {"guide": 3}, "2 distinct vectors, but the guide has 3 labels."),
+        (("a", "b", "c"), {"guide": 3, "clusters": 4}, "but --clusters is 4. Give at most 3"),
+    ],
+)
+def test_messages_about_numbers_name_only_given_options(minilm, rows, options, message):
+    if "guide" in options:
+        words = ("good", "bad", "tall", "red", "far")
+        guide = [{"text": words[i], "label": str(i)} for i in range(options["guide"])]
+        options = options | {"guide": guide}
+    with pytest.raises(llmcond.UserError) as caught:
+        llmcond.cluster(texts=rows, condition="the place", model=DEFAULT_MODEL, **options)
+    assert message in str(caught.value)
+    for option in ("clusters", "min_cluster_size", "method"):
+        assert option in options or f"--{option.replace('_', '-')}" not in str(caught.value)
+
+
+def test_base_vectors_may_be_fewer_than_clusters(minilm, monkeypatch):
+    embed = TextEmbedder.embed_with_base
+    monkeypatch.setattr(
+        TextEmbedder,
+        "embed_with_base",
+        lambda self, texts: (embed(self, texts)[0], np.ones((len(texts), 3), np.float32)),
+    )
+    rows = [{"text": text, "kind": str(i % 2)} for i, text in enumerate(TEXTS[:6])]
+    result = llmcond.cluster(
+        texts=rows, condition="the place", clusters=3, labels=["kind"], model=DEFAULT_MODEL
+    )
+    assert result.clusterings[0].scores.base["v_measure"].value == 0
+
+
 # -- page --------------------------------------------------------------------------------------
 
 
@@ -404,12 +491,13 @@ def test_too_few_or_empty_texts_are_rejected(capsys, texts, write_rows, rows, ex
 def page(module_run, tmp_path_factory):
     """A page with ordinary and hostile texts, under two conditions and without one."""
     folder = tmp_path_factory.mktemp("page")
-    rows = [{"text": text, "kind": str(i % 3)} for i, text in enumerate([*TEXTS, *HOSTILE])]
+    texts = [*TEXTS, *(text.replace("\0", "") for text in HOSTILE)]  # readers refuse NUL
+    rows = [{"text": text, "kind": str(i % 3)} for i, text in enumerate(texts)]
     rows[3]["text"] = "children <b>play</b> in the park"
     llmcond.cluster(
         texts=rows,
         condition=["the place", "<img src=x onerror=alert(1)>"],
-        clusters=8,
+        clusters=24,
         labels=["kind"],
         out=folder / "out.parquet",
         report=folder / "page.html",
@@ -432,7 +520,7 @@ def test_page_holds_every_text_once_and_loads_nothing(page):
         sizes = [size for _, _, size in view["clusters"]]
         assert np.bincount(view["labels"]).tolist() == sizes
     assert "56 texts, clustered with K-means" in parsed.visible_text
-    assert parsed.visible_text.count("8 clusters; silhouette 0.") == len(data["shown"])
+    assert parsed.visible_text.count("24 clusters; silhouette 0.") == len(data["shown"])
     assert "no head" in parsed.visible_text
     policy = parsed.all("meta")[1]["content"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
@@ -441,6 +529,27 @@ def test_page_holds_every_text_once_and_loads_nothing(page):
     )
     assert parsed.all("img") == []
     assert not parsed.open
+
+
+@pytest.mark.parametrize("name", ["map.png", "map.SVG"])
+def test_map_is_picture_with_data(module_run, tmp_path, name):
+    options = {"method": "hdbscan", "min_cluster_size": 5}
+    result = llmcond.cluster(
+        texts=[*TEXTS, "x" * 300_000, "किताब", "快递"],
+        condition=["the place", "the number of people"],
+        map=tmp_path / name,
+        run=module_run,
+        **options,
+    )
+    assert result.map == tmp_path / name
+    content = (tmp_path / name).read_bytes()
+    assert content.startswith((b"\x89PNG", b"<?xml"))
+    rows = read_csv(tmp_path / "map-data.csv")
+    assert list(rows[0]) == ["map", "x", "y", "cluster", "name", "text"]
+    assert len(rows) == 2 * 51
+    labels = [label for one in result.clusterings for label in one.labels.tolist()]
+    assert [int(row["cluster"]) for row in rows] == labels
+    assert max(len(row["text"]) for row in rows) < 1_100
 
 
 def test_map_shows_part_of_large_collections(module_run, tmp_path, monkeypatch):
@@ -463,6 +572,17 @@ def test_map_in_browser(browser, page):
     data = json.loads(json.dumps(read_page_data(page)))
     with open_page(browser, page, 390, "dark") as tab:
         check_views(tab)
+        # Each cluster has its own mark, and the list ends below a whole row.
+        marks = tab.locator("#legend svg").evaluate_all(
+            "(marks) => marks.map((mark) => mark.style.color + mark.innerHTML)"
+        )
+        assert len(set(marks)) == 24
+        assert tab.locator("#h-legend").inner_text().endswith("(scroll for all 24)")
+        cut_rows = """(list) => [...list.children].filter((row) => {
+            const [box, inner] = [row.getBoundingClientRect(), list.getBoundingClientRect()];
+            return box.top < inner.bottom - 2 && box.bottom > inner.bottom + 2;
+        }).length"""
+        assert tab.locator("#legend").evaluate(cut_rows) == 0
         # Black marks are white on a dark screen; paper is light.
         has_white_marks = """(expected) => {
             const canvas = document.getElementById("canvas");
@@ -477,8 +597,9 @@ def test_map_in_browser(browser, page):
         tab.emulate_media(media="print")
         tab.wait_for_function(has_white_marks, arg=False)
         tab.emulate_media(media="screen")
-        # Arrow keys step through the texts.
+        # Arrow keys step through the texts; without one, there is no band below the map.
         canvas, text = tab.locator("#canvas"), tab.locator("#text")
+        assert not text.is_visible()
         canvas.focus()
         tab.keyboard.press("ArrowRight")
         first = text.text_content()
@@ -490,7 +611,7 @@ def test_map_in_browser(browser, page):
         # Under another condition, points move and take its clusters.
         tab.get_by_role("radio", name="no condition").check()
         tab.locator("#canvas[data-moving=false]").wait_for()
-        assert tab.locator("#legend li").count() == 8
+        assert tab.locator("#legend li").count() == 24
         index = data["texts"].index(second)
         assert f"cluster {data['shown'][2]['labels'][index]}" in tab.locator("#of").inner_text()
         # The legend shows one cluster only, or all again; then the search applies to all texts.

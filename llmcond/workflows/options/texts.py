@@ -145,6 +145,12 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
     report: str | Path | None = option(
         None, metavar="FILE.html", help="HTML report to write, with an interactive map of the texts"
     )
+    map: str | Path | None = option(
+        None,
+        metavar="FIGURE",
+        help="picture of the map: .png, .svg or .pdf; its positions are written next to it, as "
+        "FIGURE-data.csv",
+    )
     check: bool = option(True, help=f"without --guide: {CHECK_HELP}")
     seed: Seed = option(0, metavar="S", help="random seed of K-means, sampling and the map")
 
