@@ -74,7 +74,7 @@ def make_frame(data: Any) -> Any:
         LlmcondError: pandas is not installed.
     """
     try:
-        import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+        import pandas as pd
     except ImportError as error:
         raise LlmcondError("to_pandas() needs pandas: pip install pandas") from error
     return pd.DataFrame(data)

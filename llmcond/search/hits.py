@@ -81,6 +81,6 @@ class Hits(Displayed):
         Returns:
             A ``pandas.DataFrame`` with one row per hit and the columns of ``rows``.
         """
-        import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+        import pandas as pd
 
         return pd.DataFrame([dict(row) for row in self.rows])

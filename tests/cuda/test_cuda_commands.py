@@ -182,8 +182,9 @@ def test_bench_measures_every_precision_and_runs_requested_checks(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     page = tmp_path / "bench.md"
-    command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--device", "cuda")
-    command = (*command, "--quantize", *(name.replace("bfloat16", "none") for name in precisions))
+    command = ("bench", "--quick", "--checks", level, "--shape", "qwen2-7b", "--lengths", "32")
+    quantize = [name.replace("bfloat16", "none") for name in precisions]
+    command = (*command, "--device", "cuda", "--quantize", *quantize)
     with StandIn() as gpu:
         result = run_json(capsys, *command, "--out", page)
         assert gpu.n_launches > 0
