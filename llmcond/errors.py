@@ -132,9 +132,9 @@ def escape_control_characters(text: str) -> str:
 
 
 def shortened_repr(value: object, max_length: int = 80) -> str:
-    """Return the ``repr`` of a value, cut to ``max_length`` characters."""
-    # A long string is cut before its repr is computed.
-    text = repr(value[: max_length + 1] if isinstance(value, str) else value)
+    """Return the ``repr`` of a value on one line, cut to ``max_length`` characters."""
+    # A long string is cut before its repr is computed. Arrays and tables have several lines.
+    text = repr(value[: max_length + 1] if isinstance(value, str) else value).replace("\n", " ")
     return text if len(text) <= max_length else f"{text[:max_length]}…"
 
 

@@ -9,9 +9,10 @@ import operator
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -129,14 +130,12 @@ class Options:
         limits, options = limits_of(type(self)), options_of(type(self))
         for name, hint, spec in options:
             value, flag = getattr(self, name), spec.flag or flag_of(name)
-            if spec.parse is None:
-                value = _coerce(value, hint, flag)
-            elif isinstance(value, str):
+            if spec.parse is not None and isinstance(value, str):
                 value = spec.parse(check_string(value, flag))
+            else:
+                value = _coerce(value, hint, flag)
             if value is not None and limits[name]:
-                whole = plain_type(hint) is int
-                _check_limits(flag, value, limits[name], whole)
-                value = int(value) if whole else float(value)  # JSON cannot encode NumPy's types.
+                _check_limits(flag, value, limits[name])
             if spec.source:
                 check_source(value, spec.source)
             object.__setattr__(self, name, value)
@@ -163,7 +162,7 @@ def options_of(cls: type[Any]) -> Sequence[tuple[str, Any, Option]]:
     described = ((field, declaration_of(field)) for field in dataclasses.fields(cls))
     options = [(field, spec) for field, spec in described if spec is not None]
     options.sort(key=lambda f: (f[0].default is not dataclasses.MISSING, order.index(f[0].name)))
-    return [(field.name, hints[field.name], spec) for field, spec in options]
+    return tuple((field.name, hints[field.name], spec) for field, spec in options)
 
 
 def flag_of(name: str) -> str:
@@ -183,58 +182,106 @@ def plain_type(hint: Any) -> Any:
     return hint
 
 
+#: The types of single values: their words in messages, and what Python callers may pass.
+_SINGLE: Mapping[Any, tuple[str, Any]] = {
+    bool: ("True or False", object),
+    int: ("a whole number", Integral),
+    float: ("a number", Real),
+    str: ("a text", (str, PurePath)),
+    Path: ("a path", (str, PurePath)),
+}
+
+
 def _coerce(value: Any, hint: Any, flag: str) -> Any:
     """Convert a value to the type of its field, as the command line would.
 
     Raises:
-        UserError: the value is not one of the choices, a text is not of the form NAME=VALUE, or as
-            ``check_string``.
+        UserError: the value is of another type, is not one of the choices, or as ``check_string``.
     """
     kind = plain_type(hint)
-    origin = get_origin(kind)
-    if value is None:
-        return None
-    if isinstance(value, str | Path):
+    if isinstance(value, str | PurePath):
         check_string(str(value), flag)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if origin is Literal and value not in get_args(kind):
-        legal = [str(choice) for choice in get_args(kind)]
-        raise UserError(f"{flag} is {value!r}. {list_legal_values(str(value), legal)}")
-    if origin in (Sequence, tuple, Mapping) and isinstance(value, (str, Path)):
+    if kind is Any or (value is None and NoneType in get_args(hint)):
+        return value
+    if get_origin(kind) in (Sequence, tuple, Mapping):
+        return _coerce_several(value, kind, flag)
+    if get_origin(kind) is Literal:
+        if isinstance(value, str) and value in get_args(kind):
+            return value
+        legal = list_legal_values(str(value), [str(choice) for choice in get_args(kind)])
+        raise UserError(f"{flag} is {shortened_repr(value)}. {legal}")
+    expected, accepted = _SINGLE[kind]
+    if kind is float and isinstance(value, Real) and not math.isfinite(value):
+        expected, accepted = "a finite number", ()
+    if not isinstance(value, accepted) or _is_bool(value) != (kind is bool):
+        raise UserError(f"{flag} is {shortened_repr(value)}; expected {expected}.")
+    # A `Condition` is a text with attributes, and JSON cannot encode NumPy's numbers.
+    return value if kind is str and isinstance(value, str) else kind(value)
+
+
+def _coerce_several(value: Any, kind: Any, flag: str) -> Any:
+    """Convert a value to a type of several values; a single one is a list of one."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(value, str | PurePath):
         value = (value,)
     if origin is Mapping:
-        pairs = value if isinstance(value, Mapping) else _split_pairs(value, flag)
-        texts = {check_string(str(key), flag): _as_text(item) for key, item in pairs.items()}
-        for item in texts.values():
-            if isinstance(item, str):
-                check_string(item, flag)
-        return texts
-    if origin is Sequence and isinstance(value, Iterable):
-        return tuple(_coerce(item, get_args(kind)[0], flag) for item in value)
-    return value
+        lists = plain_type(inner[1]) is not str
+        pairs = value if isinstance(value, Mapping) else _split_pairs(_as_list(value, flag), flag)
+        return {_coerce(key, str, flag): _as_text(item, flag, lists) for key, item in pairs.items()}
+    values = tuple(_coerce(item, inner[0], flag) for item in _as_list(value, flag))
+    if origin is tuple and inner[-1] is not Ellipsis and len(values) != len(inner):
+        raise UserError(f"{flag} has {len(values)} values; expected {len(inner)}.")
+    return values
 
 
-def _as_text(value: Any) -> Any:
-    """Return a setting as the command line writes it; a list or tuple is returned unchanged."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, (list, tuple)) else str(value)
+def _as_list(value: Any, flag: str) -> list[Any]:
+    with suppress(TypeError):  # It cannot be iterated, or is an array without dimensions.
+        if not isinstance(value, Mapping | bytes):
+            return list(value)
+    raise UserError(f"{flag} is {shortened_repr(value)}; expected a list.")
 
 
-def _split_pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
+def _is_bool(value: Any) -> bool:
+    return type(value).__name__ in ("bool", "bool_")  # without an import of NumPy for its type
+
+
+def _as_text(value: Any, flag: str, lists: bool = False) -> Any:
+    """Return the value of a setting as the command line writes it.
+
+    Args:
+        value: a text, a number, a truth value, or a list of them.
+        flag: name of the option in messages.
+        lists: whether a list becomes a tuple of texts, instead of one text with commas.
+
+    Raises:
+        UserError: the value is of another type, or as ``check_string``.
+    """
+    if _is_bool(value):
+        return str(bool(value)).lower()
+    if isinstance(value, str | Real | PurePath):
+        return check_string(str(value), flag)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        texts = tuple(_as_text(item, flag) for item in value)
+        return texts if lists else ",".join(texts)
+    raise UserError(
+        f"{flag} has the value {shortened_repr(value)}; expected a text, a number, a truth value "
+        "or a list of them."
+    )
+
+
+def _split_pairs(texts: Iterable[Any], flag: str) -> dict[str, str]:
     """Return NAME=VALUE texts as a dictionary.
 
     Raises:
-        UserError: a text has another form, or ``--vary`` repeats a name.
+        UserError: a text has another form, or a name is repeated.
     """
     pairs: dict[str, str] = {}
     for text in texts:
-        key, equals, value = text.partition("=")
+        key, equals, value = str(text).partition("=")
         if not (equals and key and value):
-            raise UserError(f"{flag} is {text!r}; expected NAME=VALUE.")
-        if key in pairs and flag == "--vary":
-            raise UserError(f"{flag} repeats {key}. Give all of its values together.")
+            raise UserError(f"{flag} is {shortened_repr(text)}; expected NAME=VALUE.")
+        if key in pairs:
+            raise UserError(f"{flag} repeats {key}. Give its value, or all of them, once.")
         pairs[key] = value
     return pairs
 
@@ -252,9 +299,7 @@ def limits_of(cls: type[Any]) -> Mapping[str, Sequence[tuple[str, float]]]:
     return {name: tuple(limits(hint)) for name, hint in hints.items()}
 
 
-def _check_limits(flag: str, value: Any, limits: Sequence[tuple[str, float]], whole: bool) -> None:
-    if not isinstance(value, Integral if whole else Real):
-        raise UserError(f"{flag} is {shortened_repr(value)}; expected a {'whole ' * whole}number.")
+def _check_limits(flag: str, value: float, limits: Sequence[tuple[str, float]]) -> None:
     if not all(getattr(operator, key)(value, bound) for key, bound in limits):
         words = " and ".join(
             "finite" if bound == math.inf else f"{LIMITS[key]} {bound:,}" for key, bound in limits

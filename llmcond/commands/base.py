@@ -152,10 +152,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
         elif spec.flag == "":
             usage.append(f"[{metavar}]")
         if spec.flag == "":
-            keywords |= {} if required else {"nargs": "?", "default": argparse.SUPPRESS}
-            groups[spec.group].add_argument(name, **keywords)
+            keywords |= {} if required else {"nargs": "?"}
+            groups[spec.group].add_argument(name, default=argparse.SUPPRESS, **keywords)
         else:
-            keywords |= {"required": True} if required else {"default": argparse.SUPPRESS}
+            keywords |= {"required": required, "default": argparse.SUPPRESS}
             groups[spec.group].add_argument(flag, dest=name, **keywords)
     parser.usage = " ".join([*usage, "[options]"])
     parser.add_argument(
@@ -168,13 +168,16 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[Command]) -> None:
     # A default of False would let a subcommand reset a flag that was given before its name.
     parser.add_argument(
         "--json",
-        action="store_true",
+        action=_StoreOnce,
+        nargs=0,
+        const=True,
         default=argparse.SUPPRESS,
         help="print one JSON object on standard output",
     )
     if cls.formats:
         parser.add_argument(
             "--format",
+            action=_StoreOnce,
             choices=FORMATS,
             default=argparse.SUPPRESS,
             help="format of the table: for a terminal (table), a Markdown page or a paper "
@@ -190,19 +193,63 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     if spec.metavar is not None:
         keywords["metavar"] = spec.metavar
     if kind is bool:
-        return {**keywords, "action": argparse.BooleanOptionalAction}
+        return {**keywords, "action": _StoreBooleanOnce}
     several = {"nargs": "+", "action": "extend"}
     if get_origin(kind) is Mapping:
         return {**keywords, **several}
     if get_origin(kind) is tuple and inner[-1] is not Ellipsis:
-        return {**keywords, "nargs": len(inner), "type": inner[0]}
+        return {**keywords, "action": _StoreOnce, "nargs": len(inner), "type": inner[0]}
     if get_origin(kind) in (Sequence, tuple):
         keywords |= {"action": "append"} if spec.repeat else several
         kind = plain_type(inner[0])
+    else:
+        keywords["action"] = _StoreOnce
     if get_origin(kind) is Literal:
         return {**keywords, "choices": get_args(kind)}
     # An option that parses its own values gets them as text; see `Options`.
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
+
+
+def _check_given_once(
+    action: argparse.Action,
+    parser: argparse.ArgumentParser,
+    namespace: argparse.Namespace,
+    flag: str | None,
+) -> None:
+    """Raise a UserError if an option has a value already, of which argparse would keep the last.
+
+    No option has a default in the namespace of its command, so it has a value only if it was given.
+    """
+    if hasattr(namespace, action.dest):
+        parser.error(f"{flag} is given twice, but it takes one value. Give it once.")
+
+
+class _StoreOnce(argparse.Action):
+    """Stores the value of an option that may be given once, or ``const`` for a plain flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        _check_given_once(self, parser, namespace, option_string)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
+class _StoreBooleanOnce(argparse.BooleanOptionalAction):
+    """Stores True for ``--x`` and False for ``--no-x``, of which one may be given once."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        _check_given_once(self, parser, namespace, option_string)
+        super().__call__(parser, namespace, values, option_string)
 
 
 def create_command(cls: type[C], arguments: Mapping[str, Any]) -> C:

@@ -116,7 +116,7 @@ class TrialOptions(Options):
 class GridOptions(Options):
     """Options of commands that compare every combination of settings."""
 
-    vary: Mapping[str, str] | None = option(
+    vary: Mapping[str, str | Sequence[str]] | None = option(
         None,
         metavar="KEY=V,V",
         help="recipe settings to vary (dim, rank, learning_rate, temperature, ...), each with its "
@@ -136,7 +136,7 @@ class GridOptions(Options):
             UserError: a setting has no value.
         """
         varied = {
-            key: values.split(",") if isinstance(values, str) else [str(value) for value in values]
+            key: values.split(",") if isinstance(values, str) else list(values)
             for key, values in (self.vary or {}).items()
         }
         for key, values in varied.items():

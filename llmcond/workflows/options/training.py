@@ -120,7 +120,7 @@ class TrainLoraOptions(
 class SweepLoraOptions(TrainLoraOptions, GridOptions):
     """Options of ``llmcond sweep-lora``: the trainings to compare."""
 
-    vary: Mapping[str, str] | None = option(
+    vary: Mapping[str, str | Sequence[str]] | None = option(
         None,
         metavar="KEY=V,V",
         help="settings to vary, each with its values: options of train-lora (learning_rate, rank, "

@@ -1,0 +1,112 @@
+"""Options: every option of every command checks the type of its value."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+
+import llmcond
+from llmcond.cli import COMMANDS, _command
+from llmcond.errors import UserError
+from llmcond.options import flag_of, options_of, plain_type
+
+NAN, INF = float("nan"), float("inf")
+#: Values of other types than an option has, by its type.
+WRONG: Mapping[Any, Sequence[Any]] = {
+    bool: [1, 0.0, "yes", [True]],
+    int: [True, np.True_, 1.5, 1.0, NAN, "x", [1], b"1", np.array([[1, 2]])],
+    float: [True, NAN, INF, "x", [1.0], 1j],
+    str: [5, True, ["a"], b"a", {"a": 1}],
+    Path: [5, ["a"], b"a"],
+    Literal: ["nonsense", 5, ["x"], np.array(["x", "y"]), True],
+    Sequence: [5, b"x", [None], [b"x"], [["x"]], {"x": 1}, np.array("x"), [NAN]],
+    Mapping: [5, "x", ["x"], [5], {"a": None}, {"a": {}}, ["a=1", "a=2"], {1: 2}, [("a", 1)]],
+    tuple: [5, (1,), (1, 2, 3), ("a", "b"), (NAN, 1), b"ab"],
+}
+#: Values of required options that stand beside the tested one.
+LEGAL: Mapping[Any, Any] = {str: "x", Path: "x.csv", Sequence: ["x"]}
+
+
+def _type_name(kind: Any) -> Any:
+    if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis:
+        return Sequence
+    return get_origin(kind) or kind
+
+
+def _cases() -> list[tuple[str, str, Any]]:
+    cases, seen = [], set()
+    for name in sorted(COMMANDS):
+        for option, hint, spec in options_of(_command(name)):
+            if (option, str(hint), spec) in seen:  # Commands share options.
+                continue
+            seen.add((option, str(hint), spec))
+            kind = plain_type(hint)
+            wrong = list(WRONG.get(_type_name(kind), ()))
+            if kind is not Any and NoneType not in get_args(hint):
+                wrong.append(None)
+            # A text is parsed as on the command line, and checked where it is used.
+            wrong = [value for value in wrong if spec.parse is None or not isinstance(value, str)]
+            cases += [(name, option, value) for value in wrong]
+    return cases
+
+
+def test_every_option_rejects_values_of_other_types():
+    cases = _cases()
+    assert len(cases) > 1_000
+    unexpected = []
+    for name, option, value in cases:
+        cls = _command(name)
+        declared = {field: (hint, spec) for field, hint, spec in options_of(cls)}
+        values = {
+            field.name: LEGAL.get(_type_name(plain_type(declared[field.name][0])), [])
+            for field in fields(cls)
+            if field.default is MISSING and field.name in declared
+        }
+        flag = declared[option][1].flag or flag_of(option)
+        try:
+            cls(**{**values, option: value})
+        except UserError as error:
+            message = str(error)
+            if message.startswith(flag) and "\n" not in message and len(message) < 700:
+                continue
+            unexpected.append((name, option, value, message))
+        else:
+            unexpected.append((name, option, value, "no error"))
+    assert unexpected == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"truncate_dim": True}, "--truncate-dim is True; expected a whole number."),
+        ({"truncate_dim": 64.0}, "--truncate-dim is 64.0; expected a whole number."),
+        ({"precision": None}, "--precision is None. Legal: float32, int8, uint8, binary, ubinary."),
+        ({"keep": 3}, "--keep is 3; expected a list."),
+        ({"normalize": 1}, "--normalize is 1; expected True or False."),
+        ({"text": ["a"]}, "--text is ['a']; expected a text."),
+        ({"run": 5}, "--run is 5; expected a path."),
+    ],
+)
+def test_wrong_type_is_reported_by_the_functions(values, message):
+    with pytest.raises(UserError) as raised:
+        llmcond.embed(**{"source": ["a text"], "out": "v.npy", **values})
+    assert str(raised.value) == message
+
+
+def test_lists_in_settings_are_joined_as_on_the_command_line():
+    fit = _command("fit-head")
+    assert fit(head="mlp", set={"epochs": [1, 2]}).set == {"epochs": "1,2"}
+    assert fit(head="mlp", set={"a": True, "b": 0.5, "c": "x"}).set == {
+        "a": "true",
+        "b": "0.5",
+        "c": "x",
+    }
+    sweep = _command("sweep")
+    assert sweep(head="mlp", vary={"dim": [16, 32], "x": "1,2"}).varied() == {
+        "dim": ["16", "32"],
+        "x": ["1", "2"],
+    }
