@@ -9,10 +9,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from llmcond.errors import DiskFullError, LlmcondError, UserError, disk_full_err
 
 #: Age from which a temporary file counts as abandoned. Files in use are written to more often.
 _STALE_SECONDS = 3_600
+#: Suffixes of figures and of pages, as legal suffixes of outputs.
+FIGURE_SUFFIXES, PAGE_SUFFIXES = (".png", ".svg", ".pdf"), (".html", ".htm")
 #: Bytes of the disk that are left free.
 _SPARE_BYTES = 2**20
 
@@ -29,13 +32,15 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which replaces ``path`` if the block succeeds.
 
     A reader sees the old file or the new one, never a part of it. On any error the temporary file
-    is removed, and ``path`` is unchanged.
+    is removed, and ``path`` is unchanged. If ``path`` is a link, the file that it leads to is
+    replaced.
 
     Raises:
         DiskFullError: the disk is full.
         UserError: the folder cannot be written.
     """
     # Files of tempfile are readable by their owner only, and would remain so.
+    path = path.resolve() if path.is_symlink() else path
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,13 +68,15 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 def create_folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder next to ``folder``, which becomes ``folder`` if the block succeeds.
 
-    ``folder`` must not exist, or be empty. On any error it is unchanged.
+    ``folder`` must not exist, or be empty; it may be a link to such a folder. On any error it is
+    unchanged.
 
     Raises:
         DiskFullError: the disk is full.
         UserError: the folder cannot be created.
     """
     # Folders of tempfile are accessible to their owner only, whatever the umask.
+    folder = folder.resolve() if folder.is_symlink() else folder
     temporary = temporary_sibling(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +147,17 @@ def write_csv(path: Path, headings: Iterable[Any], rows: Iterable[Iterable[Any]]
         writer.writerows(rows)
 
 
+def suffix(path: str | Path) -> str:
+    """Return the suffix of a file's name in lower case: ``.csv`` for ``V.CSV``."""
+    return PurePath(path).suffix.lower()
+
+
 def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[Any] = ()) -> None:
-    """Check before long work that a file of results can be written, and is not an input file.
+    """Check before any work that a file of results can be written, and is not an input file.
 
     Args:
         path: the file; None: nothing will be written.
-        suffixes: legal suffixes of the file.
+        suffixes: legal suffixes of the file, in lower case. The file's own may be in capitals.
         inputs: input files, or folders with one file per split; objects that are not paths are
             ignored.
 
@@ -154,22 +166,27 @@ def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[An
     """
     if path is None:
         return
-    if path.suffix.lower() not in suffixes:
+    if suffix(path) not in suffixes:
         article = "an" if suffixes[0] == ".html" else "a"
         raise UserError(
             f"{path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}; name "
             f"{article} {' or '.join(suffixes)} file."
         )
+    check_writable(path)
     for source in inputs:
         if isinstance(source, str | Path) and _is_input(
             path, Path(str(source).removeprefix("file://"))
         ):
             raise UserError(f"{path} is an input of the same command; name another file.")
-    check_writable(path)
+
+
+def file_output(*suffixes: str) -> Callable[[Path, Iterable[Any]], None]:
+    """Return ``check_output`` for some suffixes, as a check of an option that names a file."""
+    return lambda path, inputs: check_output(path, suffixes, inputs)
 
 
 def _is_input(path: Path, source: Path) -> bool:
-    if not (path.exists() and source.exists()):
+    if not (_mode(path) and _mode(source)):
         return False
     if source.is_dir():
         within = source.resolve() in path.resolve().parents
@@ -178,22 +195,82 @@ def _is_input(path: Path, source: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Check before long work that its result can be written, without leaving a file.
+    """Check before any work that a file can be written, without leaving one.
 
     Raises:
-        UserError: ``path`` is a folder, or its folder cannot be written.
+        UserError: ``path`` is a folder or a device, or as ``_check_place``.
     """
-    if path.is_dir():
+    if is_folder(path):
         raise UserError(f"{path} is a folder; name a file.")
-    # Missing folders are created only with the result, so the nearest existing one is tested.
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if (mode := _mode(path)) and not stat.S_ISREG(mode):
+        raise UserError(f"{path} is not a regular file; name another file.")
+    _check_place(path)
+
+
+def check_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
+    """Check before any work that files can be written into a folder, which need not exist.
+
+    Raises:
+        UserError: ``path`` is a file, or as ``_check_place``.
+    """
+    if _mode(path) and not is_folder(path):
+        raise UserError(f"{path} is a file; name a folder.")
+    _check_place(path / "x" if is_folder(path) else path)
+
+
+def check_new_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
+    """Check before any work that a folder can be created, or exists and is empty.
+
+    Raises:
+        UserError: ``path`` is a file or a folder that is not empty, or as ``_check_place``.
+    """
+    if _mode(path) and not (is_folder(path) and not any(path.iterdir())):
+        raise UserError(f"{path} already exists. Name another folder, or remove it.")
+    _check_place(path)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder, which one with a name too long is not."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of a file or folder; 0 if there is none, or the name is too long."""
+    try:
+        return path.stat().st_mode
+    except OSError:
+        return 0
+
+
+def _check_place(path: Path) -> None:
+    """Check that a file or folder can be created at a path, or in missing folders above it.
+
+    Raises:
+        UserError: the path has control characters or leads through a link to nothing, or the
+            nearest folder that exists cannot be written.
+    """
+    if re.search(r"[\x00-\x1f\x7f]", str(path)):
+        raise UserError(f"{str(path)!r} contains a control character; name another file or folder.")
+    whole = path.absolute()
+    present = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+    if not _mode(present):
+        raise UserError(
+            f"{present} is a link to {present.readlink()}, which does not exist. Remove the "
+            "link, or name another file or folder."
+        )
+    folder = Path(os.path.realpath(present))
+    if present == whole:
+        folder = folder.parent
     test_file = temporary_sibling(folder / path.name)
     try:
+        with suppress(FileNotFoundError):
+            whole.lstat()  # raises an error if a folder on the way is a file or has a name too long
         test_file.touch(exist_ok=False)
         test_file.unlink()
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}. Name a file in a writable folder."
+            f"cannot write {path}: {error.strerror or error}. Name a file or folder that can be "
+            "written."
         ) from error
 
 

@@ -73,6 +73,8 @@ class Option:
         repeat: whether the flag of a sequence takes one value and may be repeated.
         source: description of the file or folder that the value names and that must exist; empty:
             it need not exist.
+        writes: function that checks, before any work, the file or folder that is written: it takes
+            its path and the inputs of the command; None: the option names no output.
         needs: another option that this one requires, as the user gives it (``--scale ray``).
     """
 
@@ -83,6 +85,7 @@ class Option:
     group: str = ""
     repeat: bool = False
     source: str = ""
+    writes: Callable[[Path, Sequence[Any]], None] | None = None
     needs: str = ""
 
     def help_with(self, default: Any) -> str:
@@ -139,6 +142,7 @@ class Options:
             if spec.source:
                 check_source(value, spec.source)
             object.__setattr__(self, name, value)
+        self._check_outputs(options)
         names = {spec.flag or flag_of(name): name for name, _, spec in options}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, _, spec in options:
@@ -146,6 +150,18 @@ class Options:
             if needed and not getattr(self, needed) and getattr(self, name) != defaults[name]:
                 flag = spec.flag or flag_of(name)
                 raise UserError(f"{flag} needs {spec.needs}. Add it, or leave out {flag}.")
+
+    def _check_outputs(self, options: Sequence[tuple[str, Any, Option]]) -> None:
+        inputs = [getattr(self, name) for name, _, spec in options if spec.source]
+        outputs: dict[Path, str] = {}
+        for name, _, spec in options:
+            value, flag = getattr(self, name), spec.flag or flag_of(name)
+            if spec.writes is None or value is None:
+                continue
+            spec.writes(Path(value), inputs)
+            same = outputs.setdefault(Path(value).absolute(), flag)
+            if same != flag:
+                raise UserError(f"{same} and {flag} both name {value}. Name two files.")
 
     def select(self, cls: type[T]) -> T:
         """Return an instance of another dataclass with the options that both have."""

@@ -352,7 +352,7 @@ def test_only_extraction_suggests_to_read_windows(capsys, tiny, write_rows):
     assert run(["extract", "--model", str(tiny), "--data", str(data), "--run", "run"]) == 0
     err = " ".join(capsys.readouterr().err.split())
     assert "3 inputs (a text counts once for each condition) are longer than 64 tokens" in err
-    assert "extract a new run with --long-texts windows" in err
+    assert "use a run that was extracted with --long-texts windows" in err
     with pytest.warns(UserWarning, match=r"use whole sentences, split long texts\.$"):
         assert run(["similarity", long, short, "--condition", "place", "--run", "run"]) == 0
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, as_function
-from llmcond.data.readers import EMBEDDING_SUFFIXES
 from llmcond.errors import UserError
 from llmcond.workflows.options.texts import EmbedOptions
 
@@ -51,7 +50,7 @@ class Embed(EmbedOptions, Command):
             >>> result.rows, result.dim
             (2, 384)
         """
-        if is_streamed(self.out):
+        if self.is_streamed:
             if not isinstance(self.source, str | Path):
                 raise UserError(
                     f"source is a {type(self.source).__name__}, and out is a folder or dataset, "
@@ -69,24 +68,6 @@ class Embed(EmbedOptions, Command):
         from llmcond.workflows.embed import embed_file
 
         return embed_file(self)
-
-
-def is_streamed(out: str | Path) -> bool:
-    """Return whether ``out`` names a folder or a Lance dataset, not a file.
-
-    Raises:
-        UserError: ``out`` is the URI of a file.
-    """
-    name = str(out)
-    suffix = PurePath(name).suffix.lower()
-    if suffix in EMBEDDING_SUFFIXES:
-        if "://" in name:
-            raise UserError(
-                f"{name} is a file in an object store, and files are written on this machine only. "
-                "Name a folder or a .lance dataset."
-            )
-        return False
-    return suffix in ("", ".lance") or name.endswith("/") or "://" in name or Path(name).is_dir()
 
 
 embed = as_function(Embed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from llmcond.commands.base import Command, as_function
+from llmcond.files import check_new_folder
 from llmcond.options import option
 from llmcond.workflows.options.common import ConditionOptions, EmbedderOptions
 
@@ -26,7 +27,9 @@ class Export(ConditionOptions, EmbedderOptions, Command):
     position = 180
     example = "llmcond export --out places --condition 'the place'"
 
-    out: str | Path = option(metavar="DIR", help="new folder for the model")
+    out: str | Path = option(
+        metavar="DIR", writes=check_new_folder, help="new folder for the model"
+    )
     format: Literal["sentence-transformers"] = option(
         "sentence-transformers", help="library that loads the model"
     )

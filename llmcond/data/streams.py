@@ -63,18 +63,18 @@ class StreamColumns:
 
     Attributes:
         sentence: column of the sentences.
-        condition: column of the conditions; None if one text is the condition of all rows.
+        conditions: columns of conditions; empty if texts are the conditions of all rows.
         keep: further columns, in types that can represent the values of all parts.
     """
 
     sentence: str
-    condition: str | None
+    conditions: Sequence[str]
     keep: pa.Schema
 
     @property
     def schema(self) -> pa.Schema:
         """The kept columns, followed by the columns of texts."""
-        texts = dict.fromkeys(name for name in (self.sentence, self.condition) if name)
+        texts = dict.fromkeys((self.sentence, *self.conditions))
         others = [name for name in texts if name not in self.keep.names]
         return pa.schema([*self.keep, *(pa.field(name, pa.string()) for name in others)])
 

@@ -143,7 +143,10 @@ def truncation_note(count: int, limit: str) -> str:
         limit: what they exceed, such as ``256 tokens``.
     """
     are, note = ("is", "") if count == 1 else ("are", " (a text counts once for each condition)")
-    return f"{format_count(count, 'input')}{note} {are} longer than {limit}: {TRUNCATION_NOTE}"
+    return (
+        f"{format_count(count, 'input')}{note} {are} longer than {limit}: {TRUNCATION_NOTE}, or "
+        "use a run that was extracted with --long-texts windows"
+    )
 
 
 class InputError(UserError):

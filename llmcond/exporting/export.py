@@ -29,7 +29,7 @@ from llmcond.exporting.modules import (
 from llmcond.exporting.result import ConditionSelector, ExportResult
 from llmcond.exporting.run import copy_run, strip_path
 from llmcond.exporting.tokenizers import TEXTS
-from llmcond.files import create_folder_atomically, write_json, write_text
+from llmcond.files import check_new_folder, create_folder_atomically, write_json, write_text
 from llmcond.report.card import render_card
 from llmcond.runs.credits import read_credits
 from llmcond.runs.embedder import Embedder, describe, load_embedder
@@ -61,8 +61,7 @@ def export_model(
             sentence-transformers under these conditions.
         LlmcondError: the export computes other vectors; nothing is written then.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} already exists. Name another --out, or remove it.")
+    check_new_folder(out)
     if not all(text.strip() for text in condition):
         raise UserError("--condition is empty. Give a text.")
     conditions = list(dict.fromkeys(condition))

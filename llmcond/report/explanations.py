@@ -10,8 +10,8 @@ from rich.table import Table
 
 from llmcond.conditions import condition_titles
 from llmcond.errors import escape_control_characters
-from llmcond.files import check_output, write_csv
-from llmcond.report.figures import FIGURE_SUFFIXES, check_figure, data_path
+from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES, check_output, suffix, write_csv
+from llmcond.report.figures import check_figure, data_path
 from llmcond.report.page.render import write_html
 from llmcond.report.terminal import add_figure_columns, plain_text, print_table, titled_table
 from llmcond.report.token_figures import ShadedToken, TokenRow, plot_tokens
@@ -19,7 +19,6 @@ from llmcond.runs.explanation import SUBTRACTED, ConditionExplanation, Explanati
 from llmcond.version import __version__
 
 _FOLDER = Path(__file__).parent
-_HTML_SUFFIXES = (".html", ".htm")
 #: The length of the longest bar in a table, in characters.
 _BAR_LENGTH = 12
 #: What a figure or a table shows, by the method of the explanation.
@@ -151,8 +150,8 @@ def check_explanation_figure(path: Path) -> None:
         UserError: the path has another suffix than .html, .svg, .png or .pdf, it cannot be written,
             or matplotlib is not installed.
     """
-    check_output(path, (*_HTML_SUFFIXES, *FIGURE_SUFFIXES))
-    if path.suffix.lower() in _HTML_SUFFIXES:
+    check_output(path, (*PAGE_SUFFIXES, *FIGURE_SUFFIXES))
+    if suffix(path) in PAGE_SUFFIXES:
         check_output(data_path(path), (".csv",))
     else:
         check_figure(path)
@@ -169,7 +168,7 @@ def write_explanation(explanation: Explanation, path: Path) -> None:
     columns = list(rows[0])
     table = [list(row.values()) for row in rows]
     token_rows = list(_token_rows(explanation))
-    if path.suffix.lower() not in _HTML_SUFFIXES:
+    if suffix(path) not in PAGE_SUFFIXES:
         caption = f"{_subject_with_texts(explanation)} {_SHADES}"
         plot_tokens(token_rows, path, caption, columns, table)
         return

@@ -18,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.errors import UserError, escape_control_characters, format_count, install_command
-from llmcond.files import check_output, replace_atomically, write_csv
+from llmcond.files import (
+    FIGURE_SUFFIXES,
+    check_output,
+    replace_atomically,
+    suffix,
+    write_csv,
+)
 from llmcond.log import log
 from llmcond.text import shorten
 
@@ -26,7 +32,6 @@ if TYPE_CHECKING:
     from llmcond.evaluation.breakdown import Level
 
 #: The legal suffixes of a figure.
-FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 #: An x value, a score and both ends of its interval; NaN for what is undefined leaves a gap.
 Point = tuple[Any, float, float, float]
@@ -466,7 +471,7 @@ def draw_figure(
     Raises:
         UserError: matplotlib is not installed.
     """
-    kind = path.suffix.lower()
+    kind = suffix(path)
     check_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure

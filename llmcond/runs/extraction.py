@@ -28,7 +28,11 @@ class LazyEncoder:
 
     With ``execute``, inputs are encoded elsewhere, by encoders of the same identity. ``processes``
     is the number of processes, including this one, that extract the same inputs.
+    ``reported_truncation`` says whether the log has a line about long inputs, as one is enough for
+    a command that encodes texts under several conditions.
     """
+
+    reported_truncation = False
 
     def __init__(
         self,
@@ -120,10 +124,11 @@ def extract_inputs(
         if processes > 1:
             summary += f" by {processes} processes ({extraction.n_computed:,} by this one)"
         summary += f", {extraction.n_tokens / extraction.seconds:,.0f} tokens/s"
-    if extraction.n_truncated:
-        limit = f"{resolved.identity.max_length} tokens"
-        summary += f"; {truncation_note(extraction.n_truncated, limit)}"
     log.info(f"{name}: {summary}")
+    if extraction.n_truncated and not encoder.reported_truncation:
+        limit = f"{resolved.identity.max_length} tokens"
+        log.info(truncation_note(extraction.n_truncated, limit))
+        encoder.reported_truncation = True
     return extraction
 
 

@@ -39,7 +39,13 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.errors import UserError
 from llmcond.evaluation.condition_checks import CALIBRATION
-from llmcond.files import create_folder_atomically, digest_file, read_json, write_json
+from llmcond.files import (
+    check_new_folder,
+    create_folder_atomically,
+    digest_file,
+    read_json,
+    write_json,
+)
 from llmcond.heads.storage import weights_path
 from llmcond.log import log
 from llmcond.runs.kind import find_kind
@@ -183,8 +189,7 @@ def save_portable_run(folder: Path, out: Path, heads: Sequence[str] = ()) -> Non
             be written.
         DiskFullError: the disk is full.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} already exists. Name another folder, or remove it.")
+    check_new_folder(out)
     run, tuned = open_portable_run(folder)
     with tempfile.TemporaryDirectory(prefix="llmcond-") as temporary:
         stage_run(run, tuned, Path(temporary), heads)

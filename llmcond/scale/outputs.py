@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from pyarrow import fs
 
 from llmcond.errors import LlmcondError, UserError, raise_disk_error
-from llmcond.files import check_free_space, replace_atomically, write_json
+from llmcond.files import check_free_space, replace_atomically, suffix, write_json
 from llmcond.lance_io import DatasetTarget, PreemptedError, clean_up, open_newest
 from llmcond.object_stores import describe_failure, is_remote, lance_options, open_filesystem
 
@@ -75,9 +75,11 @@ class Output(ABC):
     Attributes:
         name: the output as the user named it.
         uri: the output as any process can find it; on this machine an absolute path.
+        vector: name of a column of vectors; if there are several, these have the same dimension.
         dim: dimension of the embeddings that ``find_finished`` has found; 0 if there are none.
     """
 
+    vector = VECTOR
     dim = 0
 
     def __init__(self, name: str, patient: bool) -> None:
@@ -242,7 +244,7 @@ def open_output(name: str, *, patient: bool = False) -> Output:
     Raises:
         UserError: if the URI cannot be opened.
     """
-    output_class = LanceOutput if name.rstrip("/").endswith(".lance") else ParquetOutput
+    output_class = LanceOutput if suffix(name) == ".lance" else ParquetOutput
     return output_class(name, patient)
 
 
@@ -268,7 +270,7 @@ class ParquetOutput(Output):
                 f"{self.name} holds files with different dimensions or columns; name another --out."
             )
         for schema in schemas:
-            self.dim = int(schema.field(VECTOR).type.list_size)
+            self.dim = int(schema.field(self.vector).type.list_size)
         return {units_by_name[name].number for name in existing}
 
     def _read_schema(self, name: str, unit: WorkUnit) -> pa.Schema:
@@ -278,7 +280,7 @@ class ParquetOutput(Output):
                 rows, schema = file.metadata.num_rows, file.schema_arrow
                 recorded_rows = (schema.metadata or {}).get(_ROWS_KEY, _rows_value(unit))
                 damaged = (rows, recorded_rows) != (unit.rows, _rows_value(unit))
-                damaged = damaged or not schema.field(VECTOR).type.list_size
+                damaged = damaged or not schema.field(self.vector).type.list_size
         except (OSError, KeyError, AttributeError, ValueError, pa.ArrowException):
             damaged = True
         if damaged:
@@ -290,7 +292,8 @@ class ParquetOutput(Output):
 
     def write_unit(self, unit: WorkUnit, rows: pa.Table) -> str:
         """Write a unit's file under a temporary name, and rename it."""
-        texts = [name for name in rows.column_names if name != VECTOR]
+        is_vector = pa.types.is_fixed_size_list
+        texts = [field.name for field in rows.schema if not is_vector(field.type)]
         rows = rows.replace_schema_metadata({_ROWS_KEY: _rows_value(unit)})
         with self._convert_errors():
             if self._remote:
@@ -360,10 +363,10 @@ class LanceOutput(Output):
         self._next = len(finished)
         if self._rows:
             try:
-                self.dim = int(self._dataset.schema.field(VECTOR).type.list_size)
+                self.dim = int(self._dataset.schema.field(self.vector).type.list_size)
             except (KeyError, AttributeError) as error:
                 raise UserError(
-                    f"{self.name} has no column {VECTOR} of vectors, so another program has "
+                    f"{self.name} has no column {self.vector} of vectors, so another program has "
                     "written it. Name another --out."
                 ) from error
         return finished

@@ -22,7 +22,7 @@ from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, UserError, first_line
-from llmcond.files import check_output, write_text
+from llmcond.files import write_text
 from llmcond.system import choose_device
 from llmcond.workflows.options.encoding import BenchOptions
 
@@ -85,7 +85,6 @@ def bench(options: BenchOptions) -> Benchmark:
     """
     device, quantize, quick = choose_device(options.device), options.quantize, options.quick
     out = None if options.out is None else Path(options.out)
-    check_output(out, [".md"])
     wrong_length = next((n for n in options.lengths if not 16 <= n <= _MAX_LENGTH), None)
     if wrong_length is not None:
         raise UserError(f"--lengths has {wrong_length}; expected numbers from 16 to {_MAX_LENGTH}.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,13 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from llmcond.arrays import Matrix
-from llmcond.conditions import add_values
+from llmcond.conditions import (
+    add_values,
+    combine_values,
+    condition_titles,
+    example_values,
+    read_values,
+)
 from llmcond.data.candidates import (
     has_column,
     is_text_file,
@@ -24,7 +31,7 @@ from llmcond.data.candidates import (
     resolve_conditions,
     text_column,
 )
-from llmcond.data.datasets import ConditionedTexts, read_texts
+from llmcond.data.datasets import ConditionedTexts, Problems, read_texts
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.readers import EMBEDDING_SUFFIXES
 from llmcond.data.rows import to_arrow
@@ -33,7 +40,7 @@ from llmcond.encoders import resolve_base
 from llmcond.encoders.spec import EncoderInput, InputError
 from llmcond.errors import UserError
 from llmcond.features.view import FeaturePart
-from llmcond.files import check_output, replace_atomically
+from llmcond.files import check_output, replace_atomically, suffix
 from llmcond.heads.guide import Guide, Guides, apply_guides
 from llmcond.log import log
 from llmcond.options import Precision
@@ -49,8 +56,10 @@ from llmcond.runs.embedder import (
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 from llmcond.runs.languages import report_foreign_texts
+from llmcond.scale.outputs import VECTOR
+from llmcond.text import condition_key
 from llmcond.version import __version__
-from llmcond.workflows.options.texts import EmbedOptions
+from llmcond.workflows.options.texts import EmbedOptions, ranges_path
 
 if TYPE_CHECKING:
     from llmcond.features.store import FeatureStore
@@ -58,7 +67,12 @@ if TYPE_CHECKING:
 #: The number of rows whose vectors are in memory at a time.
 _BLOCK = 8_192
 
+#: The largest number of characters of a condition in the name of a column.
+_TITLE = 60
+
 Vectors = NDArray[np.float32]
+#: The (n, k) embeddings of the same n texts under each condition.
+Blocks = tuple[Vectors, ...]
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class EmbedResult(Displayed):
         guides: the guide of each condition that has one.
         precision: the number type of the embeddings.
         ranges: the file with the ranges of int8 and uint8, or None.
+        columns: the columns of vectors in the output, each with its condition, or with the name of
+            the column that its conditions come from; in a .npy file, the order of the second axis.
 
     Examples:
         >>> import llmcond
@@ -94,6 +110,7 @@ class EmbedResult(Displayed):
     guides: Mapping[Any, Guide] = field(default_factory=dict)
     precision: Precision = "float32"
     ranges: Path | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @override
     def to_json(self) -> dict[str, Any]:
@@ -153,12 +170,15 @@ class TextEmbedder:
             guide = fit_checked_guide(labelled, vectors, self._head)
         self.guides[condition] = guide
 
-    def extract(self, rows: Sequence[tuple[str, str]], file: str) -> None:
+    def extract(
+        self, rows: Sequence[tuple[str, str]], file: str, n_texts: int | None = None
+    ) -> None:
         """Encode the inputs of (sentence, condition) rows that the store lacks.
 
         Args:
-            rows: the rows.
+            rows: the rows: all texts under a condition, then all under the next one, if any.
             file: the name of their file, for messages.
+            n_texts: the number of texts; None: one for each row.
 
         Raises:
             UserError: the encoder gave NaN or infinity; the message names the row.
@@ -167,7 +187,8 @@ class TextEmbedder:
         try:
             extract_inputs(self._store, self.encoder, self.view.name, inputs)
         except InputError as error:
-            number = 1 + list(inputs).index(error.item) // len(self.view.required_parts())
+            row = list(inputs).index(error.item) // len(self.view.required_parts())
+            number = row % (n_texts or len(rows)) + 1
             raise UserError(f"row {number} of {file}: {error}") from error
 
     def blocks(self, rows: Sequence[tuple[str, str]], normalize: bool = True) -> Iterator[Vectors]:
@@ -225,44 +246,119 @@ def _encode_alone(encoder: LazyEncoder, store: FeatureStore, texts: Sequence[str
     return normalise_vectors(store.lookup(inputs).read())
 
 
+@dataclass(frozen=True)
+class VectorColumn:
+    """A column of vectors in the output, and the conditions that its rows are embedded under.
+
+    Attributes:
+        name: the name of the column.
+        source: the column of the source that holds the conditions; None: ``text`` is the condition
+            of every row.
+        text: the condition of every row, without example values.
+        values: the example values that every condition gets; None: none.
+    """
+
+    name: str
+    source: str | None
+    text: str | None
+    values: Sequence[str] | None
+
+    @property
+    def condition(self) -> str:
+        """The condition of every row with its values, or the name of the column of conditions."""
+        return self.source or add_values([self.text or ""], self.values)[0]
+
+    def conditions(self, cells: Sequence[str] | None, n: int) -> list[str]:
+        """Return the conditions of n rows; ``cells`` are those of the column of conditions."""
+        return add_values([self.text or ""] * n if cells is None else cells, self.values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the column as records store it."""
+        return {**asdict(self), "values": self.values and list(self.values)}
+
+
+def find_vector_columns(
+    options: EmbedOptions, has_column: Callable[[str], bool]
+) -> list[VectorColumn]:
+    """Return the columns of vectors that the options of a command ask for.
+
+    A single one is called ``embedding``. Of several, each has its condition in its name. Conditions
+    that differ in their form or case only are embedded once.
+
+    Raises:
+        UserError: a condition is empty, or the numbers of conditions and values differ.
+    """
+    named: Sequence[str | None] = options.condition or [None]
+    examples: list[list[str] | None] = [read_values(text) for text in options.values]
+    if len(named) == 1 and examples:
+        examples = [[value for texts in examples for value in texts or ()]]
+    elif len(examples) not in (0, len(named)):
+        combine_values(options.condition, options.values)  # raises the error for these numbers
+    columns: dict[tuple[str | None, str], VectorColumn] = {}
+    for name, values in zip(named, examples or [None] * len(named), strict=True):
+        source, text = resolve_conditions(has_column, name, options.condition_text)
+        column = VectorColumn(VECTOR, source, text, example_values(values or ()) or None)
+        columns.setdefault((source, condition_key(column.condition)), column)
+    if len(columns) < len(named):
+        log.info("conditions that differ in case or spacing only count once")
+    if len(columns) == 1:
+        return list(columns.values())
+    titles = condition_titles([column.condition for column in columns.values()])
+    names: dict[str, VectorColumn] = {}
+    for title, column in zip(titles, columns.values(), strict=True):
+        # Lance allows neither full stops nor back quotes in a name.
+        short = re.sub(r"[.`\x00-\x1f]", "_", title)[:_TITLE]
+        name = f"{VECTOR} ({short})"
+        while name in names:
+            name = f"{VECTOR} ({short}, {len(names) + 1})"
+        names[name] = replace(column, name=name)
+    return list(names.values())
+
+
 def embed_file(options: EmbedOptions) -> EmbedResult:
-    """Write one condition-aware embedding for each row of a file.
+    """Write one embedding for each row of a file and each condition.
 
     The run's store keeps the features. An interrupted call resumes where it stopped, and a second
     head on the same file encodes nothing.
     """
-    run_folder, source, out = options.resolve_folder(), options.source, Path(options.out)
-    guide, keep, text = options.guide, options.keep, options.text_column
-    check_output(out, EMBEDDING_SUFFIXES, [source, guide, run_folder / "rows.parquet"])
+    source, out, keep = options.source, Path(options.out), options.keep
+    run_folder = options.resolve_folder()
+    check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
+    columns = find_vector_columns(options, partial(has_column, source))
+    names = {column.name: column.condition for column in columns}
+    conflicts = sorted({"sentence", "condition", *names} & set(keep))
+    if keep and (conflicts or suffix(out) == ".npy"):
+        reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
+        raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
     embeddings = TextEmbedder(
         run_folder, options.head, options.prompt, options.device, options.truncate_dim
     )
-    conflicts = sorted({"sentence", "condition", "embedding"} & set(keep))
-    if keep and (conflicts or out.suffix == ".npy"):
-        reason = f"{conflicts[0]!r} is written anyway" if conflicts else f"{out} holds vectors only"
-        raise UserError(f"--keep: {reason}. Name other columns, and a .parquet or .csv file.")
-    texts = _read_texts(source, text, options.condition, options.condition_text, keep)
+    texts, conditions = _read_texts(source, options.text_column, columns, keep)
     report_foreign_texts(texts.sentences, embeddings.encoder.resolved.checkpoint)
-    conditions = add_values(texts.conditions, options.values)
-    if guide is not None:
-        for labelled in read_guide(guide, text, list(dict.fromkeys(conditions))):
+    n = len(texts.sentences)
+    if options.guide is not None:
+        distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
+        for labelled in read_guide(options.guide, options.text_column, distinct):
             embeddings.fit_guide(labelled)
-    rows = list(zip(texts.sentences, conditions, strict=True))
+    rows = [list(zip(texts.sentences, column, strict=True)) for column in conditions]
     ranges = None
     if options.truncate_dim is not None or options.ranges is not None:
         # A wrong size is reported before all texts are encoded.
-        dim = embeddings.embed(rows[:1], texts.file).shape[1]
+        dim = embeddings.embed(rows[0][:1], texts.file).shape[1]
         ranges = None if options.ranges is None else read_ranges(options.ranges, dim)
-    embeddings.extract(rows, texts.file)
-    vectors = embeddings.blocks(rows, options.normalize)
-    first = next(vectors)
-    dim = first.shape[1]
+    embeddings.extract(list(chain.from_iterable(rows)), texts.file, n)
+
+    def read_blocks() -> Iterator[Blocks]:
+        return zip(*(embeddings.blocks(part, options.normalize) for part in rows), strict=True)
+
+    blocks = read_blocks()
+    first = next(blocks)
+    dim = first[0].shape[1]
     quantizer, ranges_file = Quantizer(options.precision, ranges), options.ranges
     if quantizer.needs_ranges:
-        blocks = embeddings.blocks(rows, options.normalize)
-        ranges = _measure_all_ranges(blocks, len(rows))
+        ranges = _measure_all_ranges(chain.from_iterable(read_blocks()), n * len(columns))
         quantizer = replace(quantizer, ranges=ranges)
-        ranges_file = out.with_name(f"{out.stem}-ranges.npy")
+        ranges_file = ranges_path(out)
         with replace_atomically(ranges_file) as temporary, temporary.open("wb") as stream:
             np.save(stream, ranges)
     name = embeddings.head_name
@@ -272,23 +368,28 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
         "head": name,
         "prompt": embeddings.view.name,
         **format_json(quantizer, options.truncate_dim),
+        "conditions": columns_json(columns),
     }
-    write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[out.suffix]
+    table = {**texts.extra, "sentence": texts.sentences}
+    if len(columns) == 1:
+        table["condition"] = texts.conditions
+    write = {".parquet": _write_parquet, ".csv": _write_csv, ".npy": _write_npy}[suffix(out)]
     with replace_atomically(out) as temporary:
-        write(temporary, texts, quantizer, record, chain([first], vectors))
+        write(temporary, table, list(names), quantizer, record, chain([first], blocks))
     log.info(
-        f"{len(rows):,} embeddings of {dim} dimensions ({head_text(name)}"
+        f"{n:,} embeddings of {dim} dimensions{describe_columns(columns)} ({head_text(name)}"
         f"{describe_precision(quantizer, dim)}) -> {out}"
     )
     return EmbedResult(
         out,
-        len(rows),
+        n,
         dim,
         name,
         embeddings.view.name,
         embeddings.guides,
         options.precision,
         None if ranges_file is None else Path(ranges_file),
+        names,
     )
 
 
@@ -312,19 +413,40 @@ def describe_precision(quantizer: Quantizer, dim: int) -> str:
     return f", {quantizer.precision}, {n_bytes} bytes each"
 
 
+def columns_json(columns: Sequence[VectorColumn]) -> list[dict[str, Any]] | None:
+    """Return several columns of vectors for records; None for one, as earlier records have none."""
+    return [column.to_json() for column in columns] if len(columns) > 1 else None
+
+
+def describe_columns(columns: Sequence[VectorColumn]) -> str:
+    """Return several columns of vectors for the log; an empty text for a single one."""
+    return f" under each of {len(columns)} conditions" if len(columns) > 1 else ""
+
+
 def _read_texts(
-    source: Any,
-    text: str | None,
-    condition: str | None,
-    condition_text: str | None,
-    keep: Sequence[str],
-) -> ConditionedTexts:
-    """Read texts and their conditions from a table, or from a text file with one text per line."""
-    has = partial(has_column, source)
-    column, condition_for_all = resolve_conditions(has, condition, condition_text)
+    source: Any, text: str | None, columns: Sequence[VectorColumn], keep: Sequence[str]
+) -> tuple[ConditionedTexts, list[list[str]]]:
+    """Read texts from a table, or from a text file with one text per line.
+
+    Returns:
+        The texts, whose conditions are those of the first column of vectors without example values,
+        and the conditions of each column of vectors, with them.
+    """
+    sources = [column.source for column in columns if column.source is not None]
     if not is_text_file(source):
-        return read_texts(source, text_column(has, text), column, condition_for_all, keep)
-    if text or keep or condition_for_all is None:
+        first = columns[0]
+        others = [name for name in sources if name != first.source and name not in keep]
+        texts = read_texts(
+            source,
+            text_column(partial(has_column, source), text),
+            first.source,
+            first.text,
+            [*keep, *others],
+        )
+        cells = {name: _read_conditions(texts, name) for name in sources if name != first.source}
+        cells |= {first.source: texts.conditions} if first.source else {}
+        texts = replace(texts, extra={name: texts.extra[name] for name in keep})
+    elif text or keep or sources:
         source_option = (
             f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
         )
@@ -332,75 +454,94 @@ def _read_texts(
             f"{source} is read as a text file with one text per line, so it has no column for "
             f"{source_option}. Name a table, or one condition for every row: --condition TEXT."
         )
-    collection = read_collection(source)
-    return ConditionedTexts(
-        collection.texts, [condition_for_all] * len(collection.texts), collection.file
-    )
+    else:
+        collection, cells = read_collection(source), {}
+        n = len(collection.texts)
+        texts = ConditionedTexts(collection.texts, [columns[0].text or ""] * n, collection.file)
+    n = len(texts.sentences)
+    return texts, [
+        column.conditions(cells[column.source] if column.source else None, n) for column in columns
+    ]
+
+
+def _read_conditions(texts: ConditionedTexts, name: str) -> list[str]:
+    """Return a further column of conditions.
+
+    Raises:
+        UserError: a condition is empty or not a text.
+    """
+    problems = Problems(texts.file)
+    cells = [problems.text(row, name, cell) for row, cell in enumerate(texts.extra[name], 1)]
+    problems.raise_if_any()
+    return cells
 
 
 def _write_parquet(
     path: Path,
-    texts: ConditionedTexts,
+    texts: Mapping[str, Sequence[Any]],
+    names: Sequence[str],
     quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Vectors],
+    blocks: Iterator[Blocks],
 ) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = next(blocks)
-    number, width = pa.from_numpy_dtype(quantizer.dtype), quantizer.width(first.shape[1])
-    text, vector, start = pa.string(), pa.list_(number, width), 0
-    extra_columns = {name: to_arrow(values) for name, values in texts.extra.items()}
-    types = {name: column.type for name, column in extra_columns.items()}
-    schema = pa.schema(
-        {**types, "sentence": text, "condition": text, "embedding": vector},
-        {"llmcond": json.dumps(record)},
-    )
+    number, width = pa.from_numpy_dtype(quantizer.dtype), quantizer.width(first[0].shape[1])
+    columns = {name: to_arrow(values) for name, values in texts.items()}
+    types = {name: column.type for name, column in columns.items()}
+    types |= dict.fromkeys(names, pa.list_(number, width))
+    schema, start = pa.schema(types, {"llmcond": json.dumps(record)}), 0
     with pq.ParquetWriter(path.absolute(), schema) as writer:
-        for vectors in chain([first], blocks):
-            stop = start + len(vectors)
-            flat = pa.array(np.ascontiguousarray(quantizer(vectors)).reshape(-1), number)
-            embedding = pa.FixedSizeListArray.from_arrays(flat, width)
-            extra_slices = [column[start:stop] for column in extra_columns.values()]
-            columns = [
-                *extra_slices,
-                texts.sentences[start:stop],
-                texts.conditions[start:stop],
-                embedding,
+        for block in chain([first], blocks):
+            stop = start + len(block[0])
+            flat = (np.ascontiguousarray(quantizer(vectors)).reshape(-1) for vectors in block)
+            vectors = [
+                pa.FixedSizeListArray.from_arrays(pa.array(codes, number), width) for codes in flat
             ]
-            writer.write_table(pa.table(columns, schema))
+            slices = [column[start:stop] for column in columns.values()]
+            writer.write_table(pa.table([*slices, *vectors], schema))
             start = stop
 
 
 def _write_csv(
     path: Path,
-    texts: ConditionedTexts,
+    texts: Mapping[str, Sequence[Any]],
+    names: Sequence[str],
     quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Vectors],
+    blocks: Iterator[Blocks],
 ) -> None:
     """Write embeddings as JSON lists, with enough digits to restore the same float32 values."""
-    columns = [*texts.extra.values(), texts.sentences, texts.conditions]
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
-        writer.writerow([*texts.extra, "sentence", "condition", "embedding"])
-        vectors = chain.from_iterable(map(quantizer, blocks))
-        for *row, vector in zip(*columns, vectors, strict=True):
-            writer.writerow([*row, f"[{', '.join(f'{value:.9g}' for value in vector)}]"])
+        writer.writerow([*texts, *names])
+        rows = zip(*texts.values(), strict=True)
+        for block in blocks:
+            vectors = zip(*map(quantizer, block), strict=True)
+            for row, cells in zip(islice(rows, len(block[0])), vectors, strict=True):
+                lists = [f"[{', '.join(f'{value:.9g}' for value in cell)}]" for cell in cells]
+                writer.writerow([*row, *lists])
 
 
 def _write_npy(
     path: Path,
-    texts: ConditionedTexts,
+    texts: Mapping[str, Sequence[Any]],
+    names: Sequence[str],
     quantizer: Quantizer,
     record: Mapping[str, Any],
-    blocks: Iterator[Vectors],
+    blocks: Iterator[Blocks],
 ) -> None:
+    """Write embeddings as (n, k), or as (n, conditions, k) under several conditions."""
     first, start = next(blocks), 0
-    shape = (len(texts.sentences), quantizer.width(first.shape[1]))
+    width, several = quantizer.width(first[0].shape[1]), len(names) > 1
+    n = len(texts["sentence"])
+    shape = (n, len(names), width) if several else (n, width)
     array = np.lib.format.open_memmap(path, "w+", quantizer.dtype, shape)
-    for vectors in chain([first], blocks):
-        array[start : start + len(vectors)] = quantizer(vectors)
-        start += len(vectors)
+    for block in chain([first], blocks):
+        codes = [quantizer(vectors) for vectors in block]
+        stop = start + len(codes[0])
+        array[start:stop] = np.stack(codes, axis=1) if several else codes[0]
+        start = stop
     array.flush()

@@ -15,8 +15,7 @@ import pyarrow as pa
 from annotated_types import Ge, MinLen
 from numpy.typing import NDArray
 
-from llmcond.conditions import add_values, example_values
-from llmcond.data.candidates import resolve_conditions, text_column
+from llmcond.data.candidates import text_column
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.streams import (
     LanceRows,
@@ -31,6 +30,7 @@ from llmcond.errors import LlmcondError, UserError, format_list
 from llmcond.features.view import FeatureView
 from llmcond.files import check_format
 from llmcond.heads.guide import Guides, apply_guides
+from llmcond.lance_io import check_lance_column_names
 from llmcond.log import log
 from llmcond.progress import ExtractionBar
 from llmcond.quantization import Quantizer, check_ranges, measure_ranges, read_ranges
@@ -47,10 +47,17 @@ from llmcond.runs.embedder import (
 )
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.languages import report_foreign_texts
-from llmcond.scale.outputs import RECORD_NAME, VECTOR, Output, WorkUnit, open_output
+from llmcond.scale.outputs import RECORD_NAME, LanceOutput, Output, WorkUnit, open_output
 from llmcond.scale.pool import RayCluster, actor_pool
 from llmcond.version import __version__
-from llmcond.workflows.embed import EmbedResult, describe_precision
+from llmcond.workflows.embed import (
+    EmbedResult,
+    VectorColumn,
+    columns_json,
+    describe_columns,
+    describe_precision,
+    find_vector_columns,
+)
 from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
@@ -221,8 +228,7 @@ class EmbeddingJob:
         source: the name of the source of texts.
         version: the source's version, if it is a Lance dataset.
         columns: the columns that are read.
-        condition_text: the condition of every row, if no column holds conditions.
-        values: the example values that every condition gets; None: conditions stay as they are.
+        vectors: the columns of vectors that are written.
         out: the URI of the output.
         identity: the model's identity in the process that distributes the units.
         quantizer: the precision of the embeddings.
@@ -232,8 +238,7 @@ class EmbeddingJob:
     source: str
     version: int | None
     columns: StreamColumns
-    condition_text: str | None
-    values: Sequence[str] | None
+    vectors: Sequence[VectorColumn]
     out: str
     identity: Mapping[str, Any]
     quantizer: Quantizer
@@ -242,7 +247,9 @@ class EmbeddingJob:
         """Return the schema of the rows that are written."""
         text, number = pa.string(), pa.from_numpy_dtype(self.quantizer.dtype)
         vector = pa.list_(number, self.quantizer.width(dim))
-        columns = [("sentence", text), ("condition", text), (VECTOR, vector)]
+        texts = ["sentence"] if len(self.vectors) > 1 else ["sentence", "condition"]
+        columns = [(name, text) for name in texts]
+        columns += [(column.name, vector) for column in self.vectors]
         return pa.schema([*self.columns.keep, *(pa.field(*field) for field in columns)])
 
 
@@ -271,10 +278,12 @@ class UnitEmbedder:
         began = time.monotonic()
         table, vectors, encoded = self.embed(unit)
         dim = vectors.shape[1]
-        codes = job.quantizer(vectors)
-        flat = pa.array(np.ascontiguousarray(codes).reshape(-1))
-        vector_column = pa.FixedSizeListArray.from_arrays(flat, codes.shape[1])
-        rows = pa.table([*table.columns, vector_column], job.schema(dim))
+        columns = []
+        for part in np.split(vectors, len(job.vectors)):
+            codes = job.quantizer(part)
+            flat = pa.array(np.ascontiguousarray(codes).reshape(-1))
+            columns.append(pa.FixedSizeListArray.from_arrays(flat, codes.shape[1]))
+        rows = pa.table([*table.columns, *columns], job.schema(dim))
         written = self._output.write_unit(unit, rows)
         n_truncated, n_tokens = int(encoded.truncated.sum()), int(encoded.n_tokens.sum())
         return UnitResult(written, dim, n_truncated, n_tokens, time.monotonic() - began)
@@ -283,29 +292,36 @@ class UnitEmbedder:
         """Embed a unit.
 
         Returns:
-            The columns to write before the embeddings, the (n, k) embeddings, and the encoder's
-            output for the distinct inputs.
+            The columns to write before the embeddings; the (c * n, k) embeddings of the n rows
+            under each of c conditions; and the encoder's output for the distinct inputs.
 
         Raises:
             UserError: the encoder cannot take a row, or gave NaN or infinity for it.
         """
         job, columns = self._job, self._job.columns
         table = self._source.read(unit.part, unit.start, unit.stop, columns)
-        sentences = table[columns.sentence]
-        if columns.condition is None:
-            conditions: Any = pa.array([job.condition_text] * unit.rows, pa.string())
-        else:
-            conditions = table[columns.condition]
-        with_values = add_values(conditions.to_pylist(), job.values)
-        rows = list(zip(sentences.to_pylist(), with_values, strict=True))
+        sentences, first = table[columns.sentence], job.vectors[0]
+        texts = sentences.to_pylist()
+        rows: list[tuple[str, str]] = []
+        for column in job.vectors:
+            cells = table[column.source].to_pylist() if column.source else None
+            rows += zip(texts, column.conditions(cells, unit.rows), strict=True)
         try:
             vectors, encoded = job.model.vectors(rows)
         except InputError as error:
             inputs = list(job.model.view.inputs(rows))
-            row = unit.start + inputs.index(error.item) // (len(inputs) // len(rows)) + 1
+            index = inputs.index(error.item) // (len(inputs) // len(rows)) % unit.rows
+            row = unit.start + index + 1
             raise UserError(f"row {row} of {self._source.part_name(unit.part)}: {error}") from error
-        columns_before = [*(table[name] for name in columns.keep.names), sentences, conditions]
-        names = [*columns.keep.names, "sentence", "condition"]
+        names = [*columns.keep.names, "sentence"]
+        columns_before = [*(table[name] for name in columns.keep.names), sentences]
+        if len(job.vectors) == 1:
+            names.append("condition")
+            columns_before.append(
+                table[first.source]
+                if first.source
+                else pa.array([first.text] * unit.rows, pa.string())
+            )
         return pa.table(columns_before, names), vectors, encoded
 
 
@@ -320,50 +336,47 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
             that have changed since.
         DiskFullError: the disk is full; the units written so far are kept.
     """
-    out, values, guide = str(options.out), options.values, options.guide
-    text, keep, cluster = options.text_column, options.keep, options.cluster()
+    out, guide, text = str(options.out), options.guide, options.text_column
+    keep, cluster = options.keep, options.cluster()
     model = StreamModel.find(options)
     texts, output = open_texts(str(options.source)), open_output(out)
     has_column = texts.columns().__contains__
     sentence_column = text_column(has_column, text)
-    condition_column, condition_text = resolve_conditions(
-        has_column, options.condition, options.condition_text
-    )
-    value_examples = None if values is None else example_values(values)
+    columns = find_vector_columns(options, has_column)
+    names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
+    sources = list(dict.fromkeys(column.source for column in columns if column.source))
+    if isinstance(output, LanceOutput):
+        kept = keep or [name for name in texts.columns() if name not in (sentence_column, *sources)]
+        check_lance_column_names([*kept, "sentence", *names])
     if guide is not None:
-        conditions = add_values([condition_text] if condition_text else [], values)
-        for guide_texts in read_guide(guide, text, conditions, closed=bool(conditions)):
-            labelled_conditions = [guide_texts.condition or ""]
-            (condition,) = (
-                labelled_conditions if conditions else add_values(labelled_conditions, values)
-            )
-            model.guide(replace(guide_texts, condition=condition))
+        _fit_guides(model, guide, text, columns)
+    first = columns[0]
     config = {
         **model.identity,
         "source": texts.name,
         "sentence": sentence_column,
-        "condition": condition_column,
-        "condition_text": condition_text,
-        "values": list(value_examples) if value_examples else None,
+        "condition": first.source,
+        "condition_text": first.text,
+        "values": list(first.values) if first.values else None,
+        "conditions": columns_json(columns),
         "keep": list(keep),
         "precision": None if options.precision == "float32" else options.precision,
     }
     previous_record = output.read_record()
-    record = _extend_record(texts, out, config, previous_record)
+    record = _extend_record(texts, out, config, [sentence_column, *sources], previous_record)
     with output.writing():
         if output.read_record() != previous_record:
             raise UserError(f"another llmcond embed has started to write into {out}. Try again.")
         parts = [SourcePart(*part) for part in record["parts"]]
         units = _split_units(parts, record["unit_rows"])
-        columns = StreamColumns(sentence_column, condition_column, _read_schema(record, out))
+        read = StreamColumns(sentence_column, sources, _read_schema(record, out))
         version = texts.version if isinstance(texts, LanceRows) else None
         job = EmbeddingJob(
             model,
             texts.name,
             version,
+            read,
             columns,
-            condition_text,
-            value_examples,
             output.uri,
             model.identity,
             Quantizer(options.precision, _find_ranges(options, record, out)),
@@ -378,8 +391,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         done = output.find_finished(units)
         todo = [unit for unit in units if unit.number not in done]
         if todo:
-            first = _shorten(todo[0])
-            table = texts.read(first.part, first.start, first.stop, columns)
+            unit = _shorten(todo[0])
+            table = texts.read(unit.part, unit.start, unit.stop, read)
             report_foreign_texts(
                 table[sentence_column].to_pylist(), model._model.encoder.resolved.checkpoint
             )
@@ -390,8 +403,26 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     n, n_new = sum(part.rows for part in parts), sum(unit.rows for unit in todo)
     previous_note = f" ({n - n_new:,} of them existed)" if n > n_new else ""
     form = f"{head_text(model.head)}{describe_precision(job.quantizer, dim)}"
-    log.info(f"{n:,} embeddings of {dim} dimensions ({form}) -> {out}{previous_note}")
-    return EmbedResult(out, n, dim, model.head, model.prompt, model.guides, options.precision)
+    log.info(
+        f"{n:,} embeddings of {dim} dimensions{describe_columns(columns)} ({form}) -> {out}"
+        f"{previous_note}"
+    )
+    return EmbedResult(
+        out, n, dim, model.head, model.prompt, model.guides, options.precision, columns=names
+    )
+
+
+def _fit_guides(
+    model: StreamModel, guide: Any, text: str | None, columns: Sequence[VectorColumn]
+) -> None:
+    """Fit the guides of a model to the labelled texts of a table."""
+    by_column = next((column for column in columns if column.source), None)
+    conditions = [column.condition for column in columns if column.source is None]
+    for labelled in read_guide(guide, text, conditions, closed=by_column is None):
+        condition = labelled.condition or ""
+        if condition not in conditions and by_column is not None:
+            condition = by_column.conditions([condition], 1)[0]
+        model.guide(replace(labelled, condition=condition))
 
 
 def _shorten(unit: WorkUnit) -> WorkUnit:
@@ -424,9 +455,12 @@ def _extend_record(
     texts: TextSource,
     out: str,
     config: Mapping[str, Any],
+    read: Sequence[str],
     previous_record: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Return the record of the output: the previous one, extended by new parts of the source.
+
+    ``read`` names the columns of texts and conditions.
 
     Raises:
         UserError: the output holds other embeddings, or parts have changed since.
@@ -447,9 +481,8 @@ def _extend_record(
     _check_parts(texts, states, known_parts, out)
     names = {part.name for part in known_parts}
     new = [name for name in states if name not in names]
-    columns = [config["sentence"], config["condition"]]
-    read_columns = list(dict.fromkeys(column for column in columns if column))
-    parts, schema = survey(texts, new, read_columns, config["keep"], previous_schema)
+    columns = list(dict.fromkeys(read))
+    parts, schema = survey(texts, new, columns, config["keep"], previous_schema)
     if previous_schema is not None and schema != previous_schema:
         raise UserError(
             f"{format_list(new, 3)} of {texts.name} came after {out} was started, and the types of "

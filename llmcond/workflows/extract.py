@@ -400,8 +400,6 @@ def _extract_prompts(
         )
         if previous and previous["prompt"]["digest"] != prompt.digest:
             log.info(f"the prompt {prompt.name} has changed; fit its heads again")
-    if any(extraction.n_truncated for extraction in extractions.values()):
-        log.info("to read long sentences to the end, extract a new run with --long-texts windows")
     identity, dtype = run.identity, encoder.resolved.identity.dtype
     return ExtractResult(
         run.folder, run.encoder_name, identity.fingerprint, dtype, extractions, records

@@ -2,8 +2,11 @@
 
 import csv
 import json
+from pathlib import Path
 
+import lance
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import run_json, run_rejected
@@ -88,3 +91,114 @@ def test_one_text_cannot_be_calibrated(capsys, embed_command, tmp_path):
     line = run_rejected(capsys, *embed_command("v.npy", "--precision", "uint8"))
     assert "a single embedding has none" in line
     assert not (tmp_path / "v.npy").exists()
+
+
+# -- several conditions ------------------------------------------------------------------------
+
+CONDITIONS = ("the animal", "the U.S. number", "aspect")
+NAMES = ["embedding (the animal)", "embedding (the U_S_ number)", "embedding (aspect)"]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Thirty texts, and a column of conditions, in a .parquet file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    texts = [f"{i} dogs and {i % 7} cats" for i in range(30)]
+    aspects = [("the size", "the colour")[i % 2] for i in range(30)]
+    pq.write_table(pa.table({"text": texts, "aspect": aspects}), "texts.parquet")
+    return texts, aspects
+
+
+def embed_table(capsys, run_folder, out, conditions, *options):
+    flags = [word for condition in conditions for word in ("--condition", condition)]
+    return run_json(
+        capsys, "embed", "texts.parquet", "--run", run_folder, "--out", out, *flags, *options
+    )
+
+
+def read_columns(out, names):
+    """Return the vectors of each column, and the names of all columns."""
+    if out.endswith(".npy"):
+        array = np.load(out)
+        return list(np.moveaxis(array, 1, 0) if len(names) > 1 else [array]), list(names)
+    if out.endswith(".csv"):
+        rows = list(csv.DictReader(Path(out).read_text().splitlines()))
+        return [np.array([json.loads(row[name]) for row in rows]) for name in names], list(rows[0])
+    table = lance.dataset(out).to_table() if out.endswith(".lance") else pq.read_table(out)
+    return [np.stack(table[name].to_numpy()) for name in names], table.column_names
+
+
+@pytest.mark.parametrize("out", ["v.npy", "v.parquet", "v.csv", "v", "v.lance"])
+def test_several_conditions_give_a_column_of_vectors_each(capsys, tiny_run, table, out):
+    keep = () if out.endswith(".npy") else ("--keep", "text")
+    result = embed_table(capsys, tiny_run, out, (*CONDITIONS, " The  Animal "), *keep)
+    assert result["columns"] == dict(zip(NAMES, CONDITIONS, strict=True))
+    assert (result["rows"], result["dim"]) == (30, 32)
+    columns, names = read_columns(out, NAMES)
+    if not out.endswith(".npy"):
+        assert names == ["text", "sentence", *NAMES]
+    for i, condition in enumerate(CONDITIONS):
+        single = embed_table(capsys, tiny_run, f"single-{i}-{out}", [condition])
+        assert single["columns"] == {"embedding": condition}
+        (expected,), _ = read_columns(f"single-{i}-{out}", ["embedding"])
+        np.testing.assert_allclose(columns[i], expected, atol=2e-4)
+    assert np.abs(columns[0] - columns[2]).max() > 0.01
+
+
+@pytest.mark.parametrize("precision", ["int8", "ubinary"])
+def test_several_conditions_share_ranges(capsys, tiny_run, table, precision):
+    embed_table(capsys, tiny_run, "full.npy", CONDITIONS)
+    result = embed_table(capsys, tiny_run, "v.npy", CONDITIONS, "--precision", precision)
+    full = np.load("full.npy").reshape(-1, 32)
+    ranges = None if result["ranges"] is None else np.load(result["ranges"])
+    expected = quantize_embeddings(full, precision, ranges).reshape(30, 3, -1)
+    assert (np.load("v.npy") == expected).mean() > 0.99
+
+
+def test_several_conditions_are_recorded_with_their_values(capsys, tiny_run, table):
+    values = ("--values", "dog, cat", "--values", "", "--values", "small")
+    result = embed_table(capsys, tiny_run, "v.parquet", CONDITIONS, *values)
+    assert result["columns"][NAMES[0]] == "the animal, such as dog, cat"
+    record = json.loads(pq.read_schema("v.parquet").metadata[b"llmcond"])
+    assert record["conditions"] == [
+        {"name": NAMES[0], "source": None, "text": "the animal", "values": ["dog", "cat"]},
+        {"name": NAMES[1], "source": None, "text": "the U.S. number", "values": None},
+        {"name": NAMES[2], "source": "aspect", "text": None, "values": ["small"]},
+    ]
+    line = run_rejected(
+        capsys, "embed", "texts.parquet", "--out", "w.npy", "--run", tiny_run,
+        *("--condition", "a", "--condition", "b", "--values", "x"),
+    )  # fmt: skip
+    assert "there are 1 --values and 2 --condition" in line
+
+
+def test_titles_of_conditions_stay_distinct_when_they_are_cut(capsys, tiny_run, table):
+    long = "the number of animals that are mentioned " * 2
+    conditions = (f"{long}first", f"{long}second", "a.b", "a_b")
+    names = list(embed_table(capsys, tiny_run, "v.csv", conditions)["columns"])
+    assert len(set(names)) == 4
+    assert names[2:] == ["embedding (a_b)", "embedding (a_b, 4)"]
+    assert all(len(name) < 80 for name in names)
+
+
+@pytest.mark.parametrize("out", ["v", "v.lance"])
+def test_output_of_several_conditions_is_extended(capsys, tiny_run, table, out):
+    before = embed_table(capsys, tiny_run, out, CONDITIONS[:2])
+    columns, _ = read_columns(out, NAMES[:2])
+    assert embed_table(capsys, tiny_run, out, CONDITIONS[:2]) == before
+    again, _ = read_columns(out, NAMES[:2])
+    np.testing.assert_array_equal(columns, again)
+    flags = ("embed", "texts.parquet", "--run", tiny_run, "--out", out)
+    line = run_rejected(capsys, *flags, "--condition", "the animal")
+    assert "was started with another condition" in line
+
+
+def test_missing_cell_of_a_column_of_conditions_is_reported(capsys, tiny_run, table):
+    pq.write_table(pa.table({"text": ["a", "b"], "aspect": ["x", None]}), "texts.parquet")
+    flags = ("embed", "texts.parquet", "--run", tiny_run)
+    for out in ("v.npy", "v"):
+        line = run_rejected(
+            capsys, *flags, "--out", out, "--condition", "x", "--condition", "aspect"
+        )
+        assert "row 2" in line
+        assert "aspect is empty" in line

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcond.errors import UserError, install_command
 from llmcond.evaluation.results import ComparedResult
-from llmcond.files import check_output, replace_atomically
+from llmcond.files import PAGE_SUFFIXES, check_output, replace_atomically
 from llmcond.log import log
 from llmcond.metrics import finite_or_none, get_metric
 from llmcond.report.format import MINUS, factors_text, interval_notes, sentences_text
@@ -37,7 +37,7 @@ def check_page(path: Path) -> None:
     Raises:
         UserError: the path cannot be written or is no HTML file, or a library is not installed.
     """
-    check_output(path, (".html", ".htm"))
+    check_output(path, PAGE_SUFFIXES)
     if any(find_spec(name) is None for name in ("altair", "jinja2", "vl_convert")):
         raise UserError(
             "HTML reports need Altair, Jinja and vl-convert, which are not all installed. Install "

@@ -12,6 +12,7 @@ from llmcond.conditions import MAX_VALUES, combine_values
 from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
+from llmcond.files import check_folder
 from llmcond.options import Amount, Options, Positive, Precision, option
 from llmcond.run_log import Tracker, check_trackers
 
@@ -385,3 +386,10 @@ class MetricOption(Options):
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunOption, TaskOptions, EncoderModelOptions):
     """Options of commands that encode a dataset into a run."""
+
+    run: str | Path = option(
+        DEFAULT_RUN,
+        metavar="DIR",
+        writes=check_folder,
+        help="folder of the run, with its features, heads and results",
+    )

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from llmcond.benchmark.shapes import Level, Shape
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import UserError
+from llmcond.files import file_output
 from llmcond.options import Amount, Positive, option
 from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
 
@@ -100,5 +101,8 @@ class BenchOptions(DeviceOption):
     )
     profile: bool = option(False, help="also list the slowest kernels")
     out: str | Path | None = option(
-        None, metavar="FILE.md", help="Markdown file to write the report to"
+        None,
+        metavar="FILE.md",
+        writes=file_output(".md"),
+        help="Markdown file to write the report to",
     )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from annotated_types import Ge
 
 from llmcond.data.readers import FILES
+from llmcond.files import PAGE_SUFFIXES, check_folder, file_output
 from llmcond.options import Seed, option
 from llmcond.workflows.options.common import (
     DATA,
@@ -58,11 +59,15 @@ class EvaluateOptions(
     predictions: str | Path | None = option(
         None,
         metavar="FILE.csv",
+        writes=file_output(".csv"),
         help="file to write the prediction for each row to: its similarity, or the rank of its "
         "answer",
     )
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with charts, texts and settings",
     )
 
 
@@ -86,7 +91,10 @@ class AnalyseOptions(RunOption, SplitOption, FigureOption):
         "that answer the condition",
     )
     out: str | Path | None = option(
-        None, metavar="DIR", help="folder for the figures (default: in the run)"
+        None,
+        metavar="DIR",
+        writes=check_folder,
+        help="folder for the figures (default: in the run)",
     )
     conditions: int = option(3, metavar="N", help="number of conditions to cluster")
     sentences: int = option(20, metavar="N", help="number of sentences per condition to cluster")
@@ -130,10 +138,16 @@ class ComparePromptsOptions(CompareOptions, RunOptions, FigureOption):
     """Options of ``llmcond compare-prompts``: the prompts, the encoder and the data."""
 
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with charts, texts and settings",
     )
     figures: str | Path | None = option(
-        None, metavar="DIR", help="folder to write the charts of the report to, as image files"
+        None,
+        metavar="DIR",
+        writes=check_folder,
+        help="folder to write the charts of the report to, as image files",
     )
 
 
@@ -154,5 +168,8 @@ class CompareSystemsOptions(SplitOption, MetricOption, DeviceOption):
         help="system that the others are compared with, as it is named above (default: the first)",
     )
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="HTML report to write, with charts, texts and settings"
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with charts, texts and settings",
     )

@@ -10,8 +10,17 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from llmcond.data.readers import TEXT_FILES
+from llmcond.data.readers import EMBEDDING_SUFFIXES, TEXT_FILES
 from llmcond.errors import UserError
+from llmcond.files import (
+    FIGURE_SUFFIXES,
+    PAGE_SUFFIXES,
+    check_folder,
+    check_output,
+    file_output,
+    is_folder,
+    suffix,
+)
 from llmcond.options import Amount, IndexPrecision, Positive, Seed, option
 from llmcond.workflows.options.common import (
     CHECK_HELP,
@@ -38,6 +47,11 @@ def _parse_clusters(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
+def ranges_path(out: Path) -> Path:
+    """Return the file of the ranges of 8-bit embeddings in ``out``: ``v-ranges.npy``."""
+    return out.with_name(f"{out.stem}-ranges.npy")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
@@ -58,14 +72,20 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions)
     )
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     sentence: str | None = option(None, metavar="COL", help="alias of --text")
-    condition: str | None = option(
-        None,
+    condition: Sequence[str] = option(
+        (),
         metavar="COL_OR_TEXT",
-        help="column of the conditions or, if there is no such column, one condition for every row "
+        repeat=True,
+        help="column of the conditions or, if there is no such column, one condition for every "
+        "row; may be repeated, which gives one column of vectors each, embedding (CONDITION) "
         "(default: the column condition)",
     )
-    values: str | None = option(
-        None, metavar="VALUES", help=f"{VALUES_HELP}. They apply to every condition of the file"
+    values: Sequence[str] = option(
+        (),
+        metavar="VALUES",
+        repeat=True,
+        help=f"{VALUES_HELP}. They apply to every condition of a column. With several --condition, "
+        "repeat --values once for each, in the same order ('' for a condition without values)",
     )
     keep: Sequence[str] = option(
         (),
@@ -82,10 +102,35 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions)
     )
 
     def __post_init__(self) -> None:
-        """Also check that --text and --sentence do not name two columns."""
+        """Also check the output, and that --text and --sentence do not name two columns."""
         super().__post_init__()
         if None not in (self.text, self.sentence) and self.text != self.sentence:
             raise UserError("--text and --sentence name two columns; give one of them.")
+        out = Path(self.out)
+        if not self.is_streamed:
+            check_output(out, EMBEDDING_SUFFIXES, [self.source, self.guide])
+            if self.precision in ("int8", "uint8") and self.ranges is None:
+                check_output(ranges_path(out), (".npy",), [self.source])
+        elif "://" not in str(self.out):
+            check_folder(out)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether ``out`` names a folder or a Lance dataset, not a file.
+
+        Raises:
+            UserError: ``out`` is the URI of a file.
+        """
+        name, ending = str(self.out), suffix(self.out)
+        if ending in EMBEDDING_SUFFIXES:
+            if "://" in name:
+                raise UserError(
+                    f"{name} is a file in an object store, and files are written on this machine "
+                    "only. Name a folder or a .lance dataset."
+                )
+            return False
+        named_so = ending in ("", ".lance") or name.endswith("/") or "://" in name
+        return named_so or is_folder(Path(name))
 
     @property
     def text_column(self) -> str | None:
@@ -106,6 +151,7 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
     out: str | Path | None = option(
         None,
         metavar="FILE",
+        writes=file_output(".parquet", ".csv"),
         help=".parquet or .csv file to write each text with its clusters to (default: only print "
         "the clusters)",
     )
@@ -143,7 +189,10 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
         "next to clusters of the base encoder's vectors without a condition",
     )
     report: str | Path | None = option(
-        None, metavar="FILE.html", help="HTML report to write, with an interactive map of the texts"
+        None,
+        metavar="FILE.html",
+        writes=file_output(*PAGE_SUFFIXES),
+        help="HTML report to write, with an interactive map of the texts",
     )
     map: str | Path | None = option(
         None,
@@ -189,6 +238,7 @@ class ExplainOptions(ConditionOptions, EmbedderOptions):
     out: str | Path | None = option(
         None,
         metavar="FIGURE",
+        writes=file_output(*PAGE_SUFFIXES, *FIGURE_SUFFIXES),
         help="figure to write: .html, .svg, .png or .pdf; its numbers are written next to it, as "
         "FIGURE-data.csv",
     )
@@ -201,7 +251,7 @@ class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption):
     texts: str | None = option(
         None, flag="", metavar="TEXTS", source=TEXT_FILES, help=f"texts to add: {TEXT_FILES}"
     )
-    out: str | Path = option(metavar="DIR", help="folder of the index")
+    out: str | Path = option(metavar="DIR", writes=check_folder, help="folder of the index")
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
     id: str | None = option(
         None, metavar="COL", help="column of unique ids (default: ids derived from the texts)"
@@ -250,7 +300,9 @@ class AnnotateOptions(ColumnOptions):
     )
     model: str = option(metavar="NAME", help="name of the language model on the server")
     out: str | Path = option(
-        metavar="FILE.csv", help="file to write the rated rows to, which `extract --data` reads"
+        metavar="FILE.csv",
+        writes=file_output(".csv"),
+        help="file to write the rated rows to, which `extract --data` reads",
     )
     prompt: str = option(
         "rate",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from llmcond.encoders.spec import Orders
+from llmcond.files import FIGURE_SUFFIXES, file_output
 from llmcond.finetune.settings import AspectSettings, StageSettings, TuneSettings
 from llmcond.options import Positive, Seed, all_optional, option
 from llmcond.workflows.options.common import LogOption, RunOption, RunOptions
@@ -145,6 +146,7 @@ class SweepLoraOptions(TrainLoraOptions, GridOptions):
     plot_steps: str | Path | None = option(
         None,
         metavar="FILE",
+        writes=file_output(*FIGURE_SUFFIXES),
         help="figure (.png, .svg, .pdf) of the dev score against training steps; the numbers are "
         "written next to it as CSV",
     )

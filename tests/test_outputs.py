@@ -1,0 +1,147 @@
+"""The name of every output is checked before any work, for all commands and flags."""
+
+import os
+import shlex
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.commands import run_json, run_rejected
+
+from llmcond.cli import COMMANDS, _command, _parser, run
+from llmcond.commands.base import create_command
+from llmcond.files import FIGURE_SUFFIXES, PAGE_SUFFIXES
+from llmcond.options import flag_of, options_of
+
+TABLES = (".parquet", ".csv")
+#: The outputs of all commands: the other arguments, the flag and the legal suffixes; () is a
+#: folder, and None a new folder.
+OUTPUTS = [
+    ("analyse", "--out", ()),
+    ("annotate texts.csv --endpoint http://127.0.0.1:9/v1 --model m", "--out", (".csv",)),
+    ("bench --quick", "--out", (".md",)),
+    ("cluster texts.csv --condition c", "--out", TABLES),
+    ("cluster texts.csv --condition c", "--report", PAGE_SUFFIXES),
+    ("compare a b", "--report", PAGE_SUFFIXES),
+    ("compare-prompts --model minilm", "--report", PAGE_SUFFIXES),
+    ("compare-prompts --model minilm", "--figures", ()),
+    ("compare-prompts --model minilm", "--run", ()),
+    ("embed texts.csv --condition-text c", "--out", (*TABLES, ".npy")),
+    ("evaluate", "--predictions", (".csv",)),
+    ("evaluate", "--report", PAGE_SUFFIXES),
+    ("explain text --condition c", "--out", (*PAGE_SUFFIXES, *FIGURE_SUFFIXES)),
+    ("export --condition c", "--out", None),
+    ("extract --model minilm", "--run", ()),
+    ("index texts.csv", "--out", ()),
+    ("sweep --head mlp", "--plot", FIGURE_SUFFIXES),
+    ("sweep --head mlp", "--plot-steps", FIGURE_SUFFIXES),
+    ("sweep-lora --model minilm --vary rank=1,2", "--plot", FIGURE_SUFFIXES),
+    ("sweep-lora --model minilm --vary rank=1,2", "--plot-steps", FIGURE_SUFFIXES),
+    ("sweep-lora --model minilm --vary rank=1,2", "--run", ()),
+    ("train-cross --model minilm", "--run", ()),
+    ("train-lora --model minilm --head mlp", "--run", ()),
+]
+#: Names that no file or folder can have, or where none can be written.
+NOWHERE = ["link", "link/x", "texts.csv/x", "/proc/x", "a\nb", "a\0b", "\ud800", "x" * 300]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.csv").write_text("text\na dog\n")
+    for suffix in ("", *TABLES, *PAGE_SUFFIXES, *FIGURE_SUFFIXES, ".md", ".npy"):
+        (tmp_path / f"link{suffix}").symlink_to("nowhere")
+        (tmp_path / f"full{suffix}").mkdir()
+        (tmp_path / f"full{suffix}" / "file").touch()
+    os.mkfifo("pipe.csv")
+    return tmp_path
+
+
+def wrong_names(flag, suffixes):
+    if not suffixes:
+        return ["texts.csv", *NOWHERE, *(["full"] if suffixes is None else [])]
+    names = [*(f"{name}{suffixes[-1]}" for name in NOWHERE), f"full{suffixes[-1]}", "x.xyz", "x.gz"]
+    if ".csv" in suffixes:
+        names += ["pipe.csv"]
+    return names if ".npy" in suffixes else [*names, "x"]
+
+
+@pytest.mark.parametrize(("command", "flag", "suffixes"), OUTPUTS)
+def test_output_that_cannot_be_written_is_reported_before_any_work(
+    capsys, folder, command, flag, suffixes
+):
+    before = sorted(str(path) for path in folder.rglob("*"))
+    for name in wrong_names(flag, suffixes):
+        message = run_rejected(capsys, *shlex.split(command), flag, name)
+        expected = ["link to nowhere" if "link" in name else name.partition(".")[0][:40]]
+        if not name.isprintable():
+            expected = ["control character", "half of a surrogate pair", "NUL"]
+        assert any(text in message for text in expected), message
+        assert len(message) < 700
+    if "texts.csv" in command and ".csv" in (suffixes or ()):
+        message = run_rejected(capsys, *shlex.split(command), flag, "texts.csv")
+        assert message == "texts.csv is an input of the same command; name another file."
+    assert sorted(str(path) for path in folder.rglob("*")) == before
+
+
+def test_all_outputs_are_in_the_table():
+    names = ("out", "report", "plot", "plot_steps", "predictions", "figures")
+    outputs = {
+        (command, flag_of(name))
+        for command in COMMANDS
+        for name, _, spec in options_of(_command(command))
+        if spec.writes is not None or name in names
+    }
+    assert outputs == {(command.split()[0], flag) for command, flag, _ in OUTPUTS}
+
+
+@pytest.mark.parametrize(("command", "flag", "suffixes"), [case for case in OUTPUTS if case[2]])
+def test_suffix_may_be_in_capitals(folder, command, flag, suffixes):
+    for suffix in suffixes:
+        words = [*shlex.split(command), flag, f"Out{suffix.upper()}"]
+        create_command(_command(words[0]), vars(_parser().parse_args(words)))
+
+
+def read_npy(path):
+    return np.load(path)
+
+
+def read_parquet(path):
+    return np.stack(pq.read_table(path)["embedding"].to_numpy())
+
+
+def read_lance(path):
+    return np.stack(lance.dataset(str(path)).to_table()["embedding"].to_numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("V.NPY", read_npy), ("V.Parquet", read_parquet), ("V.LANCE", read_lance)]
+)
+def test_embeddings_are_written_to_a_name_in_capitals(capsys, tiny_run, folder, name, read):
+    pq.write_table(pa.table({"text": ["a dog", "a cat"]}), "texts.parquet")
+    flags = ("--run", tiny_run, "--condition", "the animal")
+    run_json(capsys, "embed", "texts.parquet", "--out", name, *flags)
+    assert read(folder / name).shape == (2, 32)
+
+
+def test_links_to_files_and_empty_folders_are_written_through(capsys, tiny_run, folder):
+    (folder / "real").mkdir()
+    (folder / "old.csv").touch()
+    (folder / "to.csv").symlink_to("old.csv")
+    (folder / "to").symlink_to("real")
+    flags = ("--run", str(tiny_run), "--condition", "the animal")
+    assert run(["embed", "texts.csv", "--out", "to.csv", *flags]) == 0
+    assert (folder / "to.csv").is_symlink()
+    assert "embedding" in (folder / "old.csv").read_text()
+    assert run(["export", "--out", "to", *flags]) == 0
+    assert (folder / "to").is_symlink()
+    assert (folder / "real" / "modules.json").is_file()
+
+
+def test_two_outputs_need_two_names(capsys, folder):
+    message = run_rejected(
+        capsys, "sweep", "--head", "mlp", "--plot", "a.png", "--plot-steps", "./a.png"
+    )
+    assert message == "--plot-steps and --plot both name a.png. Name two files."
