@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import inspect
+import io
+import json
 import os
 import re
 import signal
@@ -85,7 +88,26 @@ def run(arguments: Sequence[str]) -> int:
         return _run(arguments, received)
 
 
+def _escape_unencodable_characters() -> None:
+    """Let standard output and standard error escape characters that their encoding lacks.
+
+    An error would lose the work of a command after it is done. The escapes are those of JSON, so
+    that the output of ``--json`` remains valid.
+    """
+    codecs.register_error("llmcond", _escape_as_json)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="llmcond")
+
+
+def _escape_as_json(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
 def _run(arguments: Sequence[str], signals: Sequence[int]) -> int:
+    _escape_unencodable_characters()
     log_to_terminal()
     command: type[Command] = Command
     try:

@@ -157,4 +157,4 @@ def format_count(number: int, noun: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return str(error).strip().partition("\n")[0].strip() or type(error).__name__

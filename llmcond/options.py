@@ -297,7 +297,7 @@ def _split_pairs(texts: Iterable[Any], flag: str) -> dict[str, str]:
         if not (equals and key and value):
             raise UserError(f"{flag} is {shortened_repr(text)}; expected NAME=VALUE.")
         if key in pairs:
-            raise UserError(f"{flag} repeats {key}. Give its value, or all of them, once.")
+            raise UserError(f"{flag} repeats {key}. Give all of its values together.")
         pairs[key] = value
     return pairs
 

@@ -210,7 +210,8 @@ def read_log(path: Path) -> list[Record]:
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # A setting may contain other characters that `splitlines` takes for the end of a line.
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             record = json.loads(line)
         except ValueError:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -904,3 +905,24 @@ def test_workflows_on_features_do_not_import_transformers():
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "shift_jis", "utf-8"])
+@pytest.mark.parametrize("form", ["--json", "table", "markdown", "latex"])
+def test_characters_that_a_stream_lacks_are_escaped(monkeypatch, tiny_run, encoding, form):
+    condition, command = "é 中 ☕ 😀", ["similarity", "a dog", "ein Häuschen 中"]
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    form_flags = [form] if form == "--json" else ["--format", form]
+    assert run([*command, "--condition", condition, "--run", str(tiny_run), *form_flags]) == 0
+    assert run(["embed", "☕.csv", "--out", "x.csv"]) == 2
+    for stream in (out, err):
+        stream.flush()
+    printed, messages = (stream.buffer.getvalue().decode(encoding) for stream in (out, err))
+    if form == "--json":
+        assert condition in str(json.loads(printed))
+    else:
+        assert "é" in printed or r"\u00e9" in printed
+    assert ("☕.csv does not exist" in messages) == (encoding == "utf-8")
+    assert (r"\u2615.csv does not exist" in messages) == (encoding != "utf-8")

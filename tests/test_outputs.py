@@ -139,9 +139,3 @@ def test_links_to_files_and_empty_folders_are_written_through(capsys, tiny_run, 
     assert (folder / "to").is_symlink()
     assert (folder / "real" / "modules.json").is_file()
 
-
-def test_two_outputs_need_two_names(capsys, folder):
-    message = run_rejected(
-        capsys, "sweep", "--head", "mlp", "--plot", "a.png", "--plot-steps", "./a.png"
-    )
-    assert message == "--plot-steps and --plot both name a.png. Name two files."

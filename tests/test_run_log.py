@@ -61,6 +61,17 @@ def test_records_are_readable_as_soon_as_they_are_written(path):
     assert record == {"event": "evaluation", "step": 3, "loss": 0.5, "dev_spearman": None}
 
 
+@pytest.mark.parametrize("character", [*"\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"])
+def test_resume_keeps_records_with_any_character_in_a_setting(path, character):
+    config = {"prompt": f"a{character}b"}
+    with RunLog(path, "run", config) as run_log:
+        write_steps(run_log, 1, 6)
+    with RunLog(path, "run", config, step=4):
+        pass
+    assert read_log(path)[0]["config"] == config
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
 def test_fit_that_fails_at_once_leaves_earlier_log(path):
     with RunLog(path, "run", CONFIG) as run_log:
         write_steps(run_log, 1, 2)

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.table import Table
 
-from llmcond.errors import UserError
 from llmcond.evaluation.results import ComparedResult, Result, SettingsChoice, SweptResult
 from llmcond.heads.pairs import score_key
 from llmcond.log import log
@@ -80,14 +79,11 @@ def check_plots(plot: str | Path | None, plot_steps: str | Path | None) -> None:
     """Check, before hours of work, that the figures of --plot and --plot-steps can be written.
 
     Raises:
-        UserError: a path cannot be written or has another suffix, both are the same, or matplotlib
-            is not installed.
+        UserError: a path cannot be written or has another suffix, or matplotlib is not installed.
     """
-    paths = [Path(path) for path in (plot, plot_steps) if path is not None]
-    if len({path.absolute() for path in paths}) < len(paths):
-        raise UserError(f"--plot and --plot-steps both name {paths[0]}. Name two files.")
-    for path in paths:
-        check_figure(path)
+    for path in (plot, plot_steps):
+        if path is not None:
+            check_figure(Path(path))
 
 
 def write_plots(
