@@ -224,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
             dest="command", metavar="COMMAND", required=True, parser_class=Parser
         )
     }
+    parsers: dict[str, Parser] = {}
     for name in sorted(COMMANDS, key=lambda name: _command(name).position):
         parent, _, last = name.rpartition(" ")
         if parent not in subparsers:
@@ -244,4 +245,6 @@ def _parser() -> argparse.ArgumentParser:
         if parent:
             command_parser.set_defaults(subcommand=name)
         add_arguments(command_parser, cls)
+        parsers[name] = command_parser
+        command_parser.commands = parsers
     return parser

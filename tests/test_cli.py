@@ -532,6 +532,9 @@ def test_closed_pipe_is_no_error():
         (["similarity", "a", "b", "--condition", "c", "--run", "x"], "llmcond extract --model"),
         (["embed", "x.csv", "--out", "x.npy"], "x.csv does not exist"),
         (["evaluate", "--data", "x.csv"], "x.csv does not exist"),
+        (["fit-head", "--head", "mlp", "--seeds", "3"], "It is an option of sweep, sweep-lora"),
+        (["sweep", "--head", "mlp", "--seeds", "0", "1"], "takes one value, not 0 1: number of"),
+        (["embed", "x.csv", "--report", "x.html"], "It is an option of evaluate, compare,"),
     ],
 )
 def test_invalid_arguments_report_one_line(capsys, arguments, expected):

@@ -138,4 +138,3 @@ def test_links_to_files_and_empty_folders_are_written_through(capsys, tiny_run, 
     assert run(["export", "--out", "to", *flags]) == 0
     assert (folder / "to").is_symlink()
     assert (folder / "real" / "modules.json").is_file()
-

@@ -1,5 +1,6 @@
 """User-defined heads and objectives, from files that a recipe names."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -7,8 +8,10 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from helpers.commands import run_json, run_rejected
 
 from llmcond import plugins
+from llmcond.cli import run
 from llmcond.errors import UserError
 from llmcond.heads import PairArrays, fit_recipe, load_head, load_recipe, save_head
 from llmcond.heads.estimator import Head
@@ -167,6 +170,34 @@ def test_loading_head_does_not_run_unregistered_code(folder):
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
     assert (process.stdout, process.stderr) == ("my_heads.py:GatedHead\n", "")
+
+
+def test_head_that_does_not_load_is_left_out_of_evaluation(capsys, folder, run_copy, monkeypatch):
+    (folder / "plain.py").write_text(
+        "from torch import nn\nfrom llmcond.heads import HeadModule, TrainingSettings\n"
+        "class Plain(HeadModule):\n"
+        "    Settings = TrainingSettings\n"
+        "    def __init__(self, settings, dim_in, dim_condition):\n"
+        "        super().__init__(settings, dim_in, dim_condition)\n"
+        "        self.layer = nn.Linear(dim_in, dim_in)\n"
+        "    def forward(self, x, condition, which):\n"
+        "        return self.layer(x)\n"
+    )
+    (folder / "mine.toml").write_text(f'kind = "plain.py:Plain"{TRAINING}')
+    fit = ("fit-head", "--run", run_copy, "--head")
+    run_json(capsys, *fit, folder / "mine.toml")
+    run_json(capsys, *fit, "pca", "--dim", 3)
+    monkeypatch.setattr(plugins, "_REGISTERED", {})
+    monkeypatch.setattr(plugins, "_LOADED", [])
+    assert run(["evaluate", "--run", str(run_copy), "--json"]) == 0
+    printed = capsys.readouterr()
+    heads = [row["head"] for row in json.loads(printed.out)["results"]]
+    assert sorted(set(heads)) == ["none", "pca"]
+    (line,) = [line for line in printed.err.splitlines() if "left out" in line]
+    assert "plain.py:Plain" in line
+    assert "--plugin" in line
+    message = run_rejected(capsys, "evaluate", "--run", run_copy, "--head", "mine")
+    assert "plain.py:Plain" in message
 
 
 def test_registered_class_can_be_used_by_name(folder):

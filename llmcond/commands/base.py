@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     Any,
     ClassVar,
@@ -266,7 +267,13 @@ def create_command(cls: type[C], arguments: Mapping[str, Any]) -> C:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that suggests the nearest legal names."""
+    """An argument parser whose errors are one line that suggests the nearest legal names.
+
+    Attributes:
+        commands: parsers of all commands by name, whose flags errors may point to.
+    """
+
+    commands: Mapping[str, Parser] = MappingProxyType({})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse arguments, and report unknown flags before missing arguments.
@@ -281,11 +288,28 @@ class Parser(argparse.ArgumentParser):
         for argument in self._leading_arguments(sys.argv[1:] if args is None else args):
             flag = argument.partition("=")[0]
             if flag.startswith("--") and " " not in flag and flag not in known_flags:
-                self.error(f"there is no {flag}. {did_you_mean(flag, known_flags)}")
+                owners = [name for name, p in self.commands.items() if flag in p.flags]
+                elsewhere = f" It is an option of {', '.join(owners)}." if owners else ""
+                self.error(f"there is no {flag}. {did_you_mean(flag, known_flags)}{elsewhere}")
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(self._describe_unknown(sys.argv[1:] if args is None else args, unknown))
         return namespace, []
+
+    @property
+    def flags(self) -> Mapping[str, argparse.Action]:
+        """The actions of all flags by name."""
+        return self._option_string_actions
+
+    def _describe_unknown(self, args: Sequence[str], unknown: Sequence[str]) -> str:
+        """Return the message about unknown arguments, which may be further values of a flag."""
+        before = args[: args.index(unknown[0])]
+        flag = next((word for word in before[-2:-1] if word in self.flags), None)
+        if flag is None:
+            return f"unrecognized arguments: {' '.join(unknown)}"
+        values = " ".join([before[-1], *unknown])
+        meaning = (self.flags[flag].help or "").replace("%%", "%")
+        return f"{flag} takes one value, not {values}: {meaning}"
 
     def _leading_arguments(self, args: Iterable[str]) -> Iterator[str]:
         """Yield the arguments before the name of a subcommand, or before ``--``."""

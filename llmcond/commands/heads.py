@@ -9,6 +9,7 @@ from typing import Any
 from llmcond.bundled import bundled_names
 from llmcond.commands.base import Command
 from llmcond.errors import UserError
+from llmcond.log import log
 from llmcond.options import option
 
 
@@ -27,7 +28,7 @@ class Heads(Command):
         None,
         metavar="NAME",
         help="with --run: make this head the run's default head (until then: the head with the "
-        "best dev score)",
+        "best dev score, if that is better than the score of zero-shot)",
     )
 
     def execute(self) -> dict[str, Any]:
@@ -61,6 +62,8 @@ class Heads(Command):
             run.set_default_head(self.default)
         default = run.default_head()
         records = {name: run.head_record(name) for name in run.head_names()}
+        if default is not None and default[0] not in records:
+            log.info(f"the run's default is zero-shot, {default[0]}: {default[1]}")
         return [
             {
                 "name": name,

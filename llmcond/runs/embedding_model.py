@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from llmcond.data.readers import describe_source
-from llmcond.errors import UserError
+from llmcond.errors import UserError, nearest
 from llmcond.features.view import FeatureView
 from llmcond.log import log
 from llmcond.runs import AnyRun, Run, RunEmbeddingHead, RunHead, open_run
@@ -86,7 +86,8 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     Args:
         run: The run of the head.
         name: The name of a fitted head, or of its recipe if only one head was fitted with it.
-            ``none``: zero-shot. None: the run's default head, or zero-shot if none is fitted.
+            ``none``: zero-shot, also as ``none@PROMPT``. None: the run's default head, or
+            zero-shot if none is fitted.
         prompt: The prompt of zero-shot; None: the run's only prompt.
 
     Raises:
@@ -95,9 +96,10 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     reference = name
     if reference is None and (default := run.default_head()) is not None:
         reference = default[0]
-    if reference is None or reference == "none":
-        views = run.zero_shot_views(run.prompt(prompt))
-        return zero_shot_head(views[-1] if run.subtracts else views[0])
+    if reference is not None and reference.startswith("none@") and prompt is None:
+        return _find_zero_shot(run, reference)
+    if reference is None or reference.partition("@")[0] == "none":
+        return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
     names = run.full_head_names([reference])
     if len(names) > 1:
         raise UserError(
@@ -112,6 +114,19 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     return saved
 
 
+def _find_zero_shot(run: AnyRun, name: str) -> RunHead[Any]:
+    """Return the zero-shot head of a name such as ``none@pair-cond``.
+
+    Raises:
+        UserError: The run has no features of that prompt.
+    """
+    views = [view for prompt in run.prompts().values() for view in run.zero_shot_views(prompt)]
+    heads = {head.name: head for head in map(zero_shot_head, views)}
+    if name not in heads:
+        raise UserError(f"{run.folder} has no {name}. {nearest(name, heads)}")
+    return heads[name]
+
+
 def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
     """Log the model, the head and the prompt in one line.
 
@@ -123,8 +138,8 @@ def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
         head = "zero-shot" if default else "zero-shot (no head is fitted)"
     else:
         head = f"head {saved.name}"
-        if requested is None and default is not None:
-            head += f" ({default[1]})"
+    if requested is None and default is not None:
+        head += f" ({default[1]})"
     source = describe_source(run.manifest["data"]["source"])
     if run.is_bundled:
         is_default = default is not None and saved.name == default[0]

@@ -6,6 +6,7 @@ are rated pairs or queries against candidates.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from llmcond.runs.kind import find_kind
 from llmcond.runs.new_sentences import R
 from llmcond.runs.predictors import AnyPredictor
 from llmcond.runs.run import AnyRun
+from llmcond.runs.run_heads import zero_shot_head
 
 if TYPE_CHECKING:
     from llmcond.runs.dev_fit import DevFit
@@ -85,6 +87,19 @@ class Examples(ABC):
     @abstractmethod
     def score_on_dev(self, head: Any, view: FeatureView) -> float:
         """Return a head's score on dev by the run's ``dev_metric``; NaN if it is undefined."""
+
+    def score_zero_shot_on_dev(self, view: FeatureView) -> tuple[str, float]:
+        """Return the name of zero-shot under a view's first prompt, and its score on dev.
+
+        Returns:
+            The name, and the score by the run's ``dev_metric``; NaN if it is undefined.
+        """
+        zero_shot = zero_shot_head(self.run.zero_shot_view(view.prompts[0]))
+        if "dev" not in self.data.splits:
+            return zero_shot.name, math.nan
+        dev = self.scored_rows("dev")
+        ranks, metric = self.predict(zero_shot, "dev"), get_metric(self.run.dev_metric)
+        return zero_shot.name, metric(ranks.astype(np.float64), dev.rating, dev.pair)
 
     def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:
         """Return the scores of held-out predictions of dev, as means over the fits of a system.

@@ -19,7 +19,7 @@ from llmcond.metrics import DEFAULT_METRICS, Metric
 from llmcond.prompts import Prompt
 from llmcond.runs.cross import CrossEncoder
 from llmcond.runs.run import AnyRun
-from llmcond.runs.run_heads import RunEmbeddingHead, RunHead, StaleHeadError, zero_shot_head
+from llmcond.runs.run_heads import RunEmbeddingHead, RunHead, zero_shot_head
 from llmcond.runs.task_runs import Run
 from llmcond.tasks import DEFAULT_TASK
 
@@ -53,7 +53,7 @@ def load_fitted_heads(
         for name in run.head_names():
             try:
                 heads.append(run.load_head(name))
-            except StaleHeadError as error:
+            except UserError as error:  # The head is stale, or its plug-in cannot be loaded.
                 log.info(f"left out: {error}")
     with_dev = [head.name for head in heads if split == "dev" and "dev" in head.trained_on]
     if with_dev and names:

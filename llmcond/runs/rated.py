@@ -17,6 +17,7 @@ from llmcond.evaluation.paired import bootstrap_metrics
 from llmcond.features.view import FeatureView
 from llmcond.heads import FittedHead, PairArrays, Recipe, fit_recipe
 from llmcond.heads.held_out import HeldOut
+from llmcond.heads.numpy_heads import NumpyHead
 from llmcond.heads.pairs import OnEpoch, score_key
 from llmcond.log import log
 from llmcond.metrics import Estimate, Metric, get_metric
@@ -25,6 +26,7 @@ from llmcond.runs.examples import Examples
 from llmcond.runs.features import RowFeatures
 from llmcond.runs.new_sentences import R, add_new_sentences, collect_training_sentences
 from llmcond.runs.predictors import AnyPredictor, check_scorable, predict
+from llmcond.runs.run_heads import zero_shot_head
 from llmcond.runs.task_runs import Run
 
 
@@ -91,13 +93,18 @@ class RatedExamples(Examples):
         )
 
     @override
-    def score_on_dev(self, head: FittedHead, view: FeatureView) -> float:
+    def score_on_dev(self, head: FittedHead | NumpyHead, view: FeatureView) -> float:
         dev = self.rated(view, "dev") if self._dev_scores else None
         if dev is None or not len(dev):
             return math.nan
         similarity = head.similarity(dev.first, dev.second, dev.condition)
         metric = get_metric(self.run.dev_metric)
         return metric(similarity.astype(np.float64), dev.rating, dev.groups)
+
+    @override
+    def score_zero_shot_on_dev(self, view: FeatureView) -> tuple[str, float]:
+        zero_shot = zero_shot_head(self.run.zero_shot_view(view.prompts[0]))
+        return zero_shot.name, self.score_on_dev(zero_shot.head, zero_shot.view)
 
     @override
     def score_held_out(self, held_out: Sequence[HeldOut | None]) -> Mapping[str, Estimate]:

@@ -37,7 +37,6 @@ from llmcond.runs.manifest import IN_RUN_FOLDER, read_manifest
 from llmcond.runs.run_heads import (
     H_co,
     RunHead,
-    StaleHeadError,
     check_head_record,
     dev_score,
     training_splits,
@@ -367,7 +366,9 @@ class AnyRun(ABC):
         """Return the default head and the reason why it is the default; None if none is fitted.
 
         The default is the head that the user chose, otherwise the head with the best score on dev,
-        otherwise the head that was fitted last. Heads that were fitted on dev have no dev score.
+        otherwise the head that was fitted last. Heads that were fitted on dev have no dev score. If
+        the best head is no better on dev than zero-shot under its prompt, the default is zero-shot,
+        under its name, such as ``none@pair-cond``.
         """
         names = self.head_names()
         if not names:
@@ -381,6 +382,10 @@ class AnyRun(ABC):
         if not scored:
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
+        zero_shot = self.head_record(best).get("zero_shot", {})
+        limit = zero_shot.get(f"dev_{metric.name}")
+        if limit is not None and metric.best(scored[best], limit) == limit:
+            return zero_shot["name"], f"no head is better than zero-shot on dev, {best} neither"
         others = f" of {len(names)} heads" if len(names) > 1 else ""
         unscored = f"; fitted on dev, so without a dev score: {', '.join(sorted(on_dev))}"
         why = f"best{others} on dev, {metric.heading} {metric.format(scored[best])}"
@@ -405,6 +410,11 @@ class AnyRun(ABC):
         # condition has nothing to subtract.
         options = (True,) if prompt.separate or not prompt.subtractable else (False, True)
         return [FeatureView((prompt,), subtract) for subtract in options]
+
+    def zero_shot_view(self, prompt: Prompt) -> FeatureView:
+        """Return the features of zero-shot under a prompt, with subtraction if that is usual."""
+        views = self.zero_shot_views(prompt)
+        return views[-1] if self.subtracts else views[0]
 
     def head_record(self, name: str) -> dict[str, Any]:
         """Return the content of a head's ``head.json``."""
@@ -457,7 +467,7 @@ class AnyRun(ABC):
             run_dtype = self.manifest["store_dtype"]
             differences.append(f"features stored as {record['store_dtype']!r}, not {run_dtype!r}")
         if differences:
-            raise StaleHeadError(
+            raise UserError(
                 f"{where} was fitted on features of {record['encoder']['name']} "
                 f"({head_identity.fingerprint}), but the run holds features of {self.encoder_name} "
                 f"({self.identity.fingerprint}): {'; '.join(differences)}. Fit the head again."
@@ -466,7 +476,7 @@ class AnyRun(ABC):
             recorded = self.prompts().get(prompt.name)
             if recorded is None or recorded.digest != prompt.digest:
                 state = f"has the digest {recorded.digest}" if recorded else "is missing"
-                raise StaleHeadError(
+                raise UserError(
                     f"{where} was fitted on the prompt {prompt.name} with the digest "
                     f"{prompt.digest}, which {state} in the run. Extract that prompt and fit the "
                     "head again."

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from llmcond.errors import UserError
 from llmcond.evaluation.results import default_name
 from llmcond.features.view import FeatureView
 from llmcond.heads.loading import EmbeddingHead
@@ -61,10 +60,6 @@ class RunHead(Generic[H_co]):
 
 RunFittedHead: TypeAlias = "RunHead[FittedHead]"
 RunEmbeddingHead: TypeAlias = "RunHead[EmbeddingHead]"
-
-
-class StaleHeadError(UserError):
-    """A head was fitted on features of another encoder, prompt or setting than the run's."""
 
 
 def head_name(recipe: str, view: FeatureView) -> str:

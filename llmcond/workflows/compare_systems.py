@@ -362,15 +362,11 @@ def _load_predictors(run: AnyRun, name: str | None, split: str, device: str) -> 
 def _find_zero_shot(run: AnyRun, name: str) -> AnyPredictor:
     """Return the zero-shot head of this name; ``none`` is that of the run's only prompt."""
     prompts = run.prompts().values()
-    zero_shot = {zero.name: zero for p in prompts for zero in zero_shot_heads(run, p)}
-    if name in zero_shot:
-        return zero_shot[name]
-    if name != "none":
-        raise UserError(f"{run.folder} has no {name}. {nearest(name, zero_shot)}")
+    zero_shot = [zero.name for p in prompts for zero in zero_shot_heads(run, p)]
     try:
         return choose_head(run, name)
     except UserError:
-        if not zero_shot:
+        if not zero_shot or name != "none":
             raise
         named = ", ".join(f"{run.folder}:{zero}" for zero in zero_shot)
         raise UserError(

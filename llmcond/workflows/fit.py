@@ -23,7 +23,7 @@ from llmcond.report.format import dev_gain_text, estimate_text
 from llmcond.run_log import RunLog, log_path
 from llmcond.runs import AnyRun, RunHead, head_name, head_record, open_any_run
 from llmcond.runs.dev_fit import DevFit
-from llmcond.runs.examples import load_examples
+from llmcond.runs.examples import Examples, load_examples
 from llmcond.runs.trials import Trial, TrialOutcome, size_recipe
 from llmcond.workflows.options.fitting import DevOptions, FitHeadOptions
 
@@ -220,6 +220,8 @@ def fit_and_save(
             "weights_sha256": start.record["weights_sha256"],
         }
     record_fields[f"dev_{metric.name}"] = finite_or_none(dev_score)
+    if math.isfinite(dev_score) and not recipe.is_identity:
+        record_fields |= _compare_with_zero_shot(examples, view, dev_score, name)
     if held_out:
         record_fields["held_out"] = estimates_json(held_out)
     save_head(fitted, folder, record_fields)
@@ -252,6 +254,23 @@ def fit_and_save(
         seconds=seconds,
         held_out=held_out,
     )
+
+
+def _compare_with_zero_shot(
+    examples: Examples, view: FeatureView, dev_score: float, name: str
+) -> dict[str, Any]:
+    """Return the score of zero-shot on dev for head.json; log it if the head is not better."""
+    run, metric = examples.run, get_metric(examples.run.dev_metric)
+    zero_shot, score = examples.score_zero_shot_on_dev(view)
+    if not math.isfinite(score):
+        return {}
+    if metric.best(score, dev_score) == score:
+        log.info(
+            f"{name} is not better on dev than zero-shot ({zero_shot}, {metric.heading} "
+            f"{metric.format(score)}), so it does not become the default. To use it: --head "
+            f"{name}, or llmcond heads --run {run.folder} --default {name}"
+        )
+    return {"zero_shot": {"name": zero_shot, f"dev_{metric.name}": score}}
 
 
 def _final_figures(

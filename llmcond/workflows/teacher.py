@@ -126,11 +126,11 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
         name = NAME
     else:
         default_head = run.default_head()
-        if default_head is None:
+        if default_head is None or default_head[0].startswith("none@"):
             raise UserError(
-                f"{folder} has no fitted head, and cosines of its features are not ratings. Fit a "
-                f"head (llmcond fit-head --run {folder}), or train its encoder (llmcond "
-                "train-lora)."
+                f"{folder} has no fitted head that is better than zero-shot, and cosines of its "
+                f"features are not ratings. Fit a head (llmcond fit-head --run {folder}), or train "
+                "its encoder (llmcond train-lora)."
             )
         saved_head, reason = run.load_head(default_head[0]), default_head[1]
         log.info(f"teacher: {saved_head.name} of {folder}, {reason}")

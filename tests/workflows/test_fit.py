@@ -10,6 +10,7 @@ from helpers.commands import run_json, run_rejected
 import llmcond
 from llmcond.run_log import log_path, read_log
 from llmcond.runs import open_any_run
+from llmcond.runs.examples import load_examples
 
 #: Settings with which a fit hardly changes its initial parameters.
 STILL = ("--set", "epochs=1", "learning_rate=1e-9", "dropout=0")
@@ -203,3 +204,41 @@ def test_head_that_was_fitted_on_dev_is_no_start(capsys, run):
     run_json(capsys, *command, "--with", "dev", "--name", "both")
     message = run_rejected(capsys, *command, "--start", "both", "--name", "n")
     assert "both was fitted on dev as well, which is to choose the epoch" in message
+
+
+# -- the default head --------------------------------------------------------------------------
+
+
+def test_head_that_does_not_beat_zero_shot_is_not_the_default(capsys, caplog, run_copy):
+    random = ("fit-head", "--run", run_copy, "--head", "random", "--dim", 2)
+    similarity = ("similarity", "a dog", "a cat", "--condition", "the animal", "--run", run_copy)
+    with caplog.at_level("INFO", logger="llmcond"):
+        worse = run_json(capsys, *random, "--seed", 1, "--name", "worse")
+    (line,) = [text for text in caplog.messages if "zero-shot" in text]
+    assert line.startswith(
+        "worse is not better on dev than zero-shot (none@concat-sent-cond, Spearman -32.5), so it "
+        "does not become the default. To use it: --head worse, or llmcond heads --run "
+    )
+    assert worse["dev_spearman"] < -0.5
+    assert run_json(capsys, *similarity)["head"] == "none"
+    assert run_json(capsys, *similarity, "--head", "worse")["head"] == "worse"
+    assert not any(head["taken"] for head in run_json(capsys, "heads", "--run", run_copy)["heads"])
+    better = run_json(capsys, *random, "--seed", 0, "--name", "better")
+    assert better["dev_spearman"] > 0
+    assert run_json(capsys, *similarity)["head"] == "better"
+    run_json(capsys, "heads", "--run", run_copy, "--default", "worse")
+    assert run_json(capsys, *similarity)["head"] == "worse"
+
+
+@pytest.mark.parametrize("kind", ["ranking", "dialogue"])
+def test_zero_shot_of_other_tasks_is_scored_on_dev(tmp_path, tiny_bert, graph, dialogue_run, kind):
+    folder = dialogue_run
+    if kind == "ranking":
+        folder = tmp_path / "run"
+        llmcond.extract(model=tiny_bert, data=graph, run=folder, task="kgc", device="cpu")
+    examples = load_examples(open_any_run(folder))
+    view = examples.run.zero_shot_view(examples.run.prompt(None))
+    name, score = examples.score_zero_shot_on_dev(view)
+    rows = llmcond.evaluate(run=folder, split="dev").to_json()["results"]
+    (expected,) = [row for row in rows if row["name"] == name]
+    assert score == pytest.approx(expected[examples.run.dev_metric], rel=1e-4)
