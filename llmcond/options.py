@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 import operator
-import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -396,7 +395,7 @@ def check_source(source: Any, expected: str) -> None:
     Raises:
         UserError: the file or folder does not exist.
     """
-    if not isinstance(source, str | Path) or re.match(r"\w{2,}:", str(source)):
+    if not isinstance(source, str | Path) or "://" in str(source):
         return
     try:
         exists = Path(source).expanduser().exists()

@@ -50,17 +50,17 @@ def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:
     """Return the number of dimensions that remain of ``dim``.
 
     Raises:
-        UserError: ``truncate_dim`` is below 1 or above ``dim``.
+        UserError: ``truncate_dim`` is no whole number, or is below 1 or above ``dim``.
     """
     if truncate_dim is None:
         return dim
     check_argument("truncate_dim", truncate_dim, (Integral,), "a whole number")
     if not 1 <= truncate_dim <= dim:
         raise UserError(
-            f"truncate_dim is {truncate_dim}, but the embeddings have {dim} dimensions. Give a "
-            f"number from 1 to {dim}."
+            f"truncate_dim is {shortened_repr(truncate_dim)}, but the embeddings have {dim} "
+            f"dimensions. Give a whole number from 1 to {dim}."
         )
-    return truncate_dim
+    return int(truncate_dim)
 
 
 def check_precision(precision: Precision) -> None:
@@ -149,8 +149,9 @@ def quantize_embeddings(
         uint8.
 
     Raises:
-        UserError: the precision is unknown, the embeddings are integers, the ranges have another
-            shape, or they would be those of a single embedding.
+        UserError: the precision is unknown, embeddings are no finite floating-point numbers, the
+            ranges or the calibration embeddings have another shape, or the ranges would be those of
+            a single embedding.
 
     Examples:
         >>> import llmcond
@@ -162,22 +163,22 @@ def quantize_embeddings(
         ((3, 48), dtype('uint8'))
     """
     check_precision(precision)
-    embeddings = np.asarray(embeddings)
-    if not np.issubdtype(embeddings.dtype, np.floating):
-        raise UserError(
-            f"the embeddings are {embeddings.dtype}; expected floating-point numbers, which have "
-            "not been quantised yet."
-        )
+    embeddings = _check_embeddings(embeddings, "the embeddings")
     if precision == "float32":
         return embeddings.astype(np.float32, copy=False)
     if precision in CALIBRATED:
         if ranges is not None:
             ranges = check_ranges(ranges, embeddings.shape[-1])
         else:
-            calibration = embeddings if calibration_embeddings is None else calibration_embeddings
+            calibration = embeddings
+            if calibration_embeddings is not None:
+                dim = embeddings.shape[-1]
+                calibration = _check_embeddings(
+                    calibration_embeddings, "calibration_embeddings", dim
+                )
             if embeddings.ndim == 2 and not len(embeddings):
                 return np.zeros(embeddings.shape, dtype=precision)
-            ranges = measure_ranges(np.asarray(calibration))
+            ranges = measure_ranges(calibration)
         lowest = ranges[0]
         steps = (ranges[1] - lowest) / 255
         # A dimension whose values are all equal has the code 0.
@@ -186,6 +187,32 @@ def quantize_embeddings(
         return codes.astype(np.uint8) if precision == "uint8" else (codes - 128).astype(np.int8)
     bits: NDArray[np.uint8] = np.packbits(embeddings > 0, axis=-1)
     return bits if precision == "ubinary" else (bits - np.uint8(128)).view(np.int8)
+
+
+def _check_embeddings(embeddings: Any, name: str, dim: int | None = None) -> NDArray[Any]:
+    """Return embeddings as an array; with ``dim``, these are (n, dim).
+
+    Raises:
+        UserError: they are no finite floating-point numbers, or have another shape.
+    """
+    try:
+        array = np.asarray(embeddings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} cannot be read as an array of numbers: {error}.") from error
+    are, dtype = ("is" if name.isidentifier() else "are"), array.dtype
+    if not np.issubdtype(dtype, np.floating):
+        raise UserError(
+            f"{name} {are} of the type {dtype}; expected floating-point numbers, which have not "
+            "been quantised yet."
+        )
+    if array.ndim not in (1, 2) or (dim is not None and array.shape[1:] != (dim,)):
+        shape = "x".join(map(str, array.shape)) or "of a single number"
+        expected = "texts x dimensions" if dim is None else f"embeddings x {dim}"
+        raise UserError(f"{name} {are} {shape}; expected {expected}.")
+    if not np.isfinite(array).all():
+        row = int(np.flatnonzero(~np.isfinite(np.atleast_2d(array)).all(axis=1))[0]) + 1
+        raise UserError(f"{name} {are} not finite: row {row} has NaN or infinity. Leave it out.")
+    return array
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from llmcond.quantization import (
     PRECISIONS,
     Quantizer,
     StoredCodes,
+    check_truncate_dim,
     measure_ranges,
     quantize_embeddings,
 )
@@ -82,7 +83,22 @@ def test_ranges_of_few_embeddings_are_reported(embeddings, caplog):
     ("arguments", "message"),
     [
         ((np.ones((3, 4)), "int4"), "precision is 'int4'.* Legal: float32, int8, uint8"),
-        ((np.ones((3, 4), np.int8), "binary"), "the embeddings are int8"),
+        ((np.ones((3, 4)), None), "precision is None.* Legal: float32, int8, uint8"),
+        ((np.ones((3, 4)), ["int8"]), r"precision is \['int8'\]"),
+        ((np.ones((3, 4), np.int8), "binary"), "the embeddings are of the type int8"),
+        ((np.ones((3, 4), np.int8), "float32"), "the embeddings are of the type int8"),
+        (([[1.0], [1.0, 2.0]], "binary"), "the embeddings cannot be read as an array"),
+        ((np.float32(1), "binary"), "the embeddings are of a single number"),
+        ((np.array([[1.0, 2.0], [3.0, np.nan]]), "int8"), "are not finite: row 2 has NaN or"),
+        ((np.array([1.0, np.inf]), "binary"), "the embeddings are not finite: row 1"),
+        ((np.ones((3, 4)), "int8", None, np.full((3, 4), np.nan)), "calibration_embeddings is not"),
+        ((np.ones((3, 4)), "uint8", None, np.full((3, 4), -np.inf)), "not finite: row 1"),
+        (
+            (np.ones((3, 4)), "int8", None, np.ones((3, 5))),
+            "calibration_embeddings is 3x5; expected",
+        ),
+        ((np.ones((3, 4)), "int8", None, np.ones(4)), "calibration_embeddings is 4; expected"),
+        ((np.ones((3, 4)), "int8", None, np.ones((3, 4), int)), "is of the type int64"),
         ((np.ones(4), "int8"), "a single embedding has none"),
         ((np.ones((1, 4)), "uint8"), "a single embedding has none"),
         ((np.ones((3, 4)), "int8", np.zeros((2, 5))), "has the shape 2x5, not 2x4"),
@@ -94,3 +110,10 @@ def test_ranges_of_few_embeddings_are_reported(embeddings, caplog):
 def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(UserError, match=message):
         quantize_embeddings(*arguments)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, 2.5, "2", 0, -1, 5, [2], float("nan")])
+def test_invalid_truncate_dim_is_rejected(value):
+    with pytest.raises(UserError, match="Give a whole number from 1 to 4"):
+        check_truncate_dim(value, 4)
+    assert check_truncate_dim(np.int64(3), 4) == 3

@@ -164,7 +164,11 @@ def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
         return _open_tables(data)
     name = os.fspath(data)
     try:
-        filesystem, path = fsspec.core.url_to_fs(name)
+        if "://" in name:
+            filesystem, path = fsspec.core.url_to_fs(name)
+        else:  # fsspec takes a double colon within a name for a chain of URIs.
+            filesystem = fsspec.filesystem("file")
+            path = filesystem._strip_protocol(name)
         info = filesystem.info(path)
         if info["type"] != "directory":
             if suffix_of(path) not in suffixes:

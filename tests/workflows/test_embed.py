@@ -202,3 +202,18 @@ def test_missing_cell_of_a_column_of_conditions_is_reported(capsys, tiny_run, ta
         )
         assert "row 2" in line
         assert "aspect is empty" in line
+
+
+@pytest.mark.parametrize("name", ["a.b", "a`b", "_rowid"])
+def test_column_that_lance_cannot_hold_is_reported_before_encoding(
+    capsys, tiny_run, tmp_path, monkeypatch, name
+):
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"text": ["a dog", "a cat"], name: [1, 2]}), "texts.parquet")
+    flags = ("embed", "texts.parquet", "--run", tiny_run, "--condition", "x", "--out", "v.lance")
+    for keep in ((), ("--keep", name)):
+        line = run_rejected(capsys, *flags, *keep)
+        assert f"the column name {name!r}" in line
+        assert not (tmp_path / "v.lance").exists()
+    run_json(capsys, *flags[:-1], "v", "--keep", name)
+    assert pq.read_table("v").column_names[0] == name
