@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from llmcond.bundled import bundled_folder, bundled_names
+from llmcond.decoding import read_text_file
 from llmcond.errors import UserError, did_you_mean, nearest, shortened_repr
 from llmcond.options import LIMITS
 
@@ -28,11 +29,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         UserError: the file does not exist, or is not TOML in UTF-8.
     """
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(read_text_file(path))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason}.") from error
     except (OSError, RecursionError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} cannot be read as TOML: {error}.") from error
 

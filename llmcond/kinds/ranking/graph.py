@@ -8,6 +8,7 @@ represented by their indices; ``Texts`` holds their ids, names and texts.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import SPLITS, Problems
 from llmcond.data.readers import source_name
+from llmcond.decoding import read_text_file
 from llmcond.errors import UserError, first_line, format_list
 from llmcond.files import digest_bytes, digest_text, replace_atomically
 from llmcond.log import log
@@ -53,6 +55,14 @@ _EXPECTED = (
 )
 #: Separators of name and description in tables with both in one column (StAR's and KG-BERT's).
 _SEPARATORS = (" -- ", ", ")
+#: Common names of the columns of triples, between spaces, and of tables.
+_TRIPLE_HEADER = (
+    " head h head_id head_entity subject subject_id s source from entity1 ",
+    " relation r rel relation_id predicate p property edge edge_type label relationship ",
+    " tail t tail_id tail_entity object object_id o target to entity2 ",
+)
+_ID_NAMES = {"id", "entity", "entity_id", "relation", "relation_id", "key", "mid", "uri"}
+_TEXT_NAMES = {"text", "name", "label", "description", "definition", "inverse", "inverse_text"}
 #: Maximum number of words of a description: SimKGC's limit for FB15k-237.
 _DESCRIPTION_WORDS = 50
 
@@ -349,7 +359,7 @@ def read_graph(source: str | Path | None = None) -> Graph:
         key for rows in lines.values() for h, _, t in rows for key in (h, t)
     )
     used_relations = dict.fromkeys(r for rows in lines.values() for _, r, _ in rows)
-    notes: list[str] = []
+    notes = list(_find_other_headers(lines))
     roles = {path.name: "triples" for path in files.values() if path is not None}
     entities = _read_entities(folder, used_entities, notes, roles)
     relations = _read_relations(folder, roles)
@@ -377,6 +387,19 @@ def read_graph(source: str | Path | None = None) -> Graph:
             n_duplicates = len(lines[split]) - len(triples)
             notes.append(f"duplicate {split} triples, counted once: {n_duplicates:,}")
     return replace(graph, notes=(*notes, *_describe_oddities(graph)))
+
+
+def _find_other_headers(lines: Mapping[str, Sequence[tuple[str, ...]]]) -> Iterator[str]:
+    """Yield a note on each first line whose ids are in no other line, as it may be a header."""
+    counts = Counter(
+        (key, i % 2) for rows in lines.values() for row in rows for i, key in enumerate(row)
+    )
+    for split, rows in lines.items():
+        if len(rows) > 1 and all(counts[key, i % 2] == 1 for i, key in enumerate(rows[0])):
+            yield (
+                f"the first triple of {split} has ids that no other one has: {', '.join(rows[0])}; "
+                "if it is a header, remove it"
+            )
 
 
 def add_external_split(graph: Graph, source: Any, split: str | None = None) -> tuple[Graph, str]:
@@ -508,22 +531,35 @@ def _find_file(folder: Path, names: Sequence[str], required: bool = False) -> Pa
 
 
 def _read_fields(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number and the fields of each line that is not blank.
+    """Yield the number and the fields of each line that is not blank, except a header.
 
     Quotation marks have no special meaning: published tables have unpaired ones.
     """
     try:
-        # splitlines would also split at other characters, which descriptions may contain.
-        for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
-            if line.strip():
-                yield number, [field.strip() for field in line.split("\t")]
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path.name} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read. "
-            f"Convert it first, for example: iconv -f ISO-8859-1 -t UTF-8 {path.name}"
-        ) from error
+        text = read_text_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    is_first = True
+    # splitlines would also split at other characters, which descriptions may contain.
+    for number, line in enumerate(text.split("\n"), 1):
+        fields = [field.strip() for field in line.split("\t")]
+        if is_first and _is_header(fields):
+            log.info(f"{path}: the first line is a header, and left out: {', '.join(fields)}")
+        elif line.strip():
+            yield number, fields
+        is_first = is_first and not line.strip()
+
+
+def _is_header(fields: Sequence[str]) -> bool:
+    """Return whether a line has common names of the columns of triples, or of a table of ids."""
+    words = [re.sub("[ -]", "_", field.casefold()) for field in fields]
+    is_triples = len(words) == 3 and all(map(str.__contains__, _TRIPLE_HEADER, _padded(words)))
+    is_table = words[0] in _ID_NAMES and len(words) > 1 and set(words[1:]) <= _TEXT_NAMES
+    return is_triples or is_table
+
+
+def _padded(words: Iterable[str]) -> list[str]:
+    return [f" {word} " for word in words]
 
 
 def _read_triples(path: Path) -> list[tuple[str, ...]]:
@@ -677,6 +713,7 @@ def _check_ids(
                 n for n, row in _read_fields(path) if any(row[i] in missing for i in columns)
             )
             remedy = "Extract them into a new --run" if holder else "Add them to the table"
+            remedy += ", remove a header" if n_rows == first == 1 else ""
             raise UserError(
                 f"{path.name} has {kind} that {holder or f'the table of {kind}'} lacks, "
                 f"{len(missing):,} in all: {format_list(list(missing), 5)} (triples: {n_rows:,}, "

@@ -37,6 +37,62 @@ def write_files(folder: Path, files: Mapping[str, list[str] | None] | None = Non
     return folder
 
 
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("train.tsv", "head\trelation\ttail"),
+        ("train.tsv", "Subject\tPredicate\tObject"),
+        ("valid.tsv", "source\tedge type\ttarget"),
+        ("test.tsv", "h\tr\tt"),
+        ("entities.tsv", "id\tname\tdescription"),
+        ("entities.tsv", "entity\ttext"),
+        ("relations.tsv", "relation\ttext\tinverse"),
+    ],
+)
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_header_is_reported_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, header: str, has_tables: bool
+):
+    tables = {} if has_tables else {"entities.tsv": None, "relations.tsv": None}
+    expected = read_graph(write_files(tmp_path, tables))
+    if name in tables:
+        return
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf\n" + f"{header}\n".encode() + content)
+    with caplog.at_level("INFO", "llmcond"):
+        graph = read_graph(tmp_path)
+    assert graph.digest == expected.digest
+    shown = ", ".join(header.split("\t"))
+    message = f"{tmp_path / name}: the first line is a header, and left out: {shown}"
+    assert caplog.messages == [message]
+
+
+def test_header_with_other_words_is_suspected(tmp_path: Path):
+    lines = ["Kopf\tBeziehung\tZiel", *TRAIN]
+    with pytest.raises(
+        UserError, match=r"first in row 1\). Add them to the table, remove a header"
+    ):
+        read_graph(write_files(tmp_path, {"train.tsv": lines}))
+    tables = {"entities.tsv": None, "relations.tsv": None}
+    graph = read_graph(write_files(tmp_path / "plain", {"train.tsv": lines, **tables}))
+    assert any("Kopf, Beziehung, Ziel; if it is a header" in note for note in graph.notes)
+    assert not any("header" in note for note in read_graph(write_files(tmp_path / "other")).notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("01\tlikes\t02\n".encode("utf-16-le"), "train.tsv seems to be UTF-16.*iconv -f UTF-16-LE"),
+        (b"01\tcaf\xe9\t02\n", "0xe9 in line 1.*Windows-1252: convert it: iconv -f WINDOWS-1252"),
+        (b"\x1f\x8b\x08\0", "train.tsv is not text: it is compressed with gzip"),
+    ],
+)
+def test_file_of_another_encoding_is_described(tmp_path: Path, content: bytes, words: str):
+    (write_files(tmp_path) / "train.tsv").write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        read_graph(tmp_path)
+
+
 def test_triples_are_indices_and_texts_join_name_and_description(tmp_path: Path):
     graph = read_graph(write_files(tmp_path))
 
