@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,10 +59,12 @@ class Hits(Displayed):
 
         Returns:
             A dictionary with ``results`` (the rows), ``query``, ``conditions``, ``searched``,
-            ``exact``, ``plain`` if there are scores without a condition, and the guides.
+            ``exact``, ``plain`` if there are scores without a condition, and the guides. Dates and
+            times are texts in ISO 8601, bytes are hexadecimal, and numbers that are not finite are
+            None.
         """
         return {
-            "results": [dict(row) for row in self.rows],
+            "results": [_as_json(row) for row in self.rows],
             "query": self.query,
             "conditions": dict(self.conditions),
             "searched": self.searched,
@@ -84,3 +87,18 @@ class Hits(Displayed):
         import pandas as pd
 
         return pd.DataFrame([dict(row) for row in self.rows])
+
+
+def _as_json(value: Any) -> Any:
+    """Convert a value of any column's type to one that JSON can hold."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, bytes):
+        return value.hex()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
