@@ -386,7 +386,7 @@ def check_folder(name: str, value: object, *, optional: bool = False) -> None:
 def check_source(source: Any, expected: str) -> None:
     """Check that a file or folder exists, before anything heavy is imported.
 
-    Objects that are not paths, and URIs, are not checked.
+    Objects that are not paths, URIs and ``-`` are not checked.
 
     Args:
         source: the path or object to read.
@@ -395,7 +395,8 @@ def check_source(source: Any, expected: str) -> None:
     Raises:
         UserError: the file or folder does not exist.
     """
-    if not isinstance(source, str | Path) or "://" in str(source):
+    # A hyphen is standard input.
+    if not isinstance(source, str | Path) or str(source) == "-" or "://" in str(source):
         return
     try:
         exists = Path(source).expanduser().exists()

@@ -7,8 +7,11 @@ are not changed.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 from llmcond.errors import UserError, shortened_repr
 
@@ -46,19 +49,42 @@ def check_string(value: str, name: str) -> str:
     return value
 
 
+class EmptyTextError(ValueError):
+    """A cell that must have a text is empty; the message is a predicate."""
+
+
 def cell_text(value: object) -> str:
     """Return the text of a cell of a table.
 
     Raises:
-        ValueError: the cell is empty or not a text, or as ``check_characters``; the message is a
-            predicate.
+        EmptyTextError: the cell is blank, None or NaN.
+        ValueError: the cell is not a text, or as ``check_characters``; the message is a predicate.
     """
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise ValueError("is empty")
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        raise EmptyTextError(f"is empty ({value})")
     if not isinstance(value, str):
         raise ValueError(f"is {shortened_repr(value)}, not a text")
+    if not value.strip():
+        raise EmptyTextError("is empty")
     check_characters(value)
     return str(value)
+
+
+def check_cell(value: Any) -> Any:
+    """Return a cell unchanged if the characters of its texts are valid.
+
+    Raises:
+        ValueError: as ``check_characters``.
+    """
+    if isinstance(value, str):
+        check_characters(value)
+    elif isinstance(value, Mapping):
+        for item in value.items():
+            check_cell(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_cell(item)
+    return value
 
 
 def normalise_condition(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcond.commands.base import REUSES_VECTORS, Command, as_function
@@ -19,8 +18,8 @@ class Embed(EmbedOptions, Command):
     """Embed each row of a source, and write the embeddings.
 
     If --out names a file, the source is read into memory. If it names a folder or a Lance dataset,
-    the source is read and the embeddings are written part by part, so that they may be larger than
-    memory.
+    the embeddings are written part by part, and .parquet and .lance sources are read part by part,
+    so that they may be larger than memory.
     """
 
     position = 130
@@ -51,12 +50,6 @@ class Embed(EmbedOptions, Command):
             (2, 384)
         """
         if self.is_streamed:
-            if not isinstance(self.source, str | Path):
-                raise UserError(
-                    f"source is a {type(self.source).__name__}, and out is a folder or dataset, "
-                    f"{self.out}, which needs files as its source. Name a .parquet, .csv or .npy "
-                    "file as out."
-                )
             from llmcond.workflows.embed_stream import embed_stream
 
             return embed_stream(self)

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmcond.data.datasets import condition_column, read_columns, unread_columns
-from llmcond.data.readers import (
-    SUFFIXES,
-    TEXT_COLUMNS,
-    TEXT_FILES,
-    TEXT_SUFFIXES,
-    MissingColumnError,
-    open_source,
-    read_lines,
-    read_records,
-    suffix_of,
+from llmcond.data.datasets import (
+    condition_column,
+    read_columns,
+    several_splits_error,
+    text_reader,
+    unread_columns,
 )
+from llmcond.data.formats import TEXT_COLUMNS, TEXT_SUFFIXES, MissingColumnError, ReadOptions
+from llmcond.data.readers import STDIN, SUFFIXES, Source, open_source, read_records
 from llmcond.errors import UserError
 from llmcond.log import log
-from llmcond.text import cell_text
 
 
-def read_candidates(path: Path) -> list[str]:
+def read_candidates(path: Path, read: ReadOptions | None = None) -> list[str]:
     """Read candidates with ``read_text_file``; repeated ones are kept, and their number is logged.
 
     Raises:
         UserError: as ``read_text_file``, or there are fewer than two texts.
     """
-    texts = read_text_file(path, "candidates")
+    texts = read_text_file(path, "candidates", read=read)
     if len(texts) < 2:
         raise UserError(f"{path} contains {len(texts)} candidates; a choice needs at least 2.")
     repeats = len(texts) - len(set(texts))
@@ -42,57 +38,47 @@ def read_candidates(path: Path) -> list[str]:
     return texts
 
 
-def read_text_file(path: Path, what: str, column: str = "text") -> list[str]:
-    """Read the texts of a file: one per line, or those of a table's column.
-
-    Blank lines are skipped.
+def read_text_file(
+    path: Path, what: str, column: str = "text", read: ReadOptions | None = None
+) -> list[str]:
+    """Read the texts of a file, one per line or those of a table's column, without outer spaces.
 
     Args:
-        path: the file.
+        path: the file, or ``-`` for standard input.
         what: name of the texts in messages.
         column: the column of a table.
+        read: how the file is read; None: the command has no such options.
 
     Raises:
-        UserError: there is no such file, it is not UTF-8, or a text in a table is empty; or as
-            ``is_text_file``.
+        UserError: there is no such file, it is not text, or a text is empty.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
+    if str(path) != STDIN and not path.is_file():
         raise UserError(
             f"{path} is not a file. Expected {what}: a .txt file with one per line, or a table "
             f"with a column {column}."
         )
-    if not is_text_file(path):
-        source = open_source(str(path))
-        (texts,) = read_columns(source, source.files, [(column, cell_text)])
-        return [text.strip() for text in texts]
-    source = open_source(str(path), TEXT_SUFFIXES)
-    lines = read_lines(source, source.files[0])
-    texts = [line.strip() for line in lines if line.strip()]
-    if not texts:
-        raise UserError(f"{path} is empty: all of its lines are blank.")
-    return texts
+    source = open_collection(str(path), read)
+    (texts,) = read_columns(source, source.files, [(column, text_reader(source))])
+    return [text.strip() for text in texts]
 
 
-def is_text_file(data: Any) -> bool:
-    """Return whether ``data`` is the path of an existing file with one text per line.
+def open_collection(
+    data: Any, read: ReadOptions | None = None, column: str | None = None
+) -> Source:
+    """Open a file of texts, a table, standard input, or texts or a table in memory.
+
+    Args:
+        data: as for ``open_source``, or a file with one text per line.
+        read: how the texts are read; None: the command has no such options.
+        column: column of the texts that the user named, so that standard input is a table.
 
     Raises:
-        UserError: it is a file whose suffix is neither that of text files nor that of tables.
+        UserError: as for ``open_source``.
     """
-    if not isinstance(data, str | Path):
-        return False
-    path = Path(data).expanduser()
-    suffix = suffix_of(str(path))
-    if suffix in SUFFIXES or not path.is_file():
-        return False
-    if suffix not in TEXT_SUFFIXES:
-        raise UserError(f"{path} ends in {suffix}. Expected {TEXT_FILES}.")
-    return True
-
-
-def _is_text_list(data: Any) -> bool:
-    return isinstance(data, list | tuple) and all(isinstance(text, str) for text in data)
+    columns = () if column else TEXT_COLUMNS
+    source = open_source(data, (*SUFFIXES, *TEXT_SUFFIXES), read, columns)
+    return replace(source, splits=None) if len(source.tables) == 1 else source
 
 
 def has_column(data: Any, name: str) -> bool:
@@ -101,10 +87,8 @@ def has_column(data: Any, name: str) -> bool:
     Raises:
         UserError: the file does not exist, or its first row cannot be read.
     """
-    if is_text_file(data) or _is_text_list(data):
-        return False
-    source = open_source(data)
-    if source.splits is not None:
+    source = open_collection(data)
+    if source.splits is not None or not source.has_columns:
         return False
     try:
         with closing(read_records(source, source.files[0], [name])) as records:
@@ -179,19 +163,20 @@ class Collection:
         texts: the texts.
         file: name of their file in messages.
         columns: further columns by name, with unconverted values.
+        has_types: whether the source has types, so that not all values of columns are texts.
     """
 
     texts: list[str]
     file: str
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    has_types: bool = True
 
 
 def read_collection(data: Any, column: str = "text", others: Sequence[str] = ()) -> Collection:
     """Read texts from a file or from memory, with further columns.
 
     Args:
-        data: path of a table or of a text file with one text per line; or, in memory, a table or a
-            list of texts.
+        data: as for ``open_collection``.
         column: the column of a table that contains the texts.
         others: further columns of the table.
 
@@ -200,26 +185,23 @@ def read_collection(data: Any, column: str = "text", others: Sequence[str] = ())
             from a text file.
         MissingColumnError: the table lacks a column.
     """
-    if _is_text_list(data):
-        data = [{column: text} for text in data]
-    elif isinstance(data, str | Path) and not str(data).startswith("hf://"):
-        path = Path(data).expanduser()
-        if is_text_file(path):
-            if others:
-                raise UserError(
-                    f"{path} is a text file with one text per line, so it has no column "
-                    f"{others[0]!r}. Name a table."
-                )
-            return Collection(read_text_file(path, "texts"), path.name)
-    source = open_source(data)
+    source = open_collection(data)
     if source.splits is not None:
-        raise UserError(f"{source.name} is a folder; name a single file.")
-    columns = [(column, cell_text), *unread_columns(others)]
+        raise several_splits_error(source)
+    if not source.has_columns:
+        for name in (*others, column):
+            if name not in TEXT_COLUMNS or name in others:
+                what = "a list of texts" if source.tables else "read as one text per line"
+                raise UserError(
+                    f"{source.name} is {what}, so it has no column {name!r}. Name a table."
+                )
+    columns = [(column, text_reader(source)), *unread_columns(others)]
     try:
         texts, *other_values = read_columns(source, source.files, columns)
     except MissingColumnError as error:
         advice = "Name one of its columns (--text COL for the texts)."
         raise MissingColumnError(error.finding, advice, error.column) from error
-    return Collection(
-        texts, Path(source.files[0]).name, dict(zip(others, other_values, strict=True))
-    )
+    file = source.files[0]
+    other_columns = dict(zip(others, other_values, strict=True))
+    has_types = source.suffix(file) not in (".csv", ".tsv")
+    return Collection(texts, Path(file).name, other_columns, has_types)

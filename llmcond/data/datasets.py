@@ -11,20 +11,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmcond.data.readers import (
-    MissingColumnError,
-    Source,
-    open_source,
-    read_records,
-    source_name,
-    suffix_of,
-    without_shard,
-)
+from llmcond.data.formats import MissingColumnError, ReadOptions
+from llmcond.data.html import strip_html
+from llmcond.data.readers import Source, open_source, read_records, source_name, without_shard
 from llmcond.data.rows import Rows, rows_digest, save_rows, split_by_pair
 from llmcond.errors import UserError, shortened_repr
 from llmcond.files import digest_text, replace_atomically
+from llmcond.log import log
 from llmcond.progress import ReadBar
-from llmcond.text import cell_text, condition_cell
+from llmcond.text import EmptyTextError, cell_text, check_cell, condition_cell
 
 SPLITS = ("train", "dev", "test")
 #: Share of sentence pairs that each split of a single file gets.
@@ -162,6 +157,7 @@ def read_dataset(
     scale: RatingScale = RatingScale(),
     seed: int = 0,
     extra: Sequence[str] = (),
+    reading: ReadOptions | None = None,
 ) -> Dataset:
     """Read a file, a folder of splits, or rows in memory.
 
@@ -171,20 +167,21 @@ def read_dataset(
 
     Args:
         source: a file with one of the ``SUFFIXES``; a folder with train, dev (or validation) and
-            test files; either of these as ``hf://datasets/...``; or rows in memory: a pandas or
-            Arrow table or a sequence of mappings, or a mapping from split to one of these. None:
-            the bundled sample.
+            test files; either of these as ``hf://datasets/...``; or rows in memory: a table of
+            pandas, polars, Arrow or Hugging Face datasets, or a sequence of mappings, or a mapping
+            from split to one of these. None: the bundled sample.
         columns: names of the columns.
         scale: range of the ratings.
         seed: random seed of the split.
         extra: further columns of text to read.
+        reading: how text files are read; None: the caller has no such options.
 
     Raises:
         UserError: the source does not exist, a column is missing, a file is empty, or a row is
             invalid.
     """
     scale.check()
-    opened = open_source(str(sample_folder()) if source is None else source)
+    opened = open_source(str(sample_folder()) if source is None else source, read=reading)
     if opened.splits is None:
         rows = _read_rows(opened, opened.files, columns, scale, extra)
         splits = split_by_pair(rows, FRACTIONS, seed)
@@ -212,6 +209,7 @@ class DataOptions:
         split_seed: random seed of the split of a single file; None: missing.
         extra: further columns of text to read.
         drop_leaks: whether to drop dialogues that are also in a later split.
+        reading: how text files are read.
     """
 
     source: Any = None
@@ -220,11 +218,13 @@ class DataOptions:
     split_seed: int | None = None
     extra: tuple[str, ...] = ()
     drop_leaks: bool = False
+    reading: ReadOptions = field(default_factory=ReadOptions)
 
     def read(self) -> Dataset:
         """Read and split the rows."""
         columns, scale = Columns(**self.columns), RatingScale(**self.scale)
-        return read_dataset(self.source, columns, scale, self.split_seed or 0, self.extra)
+        seed = self.split_seed or 0
+        return read_dataset(self.source, columns, scale, seed, self.extra, self.reading)
 
     def with_defaults(self, other: DataOptions) -> DataOptions:
         """Return these options, with missing ones filled in from ``other``."""
@@ -244,6 +244,7 @@ def read_rows(
     columns: Columns = Columns(),
     scale: RatingScale = RatingScale(),
     extra: Sequence[str] = (),
+    reading: ReadOptions | None = None,
 ) -> tuple[Rows, str]:
     """Read all rows of a single file, or one split of a folder.
 
@@ -255,7 +256,7 @@ def read_rows(
         UserError: as ``read_dataset``, or the folder does not have the split.
     """
     scale.check()
-    opened = open_source(source)
+    opened = open_source(source, read=reading)
     if opened.splits is None:
         return _read_rows(opened, opened.files, columns, scale, extra), split or "test"
     split_name = split or ("test" if "test" in opened.splits else "dev")
@@ -271,8 +272,10 @@ def read_pairs(
     split: str,
     columns: Columns = Columns(),
     scale: RatingScale = RatingScale(),
+    reading: ReadOptions | None = None,
 ) -> Rows:
     """Read rows with ``read_rows``; without a column of ratings, all rows are unrated."""
+    source = open_source(source, read=reading)
     try:
         return read_rows(source, split, columns, scale)[0]
     except MissingColumnError:
@@ -336,30 +339,40 @@ def read_columns(
     Raises:
         UserError: as ``read_records``, or a cell is invalid.
     """
-    values_by_column, names = (
-        [list[Any]() for _ in columns],
-        list(dict.fromkeys(name for name, _ in columns)),
-    )
+    names = list(dict.fromkeys(name for name, _ in columns))
+    rows: list[list[Any]] = []
     # Equal texts, such as the sentence of several conditions, share one object to save memory.
     interned: dict[Any, Any] = {}
     for file in files:
-        problems = Problems(Path(file).name, with_header=suffix_of(file) in _WITH_HEADER)
+        problems = Problems.of(source, file)
+        n_rows, left_out = 0, list[int]()
         with ReadBar(problems.file) as bar:
-            for number, record in enumerate(bar.count(read_records(source, file, names)), 1):
-                for values, (name, read) in zip(values_by_column, columns, strict=True):
+            for n_rows, record in enumerate(bar.count(read_records(source, file, names)), 1):
+                row: list[Any] = []
+                for name, read in columns:
                     try:
                         value = read(record[name])
-                        values.append(
+                        row.append(
                             interned.setdefault(value, value) if type(value) is str else value
                         )
+                    except EmptyTextError as error:
+                        if source.options.skip_empty:
+                            left_out.append(n_rows)
+                            break
+                        problems.add(n_rows, f"{name} {error}", empty=True)
                     except ValueError as error:
-                        problems.add(number, f"{name} {error}")
+                        problems.add(n_rows, f"{name} {error}")
+                else:
+                    rows.append(row)
         problems.raise_if_any()
-    return values_by_column
+        problems.report_left_out(left_out, n_rows)
+    return [[row[i] for row in rows] for i in range(len(columns))]
 
 
 #: The formats whose first row is a header.
 _WITH_HEADER = (".csv", ".tsv", ".xlsx")
+#: The formats whose rows are lines.
+_LINES = (".txt",)
 #: The largest number of further invalid rows that an error lists.
 _MAX_LISTED = 9
 
@@ -369,20 +382,35 @@ class Problems:
 
     Args:
         file: the file's name.
-        with_header: whether the file has a header, which a user may count as a row.
+        noun: name of a row. ``data row`` if the file has a header, which a user may count as a row.
+        can_skip: whether the command has the option ``--skip-empty``.
     """
 
-    def __init__(self, file: str, *, with_header: bool = False) -> None:
+    def __init__(self, file: str, noun: str = "row", *, can_skip: bool = False) -> None:
         self.file = file
-        self._with_header = with_header
+        self._noun, self._can_skip = noun, can_skip
         self._first: str | None = None
         self._rows: set[int] = set()
+        self._has_empty = False
 
-    def add(self, number: int, what: str) -> None:
-        """Record that the row with this number is invalid, and why."""
-        row = "data row" if self._with_header else "row"
-        self._first = self._first or f"{row} {number} of {self.file}: {what}"
+    @classmethod
+    def of(cls, source: Source, file: str) -> Problems:
+        """Return a collector for a file of a source."""
+        suffix = source.suffix(file)
+        noun = "data row" if suffix in _WITH_HEADER else "line" if suffix in _LINES else "row"
+        return cls(Path(file).name, noun, can_skip=source.read is not None)
+
+    def add(self, number: int, what: str, *, empty: bool = False) -> None:
+        """Record that the row with this number is invalid, and why.
+
+        Args:
+            number: number of the row, from 1.
+            what: why it is invalid.
+            empty: whether it only lacks a text.
+        """
+        self._first = self._first or f"{self._noun} {number} of {self.file}: {what}"
         self._rows.add(number)
+        self._has_empty = self._has_empty or empty
 
     def text(self, number: int, column: str, value: object) -> str:
         """Return ``value`` as text; if it is empty or not a text, record the row."""
@@ -397,14 +425,35 @@ class Problems:
         if self._first is None:
             return
         others = sorted(self._rows)[1:]
-        noun = "row is" if len(others) == 1 else "rows are"
-        listed = ", ".join(f"{number:,}" for number in others[:_MAX_LISTED])
-        if len(others) > _MAX_LISTED:
-            listed += ", …"
+        listed = _list_numbers(others)
+        noun = f"{self._noun.removeprefix('data ')}{' is' if len(others) == 1 else 's are'}"
         note = f" ({len(others):,} more {noun} invalid: {listed})" if others else ""
-        header = ". The header is not counted" if self._with_header else ""
-        them = "them" if others else "it"
-        raise UserError(f"{self._first}{note}{header}. Correct or remove {them} and try again.")
+        header = ". The header is not counted" if self._noun == "data row" else ""
+        advice = f"Correct or remove {'them' if others else 'it'} and try again"
+        if self._has_empty and self._can_skip:
+            advice += ", or leave out rows without a text: --skip-empty"
+        raise UserError(f"{self._first}{note}{header}. {advice}.")
+
+    def report_left_out(self, numbers: Sequence[int], n_rows: int) -> None:
+        """Log which of the rows are left out, as their texts are empty.
+
+        Raises:
+            UserError: all of them are.
+        """
+        if not numbers:
+            return
+        if len(numbers) == n_rows:
+            raise UserError(f"{self.file}: the texts of all {n_rows:,} rows are empty.")
+        noun = self._noun + ("" if len(numbers) == 1 else "s")
+        log.info(
+            f"{self.file}: left out {len(numbers):,} of {n_rows:,}, whose text is empty: {noun} "
+            f"{_list_numbers(numbers)}"
+        )
+
+
+def _list_numbers(numbers: Sequence[int]) -> str:
+    shown = ", ".join(f"{number:,}" for number in numbers[:_MAX_LISTED])
+    return f"{shown}, …" if len(numbers) > _MAX_LISTED else shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +491,7 @@ def condition_column(condition: str | None, condition_text: str | None) -> str |
 
 
 def read_texts(
-    source: str,
+    source: Any,
     sentence: str,
     condition: str | None = None,
     condition_text: str | None = None,
@@ -451,7 +500,7 @@ def read_texts(
     """Read a column of sentences with their conditions from a single file.
 
     Args:
-        source: the file.
+        source: the file, a table in memory, or an open source.
         sentence: column of the sentences.
         condition: column of the conditions; by default, condition.
         condition_text: a text that is the condition of all sentences, instead of a column.
@@ -463,8 +512,9 @@ def read_texts(
     column = condition_column(condition, condition_text)
     opened = open_source(source)
     if opened.splits is not None:
-        raise UserError(f"{source} is a folder; name a single file.")
-    readers = [(name, cell_text) for name in (sentence, column) if name]
+        raise several_splits_error(opened)
+    readers: list[tuple[str, Callable[[Any], Any]]] = [(sentence, text_reader(opened))]
+    readers += [(column, cell_text)] if column else []
     try:
         sentences, *other_values = read_columns(
             opened, opened.files, [*readers, *unread_columns(keep)]
@@ -483,6 +533,28 @@ def read_texts(
     )
 
 
+def several_splits_error(source: Source) -> UserError:
+    """Return the error about several splits where a single table is needed."""
+    if source.tables:
+        names = list(source.tables)
+        return UserError(f"data has the splits {', '.join(names)}; give one: data[{names[0]!r}].")
+    return UserError(f"{source.name} is a folder; name a single file.")
+
+
+def text_reader(source: Source) -> Callable[[Any], str]:
+    """Return the function that reads cells of texts, which may remove HTML."""
+    if not source.options.strip_html:
+        return cell_text
+
+    def read(value: object) -> str:
+        text = strip_html(cell_text(value))
+        if not text:
+            raise EmptyTextError("is empty without its HTML")
+        return text
+
+    return read
+
+
 def unread_columns(names: Sequence[str]) -> list[tuple[str, Callable[[Any], Any]]]:
     """Return the argument with which ``read_columns`` reads columns without converting them."""
-    return [(name, lambda value: value) for name in names]
+    return [(name, check_cell) for name in names]

@@ -11,8 +11,14 @@ from typing import Any
 
 from llmcond.arrays import as_list
 from llmcond.conditions import as_condition, condition_text
-from llmcond.data.candidates import has_column, is_missing, read_collection, text_column
-from llmcond.data.readers import MissingColumnError
+from llmcond.data.candidates import (
+    has_column,
+    is_missing,
+    open_collection,
+    read_collection,
+    text_column,
+)
+from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.errors import UserError, format_count, format_list, shortened_repr
 from llmcond.files import digest_text
 from llmcond.log import log
@@ -129,7 +135,12 @@ def check_labelled(
 
 
 def read_guide(
-    data: Any, text: str | None, conditions: Sequence[str | None], *, closed: bool = True
+    data: Any,
+    text: str | None,
+    conditions: Sequence[str | None],
+    *,
+    closed: bool = True,
+    read: ReadOptions | None = None,
 ) -> list[LabelledTexts]:
     """Read the labelled texts of a guide, for each of its conditions.
 
@@ -139,17 +150,19 @@ def read_guide(
         conditions: the conditions that texts are embedded under, or None for texts without a
             condition. If the table has no column ``condition``, there must be exactly one.
         closed: whether the guide may name only these conditions.
+        read: how the table is read; None: the command has no such options.
 
     Raises:
         UserError: the table cannot be read; there are several conditions, but no column for them;
             the guide names a condition that is not among ``conditions``; or as ``check_labelled``.
     """
-    column_exists = partial(has_column, data)
+    opened = open_collection(data, read, text)
+    column_exists = partial(has_column, opened)
     column = text_column(column_exists, text)
     by_condition = column_exists("condition")
     others = ["label", *(["condition"] if by_condition else [])]
     try:
-        table = read_collection(data, column, others)
+        table = read_collection(opened, column, others)
     except MissingColumnError as error:
         advice = f"A guide needs the columns {column} and label."
         raise UserError(f"{error.finding} {advice}") from error

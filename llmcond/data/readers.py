@@ -1,34 +1,38 @@
-"""Readers of tables, on disk or on the hub: CSV, TSV, JSON, JSONL, Parquet and Excel.
-
-Text is UTF-8, or UTF-16 with a byte order mark, and may be compressed with gzip.
-"""
+"""Sources of texts and tables: files, standard input, datasets of the hub, objects in memory."""
 
 from __future__ import annotations
 
-import codecs
-import csv
 import io
 import json
 import os
 import re
-import warnings
-import zipfile
+import sys
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import Any
 
-from llmcond.errors import (
-    LlmcondError,
-    UserError,
-    did_you_mean,
-    first_line,
-    format_list,
-    install_command,
-    shortened_repr,
+from llmcond.data.formats import (
+    DELIMITED,
+    DELIMITERS,
+    MAX_FILE_BYTES,
+    READERS,
+    TEXT_COLUMNS,
+    TEXT_SUFFIXES,
+    InputFile,
+    MissingColumnError,
+    ReadOptions,
+    check_columns,
+    split_header,
+    suffix_of,
+    too_large_error,
 )
+from llmcond.data.memory import IN_MEMORY, MemoryTable, open_table, splits_of
+from llmcond.decoding import undecodable_error
+from llmcond.errors import LlmcondError, UserError
+from llmcond.log import log
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx")
 
@@ -44,20 +48,10 @@ def describe_sources(suffixes: Sequence[str]) -> str:
     return f"{describe_files(suffixes)}, {others}"
 
 
-#: Default names of the column of texts, in order of precedence.
-TEXT_COLUMNS = ("text", "sentence")
 #: Suffixes of files of embeddings.
 EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
 FILES, SOURCE = describe_files(SUFFIXES), describe_sources(SUFFIXES)
-#: Suffixes of files with one text per line.
-TEXT_SUFFIXES = (".txt", "")
-TEXT_FILES = f"{FILES}, or a .txt file with one text per line"
-#: The most characters of a field or a line: a small compressed file may expand to gigabytes.
-MAX_TEXT_CHARACTERS = 2**24
-#: The most bytes, once decompressed, of a file that is read at once.
-MAX_FILE_BYTES = 2**29
-#: Delimiters of .csv files; the first whose header has the required columns is used.
-_DELIMITERS = (",", ";", "\t", "|")
+TEXT_FILES = f"{FILES}, a .txt file with one text per line, or - for standard input"
 _SPLIT_NAMES = {"train": "train", "test": "test"}
 _SPLIT_NAMES |= dict.fromkeys(("dev", "validation", "valid", "val"), "dev")
 _SPLIT_TOKEN = re.compile(rf"(?:^|[-_.])({'|'.join(_SPLIT_NAMES)})(?=[-_.])", re.IGNORECASE)
@@ -66,22 +60,48 @@ _SHARD = re.compile(r"-\d+-of-(\d+)(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, or a folder with a file (or several shards) for each split.
+    """Rows: a file, a folder with a file (or several shards) for each split, or a table in memory.
 
     Attributes:
         name: the name that the user gave.
         filesystem: the fsspec file system that opens the files.
         files: paths of the files.
         splits: for a folder, the files of each split; None for a single file.
-        tables: rows in memory, as mappings or as an Arrow table, by a name that serves as the
-            path of a file.
+        tables: tables in memory, by a name that serves as the path of a file.
+        read: how the rows are read; None: the command has no such options.
+        content: bytes of standard input; None for other sources.
+        format: suffix whose reader reads the files; empty: that of each file.
     """
 
     name: str
     filesystem: Any
     files: Sequence[str]
     splits: Mapping[str, Sequence[str]] | None
-    tables: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, MemoryTable] = field(default_factory=dict)
+    read: ReadOptions | None = None
+    content: bytes | None = None
+    format: str = ""
+
+    @property
+    def options(self) -> ReadOptions:
+        """How the rows are read."""
+        return self.read or ReadOptions()
+
+    def suffix(self, file: str) -> str:
+        """Return the suffix by which a file is read; empty for a table in memory."""
+        if file in self.tables:
+            return ""
+        suffix = self.format or suffix_of(file)
+        # A delimiter makes a table of a text file.
+        return ".csv" if suffix in TEXT_SUFFIXES and self.options.delimiter else suffix or ".txt"
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the texts are in columns with names, not one per line or in a list."""
+        file = self.files[0]
+        if file in self.tables:
+            return self.tables[file].names is not None
+        return self.suffix(file) != ".txt"
 
 
 #: Name of a task's bundled sample in records, which contain the path of other data.
@@ -101,43 +121,64 @@ def describe_source(recorded: str) -> str:
     return "the bundled sample" if recorded == SAMPLE else recorded
 
 
-#: Name in messages of rows that do not come from a file.
-IN_MEMORY = "rows in memory"
+#: The name that users give standard input, and its name in messages.
+STDIN, STDIN_NAME = "-", "standard input"
 
 
-def _open_tables(data: Any) -> Source:
+def _open_tables(data: Any, read: ReadOptions | None) -> Source:
     """Return rows in memory as a source: a table, or a mapping from split to table."""
     by_split = isinstance(data, Mapping) and data and set(data) <= set(_SPLIT_NAMES)
-    tables_by_name = (
-        {_SPLIT_NAMES[name]: data[name] for name in data} if by_split else {IN_MEMORY: data}
-    )
-    tables = {name: _to_records(table) for name, table in tables_by_name.items()}
-    splits = {name: [name] for name in tables} if by_split else None
-    return Source(IN_MEMORY, None, list(tables), splits, tables)
+    if by_split and (splits_of(data) or not all(map(_is_column, data.values()))):
+        tables = {_SPLIT_NAMES[name]: open_table(data[name]) for name in data}
+        return Source(IN_MEMORY, None, list(tables), {n: [n] for n in tables}, tables, read)
+    return Source(IN_MEMORY, None, [IN_MEMORY], None, {IN_MEMORY: open_table(data)}, read)
 
 
-def _to_records(table: Any) -> Any:
-    """Convert a pandas table or columns by name to rows; rows and Arrow tables are unchanged."""
-    if hasattr(table, "to_pylist"):  # an Arrow table: only the required columns are converted later
-        return table
-    if hasattr(table, "to_dict"):  # pandas
-        # pandas has several values for missing cells, which are not equal to themselves.
-        rows: Any = table.astype(object).where(table.notna(), None).to_dict("records")
-    elif isinstance(table, Mapping):
-        lengths = {len(column) for column in table.values()}
-        if len(lengths) > 1:
-            raise UserError(
-                f"the columns in memory have different lengths: {sorted(lengths)} rows."
-            )
-        rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
-    else:
-        rows = table
-    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+def _is_column(values: Any) -> bool:
+    return isinstance(values, list | tuple) and not any(isinstance(v, Mapping) for v in values)
+
+
+def _open_stdin(read: ReadOptions | None, columns: Sequence[str]) -> Source:
+    """Return standard input as a source, which is read once.
+
+    It is a table if its first line is a JSON object, or has one of ``columns`` as a field, or if a
+    delimiter is given or no text files are expected (``columns`` is empty); otherwise one text per
+    line.
+    """
+    stream = getattr(sys.stdin, "buffer", None)
+    if stream is None or sys.stdin.isatty():
         raise UserError(
-            f"data is {type(table).__name__}; expected a path, a pandas or Arrow table, columns by "
-            "name, or a list of dictionaries."
+            "- reads standard input, which is a terminal. Send texts to it, for example: llmcond "
+            "COMMAND - < texts.txt"
         )
-    return rows
+    content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise too_large_error(STDIN_NAME)
+    if not content.strip():
+        raise UserError(f"{STDIN_NAME} is empty, or was read before. Send it one text per line.")
+    source = Source(STDIN_NAME, None, [STDIN_NAME], None, read=read, content=content, format=".csv")
+    delimiter = source.options.delimiter
+    first = next((line for line in read_lines(source, STDIN_NAME) if line.strip()), "")
+    form = ".csv"
+    if not delimiter and _is_json(first):
+        form = ".jsonl"
+    elif columns and not delimiter:
+        fields = {name for d in DELIMITERS for name in split_header([first], d)}
+        form = ".csv" if fields & set(columns) or first.startswith("sep=") else ".txt"
+    log.info(f"{STDIN_NAME}: {'one text per line' if form == '.txt' else f'a {form} table'}")
+    return replace(source, format=form)
+
+
+def _is_json(line: str) -> bool:
+    """Return whether a line is a JSON object, or the beginning of an array of objects."""
+    content = line.strip()
+    if content in ("[", "[{"):
+        return True
+    try:
+        value, _ = json.JSONDecoder().raw_decode(content.removeprefix("[").lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict)
 
 
 def hub_dataset(source: str) -> str | None:
@@ -146,22 +187,58 @@ def hub_dataset(source: str) -> str | None:
     return match and match[1]
 
 
-def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
-    """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, or rows in memory.
+def open_source(
+    data: Any,
+    suffixes: Sequence[str] = SUFFIXES,
+    read: ReadOptions | None = None,
+    columns: Sequence[str] = (),
+) -> Source:
+    """Open a path, ``hf://datasets/OWNER/NAME[@REVISION][/PATH]``, ``-``, or rows in memory.
+
+    A source that is open already is returned as it is. Standard input and objects such as iterators
+    can be read only once, so they must be opened once.
 
     Args:
-        data: the path, the URI or the rows.
+        data: the path, the URI, ``-`` for standard input, or the rows.
         suffixes: suffixes of files that can be read.
+        read: how the rows are read; None: the command has no such options.
+        columns: columns by which standard input is recognised as a table. Empty: it is a table.
 
     Raises:
         UserError: the path does not exist, is a file of another format, or is a folder without
-            files of splits.
+            files of splits; or an option of ``read`` does not apply to it.
         LlmcondError: the hub cannot be reached.
     """
+    if isinstance(data, Source):
+        return data
+    if not isinstance(data, str | os.PathLike):
+        source = _open_tables(data, read)
+    elif os.fspath(data) == STDIN:
+        source = _open_stdin(read, columns)
+    else:
+        source = _open_path(data, suffixes, read)
+    _check_read_options(source)
+    return source
+
+
+def _check_read_options(source: Source) -> None:
+    """Raise a UserError if an option cannot apply to a source."""
+    allowed = {"encoding": (*DELIMITED, ".json", ".jsonl"), "delimiter": DELIMITED}
+    for name, suffixes in allowed.items():
+        for file in source.files if getattr(source.options, name) is not None else ():
+            if source.suffix(file) not in suffixes:
+                listed = f"{', '.join(suffixes[:-1])} and {suffixes[-1]}"
+                subject = PurePosixPath(file).name
+                raise UserError(
+                    f"--{name} is for {listed} files, and not for {subject}. Leave it out."
+                )
+
+
+def _open_path(
+    data: str | os.PathLike[str], suffixes: Sequence[str], read: ReadOptions | None
+) -> Source:
     import fsspec
 
-    if not isinstance(data, (str, os.PathLike)):
-        return _open_tables(data)
     name = os.fspath(data)
     try:
         if "://" in name:
@@ -171,12 +248,11 @@ def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
             path = filesystem._strip_protocol(name)
         info = filesystem.info(path)
         if info["type"] != "directory":
-            if suffix_of(path) not in suffixes:
-                raise UserError(f"{name} is not {describe_files(suffixes)}.")
-            return Source(name, filesystem, [path], None)
+            _check_suffix(name, suffix_of(path), suffixes)
+            return Source(name, filesystem, [path], None, read=read)
         paths = sorted(str(file) for file in filesystem.find(path, maxdepth=2))
     except FileNotFoundError as error:
-        raise UserError(f"{name} does not exist. Expected {describe_sources(suffixes)}.") from error
+        raise UserError(f"{name} does not exist. Expected {_expected(suffixes)}.") from error
     except (ValueError, ImportError) as error:
         raise UserError(f"{name} cannot be opened: {error}") from error
     except OSError as error:
@@ -186,7 +262,20 @@ def open_source(data: Any, suffixes: Sequence[str] = SUFFIXES) -> Source:
         if not name.startswith("hf://"):
             raise
         raise _unreachable_error(name, error) from error
-    return Source(name, filesystem, paths, _find_splits(name, paths, suffixes))
+    splits = _find_splits(name, paths, [suffix for suffix in suffixes if suffix])
+    files = [file for split_files in splits.values() for file in split_files]
+    return Source(name, filesystem, files, splits, read=read)
+
+
+def _check_suffix(name: str, suffix: str, suffixes: Sequence[str]) -> None:
+    if suffix not in suffixes and "" in suffixes:
+        raise UserError(f"{name} ends in {suffix}. Expected {TEXT_FILES}.")
+    if suffix not in suffixes:
+        raise UserError(f"{name} is not {describe_files(suffixes)}.")
+
+
+def _expected(suffixes: Sequence[str]) -> str:
+    return TEXT_FILES if "" in suffixes else describe_sources(suffixes)
 
 
 def _unreachable_error(name: str, error: Exception) -> LlmcondError:
@@ -199,24 +288,6 @@ def _unreachable_error(name: str, error: Exception) -> LlmcondError:
 def without_shard(name: str) -> str:
     """Return a file's name without the part that says which shard it is."""
     return _SHARD.sub("", name)
-
-
-class MissingColumnError(UserError):
-    """A file lacks a column.
-
-    Attributes:
-        finding: the sentence about the missing column, without advice.
-        column: the first column that is missing.
-    """
-
-    def __init__(self, finding: str, advice: str, column: str) -> None:
-        super().__init__(f"{finding} {advice}")
-        self.finding, self.column = finding, column
-
-
-def suffix_of(path: str) -> str:
-    """Return the suffix of a file's format, in lower case: ``.csv`` for ``Rows.CSV.gz``."""
-    return PurePosixPath(path.lower().removesuffix(".gz")).suffix
 
 
 def _find_splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:
@@ -247,20 +318,23 @@ def _find_splits(name: str, paths: Sequence[str], suffixes: Sequence[str]) -> di
 
 
 def read_records(
-    source: Source, file: str, columns: Sequence[str]
+    source: Source, file: str, columns: Sequence[str] | None
 ) -> Generator[dict[str, Any], None, None]:
-    """Yield a file's rows as dictionaries that contain at least ``columns``.
+    """Yield a file's rows as dictionaries that contain at least ``columns``; None: all columns.
+
+    A column that some rows of JSON lack is None in these rows. In a text file, and in a list, each
+    text is the value of every column.
 
     Raises:
-        UserError: the file is empty, lacks a column, is not UTF-8, or has a malformed row.
+        UserError: the file is empty, lacks a column, is not text, or has a malformed row.
     """
     if file in source.tables:
         yield from _read_memory(source.tables[file], columns)
         return
     name, empty = PurePosixPath(file).name, True
-    reader = _READERS.get(suffix_of(file), _read_csv)
+    reader = READERS[source.suffix(file)]
     with _open_file(source, file) as stream:
-        for record in reader(stream, name, columns):
+        for record in reader(InputFile(stream, name, source.suffix(file), source.read), columns):
             empty = False
             yield record
     if empty:
@@ -270,12 +344,13 @@ def read_records(
 def read_lines(source: Source, file: str) -> Iterator[str]:
     """Yield the lines of a text file, without line breaks; raises as ``read_records``."""
     empty = True
+    name = PurePosixPath(file).name
     with _open_file(source, file) as stream:
-        for line in _split_lines(_decode(stream), PurePosixPath(file).name):
+        for line in InputFile(stream, name, ".txt", source.read).lines():
             empty = False
             yield line.rstrip("\n")
     if empty:
-        raise UserError(f"{PurePosixPath(file).name} is empty: it has no lines.")
+        raise UserError(f"{name} is empty: it has no lines.")
 
 
 @contextmanager
@@ -283,17 +358,14 @@ def _open_file(source: Source, file: str) -> Iterator[Any]:
     """Open a file of a source, and convert errors of reading it to a ``LlmcondError``."""
     name = PurePosixPath(file).name
     try:
-        if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
-            # A link may lead to /dev/random, which never ends.
-            raise UserError(f"{file} is not a regular file.")
-        compression = "gzip" if file.lower().endswith(".gz") else None
-        with source.filesystem.open(file, "rb", compression=compression) as stream:
+        with _open_bytes(source, file) as stream:
             yield stream
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8: byte 0x{error.object[error.start]:02x} cannot be read. Convert "
-            f"it first, for example: iconv -f ISO-8859-1 -t UTF-8 {name}"
-        ) from error
+    except UnicodeError as error:
+        has_flag = source.read is not None
+        with _open_bytes(source, file) as lines:
+            raise undecodable_error(
+                error, name, lines, source.options.encoding, has_flag
+            ) from error
     except (EOFError, OSError, zlib.error) as error:
         raise LlmcondError(f"{name} cannot be read: {error}") from error
     except Exception as error:
@@ -302,263 +374,28 @@ def _open_file(source: Source, file: str) -> Iterator[Any]:
         raise _unreachable_error(name, error) from error
 
 
-def _decode(stream: IO[bytes], newline: str | None = None) -> IO[str]:
-    start = stream.read(2)
-    stream.seek(0)
-    utf_16 = start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return io.TextIOWrapper(stream, "utf-16" if utf_16 else "utf-8-sig", newline=newline)
+def _open_bytes(source: Source, file: str) -> Any:
+    if source.content is not None:
+        return io.BytesIO(source.content)
+    if "file" in source.filesystem.protocol and not source.filesystem.isfile(file):
+        # A link may lead to /dev/random, which never ends.
+        raise UserError(f"{file} is not a regular file.")
+    compression = "gzip" if file.lower().endswith(".gz") else None
+    return source.filesystem.open(file, "rb", compression=compression)
 
 
-def _split_lines(text: IO[str], name: str) -> Iterator[str]:
-    """Yield lines with their line breaks.
-
-    Raises:
-        UserError: a line is longer than ``MAX_TEXT_CHARACTERS``.
-    """
-    number = 0
-    while line := text.readline(MAX_TEXT_CHARACTERS + 1):
-        number += 1
-        if len(line) > MAX_TEXT_CHARACTERS:
-            raise _too_long_error(f"{name} line {number}")
-        yield line
-
-
-def _too_long_error(where: str) -> UserError:
-    return UserError(
-        f"{where} is longer than {MAX_TEXT_CHARACTERS:,} characters, the maximum length of a text. "
-        "Divide it into several rows."
-    )
-
-
-def _read_bytes(stream: IO[bytes], name: str) -> io.BytesIO:
-    """Read a file at once.
-
-    Raises:
-        UserError: it is larger than ``MAX_FILE_BYTES``.
-    """
-    content = io.BytesIO()
-    while block := stream.read(2**20):
-        content.write(block)
-        if content.tell() > MAX_FILE_BYTES:
-            raise _too_large_error(name)
-    content.seek(0)
-    return content
-
-
-def _too_large_error(name: str) -> UserError:
-    return UserError(
-        f"{name} contains more than {MAX_FILE_BYTES // 2**20} MiB, the maximum for files of this "
-        "format, which are read at once. Save it as .csv, .jsonl or .parquet, which are read row "
-        "by row."
-    )
-
-
-def _read_memory(table: Any, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _read_memory(table: MemoryTable, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     if not len(table):
         raise UserError(f"{IN_MEMORY}: there are no rows.")
-    if hasattr(table, "to_batches"):
-        yield from _convert_batches(
-            table.schema, lambda needed: table.select(needed).to_batches(), IN_MEMORY, columns
-        )
+    if table.names is None:
+        if columns is not None and len(set(columns)) > 1:
+            finding = f"{IN_MEMORY} are a list of texts, without a column {columns[0]!r}."
+            raise MissingColumnError(finding, "Give a table.", columns[0])
+        yield from (dict.fromkeys(columns or TEXT_COLUMNS[:1], text) for text in table.values(0))
         return
-    for row in table:
-        check_columns(IN_MEMORY, list(row), columns)
-        yield dict(row)
-
-
-#: Advice about a missing column of rated pairs.
-_COLUMNS_ADVICE = (
-    "Say which columns to read: --columns sentence1=YOURS (also sentence2=, condition=, label=)."
-)
-
-
-def check_columns(
-    name: str, present: Sequence[str], columns: Sequence[str], advice: str = _COLUMNS_ADVICE
-) -> None:
-    """Check that each column exists exactly once.
-
-    Args:
-        name: name of the file in messages.
-        present: the names of the file's columns.
-        columns: the required columns.
-        advice: the end of the message about a missing column.
-
-    Raises:
-        MissingColumnError: a column is missing.
-        UserError: a column exists twice.
-    """
-    repeated = [column for column in columns if list(present).count(column) > 1]
-    if repeated:
-        raise UserError(
-            f"{name} has the column {shortened_repr(repeated[0])} twice; keep only one of them."
-        )
-    missing = [column for column in columns if column not in present]
-    if missing:
-        # The header may in fact be a row of long texts.
-        names = [column for column in present if column is not None and len(column) < 100]
-        hint = did_you_mean(missing[0], names)
-        raise MissingColumnError(
-            f"{name} has no column {shortened_repr(missing[0])}; it has {format_list(present)}. "
-            f"{hint}".rstrip(),
-            advice,
-            missing[0],
-        )
-
-
-def _read_csv(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    csv.field_size_limit(MAX_TEXT_CHARACTERS)
-    text, reader = _decode(stream, newline=""), None
-    try:
-        delimiter = "\t" if suffix_of(name) == ".tsv" else _detect_delimiter(text, name, columns)
-        reader = csv.DictReader(_split_lines(text, name), delimiter=delimiter, strict=True)
-        header = reader.fieldnames
-        if not header:
-            return
-        check_columns(name, header, columns)
-        for record in reader:
-            if None in record or None in record.values():
-                n_values = len(record) if None not in record else len(header) + len(record[None])
-                n_missing = sum(value is None for value in record.values())
-                raise UserError(
-                    f"{name} line {reader.line_num} has {n_values - n_missing} fields, but its "
-                    f"header has {len(header)}. Quote fields that contain the separator."
-                )
-            yield record
-    except csv.Error as error:
-        # The underlying reader counts the line that failed, which DictReader does not.
-        line = reader.reader.line_num if reader else 1
-        if "field limit" in str(error):
-            raise _too_long_error(f"a field of {name} line {line}") from error
-        raise UserError(f"{name} line {line} is malformed: {error}.") from error
-
-
-def _detect_delimiter(text: IO[str], name: str, columns: Sequence[str]) -> str:
-    """Return the delimiter with which the header contains the columns; by default, a comma."""
-    header = next(_split_lines(text, name), "")
-    text.seek(0)
-    for delimiter in _DELIMITERS:
-        if set(columns) <= set(next(csv.reader([header], delimiter=delimiter), ())):
-            return delimiter
-    return _DELIMITERS[0]
-
-
-def _read_json(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    try:
-        records = json.load(_decode(_read_bytes(stream, name)))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise
-        raise UserError(f"{name} is not valid JSON: {error}.") from error
-    if not isinstance(records, list):
-        raise UserError(f"{name} contains a {type(records).__name__}; expected a list of objects.")
-    for number, record in enumerate(records, 1):
-        yield _check_record(record, f"{name} item {number}", columns)
-
-
-def _check_record(record: Any, where: str, columns: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(record, dict):
-        raise UserError(f"{where} contains a {type(record).__name__}; expected an object.")
-    check_columns(where, list(record), columns)
-    return record
-
-
-def _read_jsonl(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(_split_lines(_decode(stream), name), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{name} line {number} is not valid JSON: {error}.") from error
-        yield _check_record(record, f"{name} line {number}", columns)
-
-
-def _read_parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(stream)
-        schema = file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not a Parquet file: {first_line(error)}") from error
-    yield from _convert_batches(
-        schema, lambda needed: file.iter_batches(columns=needed), name, columns
-    )
-
-
-def _convert_batches(
-    schema: Any, batches: Callable[[list[str]], Iterable[Any]], name: str, columns: Sequence[str]
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of Arrow batches, with the required columns only, as others may be large."""
-    import pyarrow as pa
-
-    check_columns(name, schema.names, columns)
-    for column in columns:
-        kind = schema.field(column).type
-        if pa.types.is_temporal(kind):
-            raise UserError(
-                f"{name} has the column {shortened_repr(column)} of the type {kind}; expected "
-                "texts, or "
-                "numbers for ratings. Name another column, or save it as text."
-            )
-    try:
-        for batch in batches(list(dict.fromkeys(columns))):
-            yield from batch.to_pylist()
-    except MemoryError:  # Arrow raises a subclass of it that is also an ArrowException
-        raise
-    except (pa.ArrowException, OSError, OverflowError, ValueError) as error:
-        raise UserError(
-            f"{name} is damaged, or contains values that cannot be read: {first_line(error)}"
-        ) from error
-
-
-#: The last row that the format allows; damaged row numbers may be far larger.
-_LAST_ROW = 2**20
-
-
-def _read_xlsx(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    # The file is fetched outside of the try block, as errors of that are not about its content.
-    content = _read_bytes(stream, name)
-    try:
-        import openpyxl
-        from openpyxl.utils.escape import unescape
-    except ImportError as error:
-        raise UserError(f"{name} needs openpyxl: {install_command('excel')}.") from error
-    try:
-        with zipfile.ZipFile(content) as archive:
-            if sum(part.file_size for part in archive.infolist()) > MAX_FILE_BYTES:
-                raise _too_large_error(name)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about styles and the like
-            book = openpyxl.load_workbook(content, read_only=True, data_only=True)
-            sheet = book.worksheets[0]
-            # The size that a sheet states may be wrong.
-            sheet.reset_dimensions()
-            rows = list(sheet.iter_rows(max_row=_LAST_ROW, values_only=True))
-    except UserError:
-        raise
-    except Exception as error:
-        # A damaged archive can make openpyxl raise any error.
-        raise UserError(
-            f"{name} is damaged, has a password, or is not an .xlsx file: {first_line(error)}."
-        ) from error
-    where, header = f"{name} (sheet {shortened_repr(sheet.title)})", None
-    for row in rows:
-        if all(value in (None, "") for value in row):
-            continue
-        if header is None:
-            header = ["" if value is None else str(value) for value in row]
-            check_columns(where, header, columns)
-        else:
-            # Carriage returns are escaped as _x000D_.
-            values = (unescape(value) if isinstance(value, str) else value for value in row)
-            yield dict.fromkeys(header) | dict(zip(header, values, strict=False))
-
-
-_READERS = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".xlsx": _read_xlsx,
-}
+    names = list(table.names)
+    required = list(dict.fromkeys(names if columns is None else columns))
+    check_columns(IN_MEMORY, names, required)
+    values = (table.values(names.index(column)) for column in required)
+    for row in zip(*values, strict=True):
+        yield dict(zip(required, row, strict=True))

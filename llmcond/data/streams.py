@@ -1,7 +1,7 @@
-"""Sources of texts that do not fit in memory: folders of Parquet files, and Lance datasets.
+"""Sources of texts that are read in ranges of rows, so that they need not fit in memory.
 
-Rows are read in ranges. A source may be the URI of an object store, whose credentials come from the
-environment.
+They are folders of Parquet files and Lance datasets. Other tables are read into memory first. A
+source may be the URI of an object store, whose credentials come from the environment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
@@ -24,13 +24,23 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from typing_extensions import override
 
-from llmcond.data.datasets import Problems
-from llmcond.data.readers import check_columns
+from llmcond.data.candidates import open_collection
+from llmcond.data.datasets import (
+    Problems,
+    read_columns,
+    several_splits_error,
+    text_reader,
+    unread_columns,
+)
+from llmcond.data.formats import MissingColumnError, ReadOptions, check_columns
+from llmcond.data.readers import STDIN, Source, read_records
+from llmcond.data.rows import to_arrow
 from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
-from llmcond.files import digest_text
+from llmcond.files import digest_bytes, digest_text
 from llmcond.lance_io import READ_ERRORS, convert_panics
 from llmcond.object_stores import describe_failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
+from llmcond.text import cell_text, check_string
 
 #: Rows per batch when a whole part is read.
 _BATCH_ROWS = 16_384
@@ -84,9 +94,20 @@ class TextSource(ABC):
 
     Attributes:
         name: its name in records: a URI or an absolute path.
+        can_skip: whether rows without a text can be left out.
     """
 
     name: str
+    can_skip: bool = False
+
+    @property
+    def reference(self) -> Any:
+        """The argument of ``open_texts`` that opens this source in another process."""
+        return self.name
+
+    def with_texts(self, sentence: str, conditions: Sequence[str]) -> TextSource:
+        """Return the source with rows whose texts were cleaned by the options of reading."""
+        return self
 
     @abstractmethod
     def states(self) -> dict[str, str]:
@@ -151,44 +172,72 @@ class TextSource(ABC):
         with _convert_errors(where, self.name):
             schema = self.schema(part)
         _check_texts(where, schema, texts)
-        problems, rows = Problems(where), 0
+        problems, rows = Problems(where, can_skip=self.can_skip), 0
         with _convert_errors(where, self.name):
             for batch in self.batches(part, texts):
                 for name in texts:
                     for index in pc.indices_nonzero(_find_missing(batch.column(name))).to_pylist():
-                        problems.add(rows + index + 1, f"{name} is empty")
+                        problems.add(rows + index + 1, f"{name} is empty", empty=True)
                 rows += len(batch)
         problems.raise_if_any()
         return rows, schema
 
 
-def open_texts(name: str, version: int | None = None, *, patient: bool = False) -> TextSource:
-    """Open a Parquet file, a folder of Parquet files, or a Lance dataset.
+def open_texts(
+    data: Any,
+    version: int | None = None,
+    *,
+    read: ReadOptions | None = None,
+    column: str | None = None,
+    patient: bool = False,
+) -> TextSource:
+    """Open a Parquet file, a folder of Parquet files, a Lance dataset, or another table of texts.
 
     Args:
-        name: path or URI. That of a Lance dataset ends in ``.lance``.
+        data: path or URI, where that of a Lance dataset ends in ``.lance``; a table in memory; or a
+            source that is open.
         version: version of a Lance dataset; None: the latest.
+        read: how other tables are read; None: the command has no such options.
+        column: column of the texts that the user named; see ``open_collection``.
         patient: see ``open_filesystem``.
 
     Raises:
-        UserError: it does not exist, or is of another format.
+        UserError: it does not exist, or is of another format; or an option of ``read`` does not
+            apply to it.
     """
+    if isinstance(data, TextSource):
+        return data
+    has_options = read not in (None, ReadOptions())
+    if not isinstance(data, str | os.PathLike) or str(data) == STDIN:
+        return TableRows(open_collection(data, read, column))
+    name = os.fspath(data)
     filesystem, root = open_filesystem(name, patient=patient)
     uri = name if "://" in name else str(Path(name).expanduser().absolute())
     if root.rstrip("/").endswith(".lance"):
+        _reject_options(name, has_options)
         return LanceRows(uri, version, lance_options(name, patient=patient))
     with _convert_errors(name):
         kind = filesystem.get_file_info(root).type
-    if kind == fs.FileType.File and root.endswith(".parquet"):
+    if kind == fs.FileType.File and (has_options or not root.endswith(".parquet")):
+        return TableRows(open_collection(name, read, column))
+    if kind == fs.FileType.File:
         path = PurePosixPath(root)
         return ParquetFiles(uri, filesystem, str(path.parent), path.name)
     if kind != fs.FileType.Directory:
-        wrong = "does not exist" if kind == fs.FileType.NotFound else "is of another format"
         raise UserError(
-            f"{name} {wrong}. If the output is a folder or a .lance dataset, the input must be a "
-            ".parquet file, a folder of these, or a .lance dataset."
+            f"{name} does not exist. Name a file or table of texts, a folder of .parquet files, or "
+            "a .lance dataset."
         )
+    _reject_options(name, has_options)
     return ParquetFiles(uri, filesystem, root)
+
+
+def _reject_options(name: str, has_options: bool) -> None:
+    if has_options:
+        raise UserError(
+            "--encoding, --delimiter, --skip-empty and --strip-html are for single files, and "
+            f"{name} is read part by part. Leave them out, and correct its texts first."
+        )
 
 
 def survey(
@@ -240,6 +289,7 @@ class ParquetFiles(TextSource):
 
     def __init__(self, name: str, filesystem: Any, root: str, only: str = "") -> None:
         self.name, self._filesystem, self._root, self._only = name, filesystem, root, only
+        self.can_skip = bool(only)
         #: The file and columns that were read last, and an iterator over the remaining batches, so
         #: that a file need not be read from its first row for each range.
         self._read_key: tuple[str, tuple[str, ...]] | None = None
@@ -435,6 +485,76 @@ class LanceRows(TextSource):
     def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
         fragment = self._fragments[part]
         return fragment.to_table(columns=list(columns), offset=start, limit=stop - start)
+
+
+class TableRows(TextSource):
+    """A table that was read into memory, as a single part: a file, standard input or an object."""
+
+    def __init__(self, source: Source, table: Any = None) -> None:
+        if source.splits is not None:
+            raise several_splits_error(source)
+        is_path = not source.tables and source.content is None and "://" not in source.name
+        self.name = str(Path(source.name).expanduser().absolute()) if is_path else source.name
+        self._source, self._table = source, table
+
+    @property
+    @override
+    def reference(self) -> Any:
+        return self
+
+    @override
+    def columns(self) -> list[str]:
+        with closing(read_records(self._source, self._source.files[0], None)) as records:
+            return [check_string(name, "the name of a column") for name in next(records)]
+
+    @override
+    def with_texts(self, sentence: str, conditions: Sequence[str]) -> TextSource:
+        """Read the table.
+
+        Raises:
+            UserError: a column is missing, or a text is empty.
+        """
+        texts = {sentence: text_reader(self._source)}
+        for name in conditions:
+            texts.setdefault(name, cell_text)
+        others = [name for name in self.columns() if name not in texts]
+        columns = [*texts.items(), *unread_columns(others)]
+        try:
+            values = read_columns(self._source, self._source.files, columns)
+        except MissingColumnError as error:
+            advice = "Name the columns to read: --text COL, --condition COL_OR_TEXT."
+            raise UserError(f"{error.finding} {advice}") from error
+        names = [name for name, _ in columns]
+        arrays = [to_arrow(column) for column in values]
+        return TableRows(self._source, pa.table(arrays, names))
+
+    @override
+    def states(self) -> dict[str, str]:
+        """Return a digest of the rows."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, self._table.schema) as writer:
+            writer.write_table(self._table)
+        return {"rows": digest_bytes(sink.getvalue(), size=8).hex()}
+
+    @override
+    def part_name(self, part: str) -> str:
+        return self.name
+
+    @override
+    def schema(self, part: str) -> pa.Schema:
+        return self._table.schema
+
+    @override
+    def count(self, part: str) -> int:
+        return len(self._table)
+
+    @override
+    def batches(self, part: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        yield from self._table.select(list(columns)).to_batches()
+
+    @override
+    def rows(self, part: str, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        return self._table.select(list(columns)).slice(start, stop - start)
 
 
 def _parse_partition(part: str) -> dict[str, str | None]:

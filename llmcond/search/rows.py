@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from llmcond.arrays import as_list
 from llmcond.data.candidates import is_missing
+from llmcond.data.memory import list_texts
 from llmcond.encoders.spec import EncoderInput
 from llmcond.errors import UserError, first_line, format_count, format_list, shortened_repr
 from llmcond.features.store import FeatureStore
@@ -77,7 +78,7 @@ class IndexRows:
             UserError: if a text is empty, an id is invalid or repeats, or a column has another
                 length or a name that cannot be stored.
         """
-        texts = as_list(texts, "texts")
+        texts = list_texts(texts)
         for number, text in enumerate(texts, 1):
             check_text(text, f"row {number}: the text")
         repeated = len(texts) - len(set(texts))

@@ -82,7 +82,9 @@ class Task(AnyTask[Dataset]):
         """
         options = self.options(data)
         columns, scale = Columns(**options.columns), RatingScale(**options.scale)
-        rows, split = read_rows(options.source, split, columns, scale, options.extra)
+        rows, split = read_rows(
+            options.source, split, columns, scale, options.extra, options.reading
+        )
         return self._with_conditioned(rows), split
 
     @override

@@ -23,7 +23,7 @@ from llmcond.annotation.template import (
     parse_proposal,
     parse_rating,
 )
-from llmcond.data.candidates import read_text_file
+from llmcond.data.candidates import has_column, open_collection, read_collection, text_column
 from llmcond.data.datasets import Columns, DataOptions, RatingScale, read_pairs, read_rows
 from llmcond.data.rows import Rows
 from llmcond.display import Displayed
@@ -33,7 +33,6 @@ from llmcond.files import check_output, write_csv
 from llmcond.log import log
 from llmcond.metrics import Floats
 from llmcond.progress import format_duration
-from llmcond.text import check_string
 from llmcond.workflows.options.texts import AnnotateOptions
 
 #: Questions of each kind that are asked first, to measure the time and tokens of one.
@@ -136,9 +135,7 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
     else:
         _check_propose(data, split, rows)
         template = load_template(options.propose_prompt, "propose")
-        plan = _plan_proposals(
-            template, _read_texts(data.source, options.text), options.propose, seed
-        )
+        plan = _plan_proposals(template, _read_texts(options), options.propose, seed)
     with Journal(out.with_suffix(".answers")) as journal:
         asker = QuestionRunner(server, journal, seed, options.concurrency)
         _ask_first(asker, plan, rate, samples, prices, options.yes)
@@ -261,21 +258,18 @@ def _read_rows(data: DataOptions, split: str | None, max_rows: int | None, seed:
     """Read the rows to rate: all, or ``max_rows`` sampled by the seed, in their original order."""
     columns, scale = Columns(**data.columns), RatingScale(**data.scale)
     if "label" in data.columns:
-        rows, _ = read_rows(data.source, split or "train", columns, scale)
+        rows, _ = read_rows(data.source, split or "train", columns, scale, reading=data.reading)
     else:
-        rows = read_pairs(data.source, split or "train", columns, scale)
+        rows = read_pairs(data.source, split or "train", columns, scale, data.reading)
     if max_rows is None or max_rows >= len(rows):
         return rows
     return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:max_rows]))
 
 
-def _read_texts(source: Any, column: str | None) -> list[str]:
-    if isinstance(source, str | Path):
-        return read_text_file(Path(source), "texts", column or "text")
-    if isinstance(source, Sequence) and all(isinstance(text, str) for text in source):
-        texts = enumerate(source, 1)
-        return [check_string(text, f"text {number}") for number, text in texts if text.strip()]
-    raise UserError("--propose takes a file of texts, or from Python a list of strings.")
+def _read_texts(options: AnnotateOptions) -> list[str]:
+    source = open_collection(options.data, options.read_options(), options.text)
+    column = text_column(partial(has_column, source), options.text)
+    return read_collection(source, column).texts
 
 
 def _make_questions(template: QuestionTemplate, rows: Rows, samples: int) -> list[Question]:

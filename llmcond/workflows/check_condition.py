@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from llmcond.bundled import DEFAULT_MODEL
 from llmcond.conditions import condition_titles
-from llmcond.data.candidates import has_column, read_collection, text_column
+from llmcond.data.candidates import has_column, open_collection, read_collection, text_column
 from llmcond.display import Displayed
 from llmcond.errors import UserError, shortened_repr
 from llmcond.evaluation.condition_checks import (
@@ -96,8 +96,9 @@ def check_condition(options: CheckConditionOptions) -> ConditionChecks:
             f"neither {run_folder} nor the bundled model has a file {CALIBRATION}, which gives the "
             "accuracy to expect. Make one: python scripts/calibrate_conditions.py"
         )
-    column = text_column(partial(has_column, options.texts), options.text)
-    collection = read_collection(options.texts, column)
+    source = open_collection(options.texts, options.read_options(), options.text)
+    column = text_column(partial(has_column, source), options.text)
+    collection = read_collection(source, column)
     embeddings = TextEmbedder(run_folder, options.head, options.prompt, options.device)
     report_foreign_texts(collection.texts, embeddings.encoder.resolved.checkpoint)
     sample = [collection.texts[position] for position in sample_texts(collection.texts, seed)]

@@ -26,7 +26,15 @@ from llmcond.clustering.result import Clustering, ClusterResult, without_conditi
 from llmcond.clustering.scores import score_clusters
 from llmcond.clustering.tables import quality_text
 from llmcond.conditions import condition_text
-from llmcond.data.candidates import Collection, has_column, is_missing, read_collection, text_column
+from llmcond.data.candidates import (
+    Collection,
+    has_column,
+    is_missing,
+    open_collection,
+    read_collection,
+    text_column,
+)
+from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.rows import to_arrow
 from llmcond.errors import UserError, format_count, shortened_repr
@@ -57,11 +65,14 @@ def cluster(options: ClusterOptions) -> ClusterResult:
     files = _OutputFiles.of(options)
     _check_conditions(conditions, guide is not None, labels)
     finder = _ClusterFinder.of(options)
-    column = text_column(partial(has_column, texts), text)
+    source = open_collection(texts, options.read_options(), text)
+    column = text_column(partial(has_column, source), text)
     columns = _name_columns(conditions, options.keep, column)
-    collection = read_collection(texts, column, list(dict.fromkeys([*options.keep, *labels])))
+    collection = read_collection(source, column, list(dict.fromkeys([*options.keep, *labels])))
     distinct = finder.check_texts(collection)
-    guides = {} if guide is None else _read_guides(guide, text, conditions, collection)
+    guides = (
+        {} if guide is None else _read_guides(guide, text, conditions, collection, source.options)
+    )
     for labelled in guides.values():
         finder.with_guide(labelled.labels).check_distinct(
             distinct, f"{collection.file} has", "text"
@@ -423,10 +434,14 @@ def _cluster_count(clustering: Clustering) -> str:
 
 
 def _read_guides(
-    guide: Any, text: str | None, conditions: Sequence[str], collection: Collection
+    guide: Any,
+    text: str | None,
+    conditions: Sequence[str],
+    collection: Collection,
+    read: ReadOptions,
 ) -> dict[str | None, LabelledTexts]:
     """Read labelled texts by condition, and log how many are not among the texts to cluster."""
-    guides = read_guide(guide, text, [*conditions] or [None])
+    guides = read_guide(guide, text, [*conditions] or [None], read=read)
     distinct = {text for labelled in guides for text in labelled.texts}
     others = len(distinct - set(collection.texts))
     if others:

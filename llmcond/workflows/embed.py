@@ -26,14 +26,14 @@ from llmcond.conditions import (
 )
 from llmcond.data.candidates import (
     has_column,
-    is_text_file,
+    open_collection,
     read_collection,
     resolve_conditions,
     text_column,
 )
 from llmcond.data.datasets import ConditionedTexts, Problems, read_texts
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.readers import EMBEDDING_SUFFIXES
+from llmcond.data.readers import EMBEDDING_SUFFIXES, Source
 from llmcond.data.rows import to_arrow
 from llmcond.display import Displayed
 from llmcond.encoders import resolve_base
@@ -321,9 +321,10 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     The run's store keeps the features. An interrupted call resumes where it stopped, and a second
     head on the same file encodes nothing.
     """
-    source, out, keep = options.source, Path(options.out), options.keep
+    out, keep, read = Path(options.out), options.keep, options.read_options()
     run_folder = options.resolve_folder()
     check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
+    source = open_collection(options.source, read, options.text_column)
     columns = find_vector_columns(options, partial(has_column, source))
     names = {column.name: column.condition for column in columns}
     conflicts = sorted({"sentence", "condition", *names} & set(keep))
@@ -338,7 +339,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     n = len(texts.sentences)
     if options.guide is not None:
         distinct = list(dict.fromkeys(chain.from_iterable(conditions)))
-        for labelled in read_guide(options.guide, options.text_column, distinct):
+        for labelled in read_guide(options.guide, options.text_column, distinct, read=read):
             embeddings.fit_guide(labelled)
     rows = [list(zip(texts.sentences, column, strict=True)) for column in conditions]
     ranges = None
@@ -424,16 +425,16 @@ def describe_columns(columns: Sequence[VectorColumn]) -> str:
 
 
 def _read_texts(
-    source: Any, text: str | None, columns: Sequence[VectorColumn], keep: Sequence[str]
+    source: Source, text: str | None, columns: Sequence[VectorColumn], keep: Sequence[str]
 ) -> tuple[ConditionedTexts, list[list[str]]]:
-    """Read texts from a table, or from a text file with one text per line.
+    """Read texts from a table, or from a source with one text per line or item.
 
     Returns:
         The texts, whose conditions are those of the first column of vectors without example values,
         and the conditions of each column of vectors, with them.
     """
     sources = [column.source for column in columns if column.source is not None]
-    if not is_text_file(source):
+    if source.has_columns or source.splits is not None:
         first = columns[0]
         others = [name for name in sources if name != first.source and name not in keep]
         texts = read_texts(
@@ -451,7 +452,7 @@ def _read_texts(
             f"--text {text}" if text else f"--keep {keep[0]}" if keep else "the conditions"
         )
         raise UserError(
-            f"{source} is read as a text file with one text per line, so it has no column for "
+            f"{source.name} has one text per line or item, so it has no column for "
             f"{source_option}. Name a table, or one condition for every row: --condition TEXT."
         )
     else:

@@ -16,6 +16,7 @@ from annotated_types import Ge, MinLen
 from numpy.typing import NDArray
 
 from llmcond.data.candidates import text_column
+from llmcond.data.formats import ReadOptions
 from llmcond.data.guides import LabelledTexts, read_guide
 from llmcond.data.streams import (
     LanceRows,
@@ -225,7 +226,7 @@ class EmbeddingJob:
 
     Attributes:
         model: the model that embeds.
-        source: the name of the source of texts.
+        source: the name of the source of texts, or the source itself if it is in memory.
         version: the source's version, if it is a Lance dataset.
         columns: the columns that are read.
         vectors: the columns of vectors that are written.
@@ -235,7 +236,7 @@ class EmbeddingJob:
     """
 
     model: StreamModel
-    source: str
+    source: Any
     version: int | None
     columns: StreamColumns
     vectors: Sequence[VectorColumn]
@@ -339,7 +340,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     out, guide, text = str(options.out), options.guide, options.text_column
     keep, cluster = options.keep, options.cluster()
     model = StreamModel.find(options)
-    texts, output = open_texts(str(options.source)), open_output(out)
+    reading = options.read_options()
+    texts, output = open_texts(options.source, read=reading, column=text), open_output(out)
     has_column = texts.columns().__contains__
     sentence_column = text_column(has_column, text)
     columns = find_vector_columns(options, has_column)
@@ -348,8 +350,9 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     if isinstance(output, LanceOutput):
         kept = keep or [name for name in texts.columns() if name not in (sentence_column, *sources)]
         check_lance_column_names([*kept, "sentence", *names])
+    texts = texts.with_texts(sentence_column, sources)
     if guide is not None:
-        _fit_guides(model, guide, text, columns)
+        _fit_guides(model, guide, text, columns, reading)
     first = columns[0]
     config = {
         **model.identity,
@@ -373,7 +376,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
         version = texts.version if isinstance(texts, LanceRows) else None
         job = EmbeddingJob(
             model,
-            texts.name,
+            texts.reference,
             version,
             read,
             columns,
@@ -413,12 +416,17 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
 
 
 def _fit_guides(
-    model: StreamModel, guide: Any, text: str | None, columns: Sequence[VectorColumn]
+    model: StreamModel,
+    guide: Any,
+    text: str | None,
+    columns: Sequence[VectorColumn],
+    reading: ReadOptions,
 ) -> None:
     """Fit the guides of a model to the labelled texts of a table."""
     by_column = next((column for column in columns if column.source), None)
     conditions = [column.condition for column in columns if column.source is None]
-    for labelled in read_guide(guide, text, conditions, closed=by_column is None):
+    closed = by_column is None
+    for labelled in read_guide(guide, text, conditions, closed=closed, read=reading):
         condition = labelled.condition or ""
         if condition not in conditions and by_column is not None:
             condition = by_column.conditions([condition], 1)[0]

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import DataOptions
+from llmcond.data.formats import ReadOptions
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
@@ -167,10 +168,11 @@ def _check_options(run: AnyRun, options: EvaluateOptions) -> None:
     """Raise a UserError for options that another kind of task than the run's has."""
     data = options.data_options()
     run.task.reject_column_options(data)
-    if data.source is None and (data.columns or data.scale):
+    has_reading = data.reading != ReadOptions() and options.candidates is None
+    if data.source is None and (data.columns or data.scale or has_reading):
         raise UserError(
-            "--columns, --rating-range and --unrated say how the file of --data is read, and "
-            "--data was not given. Leave them out, or add --data."
+            "--columns, --rating-range, --unrated, --encoding, --delimiter and --skip-empty say "
+            "how the file of --data is read, and --data was not given. Leave them out, or add it."
         )
     option_classes = RankingOptions, DialogueOptions
     allowed = {

@@ -11,9 +11,14 @@ from typing import Any
 from typing_extensions import override
 
 from llmcond.conditions import distinct_conditions
-from llmcond.data.candidates import has_column, read_collection, read_text_file, text_column
+from llmcond.data.candidates import (
+    has_column,
+    open_collection,
+    read_collection,
+    read_text_file,
+    text_column,
+)
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.readers import suffix_of
 from llmcond.display import Displayed
 from llmcond.errors import UserError
 from llmcond.heads.guide import Guide, Guides
@@ -81,22 +86,24 @@ def index_texts(options: IndexOptions) -> IndexResult:
     if options.run is not None or options.model is not None:
         model_options["run"] = options.resolve_folder()
     conditions = options.conditions()
-    labelled = _read_guide(guide, text, conditions)
+    read = options.read_options()
+    labelled = _read_guide(options, conditions)
     guide_conditions = [one.condition for one in labelled if one.condition is not None]
     conditions = distinct_conditions([*conditions, *guide_conditions])
     deleted, ids = 0, list(options.delete)
     if len(ids) == 1 and _is_file(ids[0]):
-        ids = read_text_file(Path(ids[0]), "ids", "id")
+        ids = read_text_file(Path(ids[0]), "ids", "id", read)
     if ids:
         deleted = Index.build(out, **model_options).delete(ids)
     if texts is None:
         index = Index.build(out, conditions=conditions, **model_options)
     else:
         other_columns = [*keep, *([id_column] if id_column else [])]
-        column = text_column(partial(has_column, texts), text)
-        collection = read_collection(texts, column, list(dict.fromkeys(other_columns)))
+        source = open_collection(texts, read, text)
+        column = text_column(partial(has_column, source), text)
+        collection = read_collection(source, column, list(dict.fromkeys(other_columns)))
         columns: Mapping[str, Any] = {name: collection.columns[name] for name in keep}
-        if suffix_of(collection.file) in (".csv", ".tsv"):
+        if not collection.has_types:
             columns = infer_types(columns, TextTable(out).schema())
         index = Index.build(
             out,
@@ -129,10 +136,12 @@ def _removes_guide(guide_option: Any) -> bool:
     return isinstance(guide_option, str) and guide_option == NO_GUIDE
 
 
-def _read_guide(guide: Any, text: str | None, conditions: Sequence[str]) -> list[LabelledTexts]:
+def _read_guide(options: IndexOptions, conditions: Sequence[str]) -> list[LabelledTexts]:
     """Read the labelled texts of a guide for each of its conditions; empty without a guide."""
+    guide = options.guide
     if _removes_guide(guide) and not conditions:
         raise UserError("--guide none removes the guide of a condition. Name it: --condition TEXT.")
     if guide is None or _removes_guide(guide):
         return []
-    return read_guide(guide, text, conditions, closed=False)
+    read = options.read_options()
+    return read_guide(guide, options.text, conditions, closed=False, read=read)

@@ -238,11 +238,6 @@ def test_every_public_name_can_be_pickled_and_looked_up(name):
         assert inspect.signature(value).parameters
 
 
-def test_table_cannot_be_embedded_into_folder():
-    with pytest.raises(UserError, match="source is a list, and out is a folder or dataset"):
-        llmcond.embed(source=[{"text": "a"}], out="folder")
-
-
 def _repeated_flags() -> list[tuple[str, str, list[str]]]:
     """Return each flag of each command that takes one value, with its words on the command line."""
     cases = []

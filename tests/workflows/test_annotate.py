@@ -470,9 +470,13 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     texts = [f"a man rides horse {i}" for i in range(6)] + ["", "a man rides horse 0"]
     (tmp_path / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
     with ChatServer() as server:
-        result = run_json(capsys, *make_command("texts.txt", server, "--propose", 11))
+        result = run_json(
+            capsys, *make_command("texts.txt", server, "--propose", 11, "--skip-empty")
+        )
         proposals = [body for body in server.bodies if "Others:" in body["messages"][-1]["content"]]
-        repeated = run_json(capsys, *make_command("texts.txt", server, "--propose", 11))
+        repeated = run_json(
+            capsys, *make_command("texts.txt", server, "--propose", 11, "--skip-empty")
+        )
     assert (result["rows"], len(proposals), repeated["questions"]) == (11, 6, 0)
     rows = read_output()
     assert {row["sentence1"] for row in rows} == set(texts[:6])
@@ -480,7 +484,9 @@ def test_pairs_and_conditions_are_proposed_and_rated(tmp_path, capsys):
     assert {row["condition"] for row in rows} == {"the words of a man rid", "the length"}
     assert all(row["label"] in "12345" for row in rows)
     with ChatServer() as server:
-        line = run_rejected(capsys, *make_command("texts.txt", server, "--propose", 13))
+        line = run_rejected(
+            capsys, *make_command("texts.txt", server, "--propose", 13, "--skip-empty")
+        )
     assert "6 distinct texts give at most 12 rows" in line
 
 

@@ -321,7 +321,7 @@ def test_api_accepts_texts_and_tables(module_run, tmp_path, monkeypatch):
 def test_text_file_has_one_text_per_line_and_keeps_duplicates(call, tmp_path, capsys, module_run):
     lines = tmp_path / "lines.txt"
     lines.write_text("two men\n\nthree women\ntwo men\nchildren\n")
-    arguments = ["cluster", lines, *PLACE, "--clusters", "3", "--out", "out.csv"]
+    arguments = ["cluster", lines, *PLACE, "--clusters", "3", "--out", "out.csv", "--skip-empty"]
     assert run([str(argument) for argument in (*arguments, "--run", module_run)]) == 0
     assert "1 of 4 texts repeat an earlier one, and are kept" in capsys.readouterr().err
     rows = read_csv("out.csv")

@@ -609,7 +609,7 @@ def test_invalid_arguments_report_one_line(capsys, fitted, source, arguments, ex
         ("none", "is empty: it has no rows"),
         ("damaged", "x.parquet cannot be read: "),
         ("cut.lance", "cut.lance cannot be read"),
-        ("texts.csv", "texts.csv is of another format"),
+        ("texts.pdf", "texts.pdf ends in .pdf. Expected a .csv"),
         ("taken", "x.parquet has a column 'embedding'"),
         ("mixed", "y.parquet and previous parts have different columns: 'url'"),
         ("clash", "y.parquet has a column of another type"),
@@ -618,13 +618,13 @@ def test_invalid_arguments_report_one_line(capsys, fitted, source, arguments, ex
 def test_unreadable_sources_report_one_line(capsys, fitted, source, source_name, expected):
     rows = text_table(0, 3)
     folder = Path(source_name)
-    if source_name == "texts.csv":
+    if source_name == "texts.pdf":
         folder.write_text("text,topic\na,b\n")
     else:
         folder.mkdir()
     if source_name == "damaged":
         Path("damaged/x.parquet").write_bytes(Path("src/b.parquet").read_bytes()[:500])
-    elif source_name not in ("empty", "cut.lance", "texts.csv"):
+    elif source_name not in ("empty", "cut.lance", "texts.pdf"):
         file_rows = rows.slice(0, 0) if source_name == "none" else rows
         file_rows = (
             file_rows.append_column("embedding", [[1, 2, 3]])

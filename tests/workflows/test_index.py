@@ -198,6 +198,8 @@ def test_explain_names_encoder_of_unconditional_scores(
 def test_text_file_is_indexed_by_line(tmp_path: Path, heads_run: Path, capsys):
     (tmp_path / "texts.txt").write_text("".join(f"{row[1]}\n\n" for row in ROWS))
     command = ["index", tmp_path / "texts.txt", "--out", tmp_path / "index", "--run", heads_run]
+    assert "--skip-empty" in run_rejected(capsys, *command)
+    command.append("--skip-empty")
     result = run_json(capsys, *command, "--head", "linear", *CONDITION)
     assert (result["texts"], result["conditions"]) == (4, ["the place"])
     assert run_json(capsys, *command, "--head", "linear")["unchanged"] == 4

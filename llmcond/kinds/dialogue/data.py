@@ -16,15 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcond.data.datasets import DEV_FRACTION, FRACTIONS, SPLITS, Problems
+from llmcond.data.formats import MissingColumnError, ReadOptions
 from llmcond.data.readers import (
     SUFFIXES,
-    MissingColumnError,
     Source,
     open_source,
     read_lines,
     read_records,
     source_name,
-    suffix_of,
 )
 from llmcond.data.rows import split_keys
 from llmcond.errors import UserError, first_line, shortened_repr
@@ -225,7 +224,12 @@ def sample_folder() -> Path:
     return Path(__file__).resolve().parents[2] / "data" / "sample_dialogues"
 
 
-def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int = 0) -> Dialogues:
+def read_dialogues(
+    source: Any = None,
+    drop_leaks: bool = False,
+    split_seed: int = 0,
+    reading: ReadOptions | None = None,
+) -> Dialogues:
     """Read dialogues from a file or a folder of splits; None reads the bundled sample.
 
     A ``.txt`` file has a dialogue per line, with turns separated by ``__eou__``, like DailyDialog.
@@ -251,6 +255,7 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
         drop_leaks: whether to leave out dialogues of train that leak from dev or test, and
             dialogues of dev that leak from test.
         split_seed: seed with which a single file is split.
+        reading: how text files are read; None: the caller has no such options.
 
     Raises:
         UserError: The source does not exist, a file is empty, a column is missing, an utterance is
@@ -258,7 +263,7 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
             no dialogue in a split.
     """
     opened = open_source(
-        str(sample_folder()) if source is None else source, (_TEXT_SUFFIX, *SUFFIXES)
+        str(sample_folder()) if source is None else source, (_TEXT_SUFFIX, *SUFFIXES), reading
     )
     notes: list[str] = []
     if opened.splits is None:
@@ -286,7 +291,7 @@ def read_dialogues(source: Any = None, drop_leaks: bool = False, split_seed: int
 
 
 def add_external_split(
-    data: Dialogues, source: Any, split: str | None = None
+    data: Dialogues, source: Any, split: str | None = None, reading: ReadOptions | None = None
 ) -> tuple[Dialogues, str]:
     """Return a dataset with an additional split, ``OTHER_SPLIT``, of dialogues from another source.
 
@@ -297,6 +302,7 @@ def add_external_split(
         data: the dataset.
         source: file of which all dialogues are read, folder, or rows in memory.
         split: split of a folder; by default test, or dev if there is no test file.
+        reading: how text files are read; None: the caller has no such options.
 
     Returns:
         The dataset, and the split's name in results: the split that was read, or test for a file.
@@ -304,7 +310,7 @@ def add_external_split(
     Raises:
         UserError: As for ``read_dialogues``, or the folder has no such split.
     """
-    opened = open_source(source, (_TEXT_SUFFIX, *SUFFIXES))
+    opened = open_source(source, (_TEXT_SUFFIX, *SUFFIXES), reading)
     files = opened.files
     if opened.splits is not None:
         split = split or ("test" if "test" in opened.splits else "dev")
@@ -396,7 +402,7 @@ def _read_files(
     dialogues: list[_Dialogue] = []
     for file in files:
         problems = Problems(PurePosixPath(file).name)
-        read_file = _read_text if suffix_of(file) == _TEXT_SUFFIX else _read_table
+        read_file = _read_text if source.suffix(file) == _TEXT_SUFFIX else _read_table
         with ReadBar(problems.file) as bar:
             dialogues += read_file(source, file, len(dialogues), problems, bar.count, notes)
         problems.raise_if_any()

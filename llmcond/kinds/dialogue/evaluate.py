@@ -85,7 +85,9 @@ def evaluate_dialogues(run: DialogueRun, options: EvaluateOptions) -> RankedResu
     extra_texts: Sequence[str] = ()
     if pool not in _RANKING_POOLS:
         _check_pool("--candidates", pool, _RANKING_POOLS, "a file of texts, one per line")
-        candidates, extra_texts = index_candidates(setup.data, read_candidates(Path(pool)))
+        candidates, extra_texts = index_candidates(
+            setup.data, read_candidates(Path(pool), options.read_options())
+        )
     queries = next_queries(setup.data, setup.split_key, histories, candidates)
     joined: list[NextQueries] = []
     if JOINED in score_names:

@@ -61,7 +61,7 @@ def reply(options: ReplyOptions) -> Replies:
             "--score is for the next turn, but planning for --goal has its own score. Leave one of "
             "them out."
         )
-    texts = read_candidates(Path(options.candidates))
+    texts = read_candidates(Path(options.candidates), options.read_options())
     model = load_dialogue(
         Path(options.run),
         options.head,

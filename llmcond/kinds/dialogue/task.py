@@ -30,7 +30,7 @@ class DialogueTask(AnyTask[Dialogues]):
     @override
     def read(self, data: DataOptions) -> Dialogues:
         self.reject_rated_options(data, "utterances")
-        return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0)
+        return read_dialogues(data.source, data.drop_leaks, data.split_seed or 0, data.reading)
 
     def add_external_data(
         self, dataset: Dialogues, data: DataOptions, split: str | None
@@ -41,7 +41,7 @@ class DialogueTask(AnyTask[Dialogues]):
             UserError: An option is only for rated rows, or the dialogues are invalid.
         """
         self.reject_rated_options(data, "utterances")
-        return add_external_split(dataset, data.source, split)
+        return add_external_split(dataset, data.source, split, data.reading)
 
     @override
     def load(self, folder: Path, record: Mapping[str, Any]) -> Dialogues:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import MatrixLike
 from llmcond.data.datasets import DataOptions
+from llmcond.data.formats import ReadOptions
 from llmcond.data.queries import KnownAnswers, QueryRows
 from llmcond.errors import UserError
 from llmcond.metrics import RANKING_NAMES
@@ -142,6 +143,11 @@ class RankingTask(AnyTask[Q]):
         """Raise a UserError for options that are only for rated rows or dialogues."""
         self.reject_leaks_option(data)
         self.reject_rated_options(data, "sentences and conditions")
+        if data.reading != ReadOptions():
+            raise UserError(
+                "--encoding, --delimiter and --skip-empty are for rated rows and dialogues. Leave "
+                f"them out; the task {self.name} reads files in UTF-8 whose columns tabs separate."
+            )
         if data.split_seed is not None:
             raise UserError(
                 f"--split-seed splits a single file of rows; the task {self.name} reads its splits "

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from llmcond.bundled import DEFAULT_MODEL, DEFAULT_RUN, pretrained_names
 from llmcond.conditions import MAX_VALUES, combine_values
-from llmcond.data.readers import FILES, SOURCE, TEXT_COLUMNS
+from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
+from llmcond.data.memory import OBJECTS
+from llmcond.data.readers import FILES, SOURCE
+from llmcond.decoding import check_encoding
 from llmcond.encoders import EncoderOptions
 from llmcond.errors import UserError, nearest
 from llmcond.files import check_folder
@@ -23,7 +28,12 @@ if TYPE_CHECKING:
 Split = Literal["train", "dev", "test"]
 
 #: Description of the data that commands and their Python functions read.
-DATA = f"{SOURCE}; in Python also a pandas or Arrow table, or a list of dicts"
+DATA = (
+    f"{SOURCE}, or - for standard input; in Python also a table of pandas, polars, Arrow or "
+    "Hugging Face datasets, or a list of dicts"
+)
+#: Description of the texts that Python functions take in addition to files.
+IN_PYTHON = f"in Python also {OBJECTS}"
 
 TEXT_HELP = f"column of the texts (default: {', otherwise '.join(TEXT_COLUMNS)})"
 
@@ -37,6 +47,7 @@ VALUES_HELP = (
     "double quotes around a value that contains a comma"
 )
 
+_READING = "how texts are read"
 _RAY = "--scale ray"
 _SCALE = "work distributed with Ray (docs/scale.md)"
 
@@ -70,8 +81,68 @@ def _parse_number(text: str) -> float | str:
         return text
 
 
+def _parse_delimiter(text: str) -> str:
+    """Return a delimiter from its name; the option checks its length."""
+    return "\t" if text.lower() in ("tab", r"\t") else text
+
+
 @dataclass(frozen=True, kw_only=True)
-class ColumnOptions(Options):
+class ReadingOptions(Options):
+    """Options that say how files of texts are read."""
+
+    encoding: str | None = option(
+        None,
+        metavar="NAME",
+        group=_READING,
+        help="encoding of text files, such as cp1252 for files of Windows (default: UTF-8, or "
+        "UTF-16 with a byte order mark)",
+    )
+    delimiter: str | None = option(
+        None,
+        metavar="CHAR",
+        parse=_parse_delimiter,
+        group=_READING,
+        help="character that separates columns, or tab (default: a tab in .tsv, and detected in "
+        ".csv)",
+    )
+    skip_empty: bool = option(
+        False,
+        group=_READING,
+        help="leave out rows with an empty text, and report how many (default: an error)",
+    )
+
+    def __post_init__(self) -> None:
+        """Also check the encoding and the delimiter."""
+        super().__post_init__()
+        if self.encoding is not None:
+            check_encoding(self.encoding)
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '\r\n"'):
+            raise UserError(
+                f"--delimiter is {self.delimiter!r}; expected one character, such as ';', or tab."
+            )
+
+    def read_options(self) -> ReadOptions:
+        """Return the options as readers take them."""
+        return ReadOptions(self.encoding, self.delimiter, self.skip_empty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputOptions(ReadingOptions):
+    """Options of commands that read texts."""
+
+    strip_html: bool = option(
+        False,
+        group=_READING,
+        help="remove HTML tags, comments, scripts and entities from texts",
+    )
+
+    @override
+    def read_options(self) -> ReadOptions:
+        return replace(super().read_options(), strip_html=self.strip_html)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions(ReadingOptions):
     """Options that say how rated rows are read.
 
     Subclasses redeclare ``data``, ``split_seed`` and ``drop_leaks`` as flags if they have them.
@@ -119,7 +190,12 @@ class ColumnOptions(Options):
         if self.unrated is not None:
             scale["unrated"] = self.unrated
         return DataOptions(
-            self.data, self.columns or {}, scale, self.split_seed, drop_leaks=self.drop_leaks
+            self.data,
+            self.columns or {},
+            scale,
+            self.split_seed,
+            drop_leaks=self.drop_leaks,
+            reading=self.read_options(),
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from llmcond.options import Positive, Ties, option
-from llmcond.workflows.options.common import RunHeadOptions
+from llmcond.workflows.options.common import RunHeadOptions, TextInputOptions
 
 _RANKING = "ranking (tasks kgc and dialogue)"
 _GRAPH = "ranking entities of a knowledge graph (task kgc)"
@@ -158,7 +158,7 @@ class DialogueOptions(TiesOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplyOptions(RunHeadOptions):
+class ReplyOptions(RunHeadOptions, TextInputOptions):
     """Options of ``llmcond reply``: the dialogue so far, and the candidates for its next turn."""
 
     turns: Sequence[str] = option(
@@ -166,8 +166,8 @@ class ReplyOptions(RunHeadOptions):
     )
     candidates: str | Path = option(
         metavar="FILE",
-        help="candidates for the next turn: a text file with one per line, or a table with a "
-        "column text",
+        help="candidates for the next turn: a text file with one per line, a table with a "
+        "column text, or - for standard input",
     )
     goal: str | None = option(
         None, metavar="TEXT", help="later turn that the candidates should lead to"

@@ -25,6 +25,7 @@ from llmcond.options import Amount, IndexPrecision, Positive, Seed, option
 from llmcond.workflows.options.common import (
     CHECK_HELP,
     DATA,
+    IN_PYTHON,
     TEXT_HELP,
     VALUES_HELP,
     ColumnOptions,
@@ -34,6 +35,7 @@ from llmcond.workflows.options.common import (
     PrecisionOptions,
     ScaleOptions,
     Split,
+    TextInputOptions,
     TruncateOption,
 )
 
@@ -53,16 +55,15 @@ def ranges_path(out: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions):
+class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOptions, ScaleOptions):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
     source: Any = option(
         flag="",
         metavar="SRC",
         source=TEXT_FILES,
-        help=f"rows to embed: {TEXT_FILES}; with --out FOLDER: one .parquet file or a folder of "
-        "them, or a .lance dataset, also by URI (s3://BUCKET/PATH); in Python also a pandas or "
-        "Arrow table",
+        help=f"rows to embed: {TEXT_FILES}; with --out FOLDER also a folder of .parquet files, "
+        f"or a .lance dataset, also by URI (s3://BUCKET/PATH); {IN_PYTHON}",
     )
     out: str | Path = option(
         metavar="OUT",
@@ -139,14 +140,14 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, ScaleOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
+class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions, TextInputOptions):
     """Options of ``llmcond cluster``: the texts, the method, and the files to write."""
 
     texts: Any = option(
         flag="",
         metavar="TEXTS",
         source=TEXT_FILES,
-        help=f"texts to use: {TEXT_FILES}; in Python also a list of texts, or a table",
+        help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
     )
     out: str | Path | None = option(
         None,
@@ -205,14 +206,14 @@ class ClusterOptions(GuideOption, ConditionOptions, EmbedderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckConditionOptions(ConditionOptions, EmbedderOptions):
+class CheckConditionOptions(ConditionOptions, EmbedderOptions, TextInputOptions):
     """Options of ``llmcond check-condition``: the conditions to check, and the texts."""
 
     texts: Any = option(
         flag="",
         metavar="TEXTS",
         source=TEXT_FILES,
-        help=f"texts to use: {TEXT_FILES}; in Python also a list of texts, or a table",
+        help=f"texts to use: {TEXT_FILES}; {IN_PYTHON}",
     )
     condition: Sequence[str] = option(
         metavar="TEXT", repeat=True, help="condition to check; may be repeated"
@@ -245,11 +246,15 @@ class ExplainOptions(ConditionOptions, EmbedderOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption):
+class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption, TextInputOptions):
     """Options of ``llmcond index``: the texts to add to an index, and those to delete."""
 
-    texts: str | None = option(
-        None, flag="", metavar="TEXTS", source=TEXT_FILES, help=f"texts to add: {TEXT_FILES}"
+    texts: Any = option(
+        None,
+        flag="",
+        metavar="TEXTS",
+        source=TEXT_FILES,
+        help=f"texts to add: {TEXT_FILES}; {IN_PYTHON}",
     )
     out: str | Path = option(metavar="DIR", writes=check_folder, help="folder of the index")
     text: str | None = option(None, metavar="COL", help=TEXT_HELP)
@@ -285,15 +290,15 @@ class IndexOptions(ConditionOptions, EmbedderOptions, TruncateOption):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateOptions(ColumnOptions):
+class AnnotateOptions(ColumnOptions, TextInputOptions):
     """Options of ``llmcond annotate``: the rows to rate, the server, and limits and prices."""
 
     data: Any = option(
         flag="",
         metavar="SRC",
         source=DATA,
-        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: a file of "
-        "texts",
+        help=f"rows to rate, whether they have ratings or not: {DATA}; with --propose: texts, "
+        "as llmcond embed reads them",
     )
     endpoint: str = option(
         metavar="URL", help="address of the server, such as http://localhost:8000/v1"
@@ -346,7 +351,7 @@ class AnnotateOptions(ColumnOptions):
         metavar="COL",
         group=_PROPOSE,
         needs="--propose",
-        help="column of the texts in a table (default: text)",
+        help=TEXT_HELP,
     )
     concurrency: Positive = option(
         4, metavar="N", group=_SERVER, help="number of concurrent requests"

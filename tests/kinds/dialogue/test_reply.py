@@ -13,7 +13,7 @@ import llmcond
 @pytest.fixture(scope="module")
 def replies(tmp_path_factory):
     path = tmp_path_factory.mktemp("replies") / "replies.txt"
-    path.write_text("the park on red\n\nsad\ntwo men play in the street\n")
+    path.write_text("the park on red\nsad\ntwo men play in the street\n")
     return path
 
 

@@ -1,0 +1,308 @@
+"""Objects in memory: every kind, through every function that takes texts, rated rows or a guide."""
+
+import datetime
+import decimal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import llmcond
+from llmcond.data.candidates import has_column, open_collection, read_collection
+from llmcond.data.datasets import read_dataset, read_rows
+from llmcond.data.formats import ReadOptions
+from llmcond.data.guides import read_guide
+from llmcond.data.memory import list_texts
+from llmcond.data.rows import to_arrow
+from llmcond.errors import UserError
+from llmcond.workflows.index import index_texts
+from llmcond.workflows.options.texts import IndexOptions
+
+TEXTS = ["red", "blue"]
+RATED = {"sentence1": ["a"] * 4, "sentence2": list("bcde"), "condition": ["c"] * 4}
+RATED |= {"label": [1, 2, 3, 4]}
+
+#: Lists and columns of texts.
+COLUMNS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "iterator": iter,
+    "keys": lambda texts: dict.fromkeys(texts).keys(),
+    "NumPy": np.array,
+    "NumPy objects": lambda texts: np.array(texts, dtype=object),
+    "NumPy strings": lambda texts: np.array(texts, dtype=np.dtypes.StringDType()),
+    "Series": pd.Series,
+    "Series of Arrow": lambda texts: pd.Series(texts, dtype="string[pyarrow]"),
+    "Series of objects": lambda texts: pd.Series(texts, dtype=object, index=[7] * len(texts)),
+    "categorical Series": lambda texts: pd.Series(texts, dtype="category"),
+    "pandas index": pd.Index,
+    "pandas array": lambda texts: pd.array(texts, dtype="string"),
+    "polars": pl.Series,
+    "polars categories": lambda texts: pl.Series(texts, dtype=pl.Categorical),
+    "Arrow array": pa.array,
+    "chunked array": lambda texts: pa.chunked_array([texts[:1], texts[1:]]),
+    "dictionary": lambda texts: pa.array(texts).dictionary_encode(),
+    "large strings": lambda texts: pa.array(texts, pa.large_string()),
+    "string views": lambda texts: pa.array(texts, pa.string_view()),
+    "dataset column": lambda texts: datasets.Dataset.from_dict({"t": texts})["t"],
+    "streamed column": lambda texts: datasets.Dataset.from_dict({"t": texts}).to_iterable_dataset()[
+        "t"
+    ],
+}
+
+
+def shuffled(columns: dict[str, list[Any]]) -> Any:
+    """Return a dataset whose rows are a selection of others."""
+    reversed_columns = {name: values[::-1] for name, values in columns.items()}
+    dataset = datasets.Dataset.from_dict(reversed_columns)
+    return dataset.select(range(len(dataset) - 1, -1, -1))
+
+
+def list_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+#: Tables, from columns by name.
+TABLES: dict[str, Callable[[dict[str, list[Any]]], Any]] = {
+    "columns": dict,
+    "columns of several libraries": lambda columns: {
+        name: kind(values)
+        for (name, values), kind in zip(
+            columns.items(), [np.array, pd.Series, pl.Series, pa.array], strict=False
+        )
+    },
+    "dicts": list_rows,
+    "iterator of dicts": lambda columns: iter(list_rows(columns)),
+    "DataFrame": pd.DataFrame,
+    "DataFrame with an index": lambda c: pd.DataFrame(c, index=[7] * len(next(iter(c.values())))),
+    "nullable DataFrame": lambda columns: pd.DataFrame(columns).convert_dtypes(),
+    "polars": pl.DataFrame,
+    "lazy polars": pl.LazyFrame,
+    "Arrow table": pa.table,
+    "record batch": pa.record_batch,
+    "batch reader": lambda columns: pa.table(columns).to_reader(),
+    "struct array": lambda columns: pa.table(columns).to_struct_array().combine_chunks(),
+    "dataset": datasets.Dataset.from_dict,
+    "selected rows": shuffled,
+    "formatted dataset": lambda c: datasets.Dataset.from_dict(c).with_format("numpy"),
+    "streamed dataset": lambda c: datasets.Dataset.from_dict(c).to_iterable_dataset(),
+    "dataset with a split": lambda c: datasets.DatasetDict(only=datasets.Dataset.from_dict(c)),
+}
+
+
+def read(data: Any, keep: str = "", **options: Any) -> list[Any]:
+    source = open_collection(data, ReadOptions(**options))
+    has_column(source, "sentence")  # as commands do
+    collection = read_collection(source, "text", [keep] if keep else [])
+    return collection.columns[keep] if keep else collection.texts
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_every_list_of_texts_is_read(kind: str):
+    assert read(COLUMNS[kind](TEXTS)) == TEXTS
+    assert list_texts(COLUMNS[kind](TEXTS)) == TEXTS
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_table_gives_texts_ratings_and_a_guide(kind: str):
+    table = {"text": TEXTS, "n": [1, 2], "label": ["x", "y"]}
+    assert read(TABLES[kind](table), keep="n") == [1, 2]
+    assert list_texts(TABLES[kind](table)) == TEXTS
+    (guide,) = read_guide(TABLES[kind](table), None, ["the colour"])
+    assert (guide.texts, guide.labels, guide.source) == (TEXTS, ["x", "y"], "the guide")
+    rows, _ = read_rows(TABLES[kind](RATED))
+    assert (rows.sentence2, rows.rating.tolist()) == (list("bcde"), [0, 0.25, 0.5, 0.75])
+    assert sum(map(len, read_dataset(TABLES[kind](RATED)).splits.values())) == 4
+
+
+@pytest.mark.parametrize("kind", ["dicts", "DataFrame", "polars", "record batch", "dataset"])
+def test_rated_splits_are_read_by_name(kind: str):
+    splits = {name: TABLES[kind](RATED) for name in ("train", "validation", "test")}
+    data = datasets.DatasetDict(splits) if kind == "dataset" else splits
+    assert list(read_dataset(data).splits) == ["train", "dev", "test"]
+    with pytest.raises(UserError, match=r"data has the splits .*give one.*data\['train'\]"):
+        read(data)
+
+
+#: Objects that are refused, with words of the message.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "set": ({"a"}, "a set, which has no order"),
+    "number": (5, "data is the int 5; expected a path, a list of texts"),
+    "None": (None, "data is the NoneType; expected"),
+    "bytes": (b"abc", "data is the bytes b'abc'"),
+    "single text of NumPy": (np.array("abc"), r"array of the shape \(\)"),
+    "matrix": (np.array([["a"]]), r"array of the shape \(1, 1\)"),
+    "no texts": ([], "there are no rows"),
+    "empty DataFrame": (pd.DataFrame({"text": []}), "there are no rows"),
+    "empty polars": (pl.DataFrame({"text": []}), "there are no rows"),
+    "empty column": (pl.Series([], dtype=pl.String), "there are no rows"),
+    "empty dataset": (datasets.Dataset.from_dict({"text": []}), "there are no rows"),
+    "levels": (pd.DataFrame({("a", "b"): ["c"]}), "columns on several levels"),
+    "None in a list": (["a", None, "b"], r"row 2 of rows in memory: text is empty \(None\)"),
+    "NaN in a list": (["a", float("nan")], r"row 2 of .*text is empty \(nan\)"),
+    "number in a list": (("a", 5), "row 2 of rows in memory: text is 5, not a text"),
+    "NA": (pd.Series(["a", pd.NA]), r"row 2 of .*text is empty"),
+    "NaT": (pd.DataFrame({"text": ["a", pd.NaT]}), r"row 2 of .*text is empty"),
+    "null of Arrow": (pa.array(["a", None]), r"row 2 of .*text is empty \(None\)"),
+    "mixed Series": (pd.Series(["a", 3]), "row 2 of .*text is 3, not a text"),
+    "dates": (pl.Series([datetime.date(2020, 1, 1)]), r"row 1 .*datetime.date\(2020.*not a text"),
+    "half a surrogate pair": (["a", "\ud800"], "row 2 of .*half of a surrogate pair"),
+    "NUL": (np.array(["a", "b\0c"], object), "row 2 of .*a NUL character"),
+    "pandas columns twice": (pd.DataFrame([TEXTS], columns=["text", "text"]), "'text' twice"),
+    "Arrow columns twice": (pa.table([TEXTS, TEXTS], ["text", "text"]), "'text' twice"),
+    "missing column": (pl.DataFrame({"txt": TEXTS}), "no column 'text'; it has 'txt'"),
+    "missing key": ([{"a": 1}, {"b": 1}], "no column 'text'; it has 'a', 'b'"),
+    "dict and text": ([{"text": "a"}, "b"], "row 2 of rows in memory is the str 'b'"),
+    "lengths": ({"text": ["a"], "n": [1, 2]}, r"different lengths: \[1, 2\]"),
+    "pandas' dict": ({"text": {0: "a"}}, "data is the dict"),
+    "single value": ({"text": "abc"}, "data is the str 'abc'"),
+    "matrix in a table": ({"text": np.array([["a"]])}, "expected one dimension"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_object_is_refused_in_one_line(kind: str):
+    data, words = REFUSED[kind]
+    with pytest.raises(UserError, match=words) as caught:
+        read(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_list_of_texts_has_no_columns():
+    with pytest.raises(UserError, match=r"a list of texts, so it has no column 'id'"):
+        read(TEXTS, keep="id")
+    with pytest.raises(UserError, match=r"list of texts, without a column 'sentence1'"):
+        read_dataset(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["a", None, " ", "b", float("nan")],
+        pd.Series(["a", None, "", "b", pd.NA]),
+        [{"text": "a"}, {}, {"text": ""}, {"text": "b"}, {"text": None}],
+        pl.DataFrame({"text": ["a", None, "", "b", " "]}),
+    ],
+)
+def test_empty_texts_in_memory_are_left_out(data: Any, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", "llmcond"):
+        assert read(data, skip_empty=True) == ["a", "b"]
+    assert caplog.messages == ["rows in memory: left out 3 of 5, whose text is empty: rows 2, 3, 5"]
+
+
+def test_columns_of_pandas_have_names_of_any_type():
+    table = pd.DataFrame({0: TEXTS, "index": [1, 2], datetime.date(2020, 1, 1): [3, 4]})
+    source = open_collection(table)
+    collection = read_collection(source, "0", ["index", "2020-01-01"])
+    assert (collection.texts, list(collection.columns.values())) == (TEXTS, [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("option", ["encoding", "delimiter"])
+def test_options_of_files_are_refused_for_objects(option: str):
+    with pytest.raises(UserError, match=f"--{option} is for .* not for rows in memory"):
+        read(TEXTS, **{option: "utf-8" if option == "encoding" else ";"})
+
+
+# --- Types ------------------------------------------------------------------------------------
+
+DAY = datetime.date(2020, 2, 29)
+MOMENT = datetime.datetime(2020, 2, 29, 12, 30, 1, 5)
+#: Columns with a value, and the type with which it is written.
+TYPED: dict[str, tuple[Any, Any, Any]] = {
+    "date": (pa.array([DAY, None]), DAY, pa.date32()),
+    "timestamp": (pa.array([MOMENT, None]), MOMENT, pa.timestamp("us")),
+    "nanoseconds": (
+        pa.array([1_582_979_401_000_005_999, None], pa.timestamp("ns")),
+        MOMENT,
+        pa.timestamp("us"),
+    ),
+    "time zone": (
+        pa.array([MOMENT, None], pa.timestamp("s", "UTC")).cast(pa.timestamp("us", "UTC")),
+        MOMENT.replace(microsecond=0, tzinfo=datetime.UTC),
+        pa.timestamp("us", "UTC"),
+    ),
+    "time": (pa.array([MOMENT.time(), None]), MOMENT.time(), pa.time64("us")),
+    "nanosecond time": (
+        pa.array([999, None], pa.time64("ns")),
+        datetime.time(),
+        pa.time64("us"),
+    ),
+    "duration": (
+        pa.array([1_500_000_999, None], pa.duration("ns")),
+        datetime.timedelta(seconds=1.5),
+        pa.duration("us"),
+    ),
+    "decimal": (
+        pa.array([decimal.Decimal("1.50"), None]),
+        decimal.Decimal("1.50"),
+        pa.decimal128(3, 2),
+    ),
+    "truth value": (pa.array([True, None]), True, pa.bool_()),
+    "bytes": (pa.array([b"\xff\0", None]), b"\xff\0", pa.binary()),
+    "list": (pa.array([["a", None], None]), ["a", None], pa.list_(pa.string())),
+    "struct": (pa.array([{"a": 1}, None]), {"a": 1}, pa.struct({"a": pa.int64()})),
+    "large integer": (pa.array([2**64 - 1, None], pa.uint64()), 2**64 - 1, pa.string()),
+    "dictionary": (pa.array(["x", None]).dictionary_encode(), "x", pa.string()),
+    "string view": (pa.array(["x", None], pa.string_view()), "x", pa.string()),
+}
+
+
+@pytest.mark.parametrize("where", ["file", "Arrow", "polars", "dataset"])
+@pytest.mark.parametrize("kind", TYPED)
+def test_other_columns_have_their_types(tmp_path: Path, kind: str, where: str):
+    column, value, expected = TYPED[kind]
+    data: Any = pa.table({"text": TEXTS, "kept": column})
+    if where == "file":
+        pq.write_table(data, tmp_path / "a.parquet")
+        data = tmp_path / "a.parquet"
+    elif where == "polars":
+        data = pl.from_arrow(data)
+    elif where == "dataset":
+        if kind == "string view":
+            pytest.skip("datasets has no such type")
+        data = datasets.Dataset(data)
+    values = read(data, keep="kept")
+    assert values == [value, None]
+    assert to_arrow(values).type == expected
+    if not isinstance(value, str):
+        with pytest.raises(UserError, match=r"row 1 of .*: kept is .* not a text"):
+            read_collection(open_collection(data), "kept")
+
+
+# --- Functions --------------------------------------------------------------------------------
+
+
+def test_functions_take_objects_that_can_be_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    texts = ["A red car.", "A blue car.", "Two dogs run.", "A cat sleeps."]
+    days = [datetime.date(2020, 1, day) for day in (1, 2, 3, 4)]
+    table = {"text": texts, "label": ["car", "car", "animal", "animal"], "day": days}
+
+    def once() -> Any:
+        return pa.table(table).to_reader()
+
+    result = llmcond.embed(
+        source=once(), out="v.parquet", condition_text="the topic", keep=["label"], guide=once()
+    )
+    assert result.rows == 4
+    assert pq.read_table("v.parquet")["label"].to_pylist() == table["label"]
+    clusters = llmcond.cluster(texts=once(), condition="the topic", clusters=2, labels=["label"])
+    assert clusters.texts == 4
+    assert llmcond.check_condition(texts=iter(texts), condition="the topic").texts == 4
+    options = IndexOptions(texts=once(), out="index", keep=["label", "day"])
+    assert index_texts(options).texts == 4
+    search = llmcond.Index.open("index").search
+    (hit,) = search("A car", "the topic", where="day < date '2020-01-02'").rows
+    assert (hit["text"], hit["day"]) == (texts[0], days[0])
+    assert len(llmcond.Index.build("other", once())) == 4
+    streamed = llmcond.embed(source=once(), out="v.lance", condition_text="the topic")
+    assert streamed.rows == 4
