@@ -9,13 +9,13 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from llmcond.display import are_equal
 from llmcond.errors import UserError, shortened_repr
 
 Array = NDArray[np.float32]
@@ -251,22 +251,7 @@ class EqualByValue:
 
     @override
     def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
-
-
-def _equal(first: Any, second: Any) -> bool:
-    """Return whether two values are equal, which may hold arrays."""
-    if isinstance(first, np.ndarray) or isinstance(second, np.ndarray):
-        with_nan = np.asarray(first).dtype.kind == "f"
-        return np.array_equal(first, second, equal_nan=with_nan)
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_equal(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(map(_equal, first, second))
-    return bool(first == second or (first != first and second != second))  # noqa: PLR0124 - NaN
+        return are_equal(self, other)
 
 
 def cosine(first: Array, second: Array) -> Array:

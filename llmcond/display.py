@@ -26,7 +26,7 @@ class Displayed:
         super().__init_subclass__()
         cls.__repr__ = Displayed.__repr__  # type: ignore[method-assign]
         if not issubclass(cls, dict):
-            cls.__eq__ = _are_equal  # type: ignore[method-assign]
+            cls.__eq__ = are_equal  # type: ignore[method-assign]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that ``--json`` prints: the fields and their values."""
@@ -80,7 +80,7 @@ def make_frame(data: Any) -> Any:
     return pd.DataFrame(data)
 
 
-def _are_equal(first: Any, second: Any) -> bool:
+def are_equal(first: Any, second: Any) -> bool:
     """Compare results and their values, also if they contain arrays, in which NaN equals NaN."""
     if first is second:
         return True
@@ -91,13 +91,13 @@ def _are_equal(first: Any, second: Any) -> bool:
         return np.array_equal(first, second, equal_nan=both_floats)
     if is_dataclass(first) and type(first) is type(second):
         names = [field.name for field in fields(first) if field.compare]
-        return all(_are_equal(getattr(first, name), getattr(second, name)) for name in names)
+        return all(are_equal(getattr(first, name), getattr(second, name)) for name in names)
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(
-            _are_equal(value, second[key]) for key, value in first.items()
+            are_equal(value, second[key]) for key, value in first.items()
         )
     if isinstance(first, (list, tuple)) and type(first) is type(second):
-        return len(first) == len(second) and all(map(_are_equal, first, second))
+        return len(first) == len(second) and all(map(are_equal, first, second))
     return not is_dataclass(first) and bool(first == second)
 
 

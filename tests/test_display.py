@@ -15,8 +15,11 @@ import pytest
 
 import llmcond
 from llmcond import AnalysisResult, PushResult
+from llmcond.clustering.result import Clustering
 from llmcond.display import Displayed
 from llmcond.heads import PairArrays
+from llmcond.heads.guide import Guide
+from llmcond.runs.explanation import ConditionExplanation, Explanation
 from llmcond.search.hits import Hits
 from llmcond.workflows.embed import EmbedResult
 
@@ -96,6 +99,26 @@ def test_dictionary_is_table_and_none_is_left_out():
     assert re.findall("<th>(.*?) *</th>", html) == ["name", "n", "m"]
     assert "1, x" in html
     assert "cost" not in html
+
+
+@pytest.mark.parametrize("change", [1.0, np.nan])
+def test_results_with_arrays_can_be_copied_and_compared(change):
+    def make_results(value: float) -> tuple[Any, ...]:
+        array = np.array([0.5, value], np.float32)
+        guide = Guide(array, array[:, None], array, {"a": 1})
+        explained = ConditionExplanation("the place", [], array, {1: array}, pairs=array[None])
+        return (
+            explained,
+            Explanation("a", None, "exact", [explained], {}),
+            replace(make_hits(2), guides={"the place": guide}),
+            EmbedResult(Path("a.npy"), 3, 4, "none", "p", {"the place": guide}),
+            Clustering("minilm", None, array, []),
+        )
+
+    for result, other in zip(make_results(change), make_results(2.0), strict=True):
+        assert copy.deepcopy(result) == result
+        assert result != other
+        assert result != "text"
 
 
 def find_result_classes(function: Any) -> list[type]:

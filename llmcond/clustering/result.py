@@ -70,6 +70,11 @@ class Clustering(Displayed):
         """The number of clusters, without the texts that are in none."""
         return sum(cluster.cluster != NOISE for cluster in self.clusters)
 
+    @property
+    def noise(self) -> int:
+        """The number of texts in no cluster."""
+        return int((self.labels == NOISE).sum())
+
     def to_json(self) -> dict[str, Any]:
         """Convert the clustering to the dictionary that ``--json`` prints.
 
@@ -80,7 +85,7 @@ class Clustering(Displayed):
         return {
             **condition_json(self.condition),
             "k": self.k,
-            "noise": int((self.labels == NOISE).sum()),
+            "noise": self.noise,
             "clusters": [cluster.to_json() for cluster in self.clusters],
             "silhouette": finite_or_none(self.silhouette),
             "silhouettes": {str(k): round(score, 4) for k, score in self.silhouettes.items()},
@@ -90,6 +95,11 @@ class Clustering(Displayed):
             if self.guided is None
             else {str(cluster): dict(counts) for cluster, counts in self.guided.items()},
         }
+
+    @override
+    def _displayed(self) -> Mapping[str, Any]:
+        # The values of a condition are a part of it, and no attribute.
+        return {name: value for name, value in self.to_json().items() if name != "values"}
 
 
 @dataclass(frozen=True)

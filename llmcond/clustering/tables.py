@@ -73,8 +73,7 @@ def quality_text(clustering: Clustering, method: str) -> str:
     """Say how many clusters there are, how well they are separated and agree with labels."""
     text = format_count(clustering.k, "cluster")
     if method == "hdbscan":
-        noise = int((clustering.labels == NOISE).sum())
-        text += f"; {noise:,} of {len(clustering.labels):,} texts are in no cluster"
+        text += f"; {clustering.noise:,} of {len(clustering.labels):,} texts are in no cluster"
     if clustering.silhouette is not None:
         unclear = ", so not clearly separated" if clustering.silhouette <= CLEAR_SILHOUETTE else ""
         text += f"; silhouette {clustering.silhouette:.2f}{unclear}"

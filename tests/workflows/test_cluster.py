@@ -177,7 +177,9 @@ def test_result_has_short_repr_and_html(module_run):
     result = llmcond.cluster(texts=TEXTS, condition="the place", clusters=3, run=module_run)
     assert len(repr(result)) < 300
     assert set(re.findall(r"(\w+)=", repr(result))) <= set(vars(result))
-    assert len(repr(result.clusterings[0])) < 300
+    clustering = replace(result.clusterings[0], condition=llmcond.Condition("the place", ["a"]))
+    assert len(repr(clustering)) < 300
+    assert all(hasattr(clustering, name) for name in re.findall(r"(\w+)=", repr(clustering)))
     html = result._repr_html_()
     assert "the place" in html
     assert html.count("<tr") == 4
@@ -458,7 +460,7 @@ CASES = ("Good", "GOOD", "good", "gOOd")  # which an encoder without case gives 
         (("a", "b", "c"), {"guide": 3, "clusters": 4}, "but --clusters is 4. Give at most 3"),
     ],
 )
-def test_messages_about_numbers_name_only_given_options(minilm, rows, options, message):
+def test_messages_about_numbers_name_no_other_options(minilm, rows, options, message):
     if "guide" in options:
         words = ("good", "bad", "tall", "red", "far")
         guide = [{"text": words[i], "label": str(i)} for i in range(options["guide"])]
