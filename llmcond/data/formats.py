@@ -181,7 +181,7 @@ def check_columns(
         raise UserError(
             f"{name} has the column {shortened_repr(repeated[0])} twice; keep only one of them."
         )
-    missing = [column for column in columns if column not in present]
+    missing = [column for column in columns if not column or column not in present]
     if missing:
         # The header may in fact be a row of long texts.
         names = [column for column in present if column is not None and len(column) < 100]
@@ -232,8 +232,8 @@ def _read_csv(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[s
     rows = _iterate_tsv if file.suffix == ".tsv" and delimiter == "\t" else _iterate_csv
     numbered = rows(enumerate(chain(head, lines), n_skipped + 1), file.name, delimiter)
     _, header = next(numbered)
-    header = [name.strip() for name in header]
-    check_columns(file.name, header, header if columns is None else columns)
+    header = name_columns(header, columns)
+    check_columns(file.name, header, [n for n in header if n] if columns is None else columns)
     n_blank = 0
     for number, row in numbered:
         if not row or (len(header) > 1 and len(row) == 1 and not row[0].strip()):
@@ -255,7 +255,9 @@ def _read_csv(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[s
                 f"{file.name} line {number} has {len(row)} {noun}, but its header has "
                 f"{len(header)}. {advice}"
             )
-        yield dict(zip(header, row, strict=True))
+        record = dict(zip(header, row, strict=True))
+        record.pop("", None)  # a column without a name, such as the index that pandas writes
+        yield record
 
 
 _NumberedLines = Iterator[tuple[int, str]]
@@ -365,10 +367,23 @@ def _split_quoted(line: str, delimiter: str, n_columns: int) -> list[str] | None
     )
 
 
-def split_header(lines: Sequence[str], delimiter: str) -> list[str]:
-    """Return the fields of the first line, without surrounding spaces."""
+def name_columns(header: Sequence[Any], columns: Sequence[str] | None) -> list[str]:
+    """Return the names of columns without surrounding spaces, unless they are requested with them.
+
+    Args:
+        header: the cells of the header.
+        columns: the requested columns; None: all.
+    """
+    names = ["" if cell is None else str(cell) for cell in header]
+    return [name if name in (columns or ()) else name.strip() for name in names]
+
+
+def split_header(
+    lines: Sequence[str], delimiter: str, columns: Sequence[str] | None = None
+) -> list[str]:
+    """Return the names of the columns in the first line; see ``name_columns``."""
     csv.field_size_limit(MAX_TEXT_CHARACTERS)
-    return [name.strip() for name in next(csv.reader(lines[:1], delimiter=delimiter), [])]
+    return name_columns(next(csv.reader(lines[:1], delimiter=delimiter), []), columns)
 
 
 def _detect_delimiter(head: Sequence[str], file: InputFile, columns: Sequence[str] | None) -> str:
@@ -383,7 +398,7 @@ def _detect_delimiter(head: Sequence[str], file: InputFile, columns: Sequence[st
     widths = {delimiter: _common_width(head, delimiter) for delimiter in DELIMITERS}
     widest = max(widths, key=widths.__getitem__)
     for delimiter in DELIMITERS if columns else ():
-        fields = split_header(head, delimiter)
+        fields = split_header(head, delimiter, columns)
         if set(columns or ()) <= set(fields):
             if len(fields) == 1 and widths[widest] > 1:
                 shown = "a tab" if widest == "\t" else repr(widest)
@@ -512,7 +527,7 @@ def _read_parquet(file: InputFile, columns: Sequence[str] | None) -> Iterator[di
         schema = parquet.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{file.name} is not a Parquet file: {first_line(error)}") from error
-    required = list(dict.fromkeys(schema.names if columns is None else columns))
+    required = list(dict.fromkeys(filter(None, schema.names) if columns is None else columns))
     check_columns(file.name, schema.names, required)
     try:
         # Only the required columns are converted, as others may be large.
@@ -564,7 +579,7 @@ def _read_xlsx(file: InputFile, columns: Sequence[str] | None) -> Iterator[dict[
             n_blank += header is not None
             continue
         if header is None:
-            header = ["" if value is None else str(value).strip() for value in row]
+            header = name_columns(row, columns)
             check_columns(where, header, [n for n in header if n] if columns is None else columns)
             continue
         yield from (dict.fromkeys(header) for _ in range(n_blank))

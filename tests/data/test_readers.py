@@ -30,9 +30,9 @@ NAMES = ("sentence1", "sentence2", "condition", "label")
 HEADER = b"sentence1,sentence2,condition,label\n"
 LINE = b'{"sentence1": "a", "sentence2": "b", "condition": "c", "label": 1}\n'
 TRICKY = [
-    ('He said "no", twice', "one\ttab, one comma", "line one\nline two", 1),
+    ('He said "no", twice', "one\ttab, one comma\nline two", "the place", 1),
     ("café – 日本語 🙂", "  spaces stay  ", "{sentence}", 2.5),
-    ("a", "b", "c\r\nd", 5),
+    ("a", "b\r\nd", "c", 5),
 ]
 
 
@@ -649,3 +649,12 @@ def test_lack_of_memory_is_not_reported_as_damage(monkeypatch, tmp_path):
     monkeypatch.setattr("llmcond.data.formats.to_python", lambda _: pa.allocate_buffer(2**60))
     with pytest.raises(MemoryError):
         load_rows(path)
+
+
+def test_names_of_columns_may_have_spaces_and_must_not_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text(", text ,id \n0,a,1\n", encoding="utf-8")
+    assert read_texts(str(path), "text", condition_text="c", keep=["id"]).extra == {"id": ["1"]}
+    assert read_texts(str(path), " text ", condition_text="c", keep=["id "]).sentences == ["a"]
+    with pytest.raises(UserError, match="has no column ''; it has '', 'text', 'id'"):
+        read_texts(str(path), "text", condition_text="c", keep=[""])
