@@ -38,6 +38,7 @@ _MIN_PIPED_WIDTH, _MAX_PIPED_WIDTH = 160, 1_000_000
 #: The minimum width of a column of prose, the same where figures need the space, and the length up
 #: to which a word is never cut.
 _MIN_PROSE_COLUMN, _NARROW, _LONG_WORD = 24, 12, 40
+_NUMBER = re.compile(r"[+-]?[\d,]*\.?\d+(e[+-]?\d+)?|nan|–")
 #: A unit that is not cut. CJK characters count singly, because such texts have no spaces.
 _WORD = re.compile(r"[^\s\u2e80-\uffef]+")
 
@@ -170,10 +171,23 @@ def print_table(table: Table, form: str = "table") -> None:
     columns = [[_escape_cell(str(cell), form) for cell in column.cells] for column in table.columns]
     headings = [str(column.header) for column in table.columns]
     rows = list(zip(*columns, strict=True))
-    text = tabulate(rows, headings, _TABULATE_FORMATS[form], disable_numparse=True)
+    alignment = ["right" if _has_figures(column) else "left" for column in table.columns]
+    text = tabulate(
+        rows,
+        headings,
+        _TABULATE_FORMATS[form],
+        disable_numparse=True,
+        colalign=alignment if form == "latex" else None,
+    )
     title = str(table.title or "")
     prefix = {"markdown": f"{title}\n\n", "latex": f"% {title}\n"}[form] if title else ""
     sys.stdout.write(f"{prefix}{text}\n")
+
+
+def _has_figures(column: Column) -> bool:
+    """Return whether a column is right-aligned, or has numbers in all cells that are not empty."""
+    cells = [str(cell) for cell in column.cells if str(cell)]
+    return column.justify == "right" or bool(cells and all(map(_NUMBER.fullmatch, cells)))
 
 
 def _escape_cell(cell: str, form: str) -> str:

@@ -68,9 +68,11 @@ class ExtractionPlan(Displayed):
         n_bytes: the bytes that will be stored.
         tokens_per_second: the speed of one process or actor; None if nothing is missing.
         rate_of: the source of ``tokens_per_second``.
+        loading_seconds: the seconds in which each process or actor loads the encoder; None if it
+            was not measured.
         workers: the number of processes or actors that encode at the same time.
-        hours: the hours of one process or actor. The interval is that of the tokens, with the speed
-            as a constant.
+        hours: the hours of all processes or actors together, with loading if it was measured. The
+            interval is that of the tokens, with the speed as a constant.
         wall_hours: the hours until all processes or actors are finished.
         cost: the cost of the hours at the given price; None if no price was given.
         fragments: the number of the store's new fragments, before small ones are merged.
@@ -95,6 +97,7 @@ class ExtractionPlan(Displayed):
     n_bytes: int
     tokens_per_second: float | None
     rate_of: str
+    loading_seconds: float | None
     workers: int
     hours: Estimate | None
     wall_hours: Estimate | None
@@ -117,6 +120,8 @@ class ExtractionPlan(Displayed):
         if self.hours and self.wall_hours and self.tokens_per_second:
             rows["tokens/s"] = f"{self.tokens_per_second:,.0f}, {self.rate_of}"
             # No interval is shown, because the error of the speed is larger than the tokens'.
+            if self.loading_seconds is not None:
+                rows["loading"] = format_duration(self.loading_seconds)
             rows["time"] = format_duration(3600 * self.hours.value)
             if self.workers > 1:
                 wall_time = format_duration(3600 * self.wall_hours.value)
@@ -186,15 +191,17 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         missing = merge_counts(list(missing_by_prompt.values()))
         tokens, dim = _estimate_tokens(resolved, missing), _read_dim(resolved)
         rate: float | None
+        loading: float | None = None
         if options.bench is not None and missing.n_missing:
             length = tokens.value / missing.n_missing
             rate, rate_of = _read_rate(model, resolved, length, Path(options.bench))
         else:
-            rate, rate_of = _measure_rate(resolved, missing, tokens.value, cluster)
-    hours = tokens.times(1 / rate / 3600) if rate else None
+            rate, rate_of, loading = _measure_rate(resolved, missing, tokens.value, cluster)
     count = _count_parallel(cluster, options.workers, resolved.device)
+    encoding = tokens.times(1 / rate / 3600) if rate else None
+    hours = encoding and _add(encoding, count * (loading or 0) / 3600)
     if cluster is not None:
-        seconds = 3600 * hours.value / count if hours else 0.0
+        seconds = 3600 * encoding.value / count if encoding else 0.0
         fragments, commits = estimate_commits(missing.n_missing, seconds, cluster, count)
     else:
         threads = Concurrency.for_encoder(resolved).threads
@@ -212,6 +219,7 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         n_bytes=round(missing.n_missing * row_bytes(dim, features.dtype)),
         tokens_per_second=rate,
         rate_of=rate_of,
+        loading_seconds=loading,
         workers=count,
         hours=hours,
         wall_hours=hours and hours.times(1 / count),
@@ -219,6 +227,10 @@ def plan(options: ExtractOptions) -> ExtractionPlan:
         fragments=fragments,
         commits=commits,
     )
+
+
+def _add(estimate: Estimate, amount: float) -> Estimate:
+    return Estimate(estimate.value + amount, estimate.low + amount, estimate.high + amount)
 
 
 def _estimate_tokens(resolved: ResolvedEncoder, missing: MissingCount) -> Estimate:
@@ -263,12 +275,16 @@ def _count_parallel(cluster: RayCluster | None, workers: int, device: str) -> in
 
 def _measure_rate(
     resolved: ResolvedEncoder, missing: MissingCount, tokens: float, cluster: RayCluster | None
-) -> tuple[float | None, str]:
-    """Measure the tokens per second of one process or actor; return them and their description."""
+) -> tuple[float | None, str, float | None]:
+    """Measure one process or actor.
+
+    Returns:
+        The tokens per second and their description, and the seconds of loading the encoder.
+    """
     import torch
 
     if not missing.n_missing:
-        return None, "nothing is missing"
+        return None, "nothing is missing", None
     if resolved.device != "cpu" and not torch.cuda.is_available():
         raise UserError(
             "this machine has no GPU to measure the speed on. Give --bench FILE, the output of "
@@ -278,12 +294,14 @@ def _measure_rate(
     if cluster is not None:
         torch.set_num_threads(1)  # an actor has one thread on a CPU
     try:
+        began = time.monotonic()
         encoder = LazyEncoder(resolved)()
+        loading = time.monotonic() - began
         with closing(WorkerThreads(encoder.concurrency)) as workers:
             seconds = _estimate_seconds(missing, partial(_encode_once, encoder, workers))
     finally:
         torch.set_num_threads(threads)
-    return tokens / seconds, f"a trial on {resolved.device} of this machine"
+    return tokens / seconds, f"a trial on {resolved.device} of this machine", loading
 
 
 def _encode_once(encoder: Encoder, workers: WorkerThreads, inputs: Sequence[EncoderInput]) -> float:

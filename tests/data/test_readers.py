@@ -301,6 +301,14 @@ def test_unreadable_source_is_a_user_error(tmp_path: Path, name: str, message: s
         read_dataset(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["a::b.csv", "ab::c.csv", "C:d.csv", "a:b.csv", "a b.csv"])
+def test_name_of_a_file_may_have_colons(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("text\na dog\n")
+    for path in (name, Path(name), tmp_path / name):
+        assert read_texts(str(path), "text", condition_text="x").sentences == ["a dog"]
+
+
 def test_unknown_protocol_is_a_user_error():
     with pytest.raises(UserError, match=r"foo://rows.csv cannot be opened"):
         read_dataset("foo://rows.csv")

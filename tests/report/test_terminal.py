@@ -116,3 +116,12 @@ def test_unbreakable_texts_leave_room_for_other_columns(capsys, monkeypatch):
 def test_figures_of_a_column_have_equal_decimals(values, cells):
     table = rows_table([{"score": value} for value in values])
     assert [str(cell) for cell in table.columns[0].cells] == cells
+
+
+def test_columns_of_numbers_are_right_aligned_in_latex(capsys):
+    rows = [
+        {"name": "a1", "texts": 1_200, "score": 0.5, "kind": "5 of 6", "missing": None},
+        {"name": "7", "texts": 3, "score": -1e-9, "kind": "x", "missing": 2},
+    ]
+    print_table(rows_table(rows), "latex")
+    assert "{lrrlr}" in capsys.readouterr().out

@@ -54,6 +54,10 @@ def test_plan_matches_extraction(settings, extracted_run, tmp_path):
     files = (open_any_run(folder).store().folder / "vectors.lance" / "data").iterdir()
     assert sum(file.stat().st_size for file in files) == pytest.approx(plan.n_bytes, rel=0.25)
     assert plan.cost.value == pytest.approx(2 * plan.hours.value)
+    encoding = plan.tokens.value / plan.tokens_per_second
+    assert plan.loading_seconds > 0
+    assert 3600 * plan.hours.value == pytest.approx(encoding + plan.workers * plan.loading_seconds)
+    assert "loading" in [row["plan"] for row in plan.rows()]
     dataset = lance.dataset(str(open_any_run(folder).store().folder / "vectors.lance"))
     assert plan.commits == plan.fragments == dataset.version == 12
     assert list(tmp_path.iterdir()) == []
