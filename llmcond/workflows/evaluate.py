@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from llmcond.data.datasets import DataOptions
 from llmcond.data.formats import ReadOptions
+from llmcond.data.memory import IN_MEMORY
 from llmcond.data.queries import QueryRows
 from llmcond.data.rows import Rows
 from llmcond.errors import UserError
@@ -144,10 +145,11 @@ def write_ranks(
         columns = [row_numbers, *results.queries.columns.items(), *rank_columns]
         _write_table(Path(options.predictions), columns, "queries")
     if options.report is not None:
-        source = str(options.data or run.manifest["data"]["source"])
+        data = options.data if isinstance(options.data, str | Path | None) else IN_MEMORY
+        source = str(run.manifest["data"]["source"] if data is None else data)
         settings = {
             **asdict(options.select(kind)),
-            "data": options.data,
+            "data": data,
             "heads": list(options.head),
         }
         _write_page(Path(options.report), run, results.queries, results, ranks, source, settings)

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import numpy as np
+import polars as pl
 import pytest
 from helpers.commands import read_page_data, run_json, run_rejected
 from helpers.dialogues import make_dialogue, write_dialogues
@@ -402,3 +403,12 @@ def test_compare_prompts_evaluates_dialogues(capsys, run, model, tmp_path):
     assert "A negative difference means that A ranks answers higher" in text
     message = run_rejected(capsys, *command[:-2], "concat-sent-cond")
     assert message.endswith("in the task dialogue. Prompts that can be used: separate.")
+
+
+def test_dialogues_in_memory_are_scored_with_a_report(dialogue_run, tmp_path):
+    turns = [["two men ?", "in the park .", f"sad {i}"] for i in range(3)]
+    table = pl.DataFrame({"utterances": turns})
+    report = tmp_path / "report.html"
+    results = llmcond.evaluate(run=dialogue_run, data=table, history="1-2", report=report)
+    assert results.to_json()["results"][0]["n"]
+    assert "rows in memory" in report.read_text("utf-8")
