@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcond.data.candidates import has_column, is_missing, read_collection
+from llmcond.data.candidates import has_column, is_missing, open_collection, read_collection
 from llmcond.encoders import EncoderInput
 from llmcond.features.view import FeatureView
 from llmcond.runs import Run, RunEmbeddingHead, RunFittedHead
@@ -52,11 +52,12 @@ def read_questions(data: Any) -> list[AnswerQuestion]:
     Raises:
         UserError: the table cannot be read, it lacks a column, or a text is empty.
     """
-    answers = [name for name in _ANSWERS if has_column(data, name)]
+    source = open_collection(data)
+    answers = [name for name in _ANSWERS if has_column(source, name)]
     required = [
-        read_collection(data, column).texts for column in ("sentence1", "sentence2", "condition")
+        read_collection(source, column).texts for column in ("sentence1", "sentence2", "condition")
     ]
-    others = read_collection(data, "sentence1", answers).columns
+    others = read_collection(source, "sentence1", answers).columns
     optional = (
         ["" if is_missing(value) else str(value) for value in others[name]]
         if name in answers

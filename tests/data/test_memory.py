@@ -22,6 +22,7 @@ from llmcond.data.guides import read_guide
 from llmcond.data.memory import list_texts
 from llmcond.data.rows import to_arrow
 from llmcond.errors import UserError
+from llmcond.workflows.answers import read_questions
 from llmcond.workflows.index import index_texts
 from llmcond.workflows.options.texts import IndexOptions
 
@@ -120,6 +121,7 @@ def test_every_table_gives_texts_ratings_and_a_guide(kind: str):
     rows, _ = read_rows(TABLES[kind](RATED))
     assert (rows.sentence2, rows.rating.tolist()) == (list("bcde"), [0, 0.25, 0.5, 0.75])
     assert sum(map(len, read_dataset(TABLES[kind](RATED)).splits.values())) == 4
+    assert [question.sentence2 for question in read_questions(TABLES[kind](RATED))] == list("bcde")
 
 
 @pytest.mark.parametrize("kind", ["dicts", "DataFrame", "polars", "record batch", "dataset"])
