@@ -96,10 +96,12 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     reference = name
     if reference is None and (default := run.default_head()) is not None:
         reference = default[0]
-    if reference is not None and reference.startswith("none@") and prompt is None:
-        return _find_zero_shot(run, reference)
-    if reference is None or reference.partition("@")[0] == "none":
-        return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
+    # The head of a bundled model may be a stored zero-shot head.
+    if reference not in run.head_names():
+        if reference is not None and reference.startswith("none@") and prompt is None:
+            return _find_zero_shot(run, reference)
+        if reference is None or reference.partition("@")[0] == "none":
+            return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
     names = run.full_head_names([reference])
     if len(names) > 1:
         raise UserError(
