@@ -234,6 +234,11 @@ def is_folder(path: Path) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def path_exists(path: Path) -> bool:
+    """Return whether there is a file or folder; a name that is too long names none."""
+    return _mode(path) != 0
+
+
 def _mode(path: Path) -> int:
     """Return the mode of a file or folder; 0 if there is none, or the name is too long."""
     try:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcond.encoders import ResolvedEncoder, find_model
+from llmcond.encoders import ResolvedEncoder
 from llmcond.encoders.spec import Orders
 from llmcond.errors import UserError
 from llmcond.files import create_folder_atomically, write_json
-from llmcond.runs.manifest import FORMAT, IN_RUN_FOLDER
+from llmcond.runs.manifest import IN_RUN_FOLDER, create_manifest, portable_model_name
 from llmcond.runs.open import run_from_manifest
 from llmcond.runs.run import AnyRun
-from llmcond.system import provenance
 from llmcond.tasks import AnyTask, Data
 
 if TYPE_CHECKING:
@@ -41,7 +40,8 @@ def create_run(
         RunExistsError: Another process created the run first.
         UserError: The folder cannot be written, or the disk is full.
     """
-    manifest = _manifest(portable_model_name(model, resolved), resolved, data, store_dtype, task)
+    name = portable_model_name(model, resolved)
+    manifest = create_manifest(name, resolved, data, store_dtype, task)
     if store is not None:
         manifest["store"] = store
     try:
@@ -70,48 +70,10 @@ def complete_run(
     ``cross`` is the sentence order of a cross-encoder; None: the encoder is not a cross-encoder.
     ``trained_on`` names the splits whose rows the encoder was trained on.
     """
-    manifest = _manifest(IN_RUN_FOLDER, resolved, data, "float16", task)
+    manifest = create_manifest(IN_RUN_FOLDER, resolved, data, "float16", task)
     if cross is not None:
         manifest["cross_encoder"] = {"orders": cross}
     manifest["trained_on"] = list(dict.fromkeys([*trained_on, *manifest.get("trained_on", ())]))
     data.save(folder)
     write_json(folder / "run.json", manifest)
     return run_from_manifest(folder, manifest)
-
-
-def _manifest(
-    model: str, resolved: ResolvedEncoder, data: Data, store_dtype: StoreDtype, task: AnyTask[Any]
-) -> dict[str, Any]:
-    identity = resolved.identity
-    return {
-        "format": FORMAT,
-        "task": task.name,
-        # Recorded because the task may be the user's code, which later commands may not name.
-        "kind": task.kind,
-        "encoder": {
-            "name": resolved.checkpoint.name,
-            "model": model,
-            "revision": resolved.checkpoint.commit,
-            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
-            "fingerprint": identity.fingerprint,
-            "identity": identity.to_json(),
-            "default_prompt": resolved.default_prompt,
-            "assumed": list(resolved.assumed),
-        },
-        "store_dtype": store_dtype,
-        # The encoder was trained in another folder, on the same data.
-        **(
-            {"trained_on": ["train", "dev"]}
-            if resolved.checkpoint.dev_digest == data.digest
-            else {}
-        ),
-        "data": data.to_json(),
-        "prompts": {},
-        **provenance(),
-    }
-
-
-def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
-    """Return a model's name, or an absolute path, which is valid in any working folder."""
-    local = Path(model).expanduser()
-    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model

@@ -109,7 +109,7 @@ class Embedder(SimilarityModel):
         """Load an embedder, as ``llmcond.load_embedder`` does.
 
         Args:
-            name: A run's folder, the name of a bundled model, or ``OWNER/NAME`` on the hub.
+            name: A folder or name, as for ``load_embedder``.
             options: The other arguments of ``load_embedder``, such as ``head`` and ``revision``.
 
         Returns:
@@ -566,14 +566,14 @@ def load_embedder(
     """Load the encoder of a run, or of a bundled model, with one of its heads.
 
     Args:
-        run: The run's folder, the name of a bundled model, or the ``OWNER/NAME`` of a model that
-            ``llmcond push`` uploaded to the Hugging Face hub. The hub is used only if there is no
-            folder of that name. None: ``runs/default`` if it was created from your own data,
-            otherwise the default bundled model.
+        run: The folder of a run or of an encoder, the name of a bundled model or known encoder, or
+            ``OWNER/NAME`` of a model or encoder on the Hugging Face hub. The hub is used only if
+            there is no folder of that name. None: ``runs/default`` if it was created from your own
+            data, otherwise the default bundled model. An encoder embeds zero-shot.
         head: The name of a fitted head, or of its recipe if only one head was fitted with it.
             ``none``: zero-shot. None: the run's default head (``llmcond heads --run RUN --default
             NAME``), otherwise the head with the best score on dev, or zero-shot if no head is
-            fitted.
+            fitted or none is better than zero-shot on dev.
         prompt: The prompt of zero-shot. A fitted head has its own prompt.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         max_tokens_per_batch: The token budget of one forward pass, which replaces a batch size.

@@ -96,12 +96,13 @@ def choose_head(run: AnyRun, name: str | None, prompt: str | None = None) -> Run
     reference = name
     if reference is None and (default := run.default_head()) is not None:
         reference = default[0]
-    # The head of a bundled model may be a stored zero-shot head.
-    if reference not in run.head_names():
-        if reference is not None and reference.startswith("none@") and prompt is None:
-            return _find_zero_shot(run, reference)
-        if reference is None or reference.partition("@")[0] == "none":
-            return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
+    # A head that was trained as zero-shot has such a name too.
+    if (reference or "").startswith("none@") and reference not in run.head_names():
+        if prompt is None:
+            return _find_zero_shot(run, str(reference))
+        reference = "none"
+    if reference is None or reference == "none":
+        return zero_shot_head(run.zero_shot_view(run.prompt(prompt)))
     names = run.full_head_names([reference])
     if len(names) > 1:
         raise UserError(
@@ -145,9 +146,11 @@ def log_model(run: AnyRun, saved: RunHead[Any], requested: str | None) -> None:
     source = describe_source(run.manifest["data"]["source"])
     if run.is_bundled:
         is_default = default is not None and saved.name == default[0]
-        parts = [f"{run.folder.name} (bundled)", "" if is_default else head]
+        parts = [run.display_name, "" if is_default else head]
+    elif run.is_encoder:
+        parts = [f"encoder {run.encoder_name}, zero-shot"]
     else:
-        parts = [str(run.hub_source or run.folder), f"encoder {run.encoder_name}", head]
+        parts = [run.display_name, f"encoder {run.encoder_name}", head]
     fitted = f"fitted on {source}" if saved.is_fitted and parts[-1] else ""
     parts += [f"prompt {saved.view.name}", fitted]
     log.info("model: %s", ", ".join(filter(None, parts)))

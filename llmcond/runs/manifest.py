@@ -1,24 +1,30 @@
-"""Schemas of a run's records: run.json, and the part of head.json that describes features."""
+"""A run's records: run.json, and the part of head.json that describes features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from annotated_types import Ge
 
 from llmcond.data.datasets import Columns, RatingScale
-from llmcond.encoders import EncoderIdentity
+from llmcond.encoders import EncoderIdentity, ResolvedEncoder, find_model
 from llmcond.encoders.spec import Orders
 from llmcond.features.keys import StoreDtype
 from llmcond.files import check_format, read_json
 from llmcond.records import RECORD, check_record
+from llmcond.system import provenance
+
+if TYPE_CHECKING:
+    from llmcond.tasks import AnyTask
 
 FORMAT = 1
 #: The ``model`` in ``run.json`` of an encoder that lies in the run's folder, which may be moved.
 IN_RUN_FOLDER = "."
+#: The ``source`` of the data in ``run.json`` of a run that has only an encoder.
+NO_DATA = "none"
 
 
 @dataclass(frozen=True)
@@ -135,3 +141,55 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def kind_of(manifest: Mapping[str, Any]) -> str:
     """Return the kind of a run's task, which older versions did not record."""
     return str(manifest.get("kind", "ranking" if manifest.get("ranking") else "rated"))
+
+
+class _Recorded(Protocol):
+    """Data that has a record in run.json."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def create_manifest(
+    model: str,
+    resolved: ResolvedEncoder,
+    data: _Recorded,
+    store_dtype: StoreDtype,
+    task: AnyTask[Any],
+) -> dict[str, Any]:
+    """Return the content of run.json of a new run, without prompts."""
+    identity = resolved.identity
+    return {
+        "format": FORMAT,
+        "task": task.name,
+        # Recorded because the task may be the user's code, which later commands may not name.
+        "kind": task.kind,
+        "encoder": {
+            "name": resolved.checkpoint.name,
+            "model": model,
+            "revision": resolved.checkpoint.commit,
+            "like": resolved.checkpoint.known.repo if resolved.checkpoint.known else None,
+            "fingerprint": identity.fingerprint,
+            "identity": identity.to_json(),
+            "default_prompt": resolved.default_prompt,
+            "assumed": list(resolved.assumed),
+        },
+        "store_dtype": store_dtype,
+        # The encoder was trained in another folder, on the same data.
+        **(
+            {"trained_on": ["train", "dev"]}
+            if resolved.checkpoint.dev_digest == data.digest
+            else {}
+        ),
+        "data": data.to_json(),
+        "prompts": {},
+        **provenance(),
+    }
+
+
+def portable_model_name(model: str, resolved: ResolvedEncoder) -> str:
+    """Return a model's name, or an absolute path, which is valid in any working folder."""
+    local = Path(model).expanduser()
+    return str(local.resolve()) if find_model(model) is None and local.is_dir() else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from llmcond.bundled import (
@@ -25,10 +25,12 @@ from llmcond.encoders.checkpoints.checkpoint import (
 )
 from llmcond.encoders.known import find_model, known_names
 from llmcond.encoders.resolve import cross_encoder_error
-from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, nearest
+from llmcond.errors import LlmcondError, UserError, did_you_mean, format_list, shortened_repr
 from llmcond.evaluation.condition_checks import CALIBRATION
+from llmcond.files import path_exists
 from llmcond.log import log
 from llmcond.plugins import is_plugin
+from llmcond.runs.encoder_run import find_encoder_run
 from llmcond.runs.kind import find_kind
 from llmcond.runs.manifest import kind_of, read_manifest
 from llmcond.runs.run import AnyRun
@@ -96,6 +98,11 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
             f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
             f"--run {folder}"
         )
+    if _is_encoder(folder):
+        raise UserError(
+            f"{folder} is an encoder, and this command needs a run. Extract features with it: "
+            f"llmcond extract --model {folder} --run DIR"
+        )
     if not (folder / "run.json").is_file():
         raise UserError(
             f"{folder} is not a run of llmcond (it has no run.json). Name another --run. The "
@@ -133,48 +140,71 @@ def _is_vacant(folder: Path) -> bool:
 def resolve_run(
     run: str | Path | None, model: str | None = None, revision: str | None = None
 ) -> Path:
-    """Resolve the folder of a run or of a trained model; a model on the hub is downloaded.
+    """Resolve the folder of a run, a trained model or an encoder; one on the hub is downloaded.
 
-    Bundled models and models on the hub have the layout of a run.
+    Bundled models and models on the hub have the layout of a run. An encoder gets a temporary run,
+    in which it embeds zero-shot.
 
     Args:
-        run: A run's folder; as text, also the name of a model as for ``model``, if there is no
-            folder of that name. None: ``runs/default`` if it was created from the user's data,
-            otherwise the default bundled model.
-        model: The name of a bundled model, or the ``OWNER/NAME`` of a model that ``llmcond push``
-            uploaded to the hub, instead of ``run``.
+        run: The folder of a run or of an encoder; as text, also a name as for ``model``, if there
+            is no folder of that name. None: ``runs/default`` if it was created from the user's
+            data, otherwise the default bundled model.
+        model: The name of a bundled model or of a known encoder, or the ``OWNER/NAME`` of a model
+            that ``llmcond push`` uploaded to the hub or of any encoder there, or a folder.
         revision: A branch, tag or commit of a model on the hub. None: the newest version.
 
     Raises:
-        UserError: Both ``run`` and ``model`` were given, the model does not exist, the hub's
-            repository is not a model of llmcond, or a revision was given for anything else.
+        UserError: Both ``run`` and ``model`` were given, the model does not exist or is no encoder,
+            or a revision was given for anything else.
         LlmcondError: The hub cannot be reached.
     """
     if model is not None and run is not None:
         raise UserError(f"--run is {run} and --model is {model}. Give only one of them.")
-    folder: Path | None
-    if model is not None:
-        folder = pretrained_folder(model)
-        if folder is None and Path(model).is_dir():
-            raise UserError(f"--model is {model!r}, which is a folder. Name it with --run {model}.")
-    elif run is None:
-        folder = _default_run()
-    elif isinstance(run, str) and not Path(run).exists():
-        folder = pretrained_folder(run)
-    elif not Path(run).exists() and pretrained_folder(str(run)) is not None:
+    reference = run if model is None else model
+    if not isinstance(reference, str | PurePath | None):
         raise UserError(
-            f"there is no run at {run}, but a bundled model has that name: use --model {run}."
+            f"the run or model is {shortened_repr(reference)}; expected a folder or a name."
         )
+    if reference is None:
+        folder: Path | None = _default_run()
     else:
-        folder = Path(run)
+        folder = _find_folder(reference, is_model=model is not None)
     if folder is None:
-        return _download_run(str(model or run), revision)
+        return _find_on_hub(str(reference), revision)
     if revision is not None:
         raise UserError(
-            f"revision is {revision!r}, but {model or run or 'the default model'} is not on the "
-            "hub. Leave out revision."
+            f"revision is {revision!r}, but {reference or 'the default model'} is not on the hub. "
+            "Leave out revision."
         )
-    return folder
+    if not _is_encoder(folder):
+        return folder
+    # A folder may have the name of a known encoder.
+    return find_encoder_run(str(folder if find_model(str(folder)) is None else folder.absolute()))
+
+
+def _find_folder(reference: str | PurePath, *, is_model: bool) -> Path | None:
+    """Return the folder of a run or model on this machine; None for a name of another one.
+
+    Raises:
+        UserError: A path that does not exist is the name of a bundled model.
+    """
+    name, path = str(reference), Path(reference)
+    bundled = pretrained_folder(name)
+    if is_model and (bundled is not None or find_model(name) is not None):
+        return bundled
+    if path_exists(path):
+        return path
+    if bundled is not None and not isinstance(reference, str):
+        raise UserError(
+            f"there is no run at {name}, but a bundled model has that name: use --model {name}."
+        )
+    return bundled if isinstance(reference, str) else path
+
+
+def _is_encoder(folder: Path) -> bool:
+    """Return whether a folder holds an encoder, and no run."""
+    names = ("config.json", CONFIG, "modules.json")
+    return not (folder / RUN_RECORD).exists() and any((folder / name).is_file() for name in names)
 
 
 def _default_run() -> Path:
@@ -189,46 +219,42 @@ def _default_run() -> Path:
 
 
 def _no_such_model(name: str) -> str:
-    """Return the error message for a name that is neither a run, a bundled model nor on the hub."""
-    models = did_you_mean(name, pretrained_names()) or (
+    """Return the error message for a name that is neither a run, a model nor an encoder."""
+    encoders = [known.rpartition("/")[2] for known in known_names()]
+    models = did_you_mean(name, [*pretrained_names(), *encoders]) or (
         f"The bundled models are {', '.join(map(repr, pretrained_names()))}."
     )
-    encoders = [known.rpartition("/")[2] for known in known_names()]
-    if name in encoders or find_model(name) is not None:
-        return (
-            f"there is no run at {name}. {models} {name} is an encoder: load_encoder({name!r}) "
-            f"loads it, and llmcond extract --model {name} --run DIR creates a run with it."
-        )
     return (
-        f"there is no run at {name}. {models} A model on the hub is named OWNER/NAME. Encoders to "
-        f"create a run with (llmcond extract --model NAME --run DIR): {nearest(name, encoders)}"
+        f"there is no run or model {name}. {models} A model or encoder on the hub is named "
+        "OWNER/NAME, and one on this machine by its folder (`llmcond models` lists known encoders)."
     )
 
 
-def _download_run(repo: str, revision: str | None) -> Path:
-    """Download a run from the hub: its records, heads and encoder, but neither code nor pickles."""
+def _find_on_hub(name: str, revision: str | None) -> Path:
+    """Return the run of a known encoder, or download the run or the encoder of a hub name.
+
+    Of a run, its records, heads and encoder are downloaded, but neither code nor pickles.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    if not is_hub_name(repo) or find_model(repo) is not None:
-        raise UserError(_no_such_model(repo))
+    if find_model(name) is not None:
+        return find_encoder_run(name, revision)
+    if not is_hub_name(name):
+        raise UserError(_no_such_model(name))
     try:
-        with hub_errors(repo, revision, None, encoder=False):
+        with hub_errors(name, revision, None, encoder=False):
             try:
-                record = hf_hub_download(repo, RUN_RECORD, revision=revision)
+                record = hf_hub_download(name, RUN_RECORD, revision=revision)
             except LocalEntryNotFoundError:
                 raise
-            except EntryNotFoundError as error:
-                raise UserError(
-                    f"{repo} has no {RUN_RECORD}, so it is not a model of llmcond. If it is an "
-                    f"encoder, load_encoder({repo!r}) loads it, and llmcond extract --model {repo} "
-                    "--run DIR creates a run with it."
-                ) from error
+            except EntryNotFoundError:
+                return find_encoder_run(name, revision)
             # The manifest is checked before large files are downloaded.
             folder = Path(record).parent
             read_manifest(folder)
-            return download_files(repo, folder.name, _RUN_FILES)
+            return download_files(name, folder.name, _RUN_FILES)
     except LlmcondError as error:
         raise type(error)(
-            f"there is no local run at {repo}, so it was looked up on the hub: {error}"
+            f"there is no local run at {name}, so it was looked up on the hub: {error}"
         ) from error

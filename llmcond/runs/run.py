@@ -33,7 +33,7 @@ from llmcond.files import read_json, write_json
 from llmcond.log import log
 from llmcond.metrics import get_metric
 from llmcond.prompts import Prompt, prompt_from_json
-from llmcond.runs.manifest import IN_RUN_FOLDER, read_manifest
+from llmcond.runs.manifest import IN_RUN_FOLDER, NO_DATA, read_manifest
 from llmcond.runs.run_heads import (
     H_co,
     RunHead,
@@ -93,6 +93,13 @@ class AnyRun(ABC):
         return tuple(self.manifest.get("trained_on", ()))
 
     @property
+    def display_name(self) -> str:
+        """The name of the run or model for messages."""
+        if self.is_bundled:
+            return f"{self.folder.name} (bundled)"
+        return self.encoder_name if self.is_encoder else str(self.hub_source or self.folder)
+
+    @property
     def encoder_name(self) -> str:
         """The name of the run's encoder, for messages."""
         return str(self.manifest["encoder"]["name"])
@@ -111,12 +118,12 @@ class AnyRun(ABC):
     def store_for_other_texts(self) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
-        If the run cannot be written, is a bundled model or was downloaded from the hub, this is an
-        empty temporary store.
+        If the run cannot be written, is a bundled model, has only an encoder or was downloaded from
+        the hub, this is an empty temporary store.
         """
         from llmcond.features.store import FeatureStore
 
-        if self.is_bundled or self.hub_source is not None:
+        if self.is_bundled or self.is_encoder or self.hub_source is not None:
             log.debug("features are not saved, because this model cannot be written")
         else:
             store = self.store()
@@ -337,6 +344,24 @@ class AnyRun(ABC):
         return self.folder == pretrained_folder(self.folder.name)
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether it is a temporary run that has only an encoder."""
+        return bool(self.manifest["data"]["source"] == NO_DATA and self.manifest["prompts"])
+
+    @property
+    def find_arguments(self) -> dict[str, str]:
+        """The arguments of ``resolve_run``, as strings, that find the run again."""
+        if self.is_bundled:
+            return {"model": self.folder.name}
+        if self.hub_source is not None:
+            return {"model": self.hub_source.repo, "revision": self.hub_source.commit}
+        if self.is_encoder:
+            encoder = self.manifest["encoder"]
+            revision = {"revision": encoder["revision"]} if encoder["revision"] else {}
+            return {"model": encoder["model"], **revision}
+        return {"run": str(self.folder.resolve())}
+
+    @property
     def hub_source(self) -> HubSource | None:
         """The repository and commit that it was downloaded from; None if it is a local run."""
         return find_hub_source(self.folder)
@@ -505,14 +530,18 @@ class AnyRun(ABC):
                 recipe = next((r for r in recipes if name == r or name.startswith(f"{r}@")), None)
                 fit = f"Fit it: llmcond fit-head --head {recipe} --run {self.folder}"
                 remedy = fit if recipe else nearest(name, [*known, *recipes])
-                if self.is_bundled:
+                if self.is_bundled or self.is_encoder:
+                    model = self.find_arguments["model"]
+                    prompt = self.prompt(None).name
                     remedy = (
-                        "Heads are fitted in a run: llmcond extract --model "
-                        f"{self.folder.name} --prompt {' '.join(self.prompts())}"
+                        f"Heads are fitted in a run: llmcond extract --model {model} --prompt "
+                        f"{prompt} --run DIR"
                     )
                 if recipe and next((self.folder / "sweep").glob("*.json"), None):
                     remedy = f"The fits of a sweep are not heads of the run. {remedy}"
-                raise UserError(f"{self.folder} has no fitted head {name!r} ({fitted}). {remedy}")
+                raise UserError(
+                    f"{self.display_name} has no fitted head {name!r} ({fitted}). {remedy}"
+                )
             full_names += matches
         return list(dict.fromkeys(full_names))
 

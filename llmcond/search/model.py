@@ -44,12 +44,8 @@ class SearchModel(EmbeddingModel):
     @property
     def find_arguments(self) -> dict[str, str]:
         """The arguments of ``find``, as strings, that find this model again."""
-        folder, hub_source = self.run.folder, self.run.hub_source
-        source = {"model": folder.name} if self.run.is_bundled else {"run": str(folder.resolve())}
-        if hub_source is not None:
-            source = {"model": hub_source.repo, "revision": hub_source.commit}
         prompt = {} if self.head.is_fitted else {"prompt": self.view.name}
-        return {**source, "head": self.head.reference, **prompt}
+        return {**self.run.find_arguments, "head": self.head.reference, **prompt}
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the names of the parts of ``identity`` that differ from a recorded identity."""

@@ -78,13 +78,14 @@ class StreamModel:
     """A run with one of its heads, in a form that another process can load.
 
     Attributes:
-        run: the run's folder, or the name of a bundled model.
+        run: the run's folder, or the name of a bundled model or encoder.
         head: the head's full name; zero-shot is ``none``.
         prompt: the names of the prompts whose features the head takes.
         device: the device to encode on.
         normalize: whether embeddings have unit L2 norm.
         truncate_dim: the number of leading dimensions that embeddings keep; None: all.
         guides: the guide of each condition that has one.
+        revision: the revision of an encoder on the hub; None: the newest.
     """
 
     run: str
@@ -94,6 +95,7 @@ class StreamModel:
     normalize: bool
     truncate_dim: int | None = None
     guides: Guides = field(default_factory=Guides)
+    revision: str | None = None
 
     def guide(self, labelled: LabelledTexts) -> None:
         """Fit a guide to labelled texts, and apply it to later embeddings of their condition."""
@@ -104,17 +106,18 @@ class StreamModel:
     @classmethod
     def find(cls, options: EmbedOptions) -> StreamModel:
         """Return the model that the options of a command name."""
-        folder = options.resolve_folder()
-        model = EmbeddingModel.find(folder, options.head, options.prompt)
+        model = EmbeddingModel.find(options.resolve_folder(), options.head, options.prompt)
         check_truncatable(options.truncate_dim, model.head.head)
-        source = folder.name if model.run.is_bundled else str(folder.absolute())
+        source = str(model.run.folder.absolute())
+        found = model.run.find_arguments if model.run.is_bundled or model.run.is_encoder else {}
         return cls(
-            source,
+            found.get("model", source),
             model.head.reference,
             model.view.name,
             options.device,
             options.normalize,
             options.truncate_dim,
+            revision=found.get("revision"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -124,7 +127,14 @@ class StreamModel:
 
     @cached_property
     def _model(self) -> EmbeddingModel:
-        return EmbeddingModel.find(self.run, self.head, self.prompt, device=self.device, quiet=True)
+        return EmbeddingModel.find(
+            self.run,
+            self.head,
+            self.prompt,
+            revision=self.revision,
+            device=self.device,
+            quiet=True,
+        )
 
     @property
     def view(self) -> FeatureView:

@@ -126,7 +126,7 @@ def find_teacher(folder: Path | None, rows: int | None, dataset: Dataset) -> Tea
         name = NAME
     else:
         default_head = run.default_head()
-        if default_head is None or default_head[0].startswith("none@"):
+        if default_head is None or default_head[0] not in run.head_names():
             raise UserError(
                 f"{folder} has no fitted head that is better than zero-shot, and cosines of its "
                 f"features are not ratings. Fit a head (llmcond fit-head --run {folder}), or train "

@@ -255,9 +255,10 @@ class EmbedderOptions(HeadOptions):
     )
     model: str | None = option(
         None,
-        metavar="NAME",
-        help=f"model to use instead of a run: {' or '.join(pretrained_names())} (bundled), or "
-        "OWNER/NAME on the Hugging Face hub, uploaded by `llmcond push`",
+        metavar="NAME_OR_PATH",
+        help=f"model to use instead of a run: {' or '.join(pretrained_names())} (bundled), a known "
+        "encoder (`llmcond models` lists them), the folder of an encoder, or OWNER/NAME on the "
+        "Hugging Face hub; an encoder embeds zero-shot",
     )
     revision: str | None = option(
         None,
