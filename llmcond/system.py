@@ -8,15 +8,16 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcond.errors import UserError
+from llmcond.errors import UserError, install_command, shortened_repr
 from llmcond.version import __version__
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def choose_device(device: str) -> str:
     Raises:
         UserError: the name is invalid, or this machine has no such device.
     """
-    if device == "cpu" or (device == "auto" and not _may_have_gpu()):
+    check_device(device)
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return "cpu"
     import torch
 
@@ -79,17 +81,12 @@ def choose_device(device: str) -> str:
         if torch.backends.mps.is_available():
             _log_unused_mps()
         return "cpu"
-    match = re.fullmatch(r"cuda(?::(\d+))?", "cuda" if device == "auto" else device)
-    if match is None:
-        raise UserError(f"device is {device!r}. Legal: auto, cpu, cuda, cuda:N.")
     count = torch.cuda.device_count()
+    number = device.partition(":")[2]
     # Processes that are launched together use different GPUs.
-    index = int(match[1]) if match[1] else local_rank() % max(1, count)
+    index = int(number) if number else local_rank() % max(1, count)
     if index >= count:
-        raise UserError(
-            f"device is {device!r}, but PyTorch sees {count} CUDA devices. Use --device cpu, or "
-            "install a CUDA build of PyTorch."
-        )
+        raise _no_such_gpu(device, count)
     gpu = torch.cuda.get_device_properties(index)
     check_capability(
         f"cuda:{index} ({gpu.name})", (gpu.major, gpu.minor), torch.cuda.get_arch_list()
@@ -97,7 +94,31 @@ def choose_device(device: str) -> str:
     return f"cuda:{index}"
 
 
-def _may_have_gpu() -> bool:
+def check_device_name(device: object) -> None:
+    """Raise a UserError unless a device is ``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UserError(f"device is {shortened_repr(device)}. Legal: auto, cpu, cuda, cuda:N.")
+
+
+def check_device(device: str) -> None:
+    """Check a device as far as that is possible without importing PyTorch.
+
+    Raises:
+        UserError: the name is invalid, or this machine certainly has no GPU.
+    """
+    check_device_name(device)
+    if device.startswith("cuda") and not may_have_gpu():
+        raise _no_such_gpu(device, 0)
+
+
+def _no_such_gpu(device: str, count: int) -> UserError:
+    return UserError(
+        f"device is {device!r}, but PyTorch sees {count} CUDA devices. Use --device cpu, or "
+        "install a CUDA build of PyTorch."
+    )
+
+
+def may_have_gpu() -> bool:
     """Return False only if there is certainly no GPU, without importing PyTorch."""
     if "torch" in sys.modules or platform.system() != "Linux":
         return True
@@ -152,6 +173,27 @@ def _log_unused_mps() -> None:
     _log.info("the GPU of this Mac is not used: llmcond computes on CUDA GPUs and on CPUs.")
 
 
+def require_libraries(what: str, *names: str, extra: str = "quantize") -> None:
+    """Raise a UserError unless the libraries ``names`` are installed.
+
+    ``what`` says what needs them, as the beginning of the message. ``extra`` is the extra of
+    llmcond that installs them.
+    """
+    absent = [name for name in names if not is_installed(name)]
+    if absent:
+        raise UserError(
+            f"{what}, which needs {' and '.join(absent)}. Install it: {install_command(extra)}."
+        )
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a library is installed, without importing it."""
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # the module was disabled in sys.modules
+        return False
+
+
 def process_context(*modules: str) -> ForkServerContext | SpawnContext:
     """Return a multiprocessing context whose processes are forked from a server.
 
@@ -169,10 +211,28 @@ def process_context(*modules: str) -> ForkServerContext | SpawnContext:
     return context
 
 
+#: Comma-separated features that replace those of the CPU, to test what llmcond does on another CPU.
+CPU_FEATURES = "LLMCOND_CPU_FEATURES"
+#: The features of CPUs that multiply 16-bit types, by their names in Linux and PyTorch.
+_NATIVE_FEATURES: Mapping[str, frozenset[str]] = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16", "sve_bf16"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp", "fp16"}),
+}
+
+
+def cpu_features() -> frozenset[str]:
+    """Return the features of this CPU, such as ``avx2``; all decisions about it use this function.
+
+    The environment variable ``LLMCOND_CPU_FEATURES`` replaces them.
+    """
+    simulated = os.environ.get(CPU_FEATURES)
+    if simulated is not None:
+        return frozenset(simulated.replace(",", " ").split())
+    return _read_cpu_features()
+
+
 @cache
-def native_bfloat16() -> bool:
-    """Return whether this CPU multiplies bfloat16 in hardware."""
-    native = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
+def _read_cpu_features() -> frozenset[str]:
     try:
         # Reading this file avoids importing PyTorch, which takes a second. All cores are alike.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -180,9 +240,35 @@ def native_bfloat16() -> bool:
         import torch
 
         capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name) for name in (*native, "sve_bf16"))
+        return frozenset(name for name, value in capabilities.items() if value is True)
     flags = (line for line in lines if line.startswith(("flags", "Features")))
-    return not native.isdisjoint(next(flags, "").split())
+    return frozenset(next(flags, "").split())
+
+
+def computes_natively(dtype: str, device: str = "cpu") -> bool:
+    """Return whether a device multiplies a number type in hardware.
+
+    Other types are emulated: several times slower than float32, and with a rounding that depends
+    on the size of the batch.
+
+    Args:
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        device: ``cpu`` or ``cuda:N``.
+    """
+    if device == "cpu":
+        return dtype == "float32" or not _NATIVE_FEATURES[dtype].isdisjoint(cpu_features())
+    if dtype != "bfloat16":
+        return True
+    import torch
+
+    # GPUs before compute capability 8.0 emulate bfloat16. A GPU of another machine is not known.
+    is_here = torch.cuda.is_available()
+    return not is_here or torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def native_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware."""
+    return computes_natively("bfloat16")
 
 
 def cpu_threads() -> int:
@@ -207,10 +293,19 @@ def cpu_threads() -> int:
 def compute_on_one_thread() -> None:
     """Limit this process to one CPU thread, without importing PyTorch."""
     os.environ["OMP_NUM_THREADS"] = "1"  # ``cpu_threads`` and a later import of PyTorch read it.
+    _limit_torch()
+
+
+def _limit_torch() -> None:
     if "torch" in sys.modules:
         import torch
 
         torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    # A forked process does not have PyTorch's threads, and would wait for them for ever.
+    os.register_at_fork(after_in_child=_limit_torch)
 
 
 def free_memory() -> int:

@@ -27,12 +27,11 @@ from llmcond.encoders.engine.engine import Engine, create_engine, torch_engine
 from llmcond.encoders.engine.tokenizing import InputTokenizer, Tokens
 from llmcond.encoders.loading.architecture import load_config, load_tokenizer
 from llmcond.encoders.loading.loading import load_model
-from llmcond.encoders.loading.quantization import is_installed
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Dtype, EncoderInput, Quantize
 from llmcond.errors import first_line
 from llmcond.files import digest_bytes
-from llmcond.system import process_context
+from llmcond.system import is_installed, process_context
 
 Vectors = NDArray[np.float32]
 DtypeOrAuto = Dtype | Literal["auto"]

@@ -4,7 +4,7 @@ Importing this package imports neither torch nor transformers; ``encoder`` and `
 """
 
 from llmcond.encoders.known import MODELS, KnownModel, find_model
-from llmcond.encoders.resolve import ResolvedEncoder, resolve, resolve_base
+from llmcond.encoders.resolve import ResolvedEncoder, check_encoder, resolve, resolve_base
 from llmcond.encoders.settings import EncoderIdentity, EncoderOptions
 from llmcond.encoders.spec import EncoderInput
 
@@ -15,6 +15,7 @@ __all__ = [
     "EncoderOptions",
     "KnownModel",
     "ResolvedEncoder",
+    "check_encoder",
     "find_model",
     "resolve",
     "resolve_base",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
+from numbers import Integral
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 import numpy as np
@@ -30,15 +33,16 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer, Token, Tokens, ch
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
-from llmcond.encoders.spec import TRUNCATION_NOTE, EncoderInput, plan_inputs
+from llmcond.encoders.spec import TRUNCATION_NOTE, EncoderInput, check_finite, plan_inputs
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
 from llmcond.log import log
-from llmcond.options import Precision, declaration_of, public_function
+from llmcond.options import Precision, check_argument, declaration_of, public_function
 from llmcond.progress import ExtractionBar
 from llmcond.quantization import (
     EncodeOptions,
+    check_precision,
     check_truncate_dim,
     convert_embeddings,
 )
@@ -145,6 +149,46 @@ def _load_engines(
     return loaded
 
 
+@dataclass(frozen=True)
+class _LoadedEncoder:
+    """What one process holds of an encoder.
+
+    Attributes:
+        tokenizer: the tokenizer.
+        engines: the engines; those of an ensemble's members, otherwise one.
+        threads: the worker threads, which start at their first use.
+        tokenizer_lock: a fast tokenizer is a single Rust object, which raises when two threads
+            borrow it.
+    """
+
+    tokenizer: InputTokenizer
+    engines: Sequence[AnyEngine]
+    threads: WorkerThreads
+    tokenizer_lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def load(cls, resolved: ResolvedEncoder, concurrency: Concurrency) -> _LoadedEncoder:
+        """Load tokenizer and weights; errors are those of ``Encoder``."""
+        return cls(*_load_engines(resolved, concurrency.threads), WorkerThreads(concurrency))
+
+    def with_new_threads(self, concurrency: Concurrency) -> _LoadedEncoder:
+        """Return the same with threads and locks of its own."""
+        return _LoadedEncoder(self.tokenizer, self.engines, WorkerThreads(concurrency))
+
+
+#: The encoders of this process.
+_ENCODERS: weakref.WeakSet[Encoder] = weakref.WeakSet()
+
+
+def _restart_encoders() -> None:
+    for encoder in list(_ENCODERS):
+        encoder._restart_after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_restart_encoders)
+
+
 @renamed_methods(encode_counted="encode_with_counts")
 class Encoder:
     """A frozen encoder on one device, as returned by ``load_encoder``.
@@ -153,7 +197,6 @@ class Encoder:
         resolved: checkpoint, identity, device and token budget.
         identity: everything that decides the vectors.
         name: name of the encoder in messages.
-        engine: the engine that runs the network; of an ensemble, that of the first member.
         dim: size of the vectors.
         concurrency: number of worker threads, and of CPU cores for each of them.
 
@@ -178,13 +221,58 @@ class Encoder:
         self.resolved, self.identity = resolved, resolved.identity
         self.name = resolved.checkpoint.name
         self.concurrency = Concurrency.for_encoder(resolved)
-        self._threads = WorkerThreads(self.concurrency)
         self._unit = UNIT if resolved.device == "cpu" else UNIT_ON_GPU
-        # A fast tokenizer is a single Rust object, which raises when two threads borrow it.
-        self._tokenizer_lock = threading.Lock()
-        self._tokenizer, self._engines = _load_engines(resolved, self.concurrency.threads)
-        self.engine = self._engines[0]
+        self._loading = threading.Lock()
+        self._loaded: _LoadedEncoder | None = _LoadedEncoder.load(resolved, self.concurrency)
         self.dim = sum(engine.dim for engine in self._engines)
+        _ENCODERS.add(self)
+
+    @property
+    def _state(self) -> _LoadedEncoder:
+        """What this process has loaded; a forked process loads it at its first use."""
+        if self._loaded is None:
+            if self.resolved.device != "cpu":
+                raise LlmcondError(
+                    f"{self.name} was loaded on {self.resolved.device} before this process was "
+                    "forked, and a forked process cannot use a GPU. Start processes with "
+                    "multiprocessing.get_context('spawn'), or load the encoder after the fork."
+                )
+            with self._loading:
+                self._loaded = self._loaded or _LoadedEncoder.load(self.resolved, self.concurrency)
+        return self._loaded
+
+    @property
+    def engine(self) -> AnyEngine:
+        """The engine that runs the network; of an ensemble, that of the first member."""
+        return self._engines[0]
+
+    @property
+    def _engines(self) -> Sequence[AnyEngine]:
+        return self._state.engines
+
+    @property
+    def _threads(self) -> WorkerThreads:
+        return self._state.threads
+
+    @property
+    def _tokenizer(self) -> InputTokenizer:
+        return self._state.tokenizer
+
+    @property
+    def _tokenizer_lock(self) -> threading.Lock:
+        return self._state.tokenizer_lock
+
+    def _restart_after_fork(self) -> None:
+        """Forget what does not work in a forked process, which has only the thread that forked."""
+        self._loading = threading.Lock()
+        if self._loaded is None:
+            return
+        if self.resolved.runtime == "torch" and self.resolved.device == "cpu":
+            self._loaded = self._loaded.with_new_threads(self.concurrency)
+            return
+        # Deleting what OpenVINO has created would wait for threads that do not exist.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._loaded))
+        self._loaded = None
 
     def __reduce__(self) -> tuple[type[Encoder], tuple[ResolvedEncoder]]:
         """Pickle only the resolved encoder, so that another process loads the weights itself."""
@@ -250,27 +338,28 @@ class Encoder:
             (n, dim) float32 vectors, in the order of ``inputs``.
 
         Raises:
-            UserError: a single input was given instead of a list, an option is invalid, or an input
-                has an instruction, a context or a router that the encoder does not take.
+            UserError: the inputs are not a list of texts, an option is invalid, an input has an
+                instruction, a context or a router that the encoder does not take, or its vector
+                contains NaN or infinity.
             LlmcondError: out of memory.
         """
         dim = check_truncate_dim(truncate_dim, self.dim)
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
+        check_precision(precision)
+        check_batch_size(batch_size)
         if show_progress_bar is not None:
             show_progress = show_progress_bar
         if normalize_embeddings is not None:
             normalize = normalize_embeddings
-        if isinstance(inputs, str | EncoderInput):
-            raise UserError(
-                f"inputs is a single {type(inputs).__name__}; expected a list of inputs."
-            )
+        if isinstance(inputs, EncoderInput):
+            raise UserError("inputs is a single EncoderInput; expected a list of inputs.")
         items = [
-            EncoderInput("", item) if isinstance(item, str) else item for item in as_list(inputs)
+            EncoderInput("", item) if isinstance(item, str) else item
+            for item in as_list(inputs, "inputs")
         ]
         map_units = self._threads.map if self.concurrency.threads > 1 else map
         with ExtractionBar() if show_progress else nullcontext() as bar:
             encoded = self._encode(items, map_units, bar, unit_size=batch_size)
+        check_finite(encoded.vectors, items)
         if encoded.truncated.any():
             warnings.warn(
                 f"{int(encoded.truncated.sum())} of {len(items)} inputs are longer than the "
@@ -302,7 +391,8 @@ class Encoder:
             (n, dim) float32 vectors, in the order of ``rows``.
 
         Raises:
-            UserError: a value is not a text, or a condition leaves no room for the sentences.
+            UserError: a value is not a text, a condition leaves no room for the sentences, or a
+                vector contains NaN or infinity.
             LlmcondError: out of memory.
         """
         for column in zip(*rows, strict=True):
@@ -325,6 +415,7 @@ class Encoder:
             for unit, (unit_vectors, n_tokens) in self._map_units_timed(
                 units, encode, map_units, sizes, bar
             ):
+                check_finite(unit_vectors, [rows[index] for index in unit])
                 vectors[unit] = unit_vectors
                 n_cut += int((n_tokens > self.identity.max_length).sum())
         if n_cut:
@@ -342,6 +433,7 @@ class Encoder:
         queries: RouterQueries | None = None,
         *,
         threads: bool = False,
+        check: bool = True,
     ) -> Encoded:
         """Encode inputs, and count the tokens of each.
 
@@ -354,17 +446,21 @@ class Encoder:
                 input that is among them is not encoded again. None: compute them.
             threads: encode on the encoder's worker threads. By default, everything runs on the
                 calling thread. The vectors are the same.
+            check: raise an error if a vector is not finite; False: return it.
 
         Returns:
             Vectors with the token count and the truncation of each input.
 
         Raises:
             UserError: an input has an instruction, a context or a router that the encoder does not
-                take.
+                take, or its vector contains NaN or infinity.
             LlmcondError: out of memory.
         """
         concurrent = threads and self.concurrency.threads > 1
-        return self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
+        encoded = self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
+        if check:
+            check_finite(encoded.vectors, inputs)
+        return encoded
 
     def token_weights(self, item: EncoderInput) -> TokenWeights:
         """Encode an input, and return the weights with which its router weighted the tokens.
@@ -391,10 +487,6 @@ class Encoder:
             )
         with recording_weights() as recording:
             encoded = self.encode_with_counts([item])
-        if not np.isfinite(encoded.vectors).all():
-            raise UserError(
-                f"the encoder returned NaN or infinity for {item.text[:80]!r}. Try another dtype."
-            )
         if encoded.truncated.any():
             warnings.warn(
                 f"the text is longer than the {self.identity.max_length} tokens that {self.name} "
@@ -666,6 +758,13 @@ class Encoder:
             UserError: the input has an instruction, but the encoder takes none.
         """
         return self._tokenizer.format(item)
+
+
+def check_batch_size(batch_size: int | None) -> None:
+    """Raise a ``UserError`` unless the largest number of inputs in a forward pass is valid."""
+    check_argument("batch_size", batch_size, (Integral, None), "a whole number of at least 1")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
 
 
 def _split_chunks(items: list[_Item], size: int) -> list[list[_Item]]:

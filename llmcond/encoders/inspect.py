@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from llmcond.encoders.engine.interface import check_token_ids
 from llmcond.encoders.engine.nv_embed import read_config
 from llmcond.encoders.engine.tokenizing import InputTokenizer
-from llmcond.encoders.known import PADDING_SIDE, KnownModel
+from llmcond.encoders.known import PADDING_SIDE, KnownModel, explain_no_float16
 from llmcond.encoders.loading.architecture import (
     build_on_meta,
     load_config,
@@ -82,8 +82,10 @@ def describe(resolved: ResolvedEncoder) -> dict[str, Any]:
     budget = resolved.options.max_tokens_per_batch or default_token_budget(resolved.device)
     settled = {name: getattr(identity, name) for name in (*STATED, "dtype", "quantize")}
     origin = {"name": checkpoint.name, "source": checkpoint.source, "assumed": [*resolved.assumed]}
+    no_float16 = explain_no_float16(checkpoint.known, config.to_dict())
     return (
         _known_facts(checkpoint.known)
+        | {"no_float16": no_float16}
         | settled
         | origin
         | _describe_size(config, resolved.device, budget)

@@ -10,14 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, find_checkpoint
+from llmcond.encoders.checkpoints.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    find_local_checkpoint,
+)
 from llmcond.encoders.checkpoints.settings import read_adapter_settings, read_supported_settings
-from llmcond.encoders.known import default_prompt, joint_prompt
+from llmcond.encoders.known import default_prompt, explain_no_float16, joint_prompt
 from llmcond.encoders.poolings import POOLINGS, get_pooling
 from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, SettingSources
 from llmcond.encoders.spec import Runtime
 from llmcond.errors import UserError
-from llmcond.system import choose_device
+from llmcond.system import check_device, choose_device, may_have_gpu, require_libraries
 
 
 def cross_encoder_error(folder: object) -> UserError:
@@ -88,7 +92,12 @@ class ResolvedEncoder:
 
 
 def resolve(
-    name_or_path: str, options: EncoderOptions, *, identify: bool = True, cross: bool = False
+    name_or_path: str,
+    options: EncoderOptions,
+    *,
+    identify: bool = True,
+    cross: bool = False,
+    device: str | None = None,
 ) -> ResolvedEncoder:
     """Find a model by alias, hub name or folder, and settle every setting that decides its vectors.
 
@@ -97,17 +106,49 @@ def resolve(
         options: the user's options.
         identify: identify the weights; those of a local checkpoint are read in full.
         cross: accept the encoder of a cross-encoder.
+        device: the device, ``cpu`` or ``cuda:N``, of another machine; None: that of the options.
 
     Raises:
         UserError: the model is unknown, does not support an option on this machine, or is a
             cross-encoder.
         LlmcondError: the hub cannot be reached.
     """
-    device = choose_device(options.device)
+    device = device or choose_device(options.device)
     checkpoint = find_checkpoint(name_or_path, options.revision, options.like)
     if checkpoint.cross and not cross:
         raise cross_encoder_error(name_or_path)
     return resolve_checkpoint(checkpoint, options, device, identify=identify)
+
+
+def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool = False) -> None:
+    """Check an encoder before anything heavy is imported, as far as that is possible.
+
+    A model on the hub is not looked up, and if this machine may have a GPU, the settings of the
+    model are not read.
+
+    Args:
+        name_or_path: alias, hub name or folder.
+        options: the user's options.
+        elsewhere: whether other machines compute, whose devices and libraries are not known.
+
+    Raises:
+        UserError: the model is unknown, does not support an option, or this machine lacks the
+            device or a library.
+        LlmcondError: installed weights are not the official ones.
+    """
+    if not elsewhere:
+        check_device(options.device)
+        if options.quantize not in (None, "none"):
+            require_quantization(options.quantize)
+    checkpoint = find_local_checkpoint(name_or_path, options.revision, options.like)
+    on_cpu = options.device == "cpu" or not may_have_gpu()
+    if checkpoint is not None and on_cpu and not elsewhere:
+        resolve_checkpoint(checkpoint, options, "cpu", identify=False)
+
+
+def require_quantization(quantize: str) -> None:
+    """Raise a UserError unless the libraries for quantised weights are installed."""
+    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
 
 
 def resolve_checkpoint(
@@ -134,7 +175,7 @@ def resolve_checkpoint(
         poolings=known.poolings if known else [name for name in POOLINGS if name != "latent"],
         model_type=str(settings.config.get("model_type")),
         positions=settings.positions,
-        no_float16=known.no_float16 if known else "",
+        no_float16=explain_no_float16(known, settings.config),
         trained_router=stated.get("router"),
         assumed=assumed,
     )
@@ -144,10 +185,10 @@ def resolve_checkpoint(
             "pooling that includes the instruction, although the checkpoint's files exclude "
             "prompts (--pool-over text to exclude it)"
         )
-    if identity.quantize == "8bit" and known and known.no_float16:
+    if identity.quantize == "8bit" and sources.no_float16:
         assumed.append(
             f"8 bit multiplies in float16, which {checkpoint.name} does not support: "
-            f"{known.no_float16}; prefer --quantize 4bit"
+            f"{sources.no_float16}; prefer --quantize 4bit"
         )
     trained_quantize = checkpoint.recorded_settings.get("quantize")
     if trained_quantize is not None and identity.quantize == "none":

@@ -15,6 +15,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
+from numbers import Integral, Real
 from string import Formatter
 from typing import Any, Generic, Literal, Never, TypeVar, get_args, get_origin, get_type_hints
 
@@ -30,10 +32,11 @@ from llmcond.encoders.routers.settings import (
     check_router,
 )
 from llmcond.encoders.spec import Attention, Dtype, Quantize, Runtime
-from llmcond.errors import LlmcondError, UserError, list_legal_values
+from llmcond.errors import LlmcondError, UserError, list_legal_values, shortened_repr
 from llmcond.files import digest_bytes
-from llmcond.options import Option, declaration_of, option
-from llmcond.system import native_bfloat16
+from llmcond.log import log
+from llmcond.options import Option, check_argument, declaration_of, option
+from llmcond.system import check_device_name, computes_natively
 
 #: ``after-instruction`` is NV-Embed-v2's own count; any encoder can have the others.
 PoolOver = Literal["all", "text", "after-instruction"]
@@ -121,21 +124,28 @@ class SettingSources:
 
 
 def _settle_dtype(sources: SettingSources) -> Dtype:
-    """Return the chosen dtype; for ``auto`` the fastest that the device computes natively."""
-    dtype = sources.options.dtype
+    """Return a dtype that the device computes natively: the chosen one, otherwise float32.
+
+    For ``auto`` it is the fastest one. On a CPU that is never float16, which overflows easily.
+    """
+    dtype, device = sources.options.dtype, sources.device
     if sources.no_float16 and dtype == "float16":
         raise UserError(f"{sources.name} does not work in float16: {sources.no_float16}.")
-    if dtype != "auto":
+    if dtype == "auto":
+        gpu_type: Dtype = "float32" if device == "cpu" or sources.no_float16 else "float16"
+        return "bfloat16" if computes_natively("bfloat16", device) else gpu_type
+    if computes_natively(dtype, device):
         return dtype
-    if sources.no_float16:
-        return "bfloat16"
-    if sources.device.startswith("cuda"):
-        import torch
+    _log_emulated(sources.name, dtype, device)
+    return "float32"
 
-        # Before compute capability 8.0 bfloat16 is emulated, and float16 is the fast type.
-        major, _ = torch.cuda.get_device_capability(sources.device)
-        return "bfloat16" if major >= 8 else "float16"
-    return "bfloat16" if native_bfloat16() else "float32"
+
+@cache  # A command resolves the same encoder several times.
+def _log_emulated(name: str, dtype: Dtype, device: str) -> None:
+    log.info(
+        f"{name} is computed in float32, because {'this CPU' if device == 'cpu' else device} has "
+        f"no instructions for {dtype}, and emulating it would be slower and less exact"
+    )
 
 
 def _settle_pooling(sources: SettingSources) -> str:
@@ -221,16 +231,19 @@ def _settle_normalize(sources: SettingSources) -> bool:
 def _settle_max_length(sources: SettingSources) -> int:
     limit, requested = sources.positions, sources.options.max_length
     if requested is not None:
-        if requested < 8 or requested > (limit or requested):
-            most = f" and at most {limit}, the positions that {sources.name} has"
-            least = f"it must be at least 8{most if limit else ''}"
-            raise UserError(f"max_length is {requested}; {least}.")
+        if requested > (limit or requested):
+            raise UserError(
+                f"max_length is {requested}; it must be at most {limit}, the number of positions "
+                f"that {sources.name} has."
+            )
         return requested
     recorded: int | None = sources.find("max_length")
     if recorded is None:
         recorded = min(limit or _FALLBACK_LENGTH, _FALLBACK_LENGTH)
+        most = f", up to the {limit:,} positions that it has" if limit and limit > recorded else ""
         sources.assumed.append(
-            f"at most {recorded} tokens per input: the checkpoint does not state it (--max-length)"
+            f"at most {recorded} tokens per input: the checkpoint states no maximum length "
+            f"(--max-length{most})"
         )
     return min(recorded, limit or recorded)
 
@@ -285,7 +298,7 @@ class EncoderSettings(Generic[Auto, Open]):
         open_as="auto",
         settle=_settle_dtype,
         help="number format of the computation; auto: the fastest that the device computes "
-        "natively",
+        "natively; a format that it would emulate is replaced by float32",
     )
     quantize: Quantize | Open = _setting(
         "none",
@@ -412,7 +425,7 @@ def _redeclare(auto: str, unset: str, *, settled: bool) -> Callable[[type[_T]], 
 @dataclass(frozen=True, kw_only=True)
 @_redeclare("Literal['auto'] | ", " | None", settled=False)
 class EncoderOptions(EncoderSettings[Literal["auto"], None]):
-    """The options of an encoder that a user may set; None means the setting of the model.
+    """The options of an encoder that a user may set; None means the default, often the model's.
 
     Raises:
         UserError: a value that no model can have.
@@ -445,23 +458,34 @@ class EncoderOptions(EncoderSettings[Literal["auto"], None]):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.quantize is None:
-            object.__setattr__(self, "quantize", "none")
+        self._check_types()
         for name, legal in CHOICES.items():
             value = getattr(self, name)
             if value is not None and not (name == "pooling" and plugins.is_plugin(value)):
                 _check_choice(name, value, legal)
+        check_device_name(self.device)
         if self.instruction_format:
             _check_instruction_format(self.instruction_format)
         if self.special_tokens not in (None, TOKENIZER_DECIDES):
             _check_special_tokens(self.special_tokens)
-        for name in ("max_tokens_per_batch", "router_layers"):
+        for name, least in (("max_tokens_per_batch", 1), ("router_layers", 1), ("max_length", 8)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value}; it must be at least 1.")
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; it must be at least {least}.")
         strength = self.router_strength
         if strength is not None and not 0 < strength < math.inf:
             raise UserError(f"router_strength is {strength:g}; it must be above 0.")
+
+    def _check_types(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is None:
+                value = setting.default
+            elif setting.name in _TYPES:
+                kind, accepted, expected = _TYPES[setting.name]
+                check_argument(setting.name, value, (accepted,), expected)
+                value = kind(value)  # JSON cannot encode NumPy's numbers.
+            object.__setattr__(self, setting.name, value)
 
     def filled_from(self, trained: Mapping[str, Any]) -> EncoderOptions:
         """Return these options with the open ones filled in from a training record."""
@@ -558,9 +582,22 @@ def _literals(hint: Any) -> tuple[str, ...]:
 
 
 _HINTS = get_type_hints(EncoderOptions)
+#: Types of options, with what callers may pass, and the words for it in messages.
+_KINDS: Sequence[tuple[type, type, str]] = (
+    (bool, bool, "True or False"),
+    (int, Integral, "a whole number"),
+    (float, Real, "a number"),
+    (str, str, "a text"),
+)
 #: Legal values of the options that have choices.
 CHOICES = {name: legal for name, hint in _HINTS.items() if (legal := _literals(hint))}
 CHOICES["pooling"] = tuple(POOLINGS)
+#: The types of the other options: their type in Python, what callers may pass, and its words.
+_TYPES: Mapping[str, tuple[type, type, str]] = {
+    name: next(types for types in _KINDS if types[0] is hint or types[0] in get_args(hint))
+    for name, hint in _HINTS.items()
+    if name not in CHOICES or name == "pooling"
+}
 #: Settings that default to the model's, with their types. Training records them.
 MODEL_SETTINGS: dict[str, type] = {
     setting.name: next((kind for kind in (bool, int, float) if kind in get_args(hint)), str)
@@ -586,9 +623,10 @@ def pooled_tokens(settings: Mapping[str, Any]) -> str:
 # -- checks ------------------------------------------------------------------------------------
 
 
-def _check_choice(name: str, value: str, legal: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, legal: tuple[str, ...]) -> None:
     if value not in legal:
-        raise UserError(f"{name} is {value!r}. {list_legal_values(value, legal)}")
+        advice = list_legal_values(str(value), legal)
+        raise UserError(f"{name} is {shortened_repr(value)}. {advice}")
 
 
 def _check_instruction_format(template: str) -> None:

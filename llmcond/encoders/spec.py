@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from llmcond.errors import UserError, format_count
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.files import digest_bytes
 
 Attention = Literal["bidirectional", "causal"]
@@ -153,12 +156,42 @@ class InputError(UserError):
     """An input that an encoder does not accept or gives no vector for.
 
     Attributes:
-        item: the input.
+        item: the input, or the row that begins with its text.
     """
 
-    def __init__(self, item: EncoderInput, message: str) -> None:
+    def __init__(self, item: Any, message: str) -> None:
         super().__init__(message)
         self.item = item
+
+
+def check_finite(
+    vectors: NDArray[Any], items: Sequence[Any], source: str = "the encoder", advice: str = ""
+) -> None:
+    """Check that vectors contain neither NaN nor infinity.
+
+    Args:
+        vectors: (n, k) vectors.
+        items: what they are the vectors of: n inputs, or n rows that begin with a text.
+        source: what computed the vectors, for the message.
+        advice: what to do about it; empty: what helps with an encoder.
+
+    Raises:
+        InputError: a vector is not finite. The error is about the first of them.
+    """
+    bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    if not len(bad):
+        return
+    item = items[bad[0]]
+    text = item.text if isinstance(item, EncoderInput) else item[0]
+    advice = advice or (
+        "Compute in another type (llmcond extract --dtype float32). If that does not help, the "
+        "checkpoint is damaged: copy it again."
+    )
+    raise InputError(
+        item,
+        f"{source} returned NaN or infinity for {shortened_repr(text)}"
+        f"{f' and {len(bad) - 1:,} more' if len(bad) > 1 else ''}. {advice}",
+    )
 
 
 def plan_inputs(inputs: Sequence[EncoderInput], *, by_prefix: bool) -> list[int]:

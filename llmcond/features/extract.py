@@ -20,11 +20,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from llmcond.encoders.spec import EncoderInput, InputError, plan_inputs
+from llmcond.encoders.spec import EncoderInput, check_finite, plan_inputs
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import (
     MissingCount,
@@ -222,9 +223,9 @@ class PartEncoder:
         self._encoder, self._routing_units = encoder, dict[tuple[str, ...], _RoutingUnit]()
 
     def encode(self, part: EncodingPart) -> Encoded:
-        """Return the vectors of a part."""
+        """Return the vectors of a part; see ``check_storable``."""
         if not part.units:
-            return self._encoder.encode_with_counts(part.inputs)
+            return self._encoder.encode_with_counts(part.inputs, check=False)
         # The limit covers at least one window, as each of its parts may need nearly all its
         # routers.
         if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
@@ -234,7 +235,7 @@ class PartEncoder:
             queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
                 self._encoder, texts
             )
-        return self._encoder.encode_with_counts(part.inputs, queries)
+        return self._encoder.encode_with_counts(part.inputs, queries, check=False)
 
 
 class _RoutingUnit:
@@ -377,23 +378,26 @@ def encode_and_commit(
             return CommittedCounts()
         began = time.monotonic()
         encoded = encode(lacking)
-        finite = np.isfinite(store.cast(encoded.vectors)).all(axis=1)
-        good = np.flatnonzero(finite)
+        stored = store.cast(encoded.vectors)
+        good = np.flatnonzero(np.isfinite(stored).all(axis=1))
         added = store.append([missing_inputs[i] for i in good], encoded.take(good))
-        if not finite.all():
-            raise not_finite_error(missing_inputs[int(np.argmin(finite))], store.dtype)
+        check_storable(stored, missing_inputs)
         characters = sum(item.size for item in missing_inputs)
         n_tokens, seconds = int(encoded.n_tokens.sum()), time.monotonic() - began
         return CommittedCounts(len(missing_inputs), added, characters, n_tokens, seconds)
 
 
-def not_finite_error(item: EncoderInput, dtype: str) -> InputError:
-    """Return the error for an input whose vector is not finite in the stored type."""
-    return InputError(
-        item,
-        f"the encoder returned NaN or infinity for {item.text[:80]!r}. Try --dtype float32 or "
-        f"bfloat16, or --store-dtype float32 if vectors overflow {dtype}.",
+def check_storable(vectors: NDArray[Any], inputs: Sequence[EncoderInput]) -> None:
+    """Check the vectors of inputs, (n, dim), in the type of their store.
+
+    Raises:
+        InputError: one of them is not finite.
+    """
+    advice = (
+        "Try --dtype float32 or bfloat16, or --store-dtype float32 if vectors overflow "
+        f"{vectors.dtype}."
     )
+    check_finite(vectors, inputs, advice=advice)
 
 
 class _EncodingThreads:

@@ -15,7 +15,7 @@ import numpy as np
 from llmcond.data.readers import describe_source
 from llmcond.data.rows import Rows
 from llmcond.encoders import EncoderIdentity
-from llmcond.encoders.spec import Orders
+from llmcond.encoders.spec import Orders, check_finite
 from llmcond.errors import UserError
 from llmcond.log import log
 from llmcond.records import check_record
@@ -133,12 +133,7 @@ class CrossEncoder(SimilarityModel):
             block = rows[start : start + _BLOCK]
             vectors = self.encoder.encode_joined(block, show_progress=show_progress)
             predicted[start : start + _BLOCK] = self.head.transform(vectors)[:, 0]
-        bad = np.flatnonzero(~np.isfinite(predicted))
-        if len(bad):
-            raise UserError(
-                f"the encoder returned NaN or infinity for {rows[bad[0]][0][:80]!r}. Try another "
-                "dtype."
-            )
+        check_finite(predicted[:, None], rows, "the head", "Train the cross-encoder again.")
         mean: Vectors = predicted.reshape(len(sides), len(first)).mean(axis=0)
         return mean
 

@@ -17,6 +17,7 @@ from llmcond.data.readers import describe_source
 from llmcond.deprecation import renamed_methods
 from llmcond.encoders import resolve_base
 from llmcond.encoders.checkpoints.checkpoint import find_hub_source
+from llmcond.encoders.spec import check_finite
 from llmcond.errors import UserError, format_count
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.files import read_json
@@ -456,14 +457,8 @@ class Embedder(SimilarityModel):
             The embeddings, (n, k), not normalised.
 
         Raises:
-            UserError: A vector contains NaN or infinity.
+            InputError: A vector, or an embedding, contains NaN or infinity.
         """
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise UserError(
-                f"the encoder returned NaN or infinity for {distinct[bad[0]].text[:80]!r}. "
-                "Try another dtype."
-            )
         position = {item: index for index, item in enumerate(distinct)}
 
         def read(prompt: Prompt, part: FeaturePart) -> Matrix:
@@ -478,7 +473,9 @@ class Embedder(SimilarityModel):
         else:
             embeddings = self.head.transform(features, condition)
         conditions = [condition_text for _, condition_text in texts]
-        return apply_guides(embeddings[:, : self.truncate_dim], conditions, self.guides)
+        embeddings = apply_guides(embeddings[:, : self.truncate_dim], conditions, self.guides)
+        check_finite(embeddings, texts, f"the head {self.name}", "Fit the head again.")
+        return embeddings
 
     def _compute_similarity(
         self,

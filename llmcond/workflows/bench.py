@@ -18,12 +18,11 @@ from llmcond.benchmark.speeds import Profile, Scale, Skipped, Speed, run_encoder
 from llmcond.display import Displayed
 from llmcond.encoders import EncoderOptions, resolve
 from llmcond.encoders.loading.memory import release_memory
-from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import write_text
-from llmcond.system import choose_device
+from llmcond.system import choose_device, require_libraries
 from llmcond.workflows.options.encoding import BenchOptions
 
 _log = logging.getLogger(__name__)

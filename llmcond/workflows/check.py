@@ -10,6 +10,7 @@ from llmcond.encoders.checkpoints.checkpoint import find_checkpoint
 from llmcond.encoders.resolve import resolve_checkpoint
 from llmcond.errors import LlmcondError
 from llmcond.prompts import load_prompt
+from llmcond.system import choose_device
 
 _SENTENCE = "Two people ride bicycles up a steep road."
 _CONDITION = "the number of people"
@@ -31,18 +32,20 @@ def check_model(name: str, options: EncoderOptions) -> tuple[dict[str, Any], Llm
     Raises:
         LlmcondError: the model cannot be read and is not a known one.
     """
-    from llmcond.encoders.inspect import describe, describe_known, tokenize_inputs
-    from llmcond.system import choose_device
-
     known, device = find_model(name), choose_device(options.device)
     try:
         checkpoint = find_checkpoint(name, options.revision, options.like)
     except LlmcondError as error:
         if known is None:
             raise
+        from llmcond.encoders.inspect import describe_known
+
         report = describe_known(known, device)
         return {**report, "prompt": None, "samples": [], "complete": False}, error
     resolved = resolve_checkpoint(checkpoint, options, device, identify=False)
+    # PyTorch is imported after everything that may be wrong has been reported.
+    from llmcond.encoders.inspect import describe, tokenize_inputs
+
     report = describe(resolved)
     prompt = load_prompt(resolved.default_prompt)
     inputs = [

@@ -152,7 +152,8 @@ class TextEmbedder:
         check_truncatable(truncate_dim, model.head.head)
         self.identity, self._truncate_dim = model.identity, truncate_dim
         self.view, self.head_name, self.encoder = model.view, model.head.reference, model.encoder
-        self._head, self._store = model.head.head, model.run.store_for_other_texts()
+        self._head = model.head.head
+        self._store = model.run.store_for_other_texts(model.encoder.resolved.identity)
         self.guides = Guides()
 
     def fit_guide(self, labelled: LabelledTexts) -> None:

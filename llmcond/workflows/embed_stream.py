@@ -28,6 +28,7 @@ from llmcond.data.streams import (
 )
 from llmcond.encoders.spec import InputError, truncation_note
 from llmcond.errors import LlmcondError, UserError, format_list
+from llmcond.features.extract import check_storable
 from llmcond.features.view import FeatureView
 from llmcond.files import check_format
 from llmcond.heads.guide import Guides, apply_guides
@@ -178,10 +179,7 @@ class StreamModel:
         encoded = embedder.encoder.encode_with_counts(distinct, threads=True)
         with np.errstate(over="ignore"):
             features = encoded.vectors.astype(dtype)
-        finite = np.isfinite(features).all(axis=1)
-        if not finite.all():
-            item = distinct[int(np.argmin(finite))]
-            raise InputError(item, f"the encoder gave NaN or infinity for {item.text[:80]!r}.")
+        check_storable(features, distinct)
         vectors = embedder.embed_vectors(rows, distinct, features)
         vectors = apply_guides(vectors, [condition for _, condition in rows], self.guides)
         if self.normalize:

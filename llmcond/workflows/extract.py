@@ -243,8 +243,7 @@ def _resolve_for_actors(
             "different types cannot be mixed. Add --dtype: bfloat16 for compute capability 8.0 and "
             "above (A100, H100), float16 below."
         )
-    encoder_options = replace(encoder_options, device="cpu", runtime="torch")
-    return replace(resolve(model, encoder_options), device="cuda:0")
+    return resolve(model, replace(encoder_options, runtime="torch"), device="cuda:0")
 
 
 def resolve_task(run: AnyRun | None, name: str | None) -> AnyTask[Any]:

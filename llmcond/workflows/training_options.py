@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from llmcond.config import build
 from llmcond.data.datasets import DataOptions, Dataset
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.loading.quantization import require_libraries
 from llmcond.errors import UserError
 from llmcond.finetune.settings import TuneSettings, default_learning_rate, upgrade_setting_names
 from llmcond.heads import Recipe, load_recipe
@@ -19,6 +18,7 @@ from llmcond.log import log
 from llmcond.prompts import Prompt, load_prompt, prompt_from_json
 from llmcond.runs.run_heads import check_head_record
 from llmcond.runs.trials import size_recipe
+from llmcond.system import require_libraries
 from llmcond.tasks import AnyTask, Task, find_task
 from llmcond.workflows.extract import read_data
 from llmcond.workflows.options.training import HeadTrainingOptions, TeacherOptions, TrainLoraOptions

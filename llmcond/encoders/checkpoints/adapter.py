@@ -21,6 +21,7 @@ from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import check_format, digest_file, read_json, write_json
 from llmcond.log import log
 from llmcond.plugins import is_plugin
+from llmcond.system import require_libraries
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -380,8 +381,6 @@ def _inject(network: Any, folder: Path, name: str) -> tuple[Any, dict[str, Any]]
             architecture.
         LlmcondError: the adapter's file is broken.
     """
-    from llmcond.encoders.loading.quantization import require_libraries
-
     require_libraries(
         f"{name} is an adapter that is not plain LoRA on unquantised weights", "peft", extra="lora"
     )

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,14 @@ from llmcond.encoders.checkpoints.adapter import (
     read_lora,
 )
 from llmcond.encoders.known import KnownModel, Packaged, find_model, known_names
-from llmcond.errors import LlmcondError, UserError, first_line, install_command, nearest
+from llmcond.errors import (
+    LlmcondError,
+    UserError,
+    first_line,
+    install_command,
+    nearest,
+    raise_disk_error,
+)
 from llmcond.files import digest_file, digest_files
 
 #: The files that decide the vectors, in contrast to a README or an image.
@@ -45,9 +53,15 @@ _SETTINGS = (
     "added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "*.model", "bpe.codes",
     "dict.txt", "emoji.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
+#: The names of sentence-transformers' settings of its transformer. The first file that exists is
+#: read, as in sentence-transformers, where the name used to depend on the architecture.
+TRANSFORMER_SETTINGS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 #: The files of a checkpoint's folder in addition to its weights.
 SETTINGS = (
-    *_SETTINGS, "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+    *_SETTINGS, "modules.json", *TRANSFORMER_SETTINGS, "config_sentence_transformers.json",
 )  # fmt: skip
 #: The records of an encoder that ``llmcond train-lora`` trained, and of a run.
 RECORDS = (ENCODER_RECORD, TRAINING_RECORD, RUN_RECORD, CREDITS)
@@ -156,6 +170,27 @@ def find_checkpoint(
             cannot be used.
         LlmcondError: the hub cannot be reached, or installed weights are not the official ones.
     """
+    local = find_local_checkpoint(name_or_path, revision, like, adapter=adapter)
+    if local is not None:
+        return local
+    known = find_model(name_or_path)
+    entry = known if like is None else find_model(like)
+    repo = known.repo if known else name_or_path
+    with hub_errors(repo, revision, known):
+        snapshot = download_files(repo, revision, (*SETTINGS, "*/config.json", *RECORDS))
+        if not (snapshot / "config.json").is_file():
+            snapshot = download_files(repo, snapshot.name, (CONFIG, WEIGHTS, ROUTER, *RECORDS))
+    return _read_folder(known.name if known else repo, snapshot, entry, repo, adapter)
+
+
+def find_local_checkpoint(
+    name_or_path: str, revision: str | None, like: str | None = None, *, adapter: str | None = None
+) -> Checkpoint | None:
+    """Find a checkpoint in a folder or an installed package; None if it is on the hub.
+
+    The arguments and errors are those of ``find_checkpoint``, except that the hub is only used for
+    the base of an adapter.
+    """
     if not name_or_path.strip():
         raise UserError(f"the model's name is empty. Known: {', '.join(known_names())}.")
     known = find_model(name_or_path)
@@ -184,12 +219,7 @@ def find_checkpoint(
             f"unknown model {name_or_path!r}: not a known name, not a folder, not a hub name "
             f"(OWNER/NAME). {nearest(name_or_path, known_names())}"
         )
-    repo = known.repo if known else name_or_path
-    with hub_errors(repo, revision, known):
-        snapshot = download_files(repo, revision, (*SETTINGS, "*/config.json", *RECORDS))
-        if not (snapshot / "config.json").is_file():
-            snapshot = download_files(repo, snapshot.name, (CONFIG, WEIGHTS, ROUTER, *RECORDS))
-    return _read_folder(known.name if known else repo, snapshot, entry, repo, adapter)
+    return None
 
 
 def fetch_weights(checkpoint: Checkpoint) -> None:
@@ -551,7 +581,7 @@ def _find_package_folder(packaged: Packaged) -> Path | None:
         weights = Path(str(distribution.locate_file(f"{folder}/model.safetensors")))
         if not weights.is_file():
             continue
-        digest = digest_file(weights)
+        digest = _digest_weights(weights, weights.stat().st_mtime_ns)
         if digest != packaged.weights_sha256:
             raise LlmcondError(
                 f"{weights} has SHA-256 {digest}, not {packaged.weights_sha256}, so these are not "
@@ -559,6 +589,11 @@ def _find_package_folder(packaged: Packaged) -> Path | None:
             )
         return weights.parent
     return None
+
+
+@cache  # A command looks up its encoder several times.
+def _digest_weights(path: Path, modified: int) -> str:
+    return digest_file(path)
 
 
 @contextmanager
@@ -606,7 +641,12 @@ def hub_errors(
         ) from error
     except hub.EntryNotFoundError as error:
         raise UserError(f"{repo} on the hub lacks a file: {first_line(error)}.") from error
-    except hub.HTTPError as error:  # type: ignore[attr-defined]  # by way of httpx
+    except LlmcondError:
+        raise
+    except Exception as error:
+        # Besides errors of HTTP, the hub's client raises OSError for files of another size, and
+        # ValueError for file names outside of the repository.
+        raise_disk_error(error, "the hub's cache", "files that are complete are kept")
         raise LlmcondError(
             f"{repo} could not be downloaded: {first_line(error)}. Run the same command again to "
             "continue the download."

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmcond.encoders.checkpoints.checkpoint import Checkpoint, module_class, read_settings
+from llmcond.encoders.checkpoints.checkpoint import (
+    TRANSFORMER_SETTINGS,
+    Checkpoint,
+    module_class,
+    read_settings,
+)
 from llmcond.encoders.known import known_names
 from llmcond.encoders.poolings import POOLINGS
 from llmcond.encoders.settings import TOKENIZER_DECIDES
-from llmcond.encoders.spec import Attention
-from llmcond.errors import UserError, did_you_mean
+from llmcond.encoders.spec import MAX_LAYERS, Attention
+from llmcond.errors import UserError, did_you_mean, shortened_repr
 
 #: Architectures whose position table starts after the padding index.
 _OFFSET_POSITIONS = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer"}
@@ -30,7 +36,8 @@ class CheckpointSettings:
         tokenizer: tokenizer_config.json.
         modules: modules.json of sentence-transformers.
         pooling_config: config.json of the pooling module.
-        transformer: sentence_bert_config.json.
+        transformer: sentence_bert_config.json, or the same file under a former name.
+        transformer_file: name of that file.
         sentence_transformers: config_sentence_transformers.json.
     """
 
@@ -39,6 +46,7 @@ class CheckpointSettings:
     modules: list[dict[str, Any]]
     pooling_config: dict[str, Any]
     transformer: dict[str, Any]
+    transformer_file: str
     sentence_transformers: dict[str, Any]
 
     @classmethod
@@ -59,12 +67,15 @@ class CheckpointSettings:
                 )
             if module_class(module) == "Pooling":
                 pooling_config = read_settings(folder / path / "config.json", {})
+        names = (name for name in TRANSFORMER_SETTINGS if (folder / name).exists())
+        transformer_file = next(names, TRANSFORMER_SETTINGS[0])
         return cls(
             config=read_settings(folder / "config.json", {}),
             tokenizer=read_settings(folder / "tokenizer_config.json", {}),
             modules=modules,
             pooling_config=pooling_config,
-            transformer=read_settings(folder / "sentence_bert_config.json", {}),
+            transformer=read_settings(folder / transformer_file, {}),
+            transformer_file=transformer_file,
             sentence_transformers=read_settings(folder / "config_sentence_transformers.json", {}),
         )
 
@@ -195,11 +206,61 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
             unsupported settings that would change its vectors.
     """
     settings = CheckpointSettings.read(checkpoint.folder)
+    check_numbers(settings.config, checkpoint.name)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
     _check_modules(checkpoint, settings)
     return settings
+
+
+#: The largest counts in a config by the last word of their keys. Modules (or labels) are created
+#: one by one for them.
+_MAX_COUNTS = {"layer": MAX_LAYERS, "layers": MAX_LAYERS, "experts": 10_000, "labels": 100_000}
+#: Keys of sizes and counts of a network, which are whole numbers of at least 1.
+_COUNTS = re.compile(
+    r"(num_|n_)?(hidden_|attention_|key_value_)?(layers?|heads?|kv_heads)|n_embd|d_model|d_ff|dim|"
+    r"(hidden|intermediate|embedding|vocab)_size|hidden_dim|head_dim|"
+    r"(max_position_embeddings|n_positions|sliding_window|local_attention)"
+)
+#: Keys of the numbers that keep divisions from dividing by zero.
+_EPSILONS = re.compile(r".*_(eps|epsilon)")
+
+
+def check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Check the numbers of a config.json, before anything is built from them.
+
+    Raises:
+        UserError: a number is NaN, a size is not a whole number of at least 1, or modules would
+            take hours, or all memory, to create.
+    """
+    pending = [config]
+    for values in pending:  # nested configs are appended during the loop
+        pending += [value for value in values.values() if isinstance(value, dict)]
+        for key, value in values.items():
+            expected = _expected_number(key, value)
+            if expected:
+                raise UserError(
+                    f"config.json of {name} has {key} = {shortened_repr(value)}; expected "
+                    f"{expected}. The file may be damaged: copy it again."
+                )
+
+
+def _expected_number(key: str, value: Any) -> str:
+    """Return what is expected instead of a value of a config; empty if the value is valid."""
+    most = _MAX_COUNTS.get(key.rpartition("_")[2])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if most is not None and is_number and value > most:
+        return f"at most {most:,}"
+    if is_number and math.isnan(value):
+        return "a number"
+    # Some architectures have a list of sizes, one for each layer.
+    is_absent = value is None or isinstance(value, list | dict)
+    if _COUNTS.fullmatch(key) and not is_absent and not (type(value) is int and value >= 1):
+        return "a whole number of at least 1"
+    if _EPSILONS.fullmatch(key) and not is_absent and not (is_number and 0 <= value < 1):
+        return "a number from 0 to 1"
+    return ""
 
 
 def _check_modules(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
@@ -228,13 +289,13 @@ def _check_modules(checkpoint: Checkpoint, settings: CheckpointSettings) -> None
         value = settings.transformer.get(key)
         if value and (not isinstance(value, dict) or value.keys() - _HARMLESS_ARGUMENTS):
             raise UserError(
-                f"sentence_bert_config.json of {name} has {key} = {value!r}, which is not "
+                f"{settings.transformer_file} of {name} has {key} = {value!r}, which is not "
                 f"supported; {consequence}"
             )
     tokenizer_lowercases = settings.tokenizer.get("do_lower_case") is True
     if settings.transformer.get("do_lower_case") and not tokenizer_lowercases:
         raise UserError(
-            f"sentence_bert_config.json of {name} has do_lower_case, which is not supported; "
+            f"{settings.transformer_file} of {name} has do_lower_case, which is not supported; "
             f"{consequence} Save a tokenizer that converts texts to lower case itself, and set "
             "do_lower_case to false."
         )

@@ -106,6 +106,20 @@ MODELS: tuple[KnownModel, ...] = tuple(
 )
 
 
+def explain_no_float16(known: KnownModel | None, config: Mapping[str, Any]) -> str:
+    """Return why an encoder must not be computed in float16; empty if it may.
+
+    Activations of T5, and of Gemma from its second version on, exceed the largest float16, 65,504.
+    """
+    if known is not None and known.no_float16:
+        return known.no_float16
+    kind = str(config.get("model_type"))
+    old_gemma = kind in ("gemma", "paligemma", "recurrent_gemma")
+    if ("gemma" in kind and not old_gemma) or kind in ("t5", "mt5", "umt5", "longt5"):
+        return f"activations of the architecture {kind} overflow; use bfloat16 or float32"
+    return ""
+
+
 def default_prompt(instruction_format: str, pooling: str) -> str:
     """Return the default bundled prompt of a frozen encoder.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,8 @@ from transformers.utils import logging
 from llmcond.encoders.checkpoints.checkpoint import Checkpoint, read_settings
 from llmcond.encoders.engine.nv_embed import LatentConfig, NVEmbedModel, read_config
 from llmcond.encoders.settings import encoder_types
-from llmcond.encoders.spec import MAX_LAYERS, Attention
-from llmcond.errors import UserError, first_line, shortened_repr
+from llmcond.encoders.spec import Attention
+from llmcond.errors import UserError, first_line
 
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 #: Passed to all loading functions. Without it, transformers asks on the terminal whether to run a
@@ -59,10 +59,9 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
         attention: Direction of the attention; None leaves that of the config.
 
     Raises:
-        UserError: If transformers does not include the architecture, or its size is absurd.
+        UserError: If transformers does not include the architecture.
     """
     values = read_settings(checkpoint.folder / "config.json", {})
-    _check_counts(values, checkpoint.name)
     if values.get("model_type") == "nvembed":
         try:
             return _use_builtin_attention(read_config(values))
@@ -91,26 +90,6 @@ def load_config(checkpoint: Checkpoint, attention: Attention | None = None) -> A
             # This is set on the config. On the layers, it would affect unpadded batches only.
             config.is_causal = attention == "causal"
     return _use_builtin_attention(config)
-
-
-#: The largest counts in a config by the last word of their keys. Modules (or labels) are created
-#: one by one for them.
-_MAX_COUNTS = {"layer": MAX_LAYERS, "layers": MAX_LAYERS, "experts": 10_000, "labels": 100_000}
-
-
-def _check_counts(config: Mapping[str, Any], name: str) -> None:
-    """Raise a UserError for counts of modules that would take hours, or all memory, to create."""
-    pending = [config]
-    for values in pending:  # nested configs are appended during the loop
-        pending += [value for value in values.values() if isinstance(value, dict)]
-        for key, value in values.items():
-            most = _MAX_COUNTS.get(key.rpartition("_")[2])
-            if most is not None and isinstance(value, int | float) and value > most:
-                raise UserError(
-                    f"config.json of {name} has {key} = {shortened_repr(value)}; no encoder has "
-                    "more than "
-                    f"{most:,}. The file may be damaged: copy it again."
-                )
 
 
 def _use_builtin_attention(config: Any) -> Any:

@@ -21,17 +21,14 @@ from llmcond.encoders.loading.memory import (
     measure_footprint,
     release_memory,
 )
-from llmcond.encoders.loading.quantization import (
-    is_installed,
-    quantization_config,
-    require_libraries,
-)
+from llmcond.encoders.loading.quantization import quantization_config
 from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.routers.passes import passes_class
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, first_line
 from llmcond.files import format_bytes
+from llmcond.system import is_installed, require_libraries
 
 
 @dataclass(frozen=True, slots=True)

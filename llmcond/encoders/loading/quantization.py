@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
 from transformers import BitsAndBytesConfig
 
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import POOLING_MODULES
+from llmcond.encoders.resolve import require_quantization
 from llmcond.encoders.spec import Dtype
-from llmcond.errors import UserError, install_command
 
 
 def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
@@ -23,7 +22,7 @@ def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
     Raises:
         UserError: If bitsandbytes or accelerate is not installed.
     """
-    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
+    require_quantization(quantize)
     # bitsandbytes warns of each product that it casts, and of faster kernels that it could
     # download.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -35,24 +34,3 @@ def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=TORCH_DTYPES[dtype],
         llm_int8_skip_modules=list(POOLING_MODULES),
     )
-
-
-def require_libraries(what: str, *names: str, extra: str = "quantize") -> None:
-    """Raise a UserError unless the libraries ``names`` are installed.
-
-    ``what`` says what needs them, as the beginning of the message. ``extra`` is the extra of
-    llmcond that installs them.
-    """
-    absent = [name for name in names if not is_installed(name)]
-    if absent:
-        raise UserError(
-            f"{what}, which needs {' and '.join(absent)}. Install it: {install_command(extra)}."
-        )
-
-
-def is_installed(name: str) -> bool:
-    """Return whether a library is installed, without importing it."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # the module was disabled in sys.modules
-        return False

@@ -7,6 +7,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from llmcond.system import native_bfloat16
+
 _TELEMETRY = "openvino_telemetry"
 
 
@@ -34,8 +36,15 @@ def import_openvino() -> Any:
     return openvino
 
 
-@cache
 def computes_bfloat16() -> bool:
-    """Return whether OpenVINO multiplies bfloat16 in hardware on this CPU."""
+    """Return whether OpenVINO multiplies bfloat16 in hardware on this CPU.
+
+    OpenVINO also reports bfloat16 on CPUs with AVX-512 that lack it, where it would be emulated.
+    """
+    return native_bfloat16() and _supports_bfloat16()
+
+
+@cache
+def _supports_bfloat16() -> bool:
     capabilities = import_openvino().Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return "BF16" in capabilities

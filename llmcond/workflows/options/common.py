@@ -15,11 +15,12 @@ from llmcond.data.formats import TEXT_COLUMNS, ReadOptions
 from llmcond.data.memory import OBJECTS
 from llmcond.data.readers import FILES, SOURCE
 from llmcond.decoding import check_encoding
-from llmcond.encoders import EncoderOptions
+from llmcond.encoders import EncoderOptions, check_encoder
 from llmcond.errors import UserError, nearest
 from llmcond.files import check_folder
 from llmcond.options import Amount, Options, Positive, Precision, option
 from llmcond.run_log import Tracker, check_trackers
+from llmcond.system import check_device
 
 if TYPE_CHECKING:
     from llmcond.data.datasets import DataOptions
@@ -204,6 +205,11 @@ class DeviceOption(Options):
     """Options of commands that compute on a device."""
 
     device: str = option("auto", metavar="D", help="device to use: auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self) -> None:
+        """Also check the device."""
+        super().__post_init__()
+        check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,6 +404,11 @@ class ScaleOptions(Options):
 class EncoderFlags(Options, EncoderOptions):
     """Encoder settings as options."""
 
+    def __post_init__(self) -> None:
+        """Also check the encoder settings."""
+        super().__post_init__()
+        self.encoder_options()
+
     def encoder_options(self) -> EncoderOptions:
         """Return the encoder settings separately from the other options."""
         return self.select(EncoderOptions)
@@ -411,6 +422,11 @@ class EncoderModelOptions(EncoderFlags):
         metavar="NAME_OR_PATH",
         help="alias, hub name or folder of the encoder (`llmcond models` lists the known ones)",
     )
+
+    def __post_init__(self) -> None:
+        """Also check the encoder, before anything heavy is imported."""
+        super().__post_init__()
+        check_encoder(self.model, self.encoder_options(), elsewhere=bool(getattr(self, "scale", 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
