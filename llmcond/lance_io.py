@@ -7,6 +7,7 @@ update the same fragment.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from llmcond.errors import UserError, disk_full_error, shortened_repr
+from llmcond.errors import LlmcondError, UserError, disk_full_error, shortened_repr
 from llmcond.object_stores import is_remote
 from llmcond.text import check_characters
 
@@ -73,8 +74,30 @@ def _column_name_problem(name: str, previous: set[str]) -> str | None:
     return forbidden and f"contains {forbidden!r}"
 
 
+_user_process: int | None = None  # that has used Lance first
+
+
+def check_not_forked() -> None:
+    """Check that Lance can be used, which hangs or crashes in a process that lost its threads.
+
+    Raises:
+        LlmcondError: this process was forked from one that has used Lance.
+    """
+    global _user_process  # noqa: PLW0603 - it belongs to the process
+    if _user_process is None:
+        _user_process = os.getpid()
+    if _user_process != os.getpid():
+        raise LlmcondError(
+            "this process was forked from one that has used an index or stored features, whose "
+            "library (Lance) does not work after a fork. Start processes with "
+            "multiprocessing.get_context('spawn') or 'forkserver', or open the index only after "
+            "the fork (gunicorn without --preload)."
+        )
+
+
 def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:
     """Return the newest version of a dataset; None if nothing has been committed yet."""
+    check_not_forked()
     import lance
 
     remote = is_remote(uri)

@@ -131,3 +131,63 @@ def test_deprecated_names_warn_and_still_work():
     with pytest.warns(DeprecationWarning, match="SharedRows"):
         assert llmcond.heads.Gathered is llmcond.heads.SharedRows
     assert "Talk" not in dir(llmcond)
+
+
+#: Mistakes that are reported before PyTorch is imported, with what the error says.
+MISTAKES = {
+    "extract --model minilmm": "unknown model 'minilmm'",
+    "extract --model minilm --device gpu": "device is 'gpu'",
+    "extract --model minilm --device cuda": "device is 'cuda'",
+    "extract --model minilm --max-length 600": "max_length is 600; it must be at most 512",
+    "extract --model minilm --pooling latent": "pooling is 'latent'",
+    "extract --model minilm --like nope": "like is 'nope', not a known model",
+    "extract --model minilm --quantize 4bit": "needs bitsandbytes",
+    "extract --model .": ". has no config.json",
+    "compare-prompts --model minilmm": "unknown model 'minilmm'",
+    "train-lora --model minilmm --head none": "unknown model 'minilmm'",
+    "train-lora --model minilm --head none --quantize 4bit": "needs bitsandbytes",
+    "train-cross --model minilmm": "unknown model 'minilmm'",
+    "sweep-lora --model minilmm --head none": "unknown model 'minilmm'",
+    "bench --model minilmm": "unknown model 'minilmm'",
+    "bench --device gpu": "device is 'gpu'",
+    "models --check minilmm": "unknown model 'minilmm'",
+    "models --check minilm --device gpu": "device is 'gpu'",
+    "models --check minilm --max-length 600": "max_length is 600; it must be at most 512",
+    "models --check ./missing": "unknown model './missing'",
+    "prompts show cond --device gpu": "device is 'gpu'",
+    "similarity a b --condition c --model minilmm": "there is no run at minilmm",
+    "similarity a b --condition c --device gpu": "device is 'gpu'",
+    "embed texts.csv --out v.npy --condition-text c --model minilmm": "there is no run at minilmm",
+    "embed texts.csv --out v.npy --condition-text c --device gpu": "device is 'gpu'",
+    "index texts.csv --out index --model minilmm": "there is no run at minilmm",
+    "index texts.csv --out index --device gpu": "device is 'gpu'",
+    "cluster texts.csv --out g.csv --condition c --device gpu": "device is 'gpu'",
+    "serve --model minilmm": "there is no run at minilmm",
+    "serve --device gpu": "device is 'gpu'",
+    "explain a --condition c --device gpu": "device is 'gpu'",
+    "check-condition texts.csv --condition c --device gpu": "device is 'gpu'",
+    "fit-head --head mlp --device gpu": "device is 'gpu'",
+    "evaluate --device gpu": "device is 'gpu'",
+}
+
+
+def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
+    (tmp_path / "texts.csv").write_text("text\na man\na dog\n")
+    lines = [
+        "import contextlib, io, os, shlex, sys",
+        "from llmcond import system",
+        "from llmcond.cli import run",
+        f"os.chdir({str(tmp_path)!r})",
+        "system.may_have_gpu = lambda: False",
+        # As on a machine without the extra.
+        "sys.modules['bitsandbytes'] = None",
+        f"for line, message in {MISTAKES!r}.items():",
+        "    with contextlib.redirect_stderr(io.StringIO()) as err:",
+        "        code = run(shlex.split(line))",
+        "    text = err.getvalue()",
+        "    assert code == 2 and message in text, (line, code, text)",
+        "    assert len(text.splitlines()) == 1, (line, text)",
+        "    used = {'torch', 'transformers', 'accelerate'} & {*sys.modules}",
+        "    assert not used, (line, used)",
+    ]
+    assert list_loaded("\n".join(lines), ("torch",)) == []

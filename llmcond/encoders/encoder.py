@@ -33,7 +33,13 @@ from llmcond.encoders.engine.tokenizing import InputTokenizer, Token, Tokens, ch
 from llmcond.encoders.poolings import ROUTED_POOLINGS
 from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
-from llmcond.encoders.spec import TRUNCATION_NOTE, EncoderInput, check_finite, plan_inputs
+from llmcond.encoders.spec import (
+    TRUNCATION_NOTE,
+    EncoderInput,
+    NotFiniteError,
+    check_finite,
+    plan_inputs,
+)
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
 from llmcond.errors import LlmcondError, UserError
 from llmcond.files import digest_bytes
@@ -433,7 +439,6 @@ class Encoder:
         queries: RouterQueries | None = None,
         *,
         threads: bool = False,
-        check: bool = True,
     ) -> Encoded:
         """Encode inputs, and count the tokens of each.
 
@@ -446,20 +451,23 @@ class Encoder:
                 input that is among them is not encoded again. None: compute them.
             threads: encode on the encoder's worker threads. By default, everything runs on the
                 calling thread. The vectors are the same.
-            check: raise an error if a vector is not finite; False: return it.
 
         Returns:
             Vectors with the token count and the truncation of each input.
 
         Raises:
             UserError: an input has an instruction, a context or a router that the encoder does not
-                take, or its vector contains NaN or infinity.
+                take.
+            NotFiniteError: a vector contains NaN or infinity. The error has all vectors.
             LlmcondError: out of memory.
         """
         concurrent = threads and self.concurrency.threads > 1
         encoded = self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
-        if check:
+        try:
             check_finite(encoded.vectors, inputs)
+        except NotFiniteError as error:
+            error.encoded = encoded  # so that the other vectors are not lost
+            raise
         return encoded
 
     def token_weights(self, item: EncoderInput) -> TokenWeights:

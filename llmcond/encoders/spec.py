@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.files import digest_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from llmcond.encoders.encoder import Encoded
 
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -164,6 +166,16 @@ class InputError(UserError):
         self.item = item
 
 
+class NotFiniteError(InputError):
+    """A vector contains NaN or infinity.
+
+    Attributes:
+        encoded: the vectors of all inputs, if an encoder computed them.
+    """
+
+    encoded: Encoded | None = None
+
+
 def check_finite(
     vectors: NDArray[Any], items: Sequence[Any], source: str = "the encoder", advice: str = ""
 ) -> None:
@@ -176,8 +188,10 @@ def check_finite(
         advice: what to do about it; empty: what helps with an encoder.
 
     Raises:
-        InputError: a vector is not finite. The error is about the first of them.
+        NotFiniteError: a vector is not finite. The error is about the first of them.
     """
+    import numpy as np  # options import this module, and must not take long
+
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if not len(bad):
         return
@@ -187,7 +201,7 @@ def check_finite(
         "Compute in another type (llmcond extract --dtype float32). If that does not help, the "
         "checkpoint is damaged: copy it again."
     )
-    raise InputError(
+    raise NotFiniteError(
         item,
         f"{source} returned NaN or infinity for {shortened_repr(text)}"
         f"{f' and {len(bad) - 1:,} more' if len(bad) > 1 else ''}. {advice}",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcond.encoders.spec import EncoderInput, check_finite, plan_inputs
+from llmcond.encoders.spec import EncoderInput, NotFiniteError, check_finite, plan_inputs
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import (
     MissingCount,
@@ -223,9 +223,17 @@ class PartEncoder:
         self._encoder, self._routing_units = encoder, dict[tuple[str, ...], _RoutingUnit]()
 
     def encode(self, part: EncodingPart) -> Encoded:
-        """Return the vectors of a part; see ``check_storable``."""
+        """Return the vectors of a part, which may not be finite; see ``check_storable``."""
+        try:
+            return self._encode(part)
+        except NotFiniteError as error:
+            if error.encoded is None:
+                raise
+            return error.encoded
+
+    def _encode(self, part: EncodingPart) -> Encoded:
         if not part.units:
-            return self._encoder.encode_with_counts(part.inputs, check=False)
+            return self._encoder.encode_with_counts(part.inputs)
         # The limit covers at least one window, as each of its parts may need nearly all its
         # routers.
         if sum(map(len, self._routing_units)) > max(_MAX_ROUTERS, WINDOW):
@@ -235,7 +243,7 @@ class PartEncoder:
             queries |= self._routing_units.setdefault(texts, _RoutingUnit()).queries(
                 self._encoder, texts
             )
-        return self._encoder.encode_with_counts(part.inputs, queries, check=False)
+        return self._encoder.encode_with_counts(part.inputs, queries)
 
 
 class _RoutingUnit:

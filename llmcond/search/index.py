@@ -49,6 +49,7 @@ from llmcond.features.store import FeatureStore
 from llmcond.features.view import ViewInputs
 from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
+from llmcond.lance_io import check_not_forked
 from llmcond.log import log
 from llmcond.options import IndexPrecision, check_argument, check_folder
 from llmcond.prompts.template import InputTemplate
@@ -529,6 +530,7 @@ class Index:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Hold the write lock, and start from the newest version of the texts."""
+        check_not_forked()
         with self._writer:
             try:
                 self._file_lock.acquire(timeout=0)

@@ -30,7 +30,7 @@ from llmcond.errors import (
     shortened_repr,
 )
 from llmcond.files import check_free_space
-from llmcond.lance_io import READ_ERRORS, convert_panics, open_newest
+from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics, open_newest
 from llmcond.search.errors import FilterError
 from llmcond.search.filters import parse_filter
 
@@ -236,6 +236,7 @@ def vectors_of(rows: Any) -> NDArray[Any]:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
+    check_not_forked()
     try:
         with convert_panics():
             yield

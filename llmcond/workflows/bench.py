@@ -22,7 +22,7 @@ from llmcond.encoders.resolve import ResolvedEncoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import LlmcondError, UserError, first_line
 from llmcond.files import write_text
-from llmcond.system import choose_device, require_libraries
+from llmcond.system import choose_device
 from llmcond.workflows.options.encoding import BenchOptions
 
 _log = logging.getLogger(__name__)
@@ -87,8 +87,6 @@ def bench(options: BenchOptions) -> Benchmark:
     wrong_length = next((n for n in options.lengths if not 16 <= n <= _MAX_LENGTH), None)
     if wrong_length is not None:
         raise UserError(f"--lengths has {wrong_length}; expected numbers from 16 to {_MAX_LENGTH}.")
-    if set(quantize) - {"none"}:
-        require_libraries("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
     result = Benchmark(describe_machine(device), [], [], [], [])
     results_by_type: dict[type, list[Any]] = {
         Check: result.checks,

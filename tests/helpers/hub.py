@@ -22,8 +22,12 @@ class Hub(BaseHTTPRequestHandler):
 
     ``me/tiny`` can be downloaded. ``me/asked`` lists its files, but its terms must be accepted
     before a file is downloaded; ``me/gated`` does not even list them. ``me/hollow`` has no
-    weights, and the connection breaks within the weights of ``me/broken``.
+    weights, and the connection breaks within the weights of ``me/broken``. Hostile ones:
+    ``me/short`` announces files of another size, ``me/outside`` lists a file outside of the
+    repository, and ``me/garbled`` lists its files in something that is not JSON.
     """
+
+    REPOS = tuple(f"me/{name}" for name in "tiny asked hollow broken short outside garbled".split())
 
     def __init__(self, folder, *arguments):
         self.folder = folder
@@ -36,10 +40,18 @@ class Hub(BaseHTTPRequestHandler):
         name = re.sub(f"^/resolve/({COMMIT}|main)/", "", rest)
         if repo == "me/gated" or (repo == "me/asked" and name != rest):
             self.answer(b"", {"X-Error-Code": "GatedRepo"}, 401 if repo == "me/gated" else 403)
-        elif repo not in ("me/tiny", "me/asked", "me/hollow", "me/broken"):
+        elif repo not in self.REPOS:
             self.answer(b"", {"X-Error-Code": "RepoNotFound"}, 404)
         elif rest in ("", "/revision/main"):
             self.answer_json({"id": repo, "sha": COMMIT, "siblings": []})
+        elif rest.startswith(f"/tree/{COMMIT}") and repo == "me/garbled":
+            self.answer(b"<html>", {"Content-Type": "application/json"})
+        elif rest.startswith(f"/tree/{COMMIT}") and repo == "me/outside":
+            oid = self.etag("x")
+            names = ["config.json", "../../../x/config.json"]
+            self.answer_json(
+                [{"type": "file", "path": path, "size": 9, "oid": oid} for path in names]
+            )
         elif rest.startswith(f"/tree/{COMMIT}"):
             files = [path for path in self.folder.rglob("*") if path.is_file()]
             hidden = "*.safetensors" if repo == "me/hollow" else ""
@@ -48,7 +60,10 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(b"", {"X-Error-Code": "EntryNotFound"}, 404)
         elif name != rest:
             body, cut = (self.folder / name).read_bytes(), name.endswith(".safetensors")
-            self.answer(body, {"ETag": f'"{self.etag(name)}"'}, cut=cut and repo == "me/broken")
+            headers = {"ETag": f'"{self.etag(name)}"'}
+            if repo == "me/short":
+                headers["X-Linked-Size"] = str(len(body) + 7)
+            self.answer(body, headers, cut=cut and repo == "me/broken")
         else:
             self.answer(b"", {"X-Error-Code": "RevisionNotFound"}, 404)
 

@@ -17,7 +17,7 @@ from typing import Any
 from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, InputError, Span
-from llmcond.errors import UserError, first_line
+from llmcond.errors import UserError, first_line, shortened_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -570,7 +570,10 @@ def check_inputs(inputs: Sequence[EncoderInput]) -> None:
         raise UserError(f"expected a list of EncoderInput, but got one {type(inputs).__name__}.")
     for position, item in enumerate(inputs):
         if not isinstance(item, EncoderInput):
-            raise UserError(f"the input at position {position} is {item!r}, not an EncoderInput.")
+            raise UserError(
+                f"the input at position {position} is {shortened_repr(item)}, not a text or an "
+                "EncoderInput."
+            )
         texts = {"instruction": item.instruction, "text": item.text, "context": item.context or ""}
         texts["router"] = item.router.text if item.router else ""
         for name, text in texts.items():

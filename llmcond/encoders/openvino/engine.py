@@ -175,6 +175,10 @@ class OpenVinoEngine:
                 batch_routes = [routes[index] for index in done.batch] if routes else []
                 pooled = self._pool(states, [rows[index] for index in done.batch], batch_routes)
                 vectors = pooled if queries else self.finish_states(pooled)
+                if len(done.batch) > 1 and not np.isfinite(vectors).all():
+                    # Attention multiplies other inputs of a batch by 0, which leaves NaN as it is.
+                    waiting.extendleft(_halve(done.batch))
+                    continue
                 yield BatchVectors(done.batch, vectors, len(states))
         finally:
             for unfinished in running:
@@ -279,6 +283,11 @@ def _split_batch(batch: list[int], lengths: Sequence[int], error: Exception) -> 
         raise OutOfMemoryError(
             f"ran out of memory with a single input of {lengths[batch[0]]} tokens."
         ) from error
+    return _halve(batch)
+
+
+def _halve(batch: list[int]) -> list[list[int]]:
+    """Return the second half of a batch, then its first half."""
     half = len(batch) // 2
     return [batch[half:], batch[:half]]
 

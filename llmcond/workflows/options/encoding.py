@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from llmcond.benchmark.shapes import Level, Shape
+from llmcond.encoders import EncoderOptions, check_encoder
 from llmcond.encoders.spec import Quantize
 from llmcond.errors import UserError
 from llmcond.files import file_output
 from llmcond.options import Amount, Positive, option
+from llmcond.system import require_libraries
 from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
 
 
@@ -106,3 +108,11 @@ class BenchOptions(DeviceOption):
         writes=file_output(".md"),
         help="Markdown file to write the report to",
     )
+
+    def __post_init__(self) -> None:
+        """Also check the encoders, before anything heavy is imported."""
+        super().__post_init__()
+        if set(self.quantize) - {"none"}:
+            require_libraries("--quantize 8bit and 4bit", "bitsandbytes", "accelerate")
+        for name in self.model:
+            check_encoder(name, EncoderOptions(device=self.device))

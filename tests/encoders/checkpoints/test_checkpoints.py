@@ -279,9 +279,18 @@ def test_dense_settings_that_affect_vectors_are_rejected(folder, setting):
         load_encoder(str(folder), dtype="float32", device="cpu")
 
 
-def test_length_is_read_from_sentence_transformers_files(folder):
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
+@pytest.mark.parametrize(
+    "kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
+)
+def test_length_is_read_from_sentence_transformers_files(folder, kind):
+    name = f"sentence_{kind}_config.json"
+    (folder / "sentence_xlnet_config.json").write_text('{"max_seq_length": 41}')
+    (folder / name).write_text('{"max_seq_length": 40}')  # the first of several files counts
     assert resolve_folder(folder).identity.max_length == 40
+    assert folder / name in settings_files(folder)
+    (folder / name).write_text('{"do_lower_case": true}')
+    with pytest.raises(UserError, match=rf"{name} of .* has do_lower_case"):
+        resolve_folder(folder)
 
 
 def test_length_is_read_from_tokenizer_config(folder):
@@ -311,7 +320,9 @@ def test_settings_missing_from_files_are_listed_as_assumed(folder):
 def test_assumed_length_is_capped_at_512(folder):
     change_json(folder / "tokenizer_config.json", model_max_length=10**30)
     change_json(folder / "config.json", max_position_embeddings=32_768)
-    assert resolve_folder(folder).identity.max_length == 512
+    resolved = resolve_folder(folder)
+    assert resolved.identity.max_length == 512
+    assert "(--max-length, up to the 32,768 positions that it has)" in resolved.assumed[-1]
 
 
 def test_roberta_loses_positions_up_to_padding_index(folder):
@@ -326,7 +337,7 @@ def test_positions_of_text_config_limit_length(folder):
     change_json(folder / "config.json", text_config={"max_position_embeddings": 48})
     assert resolve_folder(folder).identity.max_length == 48
     assert resolve_folder(folder, max_length=48).identity.max_length == 48
-    with pytest.raises(UserError, match="max_length is 49; it must be at least 8 and at most 48"):
+    with pytest.raises(UserError, match="max_length is 49; it must be at most 48"):
         resolve_folder(folder, max_length=49)
 
 
@@ -370,8 +381,8 @@ def test_default_prompt_suits_instruction_format_and_pooling(
         ({"dtype": "float23"}, "dtype is 'float23'. Did you mean 'float32'"),
         ({"quantize": "8bits"}, "quantize is '8bits'. Did you mean '8bit'"),
         ({"pooling": "men"}, "pooling is 'men'. Did you mean 'mean'"),
-        ({"max_length": 7}, "max_length is 7; it must be at least 8 and at most 64"),
-        ({"max_length": 65}, "max_length is 65; it must be at least 8 and at most 64"),
+        ({"max_length": 7}, "max_length is 7; it must be at least 8"),
+        ({"max_length": 65}, "max_length is 65; it must be at most 64, the number of positions"),
         ({"max_tokens_per_batch": 0}, "max_tokens_per_batch is 0; it must be at least 1"),
         ({"revision": "main"}, "revision is 'main', but .* only models on the hub have revisions"),
         ({"attention": "both"}, "attention is 'both'.*Legal: bidirectional, causal"),
@@ -621,8 +632,41 @@ def test_invalid_config_is_reported_in_one_line(folder, change):
 )
 def test_excessive_counts_in_config_are_rejected(folder, change):
     change_json(folder / "config.json", **change)
-    with pytest.raises(UserError, match=r"config\.json of .* has num_\w+ = 1?\d+; no encoder has"):
+    with pytest.raises(UserError, match=r"config\.json of .* has num_\w+ = 1\d+; expected at most"):
         check_model(str(folder), CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_attention_heads": 2.5}, "a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "a whole number of at least 1"),
+        ({"num_attention_heads": "4"}, "a whole number of at least 1"),
+        ({"num_hidden_layers": -1}, "a whole number of at least 1"),
+        ({"hidden_size": True}, "a whole number of at least 1"),
+        ({"hidden_size": 32.0}, "a whole number of at least 1"),
+        ({"intermediate_size": -64}, "a whole number of at least 1"),
+        ({"vocab_size": 0}, "a whole number of at least 1"),
+        ({"max_position_embeddings": 64.5}, "a whole number of at least 1"),
+        ({"text_config": {"num_key_value_heads": 0.5}}, "a whole number of at least 1"),
+        ({"model_type": "distilbert", "n_heads": 1.5}, "a whole number of at least 1"),
+        ({"layer_norm_eps": float("nan")}, "a number"),
+        ({"layer_norm_eps": -1e-5}, "a number from 0 to 1"),
+        ({"layer_norm_eps": float("inf")}, "a number from 0 to 1"),
+        ({"rms_norm_eps": "small"}, "a number from 0 to 1"),
+        ({"attention_probs_dropout_prob": float("nan")}, "a number"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "a number"),
+    ],
+)
+def test_invalid_numbers_in_config_are_rejected(folder, change, expected):
+    change_json(folder / "config.json", **change)
+    with pytest.raises(UserError, match=rf"config\.json of .* has \w+ = .*; expected {expected}\."):
+        resolve_folder(folder)
+
+
+def test_lists_and_nulls_in_config_are_accepted(folder):
+    change_json(folder / "config.json", head_dim=None, sliding_window=None, num_experts=[1, 2])
+    assert resolve_folder(folder).identity.max_length == 64
 
 
 def test_network_much_larger_than_weight_files_is_rejected(folder):
@@ -1263,6 +1307,17 @@ def test_pickled_weights_are_downloaded_without_safetensors(folder, tmp_path):
     with serve_hub(folder) as url:
         report = resolve_in_process(url, tmp_path / "home", "me/tiny", action="load")
     assert "pytorch_model.bin" in report["files"]
+
+
+@pytest.mark.parametrize(
+    "repo", ["me/short", "me/outside", "me/garbled", "me/broken"], ids=lambda repo: repo[3:]
+)
+def test_download_that_breaks_is_reported_in_one_line(hub, tmp_path, repo):
+    report = resolve_in_process(hub, tmp_path / "home", repo, action="load")
+    assert report["code"] == 1
+    assert f"{repo} could not be downloaded: " in report["error"]
+    assert "Run the same command again" in report["error"]
+    assert "\n" not in report["error"]
 
 
 def test_unreachable_weights_are_named(cache):

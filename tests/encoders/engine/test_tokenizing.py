@@ -794,9 +794,13 @@ def test_tokenizer_without_tokens_for_simple_texts_is_rejected():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ("abc", "inputs is a single str; expected a list"),
+        ("abc", "expected a list for inputs, not the str 'abc'"),
+        (None, "expected a list for inputs, not the NoneType None"),
+        (np.array("abc"), "expected a list for inputs, not the ndarray"),
+        (7, "expected a list for inputs, not the int 7"),
+        ([None], "the input at position 0 is None, not a text"),
         (EncoderInput("", "a"), "inputs is a single EncoderInput; expected a list"),
-        ([5], "the input at position 0 is 5, not an EncoderInput"),
+        ([5], "the input at position 0 is 5, not a text or an EncoderInput"),
         ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
         ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
         ([EncoderInput("", "\ud800")], "the text at position 0 is not valid Unicode"),

@@ -201,18 +201,6 @@ def test_relative_position_buckets_match_transformers():
     np.testing.assert_array_equal(relative_buckets(600, 32), expected.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_vector_does_not_depend_on_batch(dtype):
-    items = make_inputs([f"{text} {number}" for text in TEXTS[:6] for number in range(30)])
-    encoder = load_encoder("minilm", dtype=dtype, device="cpu")
-    expected = encoder.encode_with_counts(items).vectors
-    np.testing.assert_array_equal(encoder.encode_with_counts(items, threads=True).vectors, expected)
-    encoder.engine.budget = 100
-    np.testing.assert_array_equal(encoder.encode(items[::-1])[::-1], expected)
-    single_vectors = np.concatenate([encoder.encode([item]) for item in items[::7]])
-    np.testing.assert_array_equal(single_vectors, expected[::7])
-
-
 def test_batches_have_similar_lengths_and_fill_all_streams():
     rng = random.Random(0)
     lengths = [rng.choice([5, 20, 30, 40, 400]) for _ in range(200)]
@@ -294,8 +282,9 @@ def test_missing_openvino_falls_back_to_pytorch_with_log_line(monkeypatch, caplo
         load_encoder("minilm", **FLOAT32, runtime="openvino")
 
 
-def test_cpu_without_bfloat16_uses_pytorch(monkeypatch):
-    monkeypatch.setattr(library, "computes_bfloat16", lambda: False)
+def test_cpu_on_which_openvino_lacks_bfloat16_uses_pytorch(monkeypatch):
+    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_bf16")
+    monkeypatch.setattr(library, "_supports_bfloat16", lambda: False)
     resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
     assert resolved.runtime == "torch"
     assert "does not compute bfloat16 on this CPU" in resolved.openvino_obstacle
@@ -309,7 +298,8 @@ def test_cpu_without_bfloat16_uses_pytorch(monkeypatch):
         ({"runtime": "torch"}, ""),
     ],
 )
-def test_unsupported_settings_use_pytorch(tiny_checkpoint, options, reason):
+def test_unsupported_settings_use_pytorch(tiny_checkpoint, monkeypatch, options, reason):
+    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_fp16")
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(**{**FLOAT32, **options}))
     assert resolved.runtime == "torch"
     assert reason in resolved.openvino_obstacle

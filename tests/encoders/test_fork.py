@@ -1,0 +1,169 @@
+"""Forked processes: what was loaded before the fork works in the child, or raises at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import llmcond
+from llmcond.encoders.encoder import load_encoder
+from llmcond.errors import LlmcondError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+TEXTS = [f"A man rides horse number {number}." for number in range(40)]
+#: Nothing in a child takes as long, even on a busy machine; a child that waits for threads that do
+#: not exist never ends.
+PATIENCE = 60
+
+
+@pytest.fixture(autouse=True)
+def _several_threads():
+    """Give the parent a pool of PyTorch's threads, which tests with one thread lack."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_child(work):
+    """Call ``work`` in a forked process, and fail if that does not end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python and Lance warn of forks
+        process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return
+        time.sleep(0.01)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    pytest.fail("the forked process hangs")
+
+
+def report(work, pipe):
+    """Write the result of ``work`` to a pipe, or the message of its error."""
+    try:
+        os.write(pipe, np.float64(work()).tobytes())
+    except LlmcondError as error:
+        os.write(pipe, f"LlmcondError: {error}".encode())
+
+
+def result_in_child(work):
+    reader, writer = os.pipe()
+    in_child(lambda: report(work, writer))
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        data = pipe.read()
+    return data.decode() if data.startswith(b"LlmcondError") else float(np.frombuffer(data)[0])
+
+
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("runtime", ["openvino", "torch"])
+def test_encoder_works_in_forked_process(runtime, used):
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    encoder = load_encoder("minilm", device="cpu", dtype="float32", runtime=runtime)
+    expected = encoder.encode(TEXTS) if used else None
+
+    def compare():
+        first = encoder.encode(TEXTS)
+        second = encoder.encode(TEXTS[::-1])[::-1]
+        return np.abs(first - (second if expected is None else expected)).max()
+
+    for _ in range(2):
+        assert result_in_child(compare) < 1e-5
+    # The parent is not affected.
+    np.testing.assert_array_equal(encoder.encode(TEXTS), encoder.encode(TEXTS))
+
+
+def test_embedder_works_in_process_forked_from_forked_process():
+    embedder = llmcond.load_embedder(device="cpu")
+    expected = embedder.encode(TEXTS, "the animal")
+
+    def compare():
+        return np.abs(embedder.encode(TEXTS, "the animal") - expected).max()
+
+    assert result_in_child(lambda: max(compare(), result_in_child(compare))) < 1e-5
+
+
+def test_process_that_does_not_use_encoder_ends_normally():
+    code = (
+        "import os, sys, llmcond\n"
+        "encoder = llmcond.load_encoder('minilm', device='cpu')\n"
+        "encoder.encode(['a text'])\n"
+        "if os.fork() == 0: sys.exit(0)\n"
+        "status = os.waitstatus_to_exitcode(os.wait()[1])\n"
+        "print(status); os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert done.stdout.strip() == "0"
+
+
+class _Encoded(torch.utils.data.Dataset):
+    def __init__(self, encoder):
+        self.encoder = encoder
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.encoder.encode([TEXTS[index]])[0]
+
+
+def test_encoder_works_in_workers_of_data_loader(minilm):
+    expected = minilm.encode(TEXTS[:4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loader = DataLoader(
+            _Encoded(minilm), num_workers=2, multiprocessing_context="fork", timeout=PATIENCE
+        )
+        vectors = np.concatenate([batch.numpy() for batch in loader])
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
+def test_encoder_on_gpu_is_rejected_at_once(minilm):
+    encoder = load_encoder("minilm", device="cpu", dtype="float32")
+    encoder.resolved = replace(encoder.resolved, device="cuda:0")  # as on a machine with a GPU
+    message = result_in_child(lambda: encoder.encode(TEXTS))
+    assert "minilm was loaded on cuda:0 before this process was forked" in message
+    assert "get_context('spawn')" in message
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda index: index.search("cats", condition="the animal"),
+        lambda index: index.search("cats", condition="the animal", where="id != 'x'"),
+        lambda index: index.search("cats", condition="the colour"),
+        lambda index: index.add(["A new text."]),
+        lambda index: index.delete(["x"]),
+        lambda index: llmcond.Index.open(index.folder).search("cats", condition="the animal"),
+        lambda index: llmcond.extract(model="minilm", run=index.folder.parent / "run"),
+    ],
+)
+def test_lance_is_rejected_in_forked_process_at_once(index, use):
+    message = result_in_child(lambda: use(index))
+    assert "does not work after a fork. Start processes with" in message
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    index = llmcond.Index.build(tmp_path_factory.mktemp("fork") / "index", TEXTS, device="cpu")
+    index.search("dogs", condition="the animal")
+    return index
