@@ -157,7 +157,7 @@ def check_output(path: Path | None, suffixes: Sequence[str], inputs: Iterable[An
 
     Args:
         path: the file; None: nothing will be written.
-        suffixes: legal suffixes of the file, in lower case. The file's own may be in capitals.
+        suffixes: legal suffixes of the file, in lower case; it may have them in capitals.
         inputs: input files, or folders with one file per split; objects that are not paths are
             ignored.
 
@@ -198,35 +198,35 @@ def check_writable(path: Path) -> None:
     """Check before any work that a file can be written, without leaving one.
 
     Raises:
-        UserError: ``path`` is a folder or a device, or as ``_check_place``.
+        UserError: ``path`` is a folder or a device, or as ``_check_creatable``.
     """
     if is_folder(path):
         raise UserError(f"{path} is a folder; name a file.")
     if (mode := _mode(path)) and not stat.S_ISREG(mode):
         raise UserError(f"{path} is not a regular file; name another file.")
-    _check_place(path)
+    _check_creatable(path)
 
 
 def check_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
     """Check before any work that files can be written into a folder, which need not exist.
 
     Raises:
-        UserError: ``path`` is a file, or as ``_check_place``.
+        UserError: ``path`` is a file, or as ``_check_creatable``.
     """
     if _mode(path) and not is_folder(path):
         raise UserError(f"{path} is a file; name a folder.")
-    _check_place(path / "x" if is_folder(path) else path)
+    _check_creatable(path / "x" if is_folder(path) else path)
 
 
 def check_new_folder(path: Path, inputs: Iterable[Any] = ()) -> None:
     """Check before any work that a folder can be created, or exists and is empty.
 
     Raises:
-        UserError: ``path`` is a file or a folder that is not empty, or as ``_check_place``.
+        UserError: ``path`` is a file or a folder that is not empty, or as ``_check_creatable``.
     """
     if _mode(path) and not (is_folder(path) and not any(path.iterdir())):
         raise UserError(f"{path} already exists. Name another folder, or remove it.")
-    _check_place(path)
+    _check_creatable(path)
 
 
 def is_folder(path: Path) -> bool:
@@ -247,7 +247,7 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _check_place(path: Path) -> None:
+def _check_creatable(path: Path) -> None:
     """Check that a file or folder can be created at a path, or in missing folders above it.
 
     Raises:
@@ -257,7 +257,7 @@ def _check_place(path: Path) -> None:
     if re.search(r"[\x00-\x1f\x7f]", str(path)):
         raise UserError(f"{str(path)!r} contains a control character; name another file or folder.")
     whole = path.absolute()
-    present = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+    present = next(part for part in (whole, *whole.parents) if os.path.lexists(part))
     if not _mode(present):
         raise UserError(
             f"{present} is a link to {present.readlink()}, which does not exist. Remove the "

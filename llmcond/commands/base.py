@@ -211,7 +211,7 @@ def _argparse_keywords(hint: Any, spec: Option, default: Any) -> dict[str, Any]:
     return {**keywords, "type": kind if kind in (int, float, Path) and not spec.parse else str}
 
 
-def _check_given_once(
+def _check_unset(
     action: argparse.Action,
     parser: argparse.ArgumentParser,
     namespace: argparse.Namespace,
@@ -235,7 +235,7 @@ class _StoreOnce(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        _check_given_once(self, parser, namespace, option_string)
+        _check_unset(self, parser, namespace, option_string)
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
@@ -249,7 +249,7 @@ class _StoreBooleanOnce(argparse.BooleanOptionalAction):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        _check_given_once(self, parser, namespace, option_string)
+        _check_unset(self, parser, namespace, option_string)
         super().__call__(parser, namespace, values, option_string)
 
 

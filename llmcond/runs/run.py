@@ -444,7 +444,7 @@ class AnyRun(ABC):
         return [FeatureView((prompt,), subtract) for subtract in options]
 
     def zero_shot_view(self, prompt: Prompt) -> FeatureView:
-        """Return the features of zero-shot under a prompt, with subtraction if that is usual."""
+        """Return the features of zero-shot under a prompt, with subtraction by default."""
         views = self.zero_shot_views(prompt)
         return views[-1] if self.subtracts else views[0]
 

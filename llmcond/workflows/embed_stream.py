@@ -110,15 +110,16 @@ class StreamModel:
         model = EmbeddingModel.find(options.resolve_folder(), options.head, options.prompt)
         check_truncatable(options.truncate_dim, model.head.head)
         source = str(model.run.folder.absolute())
-        found = model.run.find_arguments if model.run.is_bundled or model.run.is_encoder else {}
+        has_name = model.run.is_bundled or model.run.is_encoder
+        arguments = model.run.find_arguments if has_name else {}
         return cls(
-            found.get("model", source),
+            arguments.get("model", source),
             model.head.reference,
             model.view.name,
             options.device,
             options.normalize,
             options.truncate_dim,
-            revision=found.get("revision"),
+            revision=arguments.get("revision"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -356,8 +357,8 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     names, output.vector = {column.name: column.condition for column in columns}, columns[0].name
     sources = list(dict.fromkeys(column.source for column in columns if column.source))
     if isinstance(output, LanceOutput):
-        kept = keep or [name for name in texts.columns() if name not in (sentence_column, *sources)]
-        check_lance_column_names([*kept, "sentence", *names])
+        others = [name for name in texts.columns() if name not in (sentence_column, *sources)]
+        check_lance_column_names([*(keep or others), "sentence", *names])
     texts = texts.with_texts(sentence_column, sources)
     if guide is not None:
         _fit_guides(model, guide, text, columns, reading)

@@ -255,7 +255,7 @@ def _repeated_flags() -> list[tuple[str, str, list[str]]]:
     return cases
 
 
-def test_every_flag_with_one_value_is_rejected_when_given_twice():
+def test_every_flag_with_one_value_is_rejected_if_repeated():
     cases = _repeated_flags()
     assert len(cases) > 400
     for name, flag, values in cases:
