@@ -48,7 +48,7 @@ _BATCH_ROWS = 16_384
 #: at once.
 _MAX_THREADS = 8
 _UNREADABLE = (pa.ArrowException, *READ_ERRORS)
-#: Columns that are written in addition to the kept ones.
+#: Columns that are written in addition to those of ``--keep``.
 RESERVED_COLUMNS = ("sentence", "condition", "embedding")
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
@@ -83,7 +83,7 @@ class StreamColumns:
 
     @property
     def schema(self) -> pa.Schema:
-        """The kept columns, followed by the columns of texts."""
+        """The columns of ``--keep``, followed by the columns of texts."""
         texts = dict.fromkeys((self.sentence, *self.conditions))
         others = [name for name in texts if name not in self.keep.names]
         return pa.schema([*self.keep, *(pa.field(name, pa.string()) for name in others)])

@@ -264,8 +264,8 @@ def test_guide_rows_apply_to_their_condition_only(call, write_rows, tmp_path):
     assert sum(map(Counter, people["guided"].values()), Counter()) == people["guide"]
     assert (len(people["guided"]) > 1, mood["guided"]) == (True, None)
     # Clusters under one condition do not depend on the labels of another.
-    place_guide = write_rows([row[:2] for row in rows[:24]], "place.csv", "text,label")
-    (unchanged,) = call(*PLACE, "--guide", place_guide, "--out", "out.csv")["clusterings"]
+    guide_path = write_rows([row[:2] for row in rows[:24]], "place.csv", "text,label")
+    (unchanged,) = call(*PLACE, "--guide", guide_path, "--out", "out.csv")["clusterings"]
     assert unchanged["clusters"] == location["clusters"]
     assert "guide of the number of people" in page.read_text()
 
