@@ -112,6 +112,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def native_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let encoders compute in bfloat16 and float16 on any CPU, which emulates what it lacks."""
+    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_bf16 avx512_fp16")
+
+
 @pytest.fixture(autouse=True)
 def check_flags_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail the test if an error names a flag that the command does not have."""

@@ -134,6 +134,7 @@ def test_no_inputs_give_an_empty_array(tiny):
     assert vectors.dtype == np.float32
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_bfloat16_is_close_to_float32(minilm_vectors):
     encoder = load_encoder("minilm", dtype="bfloat16", device="cpu")

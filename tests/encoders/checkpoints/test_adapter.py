@@ -302,6 +302,7 @@ def test_vectors_match_peft(case):
     assert encoder.engine.packs == base.engine.packs
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_bfloat16_vectors_are_close_to_float32(tuned_minilm):
     encoder = tuned_minilm.load(dtype="bfloat16")
     assert cosines(encoder.encode(make_inputs()), tuned_minilm.expected).min() > 0.999
@@ -332,6 +333,7 @@ def test_unfolded_latents_give_same_vectors(tmp_path):
     assert max_deviation(encode_texts(case.folder, fold_latents=False), case.expected) < 1e-4
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.parametrize(("quantize", "dtype"), [("4bit", "bfloat16"), ("8bit", "float32")])
 def test_adapter_on_quantised_weights_is_not_merged(tuned_minilm, quantize, dtype):
     pytest.importorskip("bitsandbytes")
@@ -699,8 +701,8 @@ def test_non_finite_weights_are_rejected(bert, value):
         load_on_cpu(folder)
 
 
-def test_overflow_of_merged_weights_is_rejected(bert, monkeypatch):
-    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_fp16")
+@pytest.mark.usefixtures("native_16_bit")
+def test_overflow_of_merged_weights_is_rejected(bert):
     _, folder = bert
     checkpoints.change_json(folder / CONFIG, lora_alpha=1e8)
     with pytest.raises(LlmcondError, match=r"overflow in torch\.float16. Try another dtype"):

@@ -696,6 +696,7 @@ def test_invalid_text_config_is_ignored(folder):
     assert load_encoder(str(folder), device="cpu").identity.max_length == 64
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_float16_is_rejected_for_model_that_collapses_in_it(decoder):
     like = "Alibaba-NLP/gte-Qwen2-1.5B-instruct"
     change_json(decoder / "config.json", model_type="qwen2")
@@ -892,6 +893,7 @@ def test_fingerprint_depends_on_every_field(change):
     assert [text.split(":")[0] for text in changed.differences(IDENTITY)] == [field]
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.parametrize(
     "options",
     [
@@ -1399,6 +1401,7 @@ def test_include_prompt_false_is_reported(folder):
     assert resolve_folder(folder, pool_over="text").assumed == ()
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_recorded_identity_restores_all_options(folder):
     # A missing field would get the model's default, and the run would then be rejected.
     option_values = {

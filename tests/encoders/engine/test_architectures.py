@@ -779,8 +779,8 @@ def test_model_that_float16_breaks_rejects_float16(tmp_path, kind, name, reason)
         load(checkpoint.folder, like=name, dtype="float16")
 
 
-def test_auto_dtype_of_gte_qwen2_is_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_bf16")
+@pytest.mark.usefixtures("native_16_bit")
+def test_auto_dtype_of_gte_qwen2_is_bfloat16(tmp_path):
     checkpoint = checkpoints.build_checkpoint("gte-qwen2", tmp_path / "model")
     name = "Alibaba-NLP/gte-Qwen2-7B-instruct"
     encoder = load(checkpoint.folder, like=name, dtype="auto")
@@ -792,6 +792,7 @@ def test_auto_dtype_of_gte_qwen2_is_bfloat16(tmp_path, monkeypatch):
     assert cosines(encoder.encode(inputs(TEXTS)), expected).min() > 0.99
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_nv_embed_in_bfloat16_is_close_to_float32(nv_checkpoint, fold):
     encoder = load(nv_checkpoint.folder, dtype="bfloat16", fold_latents=fold)
     assert {weight.dtype for weight in encoder.engine.model.network.parameters()} == {

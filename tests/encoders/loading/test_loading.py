@@ -210,6 +210,7 @@ def test_unused_pooler_is_not_created(bert):
     assert load_on_cpu(bert, pooling="pooler").engine.model.network.pooler is not None
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_network_is_in_inference_mode(bert):
     network = load_on_cpu(bert, dtype="bfloat16").engine.model.network
     assert not network.training
@@ -262,6 +263,7 @@ def load_unused_network(resolved):
     return load_model(resolved, config).network
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @QUANTIZATIONS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -336,6 +338,7 @@ def count_bytes(network):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", ["none", "8bit", "4bit"])

@@ -290,6 +290,7 @@ def test_cpu_on_which_openvino_lacks_bfloat16_uses_pytorch(monkeypatch):
     assert "does not compute bfloat16 on this CPU" in resolved.openvino_obstacle
 
 
+@pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -298,8 +299,7 @@ def test_cpu_on_which_openvino_lacks_bfloat16_uses_pytorch(monkeypatch):
         ({"runtime": "torch"}, ""),
     ],
 )
-def test_unsupported_settings_use_pytorch(tiny_checkpoint, monkeypatch, options, reason):
-    monkeypatch.setenv("LLMCOND_CPU_FEATURES", "avx512_fp16")
+def test_unsupported_settings_use_pytorch(tiny_checkpoint, options, reason):
     resolved = resolve(str(tiny_checkpoint()), EncoderOptions(**{**FLOAT32, **options}))
     assert resolved.runtime == "torch"
     assert reason in resolved.openvino_obstacle
