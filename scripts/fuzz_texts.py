@@ -182,7 +182,7 @@ def write_csv_file(chance: Random, rows: Texts, work: Path) -> TextFile:
         texts = [*rows.texts[:-1], chance.choice(BREAKING_TEXTS)]
         rows = replace(rows, texts=texts)
     rows = _without(rows, "half")
-    quoting = chance.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))
+    quoting: Any = chance.choice((csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC))
     stream = io.StringIO()
     writer = csv.writer(stream, delimiter=delimiter, quoting=quoting, lineterminator="\r\n")
     writer.writerow([rows.extra_name, rows.name])
@@ -467,13 +467,14 @@ def _plain(value: Any) -> Any:
     """Return a value as CSV would show it, so that types of libraries do not matter."""
     if value is None or str(value) in ("nan", "NaT"):
         return ""
-    value = value.isoformat(" ") if hasattr(value, "isoformat") else value
-    return re.sub(r"(?<=\d)\.0+$|(?<=[.]\d)0+$|(?<=[.]\d\d)0+$", "", str(value).strip())
+    text = value.isoformat() if hasattr(value, "isoformat") else str(value)
+    text = re.sub(r"(?<=\d)T(?=\d)", " ", text.strip())
+    return re.sub(r"(?<=\d)\.0+$|(?<=[.]\d)0+$|(?<=[.]\d\d)0+$", "", text)
 
 
 def _read_output(path: Path) -> Mapping[str, Sequence[Any]]:
     """Return the columns of an output."""
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         csv.field_size_limit(2**24)
         with path.open(newline="", encoding="utf-8") as stream:
             rows = list(csv.reader(stream))

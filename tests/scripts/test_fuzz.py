@@ -24,10 +24,10 @@ def services(fuzz):
 
 
 def test_inputs_of_each_kind_cause_no_failures(fuzz, capsys):
-    code = fuzz.main(["--count", "30"])
+    code = fuzz.main(["--count", "36"])
     out = capsys.readouterr().out
     assert code == 0, out
-    assert out.count("| 3 | 0 |") == len(fuzz.KINDS) == 10
+    assert out.count("| 3 | 0 |") == len(fuzz.KINDS) == 12
 
 
 def test_inputs_are_reproducible_by_seed(services):
