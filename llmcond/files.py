@@ -32,15 +32,13 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a temporary file next to ``path``, which replaces ``path`` if the block succeeds.
 
     A reader sees the old file or the new one, never a part of it. On any error the temporary file
-    is removed, and ``path`` is unchanged. If ``path`` is a link, the file that it leads to is
-    replaced.
+    is removed, and ``path`` is unchanged. If ``path`` is a link, it is replaced, not its target.
 
     Raises:
         DiskFullError: the disk is full.
         UserError: the folder cannot be written.
     """
     # Files of tempfile are readable by their owner only, and would remain so.
-    path = path.resolve() if path.is_symlink() else path
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

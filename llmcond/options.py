@@ -158,6 +158,8 @@ class Options:
             if spec.writes is None or value is None:
                 continue
             spec.writes(Path(value), inputs)
+            if Path(value).is_symlink():  # Its target is written, and the link stays.
+                object.__setattr__(self, name, Path(value).resolve())
             same = outputs.setdefault(Path(value).absolute(), flag)
             if same != flag:
                 raise UserError(f"{same} and {flag} both name {value}. Name two files.")
@@ -228,6 +230,8 @@ def _coerce(value: Any, hint: Any, flag: str) -> Any:
     expected, accepted = _SINGLE[kind]
     if kind is float and isinstance(value, Real) and not math.isfinite(value):
         expected, accepted = "a finite number", ()
+    if int in get_args(hint) and isinstance(value, Integral) and not _is_bool(value):
+        return kind(value)  # The text of a number, in a union of both.
     if not isinstance(value, accepted) or _is_bool(value) != (kind is bool):
         raise UserError(f"{flag} is {shortened_repr(value)}; expected {expected}.")
     # A `Condition` is a text with attributes, and JSON cannot encode NumPy's numbers.
@@ -241,7 +245,9 @@ def _coerce_several(value: Any, kind: Any, flag: str) -> Any:
         value = (value,)
     if origin is Mapping:
         lists = plain_type(inner[1]) is not str
-        pairs = value if isinstance(value, Mapping) else _split_pairs(_as_list(value, flag), flag)
+        pairs = value
+        if not isinstance(value, Mapping):
+            pairs = _split_pairs(_as_list(value, flag, "a dictionary"), flag)
         return {_coerce(key, str, flag): _as_text(item, flag, lists) for key, item in pairs.items()}
     values = tuple(_coerce(item, inner[0], flag) for item in _as_list(value, flag))
     if origin is tuple and inner[-1] is not Ellipsis and len(values) != len(inner):
@@ -249,11 +255,11 @@ def _coerce_several(value: Any, kind: Any, flag: str) -> Any:
     return values
 
 
-def _as_list(value: Any, flag: str) -> list[Any]:
+def _as_list(value: Any, flag: str, expected: str = "a list") -> list[Any]:
     with suppress(TypeError):  # It cannot be iterated, or is an array without dimensions.
         if not isinstance(value, Mapping | bytes):
             return list(value)
-    raise UserError(f"{flag} is {shortened_repr(value)}; expected a list.")
+    raise UserError(f"{flag} is {shortened_repr(value)}; expected {expected}.")
 
 
 def _is_bool(value: Any) -> bool:

@@ -50,6 +50,8 @@ def describe_sources(suffixes: Sequence[str]) -> str:
 
 #: Suffixes of files of embeddings.
 EMBEDDING_SUFFIXES = (".parquet", ".csv", ".npy")
+#: Column of vectors in these outputs, and in those that are written in units.
+VECTOR = "embedding"
 FILES, SOURCE = describe_files(SUFFIXES), describe_sources(SUFFIXES)
 TEXT_FILES = f"{FILES}, a .txt file with one text per line, or - for standard input"
 _SPLIT_NAMES = {"train": "train", "test": "test"}

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 from pyarrow import fs
 
+from llmcond.data.readers import VECTOR
 from llmcond.errors import LlmcondError, UserError, raise_disk_error
 from llmcond.files import check_free_space, replace_atomically, suffix, write_json
 from llmcond.lance_io import DatasetTarget, PreemptedError, clean_up, open_newest
@@ -29,7 +30,6 @@ from llmcond.object_stores import describe_failure, is_remote, lance_options, op
 
 #: File with the settings that the embeddings were made with, in the same folder.
 RECORD_NAME = "_llmcond.json"
-VECTOR = "embedding"
 _LOCK = "_llmcond.lock"
 #: Key of a Parquet file's metadata that names the rows of the source in the file.
 _ROWS_KEY = b"llmcond.rows"

@@ -33,7 +33,7 @@ from llmcond.data.candidates import (
 )
 from llmcond.data.datasets import ConditionedTexts, Problems, read_texts
 from llmcond.data.guides import LabelledTexts, read_guide
-from llmcond.data.readers import EMBEDDING_SUFFIXES, Source
+from llmcond.data.readers import EMBEDDING_SUFFIXES, VECTOR, Source
 from llmcond.data.rows import to_arrow
 from llmcond.display import Displayed
 from llmcond.encoders import resolve_base
@@ -56,7 +56,6 @@ from llmcond.runs.embedder import (
 from llmcond.runs.embedding_model import EmbeddingModel
 from llmcond.runs.extraction import LazyEncoder, extract_inputs
 from llmcond.runs.languages import report_foreign_texts
-from llmcond.scale.outputs import VECTOR
 from llmcond.text import condition_key
 from llmcond.version import __version__
 from llmcond.workflows.options.texts import EmbedOptions, ranges_path

@@ -309,7 +309,7 @@ def _concatenate_flat(*positions: Positions) -> Positions:
     return np.concatenate([array.reshape(-1) for array in positions])
 
 
-def _parse_numbers(text: str | None, flag: str) -> list[int] | None:
+def _parse_numbers(text: str | int | None, flag: str) -> list[int] | None:
     """Parse ranges and numbers such as ``2-10`` or ``2,5`` into ascending numbers; None for None.
 
     Raises:

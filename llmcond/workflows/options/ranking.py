@@ -101,7 +101,7 @@ class DialogueOptions(TiesOption):
 
     task_kind: ClassVar[tuple[str, str]] = "dialogue", "dialogues"
 
-    history: str | None = option(
+    history: str | int | None = option(
         None,
         metavar="FROM-TO",
         help="history lengths in turns, such as 2-10 or 2,5 (default: 2-10, with --plan 2,5)",
@@ -131,7 +131,7 @@ class DialogueOptions(TiesOption):
         "goal. Source of the others: retrieved, same-depth, random, or a .jsonl file of samples",
         group=_PLANNING,
     )
-    distance: str | None = option(
+    distance: str | int | None = option(
         None,
         metavar="FROM-TO",
         help="number of turns from the answer to the goal (default: 1-4)",

@@ -110,6 +110,9 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
         out = Path(self.out)
         if not self.is_streamed:
             check_output(out, EMBEDDING_SUFFIXES, [self.source, self.guide])
+            if out.is_symlink():  # Its target is written, and the link stays.
+                out = out.resolve()
+                object.__setattr__(self, "out", out)
             if self.precision in ("int8", "uint8") and self.ranges is None:
                 check_output(ranges_path(out), (".npy",), [self.source])
         elif "://" not in str(self.out):
