@@ -22,6 +22,7 @@ import pytest
 from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino.library import import_openvino, is_installed
 from llmcond.log import log_to_terminal
+from llmcond.system import cpu_features
 
 #: Networks with more bytes are compiled each time, because hashing their weights takes as long.
 _MAX_CACHED_BYTES = 2**20
@@ -49,6 +50,16 @@ def pytest_configure() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
     # With Ray's default niceness, its workers would yield to all other tests and finish last.
     os.environ.setdefault("RAY_worker_niceness", "0")
+
+
+def pytest_report_header() -> str:
+    """Name the processor's features that results depend on, and how it is simulated."""
+    simulating = ("LLMCOND_CPU_FEATURES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    simulated = [f"{name}={os.environ[name]}" for name in simulating if name in os.environ]
+    kinds = ("avx", "amx", "bf16", "sve", "asimd")
+    features = sorted(name for name in cpu_features() if name.startswith(kinds))
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    return f"processor: {' '.join([*features, *simulated])}; OMP_NUM_THREADS {threads}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -136,7 +136,7 @@ def test_named_run_or_model_is_resolved(tmp_path, capsys):
     assert "Give only one of them" in run_rejected(
         capsys, *arguments, "--run", "x", "--model", DEFAULT_MODEL
     )
-    assert "llmcond extract --model minilm" in run_rejected(capsys, *arguments, "--model", "minilm")
+    assert run_json(capsys, *arguments, "--model", "minilm")["head"] == "none"
     assert "there is no run at x" in run_rejected(capsys, *arguments, "--run", "x")
     named_as_run = run_rejected(capsys, *arguments, "--run", "minilm-csts")
     assert "use --model minilm-csts" in named_as_run

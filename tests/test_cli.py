@@ -588,6 +588,7 @@ def test_run_of_other_encoder_is_rejected(capsys, run_copy, tiny_checkpoint):
     assert "weights: " in line
 
 
+@pytest.mark.usefixtures("native_16_bit")
 def test_run_with_other_dtype_is_rejected(capsys, run_copy, tiny):
     line = run_rejected(
         capsys, "extract", "--model", tiny, "--run", run_copy, "--dtype", "bfloat16"

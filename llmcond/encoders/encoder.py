@@ -52,6 +52,7 @@ from llmcond.quantization import (
     check_truncate_dim,
     convert_embeddings,
 )
+from llmcond.system import computes_natively
 
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
@@ -132,6 +133,12 @@ def _load_engines(
     resolved: ResolvedEncoder, threads: int
 ) -> tuple[InputTokenizer, Sequence[AnyEngine]]:
     """Load an encoder's tokenizer and engines; an ensemble has one engine per member."""
+    dtype, device = resolved.identity.dtype, resolved.device
+    if not computes_natively(dtype, device):  # it was resolved on another machine of a cluster
+        raise LlmcondError(
+            f"{resolved.checkpoint.name} is to be computed in {dtype}, which {device} of this "
+            "machine would emulate. Use machines with the same processors, or --dtype float32."
+        )
     why = resolved.openvino_obstacle
     if resolved.runtime == "openvino":
         from llmcond.encoders.openvino.engine import load_engines

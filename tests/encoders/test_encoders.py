@@ -134,10 +134,11 @@ def test_no_inputs_give_an_empty_array(tiny):
     assert vectors.dtype == np.float32
 
 
+@pytest.mark.processor
 @pytest.mark.usefixtures("native_16_bit")
 @pytest.mark.filterwarnings("ignore:.*inputs are longer")
 def test_bfloat16_is_close_to_float32(minilm_vectors):
-    encoder = load_encoder("minilm", dtype="bfloat16", device="cpu")
+    encoder = load_encoder("minilm", dtype="bfloat16", device="cpu", runtime="torch")
     vectors = encoder.encode(plain_inputs(TEXTS))
     assert vectors.dtype == np.float32
     assert cosines(vectors, minilm_vectors).min() >= 0.999

@@ -9,12 +9,13 @@ from helpers import checkpoints
 
 import llmcond
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.encoder import Encoder, load_encoder
 from llmcond.encoders.openvino import library
 from llmcond.encoders.settings import _log_emulated
-from llmcond.errors import UserError
+from llmcond.errors import LlmcondError, UserError
 from llmcond.runs.open import open_run
 
+pytestmark = pytest.mark.processor
 #: The features of four processors: one of 2015, one with AVX-512 but without 16 bit, a server's,
 #: and one of ARM.
 AVX2, AVX512 = "sse4_2 avx avx2 fma f16c", "avx2 avx512f avx512_vnni"
@@ -93,11 +94,20 @@ def test_gpu_computes_in_native_type(
             resolve(gemma, options, device="cuda:0")
 
 
-def test_type_of_gpu_elsewhere_is_kept(monkeypatch):
+def test_type_of_gpu_of_another_machine_does_not_change(monkeypatch):
     """Actors on GPUs are started by a machine that may have none."""
     monkeypatch.setenv("LLMCOND_CPU_FEATURES", AVX2)
     options = EncoderOptions(dtype="bfloat16")
     assert resolve("minilm", options, device="cuda:0").identity.dtype == "bfloat16"
+
+
+def test_encoder_resolved_on_another_machine_is_not_computed_emulated(monkeypatch):
+    """A cluster may have several kinds of processors."""
+    monkeypatch.setenv("LLMCOND_CPU_FEATURES", SERVER)
+    resolved = resolve("minilm", EncoderOptions(dtype="bfloat16", device="cpu"))
+    monkeypatch.setenv("LLMCOND_CPU_FEATURES", AVX2)
+    with pytest.raises(LlmcondError, match="bfloat16, which cpu of this machine would emulate"):
+        Encoder(resolved)
 
 
 @pytest.mark.parametrize(("features", "native"), [(AVX2, False), (AVX512, False)])
@@ -143,7 +153,6 @@ def test_run_in_bfloat16_is_usable_without_bfloat16(
 # -- batches -----------------------------------------------------------------------------------
 
 
-@pytest.mark.processor
 @pytest.mark.parametrize(
     ("options", "difference"),
     [

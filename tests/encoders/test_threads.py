@@ -322,6 +322,7 @@ def random_inputs(seed, n_texts):
     ]
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("kind", ["bert", "mistral"])
 def test_threads_that_encode_concurrently_get_correct_vectors(encoders, kind):
     encoder = encoders[kind]

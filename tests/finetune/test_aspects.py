@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
@@ -180,7 +181,7 @@ def test_training_on_aspects_resumes_bit_equal_and_is_recorded(
 def test_training_lowers_the_contrastive_loss(command, tmp_path, capsys):
     options = "--epochs 12 --learning-rate 5e-3 --aspects-weight 1 --aspects-texts 96"
     options += " --early-stopping-patience 12"
-    run_json(capsys, *command, *options.split(), "--run", tmp_path / "run")
+    run_json(capsys, *change_flags(command, *options.split()), "--run", tmp_path / "run")
     curve = json.loads((tmp_path / "run" / "training.json").read_text())["curve"]
     losses = [entry["loss"] for entry in curve]
     # The loss of the ratings alone is below 0.4 from the first epoch on.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.serving import serve
 from helpers.training import cpu_accelerator, resume_training
 
@@ -62,9 +63,8 @@ def train(tiny_bert, data, tmp_path, monkeypatch, capsys):
             "--run",
             folder,
             *PLAIN.split(),
-            *arguments,
         ]
-        return command(capsys, "train-cross", *options)
+        return command(capsys, "train-cross", *change_flags(options, *arguments))
 
     return call
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import checkpoints
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.processes import Command
 from helpers.training import build_trainer, kill_in_step, resume_training, stop_after
 from safetensors.torch import load_file
@@ -45,10 +46,8 @@ def train(tiny_bert, data, tmp_path, monkeypatch, capsys):
     defaults = "--pooling mean --normalize --dtype float32 --epochs 2 --batch-size 16 --rank 4"
 
     def call(folder, *arguments, command=run_json):
-        options = [*defaults.split(), *arguments]
-        return command(
-            capsys, "train-lora", "--model", tiny_bert, "--data", data, "--run", folder, *options
-        )
+        options = ["--model", tiny_bert, "--data", data, "--run", folder, *defaults.split()]
+        return command(capsys, "train-lora", *change_flags(options, *arguments))
 
     return call
 

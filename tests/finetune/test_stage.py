@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 
 from llmcond.cli import run
 from llmcond.data.datasets import read_dataset
@@ -136,7 +137,7 @@ def test_stage_starts_from_best_checkpoint_and_changes_weights(command, staged, 
     """A stage with a learning rate near zero gives the weights of a training without a stage."""
     base_command = command[: command.index("--then")]
     assert run([*base_command, "--run", str(tmp_path / "plain")]) == 0
-    idle_command = [*command, "--then-learning-rate", "1e-12", "--folds", "0"]
+    idle_command = change_flags(command, "--then-learning-rate", "1e-12", "--folds", "0")
     assert run([*idle_command, "--run", str(tmp_path / "still")]) == 0
     without_stage, with_idle_stage, with_stage = (
         json.loads((folder / "training.json").read_text())["summary"]

@@ -43,3 +43,23 @@ def _flags(command: str) -> Iterator[str]:
         subcommands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = subcommands.choices[word]
     yield from parser._option_string_actions
+
+
+def change_flags(words: Sequence[object], *changes: object) -> list[object]:
+    """Return the words of a command with some flags changed or added.
+
+    No flag may be given twice, so that each flag in ``changes`` replaces that of the command.
+    """
+    flags = {_plain(word) for word in changes}
+    rest, is_changed = [], False
+    for word in words:
+        if str(word).startswith("--"):
+            is_changed = _plain(word) in flags
+        if not is_changed:
+            rest.append(word)
+    return [*rest, *changes]
+
+
+def _plain(word: object) -> str:
+    """Return the name of a flag without ``no-``, and other words as they are."""
+    return str(word).replace("--no-", "--")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.chat import ChatServer, Fault, answer, question_texts
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.processes import Command
 
 import llmcond
@@ -45,7 +46,8 @@ def pairs(write_rows):
 
 def make_command(source, server, *options):
     url = server if isinstance(server, str) else server.url
-    return "annotate", source, "--endpoint", url, "--model", "rater", "--out", "rated.csv", *options
+    command = ("annotate", source, "--endpoint", url, "--model", "rater", "--out", "rated.csv")
+    return change_flags(command, *options)
 
 
 def read_output(path="rated.csv"):

@@ -49,8 +49,8 @@ def model(tiny_run):
 def call(capsys, run_copy, model):
     """Return a function that compares prompts and returns the captured output."""
 
-    def compare(*options, folder=run_copy, code=0):
-        fixed = ("--model", model, "--run", folder, "--heads", "quick.toml", "--workers", 1)
+    def compare(*options, folder=run_copy, code=0, workers=1):
+        fixed = ("--model", model, "--run", folder, "--heads", "quick.toml", "--workers", workers)
         arguments = ["compare-prompts", *fixed, *ENCODER, *options]
         assert run([str(argument) for argument in arguments]) == code
         return capsys.readouterr()
@@ -195,7 +195,7 @@ def test_several_processes_give_equal_results(call, tiny_run, tmp_path):
     options = ("--prompts", SENT_COND, COND_SENT, "--seeds", 2, "--json")
     expected = parse_json(call(*options))
     other_run = shutil.copytree(tiny_run, tmp_path / "other")
-    assert parse_json(call(*options, "--workers", 2, folder=other_run)) == expected
+    assert parse_json(call(*options, workers=2, folder=other_run)) == expected
 
 
 def test_all_usable_prompts_are_compared_by_default(call):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
@@ -152,5 +153,6 @@ def test_interrupted_training_resumes_within_member(
     ],
 )
 def test_invalid_options_report_one_line(command, tmp_path, capsys, options, message):
-    assert message in run_rejected(capsys, *command, *options.split(), "--run", tmp_path / "bad")
+    changed = change_flags(command, *options.split())
+    assert message in run_rejected(capsys, *changed, "--run", tmp_path / "bad")
     assert not (tmp_path / "bad").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
+from helpers.flags import change_flags
 from helpers.graphs import write_graph
 from helpers.processes import Command
 from helpers.training import kill_in_step
@@ -44,7 +45,7 @@ def complete(tiny_bert, data):
 
     def complete_arguments(folder, *arguments):
         common = ("sweep-lora", "--model", tiny_bert, "--data", data, "--run", folder)
-        return [str(argument) for argument in (*common, *ENCODER.split(), *arguments)]
+        return list(map(str, change_flags([*common, *ENCODER.split()], *arguments)))
 
     return complete_arguments
 
@@ -427,8 +428,8 @@ def test_sweep_without_dev_is_rejected(complete, write_rows, small_rows, tmp_pat
     for name in ("train", "dev"):
         rows = [(*row[:3], -1 if name == "dev" else row[3]) for row in small_rows]
         write_rows(rows, f"splits/{name}.csv")
-    command = complete(tmp_path / "run", "--head", "none", "--vary", "rank=1,2")
-    line = run_rejected(capsys, *command, "--data", tmp_path / "splits")
+    options = ("--head", "none", "--vary", "rank=1,2", "--data", tmp_path / "splits")
+    line = run_rejected(capsys, *complete(tmp_path / "run", *options))
     assert "no dev split with rated rows" in line
 
 

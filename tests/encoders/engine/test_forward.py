@@ -101,6 +101,7 @@ def test_end_token_replaces_missing_separator(tokenizer):
         join_texts(tokenizer, SHORT, SHORT, CONDITION)
 
 
+@pytest.mark.processor
 def test_vectors_do_not_depend_on_batch_size(folder):
     encoder = load_encoder(folder, dtype="float32", device="cpu", max_length=20)
     sentences = [LONG, SHORT, "children", "a dog", "two men in a red hat"]

@@ -110,6 +110,7 @@ def test_vectors_match_equation(encoder):
             np.testing.assert_allclose(vector, reference_vector(encoder, item), atol=1e-5)
 
 
+@pytest.mark.processor
 @pytest.mark.matrix
 def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
     items = mixed_inputs(1)

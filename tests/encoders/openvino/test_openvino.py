@@ -31,6 +31,7 @@ from llmcond.errors import LlmcondError, UserError
 from llmcond.runs import open_run
 
 pytest.importorskip("openvino")
+pytestmark = pytest.mark.processor
 FLOAT32 = {"dtype": "float32", "device": "cpu"}
 #: Three languages, spaces and symbols that tokenizers treat in different ways.
 TEXTS = [

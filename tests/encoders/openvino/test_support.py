@@ -9,6 +9,7 @@ from llmcond.errors import UserError
 from llmcond.runs.open import open_run
 
 pytest.importorskip("openvino")
+pytestmark = pytest.mark.processor
 in_bfloat16 = pytest.mark.skipif(not library.computes_bfloat16(), reason="no bfloat16 on this CPU")
 ROW = (["two men play in the park"], "the place")
 

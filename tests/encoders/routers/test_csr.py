@@ -174,6 +174,7 @@ def test_vectors_match_equation_of_paper(encoder):
         np.testing.assert_allclose(vector, reference.vector(item), rtol=0, atol=1e-5)
 
 
+@pytest.mark.processor
 @pytest.mark.matrix
 def test_vectors_do_not_depend_on_batch_or_packing(encoder, monkeypatch):
     items = mixed_inputs(1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import make_dialogue
+from helpers.flags import change_flags
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -80,6 +81,5 @@ def test_invalid_generation_arguments_are_rejected(
     weights.rename(pickled / "pytorch_model.bin")
     paths = {"MODEL": causal_model, "PICKLED": pickled}
     command = ("evaluate", "--run", dialogue_run, "--history", "3", "--distance", "1")
-    assert message in run_rejected(
-        capsys, *command, *(paths.get(argument, argument) for argument in arguments)
-    )
+    changes = [paths.get(argument, argument) for argument in arguments]
+    assert message in run_rejected(capsys, *change_flags(command, *changes))

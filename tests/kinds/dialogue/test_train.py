@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
 from helpers.dialogues import write_dialogues
+from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
@@ -25,7 +26,7 @@ def data(tmp_path_factory):
 
 def make_arguments(data, model, folder, *arguments):
     common = ["--task", "dialogue", "--model", model, "--data", data, "--run", folder]
-    return [str(argument) for argument in (*common, *OPTIONS.split(), *arguments)]
+    return list(map(str, change_flags([*common, *OPTIONS.split()], *arguments)))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.graphs import write_graph
 
 import llmcond
@@ -53,9 +54,8 @@ def test_router_needs_joint_features(capsys, graph, model, tmp_path):
     assert "--router csr would have no effect" in message
     assert not folder.exists()
     assert list(run_json(capsys, *routed)["prompts"]) == ["routed"]
-    message = run_rejected(
-        capsys, *routed[:-4], "--router-mode", "heavy", "--run", tmp_path / "mode"
-    )
+    changes = ("--router-mode", "heavy", "--run", tmp_path / "mode")
+    message = run_rejected(capsys, *change_flags(routed[:-4], *changes))
     assert "Add --router csr" in message
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 
 import llmcond
 from llmcond.cli import run
@@ -19,7 +20,7 @@ FAST_FIT = ("--set", "epochs=3", "batch_size=16")
 
 def make_arguments(graph, model, folder, *arguments):
     common = ["--task", "kgc", "--model", model, "--data", graph, "--run", folder, *OPTIONS.split()]
-    return [str(argument) for argument in (*common, *arguments)]
+    return list(map(str, change_flags(common, *arguments)))
 
 
 @pytest.fixture(scope="module")
