@@ -93,6 +93,7 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     by_bundled, _ = compare_texts(capsys)
     extract(None, "runs/default")
     run_json(capsys, "fit-head", "--head", "pca", "--dim", "4")
+    run_json(capsys, "heads", "--run", "runs/default", "--default", "pca@concat-cond-sent")
     similarity, lines = compare_texts(capsys)
     assert similarity == by_bundled
     assert lines == [
@@ -106,8 +107,8 @@ def test_default_run_of_sample_is_not_used_for_other_texts(
     similarity, lines = compare_texts(capsys, "--run", "runs/default")
     assert similarity != by_bundled
     assert re.fullmatch(
-        r"model: runs/default, encoder minilm, head pca@concat-cond-sent \(best on dev, Spearman "
-        r".*\), prompt concat-cond-sent, fitted on the bundled sample",
+        r"model: runs/default, encoder minilm, head pca@concat-cond-sent \(the run's default\), "
+        r"prompt concat-cond-sent, fitted on the bundled sample",
         lines[0],
     )
 
