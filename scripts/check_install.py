@@ -15,6 +15,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,14 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
-TEXTS = """text
-A man swims in a lake.
-Two girls swim in a pool.
-Three dogs run in a park.
-A boy runs on a beach.
-A cat eats at home.
-Two men eat in a restaurant.
-"""
 
 
 def main() -> None:
@@ -100,7 +93,8 @@ def list_versions(executable: Path) -> list[str]:
 def run_readme(executable: Path, folder: Path) -> int:
     """Run the README's examples in a folder, without a network, and return their number."""
     folder.mkdir(exist_ok=True)
-    (folder / "texts.csv").write_text(TEXTS)
+    (folder / "docs").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "docs" / "tickets.csv", folder / "docs")
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     examples: list[list[str | Path]] = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):

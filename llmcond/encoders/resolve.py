@@ -21,7 +21,7 @@ from llmcond.encoders.poolings import POOLINGS, get_pooling
 from llmcond.encoders.settings import EncoderIdentity, EncoderOptions, SettingSources
 from llmcond.encoders.spec import Runtime
 from llmcond.errors import UserError
-from llmcond.system import check_device, choose_device, may_have_gpu, require_libraries
+from llmcond.system import check_device, choose_device, may_have_gpu, require_quantization
 
 
 def cross_encoder_error(folder: object) -> UserError:
@@ -144,11 +144,6 @@ def check_encoder(name_or_path: str, options: EncoderOptions, *, elsewhere: bool
     on_cpu = options.device == "cpu" or not may_have_gpu()
     if checkpoint is not None and on_cpu and not elsewhere:
         resolve_checkpoint(checkpoint, options, "cpu", identify=False)
-
-
-def require_quantization(quantize: str) -> None:
-    """Raise a UserError unless the libraries for quantised weights are installed."""
-    require_libraries(f"quantize is {quantize!r}", "bitsandbytes", "accelerate")
 
 
 def resolve_checkpoint(

@@ -402,8 +402,8 @@ def check_storable(vectors: NDArray[Any], inputs: Sequence[EncoderInput]) -> Non
         InputError: one of them is not finite.
     """
     advice = (
-        "Try --dtype float32 or bfloat16, or --store-dtype float32 if vectors overflow "
-        f"{vectors.dtype}."
+        "Compute in float32 or bfloat16, or store float32 if vectors overflow "
+        f"{vectors.dtype} (dtype and store-dtype of extract)."
     )
     check_finite(vectors, inputs, advice=advice)
 

@@ -15,7 +15,7 @@ from llmcond.encoders.encoder import load_encoder
 from llmcond.encoders.spec import NotFiniteError, Router
 from llmcond.errors import UserError
 
-MESSAGE = r"returned NaN or infinity for 'two dogs'.*(Compute in another type|Try --dtype float32)"
+MESSAGE = r"returned NaN or infinity for 'two dogs'.*(Compute in another type|Compute in float32)"
 
 
 @pytest.fixture(scope="module")

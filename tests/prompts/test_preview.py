@@ -222,10 +222,10 @@ def test_markup_and_escapes_in_texts_are_not_interpreted(capsys, write_rows, tmp
     rows = [(sentence, f"s{i}", condition, 3) for i in range(6)]
     data = write_rows(rows)
     out = show_text(capsys, "concat-sent-cond", "--data", data, "--row", 1, "--model", "minilm")
-    assert r"text:        [red]two[/red] :dog: \x1b[31m [bold]the\nplace[/bold]" in out
+    assert r"text:        [red]two[/red] :dog: \x1b[31m [bold]the place[/bold]" in out
     assert "\x1b" not in out
     report = show_json(capsys, "concat-sent-cond", "--data", data, "--row", 1)
-    assert report["inputs"][0]["text"] == f"{sentence} {condition}"
+    assert report["inputs"][0]["text"] == f"{sentence} [bold]the place[/bold]"
 
 
 @pytest.mark.parametrize(

@@ -207,5 +207,5 @@ def test_known_encoder_needs_no_run(capsys, in_tmp, name):
 
 @pytest.mark.parametrize("value", [5, ["a"], b"a", {"a": 1}, 1.5])
 def test_run_of_another_type_is_rejected(value):
-    with pytest.raises(UserError, match=r"the run or model is .*; expected a folder or a name"):
+    with pytest.raises(UserError, match=r"run is .*; expected a path"):
         llmcond.load_embedder(value)

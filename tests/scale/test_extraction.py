@@ -281,7 +281,7 @@ def test_run_name_with_control_characters_is_rejected(capsys, model, tmp_path):
     folder = tmp_path / "a\x1b[31mred"
     arguments = ["extract", "--model", model, "--pooling", "mean", "--run", str(folder)]
     assert run(arguments) == 2
-    assert "x1b[31mred' contains control characters" in capsys.readouterr().err.splitlines()[-1]
+    assert "x1b[31mred' contains a control character" in capsys.readouterr().err.splitlines()[-1]
     assert not folder.exists()
 
 

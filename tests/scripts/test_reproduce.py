@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import checkpoints
+from helpers.flags import change_flags
 from helpers.graphs import write_graph
 from helpers.paths import ROOT
 
@@ -76,7 +77,7 @@ def call(capsys, inputs):
 
     def run(script, encoders, *options, data=None):
         folder = ["--folder", str(inputs.folder / "runs"), "--data", data or inputs.data]
-        code = script.main(["--encoders", *encoders, *folder, *QUICK, *options])
+        code = script.main(change_flags(["--encoders", *encoders, *folder, *QUICK], *options))
         out = capsys.readouterr().out
         text, _, last = out.rstrip("\n").rpartition("\n")
         return code, text, json.loads(last) if last.startswith("{") else None

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.flags import change_flags
 from helpers.paths import ROOT
 
 from llmcond import fit_head
@@ -32,7 +33,7 @@ def call(script, capsys, encoder, graph, tmp_path):
 
     def run(*arguments, data=graph, encoders=(encoder,)):
         command = ["--encoders", *encoders, "--data", str(data), "--folder", str(tmp_path)]
-        code = script.main([*command, *QUICK, *arguments, "--json"])
+        code = script.main(change_flags([*command, *QUICK], *arguments, "--json"))
         lines = capsys.readouterr().out.strip().splitlines()
         return code, json.loads(lines[-1]) if lines and code < 2 else None
 

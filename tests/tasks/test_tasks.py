@@ -138,8 +138,8 @@ def test_rows_in_memory_are_read(shape):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (7, "int; expected a path"),
-        ([1, 2], "list; expected a path"),
+        (7, "int 7; expected a path"),
+        ([1, 2], "row 1 .*is 1, not a text|has no column|list of texts, without a column"),
         ([], "there are no rows"),
         ([{"sentence1": "a"}], "no column 'sentence2'"),
         ({"sentence1": ["a"], "sentence2": []}, r"\[0, 1\] rows"),

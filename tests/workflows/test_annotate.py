@@ -500,7 +500,7 @@ def test_texts_may_be_column_or_list(write_rows):
         first = llmcond.annotate(data=path, text="body", **settings)
         before = read_output()
         second = llmcond.annotate(data=texts, **settings)
-        with pytest.raises(llmcond.UserError, match=r"text 13 is 'a\\x00b', which contains a NUL"):
+        with pytest.raises(llmcond.UserError, match=r"row 13 .*: text contains a NUL"):
             llmcond.annotate(data=[*texts, "a\0b"], **settings)
     assert (first.rows, first.questions, second.questions) == (26, 13 + 26, 0)
     assert read_output() == before

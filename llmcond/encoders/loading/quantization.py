@@ -8,8 +8,8 @@ from transformers import BitsAndBytesConfig
 
 from llmcond.encoders.loading.device import TORCH_DTYPES
 from llmcond.encoders.loading.memory import POOLING_MODULES
-from llmcond.encoders.resolve import require_quantization
 from llmcond.encoders.spec import Dtype
+from llmcond.system import require_quantization
 
 
 def quantization_config(quantize: str, dtype: Dtype) -> BitsAndBytesConfig:

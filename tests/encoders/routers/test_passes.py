@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import run_json, run_rejected
+from helpers.flags import change_flags
 from safetensors.torch import load_file
 
 import llmcond
@@ -35,7 +36,8 @@ def train(tiny_bert, write_rows, small_rows, tmp_path, capsys):
     data = write_rows(small_rows)
 
     def run_train_lora(folder, *arguments, command=run_json):
-        options = ["--data", data, "--run", tmp_path / folder, *defaults.split(), *arguments]
+        options = ["--data", data, "--run", tmp_path / folder, *defaults.split()]
+        options = change_flags(options, *arguments)
         return command(capsys, "train-lora", "--model", tiny_bert, *options)
 
     return run_train_lora
