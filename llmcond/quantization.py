@@ -28,6 +28,9 @@ CALIBRATED = ("int8", "uint8")
 #: Fewer embeddings than this give a poor estimate of the range of each dimension.
 MIN_CALIBRATION = 100
 
+#: Options of ``encode`` that are other names; None: the name of llmcond decides.
+_OTHER_NAMES = ("show_progress_bar", "normalize_embeddings")
+
 #: Quantised embeddings, or float32 ones.
 Quantized = NDArray[Any]
 
@@ -44,6 +47,27 @@ class EncodeOptions(TypedDict, total=False):
     convert_to_tensor: bool
     show_progress_bar: bool | None
     normalize_embeddings: bool | None
+
+
+def check_encode_options(
+    *,
+    precision: Precision = "float32",
+    batch_size: int | None = None,
+    **flags: bool | None,
+) -> None:
+    """Check the options of ``encode``, before anything is encoded.
+
+    Raises:
+        UserError: an option has another type, the precision is unknown, or ``batch_size`` is below
+            1.
+    """
+    check_precision(precision)
+    check_argument("batch_size", batch_size, (Integral, None), "a whole number of at least 1")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
+    for name, value in flags.items():
+        types = (bool, np.bool_, None) if name in _OTHER_NAMES else (bool, np.bool_)
+        check_argument(name, value, types, "True or False")
 
 
 def check_truncate_dim(truncate_dim: int | None, dim: int) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
-from numbers import Integral
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, Unpack, overload
 
 import numpy as np
@@ -41,14 +40,14 @@ from llmcond.encoders.spec import (
     plan_inputs,
 )
 from llmcond.encoders.threads import Concurrency, WorkerThreads, check_cancelled
-from llmcond.errors import LlmcondError, UserError
+from llmcond.errors import LlmcondError, UserError, shortened_repr
 from llmcond.files import digest_bytes
 from llmcond.log import log
 from llmcond.options import Precision, check_argument, declaration_of, public_function
 from llmcond.progress import ExtractionBar
 from llmcond.quantization import (
     EncodeOptions,
-    check_precision,
+    check_encode_options,
     check_truncate_dim,
     convert_embeddings,
 )
@@ -356,9 +355,17 @@ class Encoder:
                 contains NaN or infinity.
             LlmcondError: out of memory.
         """
+        check_encode_options(
+            normalize=normalize,
+            show_progress=show_progress,
+            precision=precision,
+            batch_size=batch_size,
+            convert_to_numpy=convert_to_numpy,
+            convert_to_tensor=convert_to_tensor,
+            show_progress_bar=show_progress_bar,
+            normalize_embeddings=normalize_embeddings,
+        )
         dim = check_truncate_dim(truncate_dim, self.dim)
-        check_precision(precision)
-        check_batch_size(batch_size)
         if show_progress_bar is not None:
             show_progress = show_progress_bar
         if normalize_embeddings is not None:
@@ -408,6 +415,12 @@ class Encoder:
                 vector contains NaN or infinity.
             LlmcondError: out of memory.
         """
+        rows = as_list(rows, "rows")
+        for number, row in enumerate(rows):
+            if not isinstance(row, tuple | list) or len(row) != 3:
+                raise UserError(
+                    f"row {number} is {shortened_repr(row)}; expected two texts and a condition."
+                )
         for column in zip(*rows, strict=True):
             check_inputs([EncoderInput("", text) for text in column])
         sizes = [sum(map(len, row)) for row in rows]
@@ -468,6 +481,7 @@ class Encoder:
             NotFiniteError: a vector contains NaN or infinity. The error has all vectors.
             LlmcondError: out of memory.
         """
+        inputs = as_list(inputs, "inputs")
         concurrent = threads and self.concurrency.threads > 1
         encoded = self._encode(inputs, self._threads.map if concurrent else map, queries=queries)
         try:
@@ -491,6 +505,7 @@ class Encoder:
                 finite, or as ``encode_with_counts``.
             LlmcondError: out of memory.
         """
+        check_inputs([item])
         if item.router is None:
             raise UserError("the input has no router, so its tokens have no weights.")
         (windows,) = self._tokenize([item])
@@ -561,7 +576,9 @@ class Encoder:
             UserError: the encoder's pooling leaves the space of the token states.
             LlmcondError: out of memory.
         """
-        plain = [EncoderInput("", text) for text in sorted(set(texts))]
+        plain = [EncoderInput("", text) for text in as_list(texts, "texts")]
+        check_inputs(plain)
+        plain = sorted(set(plain), key=lambda item: item.text)
         routable = self.engine.routes_inside or self.identity.pooling in ROUTED_POOLINGS
         if plain and not routable:
             raise UserError(
@@ -772,14 +789,8 @@ class Encoder:
         Raises:
             UserError: the input has an instruction, but the encoder takes none.
         """
+        check_inputs([item])
         return self._tokenizer.format(item)
-
-
-def check_batch_size(batch_size: int | None) -> None:
-    """Raise a ``UserError`` unless the largest number of inputs in a forward pass is valid."""
-    check_argument("batch_size", batch_size, (Integral, None), "a whole number of at least 1")
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}; it must be at least 1.")
 
 
 def _split_chunks(items: list[_Item], size: int) -> list[list[_Item]]:
@@ -816,6 +827,7 @@ def _make_loader(
     """Build ``load_encoder``, whose keyword arguments are the fields of ``EncoderOptions``."""
 
     def load_encoder(model: str | os.PathLike[str], *args: _P.args, **kwargs: _P.kwargs) -> Encoder:
+        check_argument("model", model, (str, os.PathLike), "a name or a folder")
         return Encoder(resolve(os.fspath(model), options(*args, **kwargs)))
 
     descriptions = [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmcond.errors import UserError, format_count, shortened_repr
 from llmcond.files import digest_bytes
+from llmcond.options import check_argument
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,7 +54,7 @@ class Router:
         standardize: whether s is the standard deviation of the cosines.
 
     Raises:
-        UserError: the temperature is not positive.
+        UserError: the temperature is not a positive number.
     """
 
     text: str
@@ -61,6 +63,7 @@ class Router:
     standardize: bool
 
     def __post_init__(self) -> None:
+        check_argument("temperature", self.temperature, (Real,), "a number")
         if not self.temperature > 0:
             raise UserError(f"temperature is {self.temperature:g}; it must be above 0.")
 

@@ -28,7 +28,7 @@ from llmcond.options import Precision, check_argument, check_folder
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
     EncodeOptions,
-    check_precision,
+    check_encode_options,
     check_truncate_dim,
     convert_embeddings,
 )
@@ -293,7 +293,16 @@ class Embedder(SimilarityModel):
                 or a single text is quantised to ``int8`` or ``uint8``.
             LlmcondError: The encoder returned NaN, or ran out of memory.
         """
-        check_precision(precision)
+        check_encode_options(
+            normalize=normalize,
+            show_progress=show_progress,
+            precision=precision,
+            batch_size=batch_size,
+            convert_to_numpy=convert_to_numpy,
+            convert_to_tensor=convert_to_tensor,
+            show_progress_bar=show_progress_bar,
+            normalize_embeddings=normalize_embeddings,
+        )
         embedder = self if truncate_dim is None else replace(self, truncate_dim=truncate_dim)
         if isinstance(sentences, str):
             rows = pair_with_conditions([sentences], as_condition_list(conditions))

@@ -587,7 +587,7 @@ def test_searches_write_no_files_and_keep_few_views_in_memory(
         ({"texts": ["a", "b"], "ids": ["x", b"y"]}, "row 2: the id is b'y'; expected a text"),
         ({"texts": ["a", "b"], "ids": "xy"}, "expected a list for ids, not the str 'xy'"),
         ({"texts": ["a"], "ids": ["\ud800"]}, "row 1: the id contains half of a surrogate pair"),
-        ({"texts": None}, "None; expected a path"),
+        ({"texts": None}, "data is the NoneType"),
         ({"texts": ["a"], "columns": ["year"]}, "columns is .'year'.; expected a dictionary"),
         ({"texts": ["a"], "columns": {"year": 1}}, "a list for the column 'year', not the int 1"),
         ({"texts": ["a"], "columns": {"year": "x"}}, "a list for the column 'year', not the str"),

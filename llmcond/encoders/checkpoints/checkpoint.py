@@ -646,7 +646,7 @@ def hub_errors(
     except Exception as error:
         # Besides errors of HTTP, the hub's client raises OSError for files of another size, and
         # ValueError for file names outside of the repository.
-        raise_disk_error(error, "the hub's cache", "files that are complete are kept")
+        raise_disk_error(error, "the hub's cache", "complete files remain")
         raise LlmcondError(
             f"{repo} could not be downloaded: {first_line(error)}. Run the same command again to "
             "continue the download."

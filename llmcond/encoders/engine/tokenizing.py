@@ -16,7 +16,7 @@ from typing import Any
 
 from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
-from llmcond.encoders.spec import EncoderInput, InputError, Span
+from llmcond.encoders.spec import EncoderInput, InputError, Router, Span
 from llmcond.errors import UserError, first_line, shortened_repr
 
 
@@ -561,24 +561,43 @@ class InputTokenizer:
         return _SpecialTokens(parts[0], parts[1] if n_texts > 1 else [], rest, typed)
 
 
+def _check_parts(item: EncoderInput, position: int) -> None:
+    """Raise a UserError if the router or the sentence of an input has another type."""
+    if not isinstance(item.router, Router | None):
+        raise UserError(
+            f"the router at position {position} is {shortened_repr(item.router)}, not a Router."
+        )
+    spans = item.sentence
+    if spans is not None and not (
+        isinstance(spans, tuple | list)
+        and all(isinstance(span, tuple | list) and len(span) == 3 for span in spans)
+    ):
+        raise UserError(
+            f"the sentence at position {position} is {shortened_repr(spans)}; expected spans, such "
+            "as ('text', 0, 12)."
+        )
+
+
 def check_inputs(inputs: Sequence[EncoderInput]) -> None:
     """Raise a UserError unless this is a list of inputs with valid texts.
 
     Without this check, invalid inputs would raise an obscure error in a tokenizer.
     """
-    if isinstance(inputs, str | EncoderInput):
-        raise UserError(f"expected a list of EncoderInput, but got one {type(inputs).__name__}.")
     for position, item in enumerate(inputs):
         if not isinstance(item, EncoderInput):
             raise UserError(
                 f"the input at position {position} is {shortened_repr(item)}, not a text or an "
                 "EncoderInput."
             )
-        texts = {"instruction": item.instruction, "text": item.text, "context": item.context or ""}
+        _check_parts(item, position)
+        texts = {"instruction": item.instruction, "text": item.text}
+        texts["context"] = "" if item.context is None else item.context
         texts["router"] = item.router.text if item.router else ""
         for name, text in texts.items():
             if not isinstance(text, str):
-                raise UserError(f"the {name} at position {position} is {text!r}, not a text.")
+                raise UserError(
+                    f"the {name} at position {position} is {shortened_repr(text)}, not a text."
+                )
             try:
                 text.encode()
             except UnicodeEncodeError as error:

@@ -14,7 +14,12 @@ from llmcond.errors import UserError
 from llmcond.files import file_output
 from llmcond.options import Amount, Positive, option
 from llmcond.system import require_libraries
-from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
+from llmcond.workflows.options.common import (
+    DeviceOption,
+    RunOptions,
+    ScaleOptions,
+    check_prompt_names,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,9 @@ class ExtractOptions(RunOptions, ScaleOptions):
     )
 
     def __post_init__(self) -> None:
-        """Also check that --workers and --scale are not combined."""
+        """Also check the prompts, and that --workers and --scale are not combined."""
         super().__post_init__()
+        check_prompt_names(self.prompt)
         if self.scale is not None and self.workers != 1:
             raise UserError("--workers and --scale are two ways to share the work. Choose one.")
 
