@@ -219,9 +219,10 @@ def _check_unset(
 ) -> None:
     """Raise a UserError if an option has a value already, of which argparse would keep the last.
 
-    No option has a default in the namespace of its command, so it has a value only if it was given.
+    An option has a value other than its default in the namespace only if it was given.
     """
-    if hasattr(namespace, action.dest):
+    default = parser.get_default(action.dest)
+    if getattr(namespace, action.dest, default) is not default:
         parser.error(f"{flag} is given twice, but it takes one value. Give it once.")
 
 

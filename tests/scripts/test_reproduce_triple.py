@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.dialogues import write_dialogues
+from helpers.flags import change_flags
 from helpers.paths import ROOT
 
 from llmcond.runs import open_any_run
@@ -44,7 +45,7 @@ def run(script, capsys, arguments):
 
 def test_every_table_has_figures_next_to_those_of_paper(script, arguments, capsys, tmp_path):
     out = tmp_path / "page.md"
-    code, _, record = run(script, capsys, [*arguments, "--out", str(out)])
+    code, _, record = run(script, capsys, change_flags(arguments, "--out", str(out)))
     assert code == 0
     assert json.loads(out.with_suffix(".json").read_text()) == record
     sections = {section["table"]: section["rows"] for section in record["sections"]}
@@ -75,7 +76,7 @@ def test_every_table_has_figures_next_to_those_of_paper(script, arguments, capsy
 
 
 def test_fitted_heads_are_reused_and_start_from_ccl(script, arguments, capsys, monkeypatch):
-    code, text, _ = run(script, capsys, [*arguments, "--tables", "2"])
+    code, text, _ = run(script, capsys, change_flags(arguments, "--tables", "2"))
     assert code == 0
     (folder,) = Path(arguments[arguments.index("--folder") + 1]).iterdir()
     opened = open_any_run(folder)
@@ -86,20 +87,20 @@ def test_fitted_heads_are_reused_and_start_from_ccl(script, arguments, capsys, m
         raise AssertionError("this head was already fitted")
 
     monkeypatch.setattr("reproduce.fit_head", fail_if_called)
-    assert run(script, capsys, [*arguments, "--tables", "2"])[1] == text
+    assert run(script, capsys, change_flags(arguments, "--tables", "2"))[1] == text
     # A head with other settings is fitted again.
     fits = []
     monkeypatch.setattr("reproduce.fit_head", lambda **options: fits.append(options["name"]))
     monkeypatch.setitem(script.HEADS, "c3l", ("c3l-paper", {}, "ccl"))
-    run(script, capsys, [*arguments, "--tables", "2"])
+    run(script, capsys, change_flags(arguments, "--tables", "2"))
     assert fits == ["c3l-0"]
 
 
 def test_invalid_input_is_reported(script, arguments, capsys, caplog, tmp_path):
-    assert script.main([*arguments, "--seeds", "0"]) == 2
+    assert script.main(change_flags(arguments, "--seeds", "0")) == 2
     assert "--seeds is 0; it must be at least 1" in caplog.text
-    assert script.main([*arguments, "--out", str(tmp_path / "page.txt")]) == 2
-    assert script.main([*arguments, "--data", str(tmp_path / "missing")]) == 2
+    assert script.main(change_flags(arguments, "--out", str(tmp_path / "page.txt"))) == 2
+    assert script.main(change_flags(arguments, "--data", str(tmp_path / "missing"))) == 2
     arguments = ["--encoders", str(tmp_path / "missing"), *arguments[2:], "--tables", "4"]
     code, text, record = run(script, capsys, arguments)
     assert code == 1
