@@ -419,7 +419,8 @@ def test_heads_that_cannot_be_fitted_have_rows_with_reason(
 def test_invalid_input_is_rejected_before_any_work(scripts, inputs, monkeypatch, options, code):
     monkeypatch.setattr(scripts.shared, "extract", fail_if_called)
     arguments = ["--folder", str(inputs.folder / "runs"), "--data", inputs.data]
-    assert scripts.case.main(["--encoders", inputs.bert, *arguments, *options]) == code
+    words = change_flags(["--encoders", inputs.bert, *arguments], *options)
+    assert scripts.case.main(words) == code
 
 
 def test_folder_of_other_data_is_rejected(scripts, call, inputs, small_rows, tmp_path):
