@@ -142,7 +142,6 @@ MISTAKES = {
     "extract --model minilm --pooling latent": "pooling is 'latent'",
     "extract --model minilm --like nope": "like is 'nope', not a known model",
     "extract --model minilm --prompt nonsense": "unknown prompt 'nonsense'",
-    "compare-prompts --model minilm --prompts nonsense": "unknown prompt 'nonsense'",
     "extract --model minilm --quantize 4bit": "needs bitsandbytes",
     "extract --model .": ". has no config.json",
     "compare-prompts --model minilmm": "unknown model 'minilmm'",

@@ -65,18 +65,6 @@ class FigureOption(Options):
     )
 
 
-def check_prompt_names(names: Sequence[str]) -> None:
-    """Check that prompts can be read, before anything heavy is imported.
-
-    Raises:
-        UserError: a prompt is unknown, or its file cannot be read.
-    """
-    from llmcond.prompts import load_prompt  # help texts do not need it
-
-    for name in names:
-        load_prompt(name)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunOption(Options):
     """Options of commands that work on a run."""

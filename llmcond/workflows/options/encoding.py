@@ -14,12 +14,7 @@ from llmcond.errors import UserError
 from llmcond.files import file_output
 from llmcond.options import Amount, Positive, option
 from llmcond.system import require_libraries
-from llmcond.workflows.options.common import (
-    DeviceOption,
-    RunOptions,
-    ScaleOptions,
-    check_prompt_names,
-)
+from llmcond.workflows.options.common import DeviceOption, RunOptions, ScaleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,10 @@ class ExtractOptions(RunOptions, ScaleOptions):
     def __post_init__(self) -> None:
         """Also check the prompts, and that --workers and --scale are not combined."""
         super().__post_init__()
-        check_prompt_names(self.prompt)
+        from llmcond.prompts import load_prompt  # help texts do not need it
+
+        for name in self.prompt:
+            load_prompt(name)
         if self.scale is not None and self.workers != 1:
             raise UserError("--workers and --scale are two ways to share the work. Choose one.")
 

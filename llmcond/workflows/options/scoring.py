@@ -21,7 +21,6 @@ from llmcond.workflows.options.common import (
     RunOption,
     RunOptions,
     SplitOption,
-    check_prompt_names,
 )
 from llmcond.workflows.options.fitting import TrialOptions
 from llmcond.workflows.options.ranking import DialogueOptions, RankingOptions
@@ -150,11 +149,6 @@ class ComparePromptsOptions(CompareOptions, RunOptions, FigureOption):
         writes=check_folder,
         help="folder to write the charts of the report to, as image files",
     )
-
-    def __post_init__(self) -> None:
-        """Also check the prompts."""
-        super().__post_init__()
-        check_prompt_names(self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
