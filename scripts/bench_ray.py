@@ -34,7 +34,7 @@ from bench_process import run_in_process
 from bench_scale import csts_inputs, short_inputs
 
 from llmcond.encoders import EncoderOptions, ResolvedEncoder, resolve
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.features.extract import CommittedCounts, EncodingPart, extract
 from llmcond.features.store import FeatureStore
 from llmcond.scale.extraction import ActorEncoderSpec, WrittenFragment, make_ray_execution

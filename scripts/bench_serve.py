@@ -35,8 +35,8 @@ import psutil
 from fuzz_services import draw_wrong_request, request_bytes
 
 from llmcond.data.datasets import read_dataset
-from llmcond.encoders.encoder import Encoded, load_encoder
-from llmcond.encoders.spec import Dtype
+from llmcond.encoders.encoder import load_encoder
+from llmcond.encoders.spec import Dtype, Encoded
 from llmcond.features.view import FeatureView
 from llmcond.prompts import load_prompt
 from llmcond.runs.embedder import Embedder

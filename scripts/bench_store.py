@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from llmcond.encoders import EncoderInput, EncoderOptions, resolve
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.features.store import FeatureStore
 
 

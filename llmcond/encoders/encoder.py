@@ -34,6 +34,7 @@ from llmcond.encoders.resolve import ResolvedEncoder, resolve
 from llmcond.encoders.settings import EncoderOptions
 from llmcond.encoders.spec import (
     TRUNCATION_NOTE,
+    Encoded,
     EncoderInput,
     NotFiniteError,
     check_finite,
@@ -81,28 +82,6 @@ class RouterQuery(NamedTuple):
 
 #: Routers, keyed by their texts.
 RouterQueries = Mapping[str, RouterQuery]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Vectors and token counts, in the order of the inputs.
-
-    Attributes:
-        vectors: (n, dim) float32.
-        n_tokens: (n,) tokens of each input before truncation, special tokens included.
-        truncated: (n,) whether an input exceeded ``max_length``, so that its sentence was cut.
-        n_computed: tokens that went through the network, padding included. Sharing prefixes makes
-            this less than the sum of ``n_tokens``.
-    """
-
-    vectors: NDArray[np.float32]
-    n_tokens: NDArray[np.int32]
-    truncated: NDArray[np.bool_]
-    n_computed: int = 0
-
-    def take(self, rows: Sequence[int] | NDArray[Any]) -> Encoded:
-        """Select inputs by positions or by a boolean mask; ``n_computed`` becomes 0."""
-        return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
 
 
 @dataclass(frozen=True, slots=True)

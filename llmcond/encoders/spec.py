@@ -13,9 +13,8 @@ from llmcond.files import digest_bytes
 from llmcond.options import check_argument
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
-
-    from llmcond.encoders.encoder import Encoded
 
 Attention = Literal["bidirectional", "causal"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -167,6 +166,28 @@ class InputError(UserError):
     def __init__(self, item: Any, message: str) -> None:
         super().__init__(message)
         self.item = item
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Vectors and token counts, in the order of the inputs.
+
+    Attributes:
+        vectors: (n, dim) float32.
+        n_tokens: (n,) tokens of each input before truncation, special tokens included.
+        truncated: (n,) whether an input exceeded ``max_length``, so that its sentence was cut.
+        n_computed: tokens that went through the network, padding included. Sharing prefixes makes
+            this less than the sum of ``n_tokens``.
+    """
+
+    vectors: NDArray[np.float32]
+    n_tokens: NDArray[np.int32]
+    truncated: NDArray[np.bool_]
+    n_computed: int = 0
+
+    def take(self, rows: Sequence[int] | NDArray[Any]) -> Encoded:
+        """Select inputs by positions or by a boolean mask; ``n_computed`` becomes 0."""
+        return Encoded(self.vectors[rows], self.n_tokens[rows], self.truncated[rows])
 
 
 class NotFiniteError(InputError):

@@ -37,7 +37,8 @@ from llmcond.features.missing import (
 from llmcond.files import digest_bytes
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded, Encoder, RouterQueries, RouterQuery
+    from llmcond.encoders.encoder import Encoder, RouterQueries, RouterQuery
+    from llmcond.encoders.spec import Encoded
     from llmcond.encoders.threads import WorkerThreads
     from llmcond.features.store import FeatureStore
 

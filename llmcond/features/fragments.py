@@ -12,7 +12,7 @@ from llmcond.encoders.spec import EncoderInput
 from llmcond.features.keys import KEY_BYTES, StoreDtype
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
 
 _KEY = pa.binary(KEY_BYTES)
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}

@@ -46,7 +46,7 @@ from llmcond.lance_io import READ_ERRORS, DatasetTarget, PreemptedError, clean_u
 from llmcond.log import log
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
 
 __all__ = ["FeatureStore", "Fragment", "StoreDtype"]
 

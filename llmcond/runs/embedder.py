@@ -48,7 +48,8 @@ from llmcond.runs.similarity import (
 
 if TYPE_CHECKING:
     from llmcond.encoders import EncoderInput
-    from llmcond.encoders.encoder import Encoded, Encoder
+    from llmcond.encoders.encoder import Encoder
+    from llmcond.encoders.spec import Encoded
     from llmcond.heads.base import ConditionCache
     from llmcond.runs.explanation import Explanation
 

@@ -37,7 +37,7 @@ from llmcond.scale.pool import ActorPool, RayCluster, actor_pool
 from llmcond.system import compute_on_one_thread
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
 
 #: A commit takes place after this number of fragments, or of seconds.
 _COMMIT_FRAGMENTS, _COMMIT_SECONDS = 16, 10.0
@@ -118,7 +118,7 @@ class FragmentWriter:
             LlmcondError: if the encoder fails.
             DiskFullError: if there is not enough space.
         """
-        from llmcond.encoders.encoder import Encoded
+        from llmcond.encoders.spec import Encoded
 
         start_time, start_cpu = time.monotonic(), time.process_time()
         parts: list[Encoded] = []

@@ -49,7 +49,7 @@ from llmcond.serving.responses import (
 from llmcond.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
     from llmcond.search import Hits
 
 #: Path of the description of one model, without the model's name.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
 
 #: The texts of one vector, or of one comparison.
 Row = tuple[str, ...]
@@ -244,7 +244,7 @@ class Batcher:
             start = part.stop
             if job.done == len(job.rows):
                 vectors, n_tokens, truncated = map(np.concatenate, zip(*job.parts, strict=True))
-                from llmcond.encoders.encoder import Encoded
+                from llmcond.encoders.spec import Encoded
 
                 job.settle(Encoded(vectors, n_tokens, truncated, 0))
 

@@ -15,7 +15,7 @@ from prometheus_client import (
 )
 from starlette.responses import Response
 
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.serving.batching import Batcher
 from llmcond.serving.model import ServedModel
 

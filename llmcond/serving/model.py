@@ -22,7 +22,8 @@ from llmcond.search.model import short_name
 from llmcond.serving.batching import Row
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded, Encoder
+    from llmcond.encoders.encoder import Encoder
+    from llmcond.encoders.spec import Encoded
     from llmcond.search import Index
 
 
@@ -71,7 +72,7 @@ class ServedModel:
         """
         if isinstance(self.model, Embedder):
             return self.model.encode_with_counts([(text, condition) for text, condition in rows])
-        from llmcond.encoders.encoder import Encoded
+        from llmcond.encoders.spec import Encoded
 
         similarities = self.model.similarity(*map(list, zip(*rows, strict=True)))
         zeros = np.zeros(len(rows), dtype=np.int32)

@@ -63,7 +63,7 @@ from llmcond.workflows.embed import (
 from llmcond.workflows.options.texts import EmbedOptions
 
 if TYPE_CHECKING:
-    from llmcond.encoders.encoder import Encoded
+    from llmcond.encoders.spec import Encoded
 
 #: The version of the record's format.
 FORMAT = 1

@@ -703,7 +703,7 @@ def test_float16_overflow_is_rejected(tmp_path, overflowing_checkpoint):
     options = EncoderOptions(dtype="float32", device="cpu", normalize=False)
     encoder = Encoder(resolve(str(overflowing_checkpoint), options))
     store = open_store(tmp_path, overflowing_checkpoint, "float16", options)
-    with pytest.raises(InputError, match="--store-dtype float32 if vectors overflow float16"):
+    with pytest.raises(InputError, match="store float32 if vectors overflow float16"):
         extract(INPUTS[:5], store, lambda: encoder, SilentProgress())
     assert store.missing(INPUTS[:5]) == [0, 1, 2, 3, 4]
     float32_store = open_store(tmp_path, overflowing_checkpoint, "float32", options)

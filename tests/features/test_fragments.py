@@ -8,7 +8,7 @@ import pytest
 from helpers.identities import IDENTITY
 from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.errors import DiskFullError
 from llmcond.features.store import FeatureStore
 

@@ -15,7 +15,7 @@ from helpers.stored import INPUTS, N_TOKENS, TRUNCATED, VECTORS, append
 
 from llmcond import lance_io, object_stores
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.errors import LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import store as store_module

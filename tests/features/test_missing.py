@@ -7,8 +7,7 @@ import pytest
 from helpers.identities import IDENTITY
 
 from llmcond.cli import run
-from llmcond.encoders.encoder import Encoded
-from llmcond.encoders.spec import EncoderInput
+from llmcond.encoders.spec import Encoded, EncoderInput
 from llmcond.features import missing
 from llmcond.features.keys import KeyIndex
 from llmcond.features.missing import count_missing, merge_counts

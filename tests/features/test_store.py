@@ -20,7 +20,7 @@ from helpers.waiting import PATIENCE
 
 from llmcond import lance_io
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.errors import DiskFullError, LlmcondError, UserError
 from llmcond.features import fragments as fragments_module
 from llmcond.features import location as location_module

@@ -3,7 +3,7 @@
 import numpy as np
 
 from llmcond.encoders import EncoderInput
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 
 INPUTS = [EncoderInput("", f"text {i}") for i in range(20)]
 VECTORS = np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.waiting import PATIENCE
 
-from llmcond.encoders.encoder import Encoded
+from llmcond.encoders.spec import Encoded
 from llmcond.serving.batching import Batcher, ClosedError
 
 

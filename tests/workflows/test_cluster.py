@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from helpers.commands import read_page_data, run_json, run_rejected
+from helpers.flags import change_flags
 from helpers.pages import HOSTILE, ParsedPage, check_views, open_page
 from sklearn.metrics import v_measure_score
 
@@ -381,7 +382,9 @@ def test_long_texts_are_truncated_and_counted(call, write_rows, capsys, module_r
 )
 def test_invalid_arguments_are_rejected(capsys, texts, guide, arguments, expected, tmp_path):
     options = [str(guide) if argument == "{guide}" else argument for argument in arguments]
-    assert expected in run_rejected(capsys, "cluster", texts, "--out", "out.csv", *options)
+    assert expected in run_rejected(
+        capsys, *change_flags(("cluster", texts, "--out", "out.csv"), *options)
+    )
     assert not (tmp_path / "out.csv").exists()
 
 
