@@ -126,7 +126,12 @@ class _Encoded(torch.utils.data.Dataset):
         return self.encoder.encode([TEXTS[index]])[0]
 
 
-def test_encoder_works_in_workers_of_data_loader(minilm):
+def test_encoder_works_in_workers_of_data_loader(minilm, monkeypatch):
+    # PyTorch never removes its handler of SIGCHLD, with which Playwright's greenlets crash when the
+    # browser of a later test ends.
+    monkeypatch.setattr(
+        "torch.utils.data._utils.signal_handling._set_SIGCHLD_handler", lambda: None
+    )
     expected = minilm.encode(TEXTS[:4])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
