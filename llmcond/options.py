@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path, PurePath
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -25,6 +25,7 @@ from typing import (
     get_type_hints,
 )
 
+from llmcond.deprecation import warn_renamed
 from llmcond.errors import UserError, did_you_mean, list_legal_values, shortened_repr
 from llmcond.text import check_string
 
@@ -429,7 +430,12 @@ def all_optional(cls: type[T]) -> type[T]:
 
 
 def public_function(
-    call: Callable[P, R], name: str, module: str, doc: str, signature: inspect.Signature
+    call: Callable[P, R],
+    name: str,
+    module: str,
+    doc: str,
+    signature: inspect.Signature,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[P, R]:
     """Return a callable as a public function of a module, with that name in errors and pickles.
 
@@ -440,9 +446,14 @@ def public_function(
         doc: docstring of the function.
         signature: signature of the function. Arguments that it lacks raise a TypeError that
             suggests the nearest names.
+        renamed: current name of each former name of an argument, which is accepted with a
+            DeprecationWarning.
     """
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        for old in renamed.keys() & kwargs.keys():
+            warn_renamed(f"{name}({old}=...)", f"{name}({renamed[old]}=...)")
+            kwargs[renamed[old]] = kwargs.pop(old)
         _check_arguments(name, signature, args, kwargs)
         return call(*args, **kwargs)
 

@@ -587,7 +587,7 @@ def object_input(
 
     def write() -> str:
         if function == "embed":
-            llmcond.embed(source=table, out=out, condition=CONDITION, keep=keep, **options)
+            llmcond.embed(texts=table, out=out, condition=CONDITION, keep=keep, **options)
         else:
             llmcond.cluster(
                 texts=table,

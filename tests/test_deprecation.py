@@ -93,3 +93,14 @@ def test_former_names_of_public_classes_work(minilm):
     with pytest.warns(DeprecationWarning, match="Encoder.encode_with_counts"):
         former = minilm.encode_counted(items)
     np.testing.assert_array_equal(former.vectors, minilm.encode_with_counts(items).vectors)
+
+
+def test_former_name_of_argument_works(tmp_path):
+    with pytest.warns(
+        DeprecationWarning, match=r"embed\(source=\.\.\.\) is now embed\(texts="
+    ) as caught:
+        result = llmcond.embed(
+            source=["A dog.", "A cat."], out=tmp_path / "v.npy", condition_text="the animal"
+        )
+    assert result.rows == 2
+    assert [warning.filename for warning in caught] == [__file__]

@@ -95,11 +95,13 @@ def test_every_option_rejects_values_of_other_types():
 )
 def test_wrong_type_is_reported_by_the_functions(values, message):
     with pytest.raises(UserError) as raised:
-        llmcond.embed(**{"source": ["a text"], "out": "v.npy", **values})
+        llmcond.embed(**{"texts": ["a text"], "out": "v.npy", **values})
     assert str(raised.value) == message
 
 
-def test_lists_in_settings_are_joined_as_on_the_command_line():
+def test_lists_in_settings_are_joined_as_on_the_command_line(in_tmp):
+    (in_tmp / "runs" / "default").mkdir(parents=True)
+    (in_tmp / "runs" / "default" / "run.json").touch()
     fit = _command("fit-head")
     assert fit(head="mlp", set={"epochs": [1, 2]}).set == {"epochs": "1,2"}
     assert fit(head="mlp", set={"a": True, "b": 0.5, "c": "x"}).set == {

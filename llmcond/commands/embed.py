@@ -45,7 +45,7 @@ class Embed(EmbedOptions, Command):
         Examples:
             >>> import llmcond
             >>> rows = [{"text": "A man rides a horse."}, {"text": "A girl reads."}]
-            >>> result = llmcond.embed(source=rows, out="vectors.npy", condition_text="the hobby")
+            >>> result = llmcond.embed(texts=rows, out="vectors.npy", condition_text="the hobby")
             >>> result.rows, result.dim
             (2, 384)
         """
@@ -63,4 +63,4 @@ class Embed(EmbedOptions, Command):
         return embed_file(self)
 
 
-embed = as_function(Embed)
+embed = as_function(Embed, source="texts")

@@ -96,7 +96,7 @@ class EmbedResult(Displayed):
         ...     {"sentence": "A man rides a bicycle.", "condition": "the vehicle"},
         ...     {"sentence": "A woman drives a car.", "condition": "the vehicle"},
         ... ]
-        >>> result = llmcond.embed(source=rows, out="vectors.npy")
+        >>> result = llmcond.embed(texts=rows, out="vectors.npy")
         >>> result.rows, result.dim
         (2, 384)
     """
@@ -324,7 +324,7 @@ def embed_file(options: EmbedOptions) -> EmbedResult:
     out, keep, read = Path(options.out), options.keep, options.read_options()
     run_folder = options.resolve_folder()
     check_output(out, EMBEDDING_SUFFIXES, [run_folder / "rows.parquet"])
-    source = open_collection(options.source, read, options.text_column)
+    source = open_collection(options.texts, read, options.text_column)
     columns = find_vector_columns(options, partial(has_column, source))
     names = {column.name: column.condition for column in columns}
     conflicts = sorted({"sentence", "condition", *names} & set(keep))

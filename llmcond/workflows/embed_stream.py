@@ -350,7 +350,7 @@ def embed_stream(options: EmbedOptions) -> EmbedResult:
     keep, cluster = options.keep, options.cluster()
     model = StreamModel.find(options)
     reading = options.read_options()
-    texts, output = open_texts(options.source, read=reading, column=text), open_output(out)
+    texts, output = open_texts(options.texts, read=reading, column=text), open_output(out)
     has_column = texts.columns().__contains__
     sentence_column = text_column(has_column, text)
     columns = find_vector_columns(options, has_column)

@@ -293,7 +293,7 @@ def test_functions_take_objects_that_can_be_read_once(
         return pa.table(table).to_reader()
 
     result = llmcond.embed(
-        source=once(), out="v.parquet", condition_text="the topic", keep=["label"], guide=once()
+        texts=once(), out="v.parquet", condition_text="the topic", keep=["label"], guide=once()
     )
     assert result.rows == 4
     assert pq.read_table("v.parquet")["label"].to_pylist() == table["label"]
@@ -306,5 +306,5 @@ def test_functions_take_objects_that_can_be_read_once(
     (hit,) = search("A car", "the topic", where="day < date '2020-01-02'").rows
     assert (hit["text"], hit["day"]) == (texts[0], days[0])
     assert len(llmcond.Index.build("other", once())) == 4
-    streamed = llmcond.embed(source=once(), out="v.lance", condition_text="the topic")
+    streamed = llmcond.embed(texts=once(), out="v.lance", condition_text="the topic")
     assert streamed.rows == 4

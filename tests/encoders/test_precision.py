@@ -140,7 +140,7 @@ def test_run_in_bfloat16_is_usable_without_bfloat16(
     texts = tmp_path / "texts.csv"
     texts.write_text("text\nA new text.\n")
     llmcond.embed(
-        source=texts, out=tmp_path / "out.npy", run=folder, condition="the place", head="none"
+        texts=texts, out=tmp_path / "out.npy", run=folder, condition="the place", head="none"
     )
     expected = embedder.encode(["A new text."], "the place")
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=2e-3)

@@ -23,7 +23,7 @@ def run_by_text_or_path(folder: Path) -> None:
             run=run, report="page.html", predictions=folder / "p.csv"
         )
         name: str = results[0].name
-        llmcond.embed(source="texts.csv", out=run, run=run)
+        llmcond.embed(texts="texts.csv", out=run, run=run)
         llmcond.export(out=run, run=run)
         llmcond.serve(run=run, index="texts", api_key_file="keys")
         llmcond.load_embedder(run, head=f"{name} {value}")

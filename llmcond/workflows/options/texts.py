@@ -58,7 +58,7 @@ def ranges_path(out: Path) -> Path:
 class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOptions, ScaleOptions):
     """Options of ``llmcond embed``: the rows to embed, and where to write the vectors."""
 
-    source: Any = option(
+    texts: Any = option(
         flag="",
         metavar="SRC",
         source=TEXT_FILES,
@@ -109,12 +109,12 @@ class EmbedOptions(GuideOption, EmbedderOptions, PrecisionOptions, TextInputOpti
             raise UserError("--text and --sentence name two columns; give one of them.")
         out = Path(self.out)
         if not self.is_streamed:
-            check_output(out, EMBEDDING_SUFFIXES, [self.source, self.guide])
+            check_output(out, EMBEDDING_SUFFIXES, [self.texts, self.guide])
             if out.is_symlink():  # Its target is written, and the link stays.
                 out = out.resolve()
                 object.__setattr__(self, "out", out)
             if self.precision in ("int8", "uint8") and self.ranges is None:
-                check_output(ranges_path(out), (".npy",), [self.source])
+                check_output(ranges_path(out), (".npy",), [self.texts])
         elif "://" not in str(self.out):
             check_folder(out)
 
