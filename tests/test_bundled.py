@@ -126,6 +126,7 @@ def test_default_run_of_user_data_is_used(capsys, write_rows, small_rows, data):
 def test_named_run_or_model_is_resolved(tmp_path, capsys):
     assert resolve_run(None) == resolve_run(DEFAULT_MODEL) == resolve_run(None, DEFAULT_MODEL)
     (tmp_path / DEFAULT_MODEL).mkdir()
+    (tmp_path / DEFAULT_MODEL / "run.json").write_text("{}")
     assert resolve_run(DEFAULT_MODEL) == Path(DEFAULT_MODEL)
     default_run = Path("runs/default")
     default_run.mkdir(parents=True)

@@ -172,6 +172,29 @@ MISTAKES = {
 }
 
 
+MISTAKES |= {
+    f"{command} --run missing": "there is no run at missing"
+    for command in (
+        "similarity a b --condition c",
+        "embed texts.csv --out v.npy --condition-text c",
+        "index texts.csv --out index",
+        "cluster texts.csv --out g.csv --condition c",
+        "serve",
+        "explain a --condition c",
+        "check-condition texts.csv --condition c",
+        "export --out model",
+        "fit-head --head mlp",
+        "sweep --head mlp --vary dim=2,3",
+        "evaluate",
+        "analyse",
+        "push OWNER/NAME",
+        "complete --relation r --head-entity e",
+        "reply hello --candidates texts.csv",
+        "heads",
+    )
+}
+
+
 def test_mistakes_are_reported_before_torch_is_imported(tmp_path):
     (tmp_path / "texts.csv").write_text("text\na man\na dog\n")
     lines = [

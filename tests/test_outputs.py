@@ -99,6 +99,8 @@ def test_all_outputs_are_in_the_table():
 
 @pytest.mark.parametrize(("command", "flag", "suffixes"), [case for case in OUTPUTS if case[2]])
 def test_suffix_may_be_in_capitals(folder, command, flag, suffixes):
+    (folder / "runs/default").mkdir(parents=True)
+    (folder / "runs/default/run.json").touch()
     for suffix in suffixes:
         words = [*shlex.split(command), flag, f"Out{suffix.upper()}"]
         create_command(_command(words[0]), vars(_parser().parse_args(words)))

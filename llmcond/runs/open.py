@@ -87,17 +87,7 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
         UserError: The folder does not exist, is not a run, was written by a newer version, or
             holds a cross-encoder.
     """
-    if _is_vacant(folder):
-        others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
-        named = (
-            f"Name an existing one with --run ({format_list(others)}), or extract"
-            if others
-            else "Extract"
-        )
-        raise UserError(
-            f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
-            f"--run {folder}"
-        )
+    check_run_exists(folder)
     if _is_encoder(folder):
         raise UserError(
             f"{folder} is an encoder, and this command needs a run. Extract features with it: "
@@ -112,6 +102,25 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
     if run.cross is not None and not cross:
         raise cross_encoder_error(folder)
     return run
+
+
+def check_run_exists(folder: Path) -> None:
+    """Check that a folder is there and not empty, before the slow imports of commands.
+
+    Raises:
+        UserError: There is nothing.
+    """
+    if _is_vacant(folder):
+        others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
+        named = (
+            f"Name an existing one with --run ({format_list(others)}), or extract"
+            if others
+            else "Extract"
+        )
+        raise UserError(
+            f"there is no run at {folder}. {named} features first: llmcond extract --model MODEL "
+            f"--run {folder}"
+        )
 
 
 def run_exists(folder: Path, *, cross: bool = False) -> bool:
@@ -176,6 +185,7 @@ def resolve_run(
             f"revision is {revision!r}, but {reference or 'the default model'} is not on the hub. "
             "Leave out revision."
         )
+    check_run_exists(folder)
     if not _is_encoder(folder):
         return folder
     # A folder may have the name of a known encoder.

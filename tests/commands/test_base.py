@@ -190,6 +190,9 @@ def test_every_command_has_an_example_that_parses(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for data in ("my.csv", "texts.csv"):  # names in examples
         Path(data).touch()
+    for run in ("default", "wn18rr", "dialogues"):
+        Path("runs", run).mkdir(parents=True)
+        Path("runs", run, "run.json").touch()
     cls = _command(name)
     arguments = shlex.split(cls.example)[1 + len(name.split()) :]
     parser = Parser(prog=name, allow_abbrev=False)

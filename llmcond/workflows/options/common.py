@@ -73,6 +73,13 @@ class RunOption(Options):
         DEFAULT_RUN, metavar="DIR", help="folder of the run, with its features, heads and results"
     )
 
+    def __post_init__(self) -> None:
+        """Also check that the run exists."""
+        super().__post_init__()
+        from llmcond.runs.open import check_run_exists
+
+        check_run_exists(Path(self.run))
+
 
 def _parse_number(text: str) -> float | str:
     """Convert a text to a number if it is one; the dataset checks any other text."""
@@ -477,7 +484,7 @@ class MetricOption(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RunOption, TaskOptions, EncoderModelOptions):
+class RunOptions(TaskOptions, EncoderModelOptions):
     """Options of commands that encode a dataset into a run."""
 
     run: str | Path = option(
