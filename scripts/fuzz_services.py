@@ -300,7 +300,7 @@ class ServerProcess:
             ("127.0.0.1", self._port), load_factor() * ANSWER_SECONDS
         ) as connection:
             # The server may close the connection after it has read the header.
-            with suppress(BrokenPipeError, ConnectionResetError):
+            with suppress(OSError):
                 connection.sendall(content)
                 if not whole:  # otherwise the server would wait for the rest
                     connection.shutdown(socket.SHUT_WR)

@@ -401,6 +401,9 @@ def _detect_delimiter(head: Sequence[str], file: InputFile, columns: Sequence[st
         fields = split_header(head, delimiter, columns)
         if set(columns or ()) <= set(fields):
             if len(fields) == 1 and widths[widest] > 1:
+                # With an empty first name, "\ttext" is also one field, whose name is stripped.
+                if set(columns or ()) <= set(split_header(head, widest, columns)):
+                    return widest
                 shown = "a tab" if widest == "\t" else repr(widest)
                 name = "tab" if widest == "\t" else f"'{widest}'"
                 names = format_list(split_header(head, widest), 5)

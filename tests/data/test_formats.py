@@ -453,6 +453,8 @@ def test_delimiter_is_recognised_by_columns_and_rows(tmp_path: Path, keep: str):
         read(path, column="id;Text;label")
     path.write_bytes(lines("a;b", "no delimiter"))
     assert read(path, column="a;b") == ["no delimiter"]
+    path.write_bytes(lines("\ttext", "1\ta", "2\tb"))
+    assert read(path, column="text") == ["a", "b"]
 
 
 # --- Standard input ---------------------------------------------------------------------------
