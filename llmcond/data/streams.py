@@ -37,7 +37,7 @@ from llmcond.data.readers import STDIN, Source, read_records
 from llmcond.data.rows import to_arrow
 from llmcond.errors import LlmcondError, UserError, first_line, format_list, shortened_repr
 from llmcond.files import digest_bytes, digest_text
-from llmcond.lance_io import READ_ERRORS, convert_panics
+from llmcond.lance_io import READ_ERRORS, check_not_forked, convert_panics
 from llmcond.object_stores import describe_failure, lance_options, open_filesystem
 from llmcond.progress import ReadBar
 from llmcond.text import cell_text, check_string
@@ -442,6 +442,7 @@ class LanceRows(TextSource):
         self, name: str, version: int | None, options: dict[str, str] | None = None
     ) -> None:
         self.name = name
+        check_not_forked()
         with _convert_errors(name):
             import lance
 

@@ -160,6 +160,9 @@ def test_encoder_on_gpu_is_rejected_at_once(minilm):
         lambda index: index.delete(["x"]),
         lambda index: llmcond.Index.open(index.folder).search("cats", condition="the animal"),
         lambda index: llmcond.extract(model="minilm", run=index.folder.parent / "run"),
+        lambda index: llmcond.embed(
+            texts=index.folder / "texts.lance", out=index.folder.parent / "v.lance", condition="c"
+        ),
     ],
 )
 def test_lance_is_rejected_in_forked_process_at_once(index, use):
