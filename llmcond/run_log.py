@@ -214,7 +214,7 @@ def read_log(path: Path) -> list[Record]:
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(record, dict) or "event" not in record:
             break

@@ -105,7 +105,7 @@ class ChatSettings:
             )
         try:
             json.dumps(self.request, allow_nan=False, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
         key = _read_api_key()
         if not (key.isascii() and _is_printable(key)):

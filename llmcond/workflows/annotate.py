@@ -239,6 +239,8 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+    except RecursionError as error:
+        raise UserError(f"--request cannot be sent as JSON: {error}. Correct it.") from None
 
 
 def _check_propose(data: DataOptions, split: str | None, rows: int | None) -> None:

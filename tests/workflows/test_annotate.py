@@ -388,6 +388,9 @@ def test_key_is_sent_but_never_stored_or_printed(pairs, tmp_path, capsys, monkey
         ("--endpoint http://[::1/v1", "expected an address such as http"),
         ("--endpoint http://a\u2603b\u200d/v1", "expected an address such as http"),
         ("--request temperature=NaN", "--request cannot be sent as JSON: Out of range float"),
+        pytest.param(
+            f"--request a={'[' * 30_000}", "--request cannot be sent as JSON: maximum", id="endless"
+        ),
         (r'--request user="\ud800"', "--request cannot be sent as JSON: 'utf-8' codec can't"),
         ("--endpoint http://127.0.0.1:9/v1", "no server answers at http://127.0.0.1:9/v1"),
         ("--samples 0", "--samples is 0"),
