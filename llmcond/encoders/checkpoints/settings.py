@@ -207,6 +207,7 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
     """
     settings = CheckpointSettings.read(checkpoint.folder)
     check_numbers(settings.config, checkpoint.name)
+    _check_special_tokens(checkpoint)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
@@ -243,6 +244,20 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
                 raise UserError(
                     f"config.json of {name} has {key} = {shortened_repr(value)}; expected "
                     f"{expected}. The file may be damaged: copy it again."
+                )
+
+
+def _check_special_tokens(checkpoint: Checkpoint) -> None:
+    """Raise a UserError if a special token of the tokenizer is not a text or its description."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        values = read_settings(checkpoint.folder / file, {})
+        for key in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+            token = values.get(f"{key}_token")
+            content = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(content, str | None):
+                raise UserError(
+                    f"{file} of {checkpoint.name} has {key}_token = {shortened_repr(token)}; "
+                    "expected a text. The file may be damaged: copy it again."
                 )
 
 

@@ -664,6 +664,14 @@ def test_invalid_numbers_in_config_are_rejected(folder, change, expected):
         resolve_folder(folder)
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("token", [["[PAD]"], 7, True, {"content": 7}])
+def test_special_tokens_that_are_no_texts_are_rejected(folder, file, token):
+    (folder / file).write_text(json.dumps({"pad_token": token}))
+    with pytest.raises(UserError, match=rf"{file} of .* has pad_token = .*; expected a text"):
+        resolve_folder(folder)
+
+
 def test_lists_and_nulls_in_config_are_accepted(folder):
     change_json(folder / "config.json", head_dim=None, sliding_window=None, num_experts=[1, 2])
     assert resolve_folder(folder).identity.max_length == 64
