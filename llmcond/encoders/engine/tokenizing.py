@@ -18,6 +18,7 @@ from llmcond.encoders.poolings import get_pooling
 from llmcond.encoders.settings import TOKENIZER_DECIDES, EncoderIdentity
 from llmcond.encoders.spec import EncoderInput, InputError, Router, Span
 from llmcond.errors import UserError, first_line, shortened_repr
+from llmcond.text import check_string
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,9 +599,4 @@ def check_inputs(inputs: Sequence[EncoderInput]) -> None:
                 raise UserError(
                     f"the {name} at position {position} is {shortened_repr(text)}, not a text."
                 )
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"the {name} at position {position} is not valid Unicode: {error}."
-                ) from error
+            check_string(text, f"the {name} at position {position}")

@@ -803,7 +803,8 @@ def test_tokenizer_without_tokens_for_simple_texts_is_rejected():
         ([5], "the input at position 0 is 5, not a text or an EncoderInput"),
         ([EncoderInput("", "a"), EncoderInput("", 5)], "the text at position 1 is 5"),
         ([EncoderInput(None, "a")], "the instruction at position 0 is None"),
-        ([EncoderInput("", "\ud800")], "the text at position 0 is not valid Unicode"),
+        ([EncoderInput("", "\ud800")], "the text at position 0 is .* half of a surrogate pair"),
+        ([EncoderInput("a\0", "b")], "the instruction at position 0 is .* a NUL character"),
     ],
 )
 def test_invalid_inputs_are_reported_with_position(minilm, inputs, message):
