@@ -112,16 +112,16 @@ def column_values(column: Any) -> list[Any]:
         raise UserError(
             f"data is an array of the shape {tuple(column.shape)}; expected one dimension."
         )
+    if getattr(getattr(column, "dtype", None), "kind", "O") in "mM":  # times of NumPy and pandas
+        import pyarrow as pa
+
+        return _arrow_values(pa.array(column))
     if hasattr(column, "isna"):  # pandas, which has several values for missing cells
         cells: Any = zip(column.astype(object), column.isna(), strict=True)
         return [None if is_missing else value for value, is_missing in cells]
     if _is_arrow(column):
         return _arrow_values(_import_arrow(column))
     if hasattr(column, "dtype") and hasattr(column, "tolist"):  # NumPy
-        if column.dtype.kind in "mM":  # NumPy would return nanoseconds as whole numbers.
-            import pyarrow as pa
-
-            return _arrow_values(pa.array(column))
         return list(column.tolist())
     return list(column)
 
