@@ -96,7 +96,11 @@ def check_not_forked() -> None:
 
 
 def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:
-    """Return the newest version of a dataset; None if nothing has been committed yet."""
+    """Return the newest version of a dataset; None if nothing has been committed yet.
+
+    Raises:
+        ValueError: the dataset is damaged; ``READ_ERRORS`` contains all errors.
+    """
     check_not_forked()
     import lance
 
@@ -105,7 +109,8 @@ def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:
     if not remote and not any(Path(uri, "_versions").glob("*.manifest")):
         return None
     try:
-        return lance.dataset(uri, storage_options=options)
+        with convert_panics():
+            return lance.dataset(uri, storage_options=options)
     except ValueError as error:
         # A missing bucket is also reported as "404 Not Found", but with a <Code>.
         if remote and "was not found: Not found" in str(error) and "<Code>" not in str(error):

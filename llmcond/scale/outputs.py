@@ -25,7 +25,14 @@ from pyarrow import fs
 from llmcond.data.readers import VECTOR
 from llmcond.errors import LlmcondError, UserError, raise_disk_error
 from llmcond.files import check_free_space, replace_atomically, suffix, write_json
-from llmcond.lance_io import DatasetTarget, PreemptedError, clean_up, open_newest
+from llmcond.lance_io import (
+    READ_ERRORS,
+    DatasetTarget,
+    PreemptedError,
+    clean_up,
+    convert_panics,
+    open_newest,
+)
 from llmcond.object_stores import describe_failure, is_remote, lance_options, open_filesystem
 
 #: File with the settings that the embeddings were made with, in the same folder.
@@ -225,7 +232,8 @@ class Output(ABC):
     def _convert_errors(self) -> Iterator[None]:
         """Convert errors of files and stores to errors of this package."""
         try:
-            yield
+            with convert_panics():
+                yield
         except (OSError, ValueError, pa.ArrowException) as error:
             raise_disk_error(error, self.name, "finished rows are kept")
             # The original error is not chained: a server's message may hold keys and signatures.
@@ -351,8 +359,7 @@ class LanceOutput(Output):
             damaged_file = self._find_damaged_file()
         if damaged_file:
             raise UserError(
-                f"{self.name} is damaged: {damaged_file} is missing or incomplete. Name another "
-                "--out."
+                f"{self.name} is damaged: {damaged_file} is missing or damaged. Name another --out."
             )
         finished = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
         if sum(unit.rows for unit in units if unit.number in finished) != self._rows:
@@ -433,13 +440,23 @@ class LanceOutput(Output):
         return names == [file.path for file in last.files]
 
     def _find_damaged_file(self) -> str:
-        """Return the first local data file that is missing or incomplete, or an empty text."""
+        """Return the first local data file that is missing or damaged, or an empty text.
+
+        Its size and its metadata are checked, not the rows.
+        """
         if self._remote or self._dataset is None:
             return ""
+        from lance.file import LanceFileReader
+
         for fragment in self._dataset.get_fragments():
             for file in fragment.data_files():
                 path = self._folder / "data" / file.path
-                if not path.is_file() or path.stat().st_size != file.file_size_bytes:
+                try:
+                    if path.stat().st_size != file.file_size_bytes:
+                        return f"data/{file.path}"
+                    with convert_panics():
+                        LanceFileReader(str(path))
+                except READ_ERRORS:
                     return f"data/{file.path}"
         return ""
 

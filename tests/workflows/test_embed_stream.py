@@ -408,6 +408,21 @@ def test_dataset_with_missing_file_is_reported(capsys, embedded_run):
     check_damage_is_reported(capsys, embedded_run, "out.lance", "out.lance is damaged: data/")
 
 
+def test_dataset_with_damaged_metadata_is_reported(capsys, embedded_run):
+    file = next(Path("out.lance/data").iterdir())
+    content = file.read_bytes()
+    file.write_bytes(content[:-40] + b"\xff" * 24 + content[-16:])  # of the same size
+    check_damage_is_reported(capsys, embedded_run, "out.lance", "out.lance is damaged: data/")
+
+
+def test_dataset_with_damaged_manifest_is_reported(capsys, embedded_run):
+    for manifest in Path("out.lance/_versions").iterdir():
+        content = manifest.read_bytes()
+        middle = len(content) // 2
+        manifest.write_bytes(content[:middle] + b"rrrr" + content[middle + 4 :])
+    check_damage_is_reported(capsys, embedded_run, "out.lance", "out.lance cannot be")
+
+
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory, fitted):
     """A folder with the source and both outputs, and a copy of it."""
