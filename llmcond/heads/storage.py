@@ -48,6 +48,12 @@ class FitRecord:
     best_epoch: int | None = None
     steps_per_epoch: int | None = None
     curve: Sequence[_Epoch] = ()
+    trained_on: Sequence[str] = ("train",)
+
+
+@dataclass(frozen=True)
+class _ZeroShot:
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class _Description(Sizes):
     seed: Annotated[int, Ge(0), Lt(2**32)]
     weights_sha256: str
     fit: FitRecord
+    zero_shot: _ZeroShot | None = None
 
 
 def save_head(head: FittedModule, folder: Path, record: dict[str, Any]) -> None:
@@ -148,6 +155,20 @@ class HeadFiles(NamedTuple):
     weights: bytes
 
 
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read a head's head.json, and check it.
+
+    Raises:
+        UserError: the folder contains no head, or one that a newer version wrote.
+        LlmcondError: the file is damaged.
+    """
+    source = folder / "head.json"
+    description = read_json(source)
+    check_format(description, FORMAT, str(folder))
+    check_record(description, _Description, str(source), FIT_AGAIN)
+    return description
+
+
 def read_head(folder: Path) -> HeadFiles:
     """Read the files of a head, and check that they belong together.
 
@@ -155,10 +176,7 @@ def read_head(folder: Path) -> HeadFiles:
         UserError: the folder contains no head, or one that a newer version wrote.
         LlmcondError: a file is damaged.
     """
-    source = folder / "head.json"
-    description = read_json(source)
-    check_format(description, FORMAT, str(folder))
-    check_record(description, _Description, str(source), FIT_AGAIN)
+    source, description = folder / "head.json", read_description(folder)
     path = weights_path(folder, description)
     try:
         weights = path.read_bytes()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
-from annotated_types import Ge
+from annotated_types import Ge, MinLen
 
 from llmcond.data.datasets import Columns, RatingScale
 from llmcond.encoders import EncoderIdentity, ResolvedEncoder, find_model
@@ -120,7 +120,7 @@ class FittedHeadRecord:
     recipe: _Recipe
     encoder: _Encoder
     store_dtype: StoreDtype
-    prompts: Sequence[Mapping[str, Any]]
+    prompts: Annotated[Sequence[Mapping[str, Any]], MinLen(1)]
     subtract: bool
 
 

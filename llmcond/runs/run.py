@@ -29,7 +29,7 @@ from llmcond.encoders.checkpoints.checkpoint import HubSource, find_hub_source
 from llmcond.encoders.spec import Orders, Runtime
 from llmcond.errors import UserError, install_command, nearest
 from llmcond.features.view import FeatureView
-from llmcond.files import read_json, write_json
+from llmcond.files import write_json
 from llmcond.log import log
 from llmcond.metrics import get_metric
 from llmcond.prompts import Prompt, prompt_from_json
@@ -414,9 +414,9 @@ class AnyRun(ABC):
         if not scored:
             return names[-1], "fitted last" + (", on dev too" if names[-1] in on_dev else "")
         best = metric.best(scored, key=scored.__getitem__)
-        zero_shot = self.head_record(best).get("zero_shot", {})
+        zero_shot = self.head_record(best).get("zero_shot") or {}
         limit = zero_shot.get(f"dev_{metric.name}")
-        if limit is not None and metric.best(scored[best], limit) == limit:
+        if isinstance(limit, float) and metric.best(scored[best], limit) == limit:
             return zero_shot["name"], f"no head is better than zero-shot on dev, {best} neither"
         others = f" of {len(names)} heads" if len(names) > 1 else ""
         unscored = f"; fitted on dev, so without a dev score: {', '.join(sorted(on_dev))}"
@@ -449,8 +449,14 @@ class AnyRun(ABC):
         return views[-1] if self.subtracts else views[0]
 
     def head_record(self, name: str) -> dict[str, Any]:
-        """Return the content of a head's ``head.json``."""
-        return read_json(self.head_folder(name) / "head.json")
+        """Return the content of a head's ``head.json``.
+
+        Raises:
+            UserError, LlmcondError: As ``read_description``.
+        """
+        from llmcond.heads.storage import read_description
+
+        return read_description(self.head_folder(name))
 
     @abstractmethod
     def load_head(self, name: str) -> RunHead[Any]:
