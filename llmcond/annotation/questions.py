@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from llmcond.annotation.journal import Journal
 from llmcond.annotation.server import Answer, ChatClient, ChatSettings, ask_all
@@ -83,7 +83,7 @@ class Prices:
 
 
 class QuestionRunner:
-    """Asks a server all questions that a journal has no answers to.
+    """Asks a server all questions that a journal has no answers to; a context manager.
 
     Attributes:
         settings: settings of the server and the model.
@@ -103,6 +103,13 @@ class QuestionRunner:
         self._seed, self._concurrency = seed, concurrency
         self._server: ChatClient | None = None
         self.new_answers: list[Answer] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def parsed_answer(self, question: Question) -> Any:
         """Return the parsed answer to a question; None if there is none that can be parsed."""

@@ -162,6 +162,10 @@ class ChatClient:
         self._failure: LlmcondError | None = None
         self._first_question = Lock()
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
     def check_connection(self) -> None:
         """Check that there is a server, because retries would not help otherwise.
 
@@ -249,7 +253,7 @@ class ChatClient:
         seconds = time.monotonic() - began
         try:
             text = str(completion.choices[0].message.content or "")
-        except (AttributeError, IndexError, TypeError):  # It may be a web page, list or error.
+        except (AttributeError, LookupError, TypeError):  # It may be a web page, list or error.
             raise LlmcondError(
                 f"{self._settings.endpoint} does not answer in the chat protocol: "
                 f"{self._redact(shortened_repr(str(completion), 200))}. {_RESUMES}"

@@ -27,9 +27,23 @@ class BoundedTransport(httpx2.BaseTransport):
 
     def __init__(self) -> None:
         self._client = httpx2.AsyncClient(follow_redirects=False)
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._closed = asyncio.new_event_loop(), asyncio.Event()
         # A daemon thread, so that Ctrl-C does not wait for a slow server.
-        Thread(target=self._loop.run_forever, daemon=True).start()
+        Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        # Afterwards, unfinished requests are cancelled.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._wait())
+
+    async def _wait(self) -> None:
+        async with self._client:
+            await self._closed.wait()
+
+    @override
+    def close(self) -> None:
+        """Close the connections, and end the thread."""
+        self._loop.call_soon_threadsafe(self._closed.set)
 
     @override
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:

@@ -136,8 +136,10 @@ def annotate(options: AnnotateOptions) -> AnnotationResult:
         _check_propose(data, split, rows)
         template = load_template(options.propose_prompt, "propose")
         plan = _plan_proposals(template, _read_texts(options), options.propose, seed)
-    with Journal(out.with_suffix(".answers")) as journal:
-        asker = QuestionRunner(server, journal, seed, options.concurrency)
+    with (
+        Journal(out.with_suffix(".answers")) as journal,
+        QuestionRunner(server, journal, seed, options.concurrency) as asker,
+    ):
         _ask_first(asker, plan, rate, samples, prices, options.yes)
         asker.ask(plan.questions)
         rows_to_rate = plan.rows(asker)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from io import StringIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers.chat import ChatServer, Fault, answer, question_texts
 from helpers.commands import run_json, run_rejected
 from helpers.flags import change_flags
 from helpers.processes import Command
+from helpers.waiting import wait_until
 
 import llmcond
 from llmcond.cli import run
@@ -208,6 +210,10 @@ def test_failing_server_loses_no_answer(write_many, capsys):
             Fault(200, body='{"choices": []}', headers=JSON_HEADERS),
             "does not answer in the chat protocol",
         ),
+        (
+            Fault(200, body='{"choices": {"a": 1}}', headers=JSON_HEADERS),
+            "does not answer in the chat protocol",
+        ),
         (Fault(200, body='{"error": {"message": "no quota"}}', headers=JSON_HEADERS), "no quota"),
         (Fault(429, headers={"Retry-After": "500"}), "It asks to wait 500 s."),
         (Fault(418, text="a teapot"), "a teapot"),
@@ -339,6 +345,13 @@ def test_killed_command_resumes(write_many, tmp_path, capsys):
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines) == 40
     assert len(read_output()) == 40
+
+
+def test_connections_and_threads_end_with_the_command(pairs, capsys):
+    n_threads = threading.active_count()
+    with ChatServer() as server:
+        run_json(capsys, *make_command(pairs, server))
+    wait_until(lambda: threading.active_count() <= n_threads)
 
 
 # -- keys, addresses and other input -----------------------------------------------------------
