@@ -145,7 +145,11 @@ class Base:
     def copy(self, name: str, into: Path) -> Path:
         """Copy a file or folder into another folder, and return the path of the copy."""
         source, target = self.folder / name, into / name
-        shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+        if source.is_dir():  # without temporary files of processes that use it
+            ignore = shutil.ignore_patterns(".store.json.*", ".tmp*")
+            shutil.copytree(source, target, ignore=ignore)
+        else:
+            shutil.copyfile(source, target)
         return target
 
 
