@@ -99,7 +99,7 @@ def open_newest(uri: str, options: dict[str, str] | None = None) -> Any:
     """Return the newest version of a dataset; None if nothing has been committed yet.
 
     Raises:
-        ValueError: the dataset is damaged; ``READ_ERRORS`` contains all errors.
+        OSError, ValueError, KeyError: the dataset cannot be read (``READ_ERRORS``).
     """
     check_not_forked()
     import lance

@@ -374,15 +374,23 @@ def check_argument(name: str, value: object, types: Sequence[type | None], expec
         raise UserError(f"{name} is {shortened_repr(value)}; expected {expected}.")
 
 
-def check_folder(name: str, value: object, *, optional: bool = False) -> None:
+def check_run(value: object) -> None:
+    """Check the argument ``run`` of a public function: the path or name of a run, or None.
+
+    Raises:
+        UserError: it is neither, or has an invalid character.
+    """
+    check_argument("run", value, (str, Path, None), "a path")
+    check_string(str(value), "run")
+
+
+def check_folder(name: str, value: object) -> None:
     """Check that an argument of a public function can be the path of a folder.
 
     Raises:
         UserError: it is not a path, has an invalid character, or is too long.
     """
-    check_argument(name, value, (str, Path, *([None] if optional else [])), "a path")
-    if value is None:
-        return
+    check_argument(name, value, (str, Path), "a path")
     check_string(str(value), name)
     try:
         Path(str(value)).exists()
@@ -451,9 +459,10 @@ def public_function(
     """
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        for old in renamed.keys() & kwargs.keys():
-            warn_renamed(f"{name}({old}=...)", f"{name}({renamed[old]}=...)")
-            kwargs[renamed[old]] = kwargs.pop(old)
+        for old, new in renamed.items():
+            if old in kwargs and new not in kwargs:
+                warn_renamed(f"{name}({old}=...)", f"{name}({new}=...)")
+                kwargs[new] = kwargs.pop(old)
         _check_arguments(name, signature, args, kwargs)
         return call(*args, **kwargs)
 

@@ -300,10 +300,11 @@ class ServerProcess:
             ("127.0.0.1", self._port), load_factor() * ANSWER_SECONDS
         ) as connection:
             # The server may close the connection after it has read the header.
-            with suppress(OSError):
+            with suppress(BrokenPipeError, ConnectionResetError):
                 connection.sendall(content)
                 if not whole:  # otherwise the server would wait for the rest
-                    connection.shutdown(socket.SHUT_WR)
+                    with suppress(OSError):  # not connected any more
+                        connection.shutdown(socket.SHUT_WR)
             response = HTTPResponse(connection, method=content[:4].decode("latin-1").strip())
             try:
                 response.begin()

@@ -103,4 +103,6 @@ def test_former_name_of_argument_works(tmp_path):
             source=["A dog.", "A cat."], out=tmp_path / "v.npy", condition_text="the animal"
         )
     assert result.rows == 2
+    with pytest.raises(TypeError, match="unexpected argument 'source'"):
+        llmcond.embed(source=["A dog."], texts=["A cat."], out=tmp_path / "w.npy")
     assert [warning.filename for warning in caught] == [__file__]

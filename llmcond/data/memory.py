@@ -112,7 +112,8 @@ def column_values(column: Any) -> list[Any]:
         raise UserError(
             f"data is an array of the shape {tuple(column.shape)}; expected one dimension."
         )
-    if getattr(getattr(column, "dtype", None), "kind", "O") in "mM":  # times of NumPy and pandas
+    # NumPy would return nanoseconds as whole numbers, and pandas objects of its own.
+    if getattr(getattr(column, "dtype", None), "kind", "O") in "mM":
         import pyarrow as pa
 
         return _arrow_values(pa.array(column))

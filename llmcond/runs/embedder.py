@@ -24,7 +24,7 @@ from llmcond.files import read_json
 from llmcond.heads.guide import Guide, Guides, apply_guides, fit_guide
 from llmcond.heads.loading import EmbeddingHead
 from llmcond.heads.numpy_heads import ORDERED_KINDS, ZERO_SHOT, NumpyHead
-from llmcond.options import Precision, check_argument, check_folder
+from llmcond.options import Precision, check_argument, check_run
 from llmcond.prompts import Prompt
 from llmcond.quantization import (
     EncodeOptions,
@@ -602,7 +602,7 @@ def load_embedder(
         >>> llmcond.load_embedder()
         Embedder(minilm-conditions, prompt concat-cond-sent, head ..., 384 dimensions)
     """
-    check_folder("run", run, optional=True)
+    check_run(run)
     for name, value in (("head", head), ("prompt", prompt), ("revision", revision)):
         check_argument(name, value, (str, None), "a name")
     check_argument("device", device, (str,), "a device such as 'cpu'")

@@ -105,10 +105,10 @@ def open_any_run(folder: Path, *, cross: bool = False) -> AnyRun:
 
 
 def check_run_exists(folder: Path) -> None:
-    """Check that a folder is there and not empty, before the slow imports of commands.
+    """Check that a run's folder exists and is not empty, before the slow imports of commands.
 
     Raises:
-        UserError: There is nothing.
+        UserError: It does not exist, or is empty.
     """
     if _is_vacant(folder):
         others = sorted(str(path.parent) for path in folder.parent.glob("*/run.json"))
@@ -143,7 +143,7 @@ def run_exists(folder: Path, *, cross: bool = False) -> bool:
 
 
 def _is_vacant(folder: Path) -> bool:
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    return not path_exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def resolve_run(
@@ -163,8 +163,8 @@ def resolve_run(
         revision: A branch, tag or commit of a model on the hub. None: the newest version.
 
     Raises:
-        UserError: Both ``run`` and ``model`` were given, the model does not exist or is no encoder,
-            or a revision was given for anything else.
+        UserError: Both ``run`` and ``model`` were given, the run does not exist, the model does not
+            exist or is no encoder, or a revision was given for anything else.
         LlmcondError: The hub cannot be reached.
     """
     if model is not None and run is not None:

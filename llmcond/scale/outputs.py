@@ -359,7 +359,8 @@ class LanceOutput(Output):
             damaged_file = self._find_damaged_file()
         if damaged_file:
             raise UserError(
-                f"{self.name} is damaged: {damaged_file} is missing or damaged. Name another --out."
+                f"{self.name} is damaged: {damaged_file} is missing or cannot be read. Name "
+                "another --out."
             )
         finished = {unit.number for unit in units if unit.first + unit.rows <= self._rows}
         if sum(unit.rows for unit in units if unit.number in finished) != self._rows:
@@ -440,7 +441,7 @@ class LanceOutput(Output):
         return names == [file.path for file in last.files]
 
     def _find_damaged_file(self) -> str:
-        """Return the first local data file that is missing or damaged, or an empty text.
+        """Return the first local data file that is missing or cannot be read, or an empty text.
 
         Its size and its metadata are checked, not the rows.
         """

@@ -51,7 +51,7 @@ from llmcond.files import check_format, read_json, write_json
 from llmcond.heads.guide import Guides, guide_file, load_guides, save_guide
 from llmcond.lance_io import check_not_forked
 from llmcond.log import log
-from llmcond.options import IndexPrecision, check_argument, check_folder
+from llmcond.options import IndexPrecision, check_argument, check_folder, check_run
 from llmcond.prompts.template import InputTemplate
 from llmcond.quantization import CALIBRATED, MIN_CALIBRATION
 from llmcond.records import RECORD, check_record
@@ -182,7 +182,7 @@ class Index:
             DiskFullError: if there is not enough space.
         """
         check_folder("folder", folder)
-        check_folder("run", run, optional=True)
+        check_run(run)
         for name, value in (("model", model), ("head", head), ("prompt", prompt)):
             check_argument(name, value, (str, None), "a name")
         check_argument("device", device, (str,), "a device such as 'cpu'")

@@ -110,7 +110,7 @@ def test_other_manifest_is_reported_and_known_encoder_is_loaded(hub, tmp_path):
         ("minlm-csts", "Did you mean 'minilm-csts' or 'minilm"),
         ("all-MiniLM-L6", "Did you mean 'all-MiniLM-L6-v2'"),
         ("NV-Embd-v2", "Did you mean 'NV-Embed-v2'"),
-        ("x" * 200, "The bundled models are 'minilm-conditions', 'minilm-csts'"),
+        ("x" * 300, "The bundled models are 'minilm-conditions', 'minilm-csts'"),
     ],
 )
 def test_unknown_name_suggests_known_names(tmp_path, monkeypatch, name, expected):

@@ -207,7 +207,7 @@ def read_supported_settings(checkpoint: Checkpoint) -> CheckpointSettings:
     """
     settings = CheckpointSettings.read(checkpoint.folder)
     check_numbers(settings.config, checkpoint.name)
-    _check_special_tokens(checkpoint)
+    _check_special_tokens(checkpoint, settings)
     _check_kind(checkpoint, settings)
     if checkpoint.known is None:
         _check_code(checkpoint, settings)
@@ -247,10 +247,14 @@ def check_numbers(config: Mapping[str, Any], name: str) -> None:
                 )
 
 
-def _check_special_tokens(checkpoint: Checkpoint) -> None:
-    """Raise a UserError if a special token of the tokenizer is not a text or its description."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        values = read_settings(checkpoint.folder / file, {})
+def _check_special_tokens(checkpoint: Checkpoint, settings: CheckpointSettings) -> None:
+    """Raise a UserError if a special token is neither a text nor a description that has one."""
+    file = "special_tokens_map.json"
+    records = {
+        "tokenizer_config.json": settings.tokenizer,
+        file: read_settings(checkpoint.folder / file, {}),
+    }
+    for file, values in records.items():
         for key in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
             token = values.get(f"{key}_token")
             content = token.get("content") if isinstance(token, dict) else token
