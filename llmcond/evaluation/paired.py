@@ -227,7 +227,7 @@ def paired_differences(
     a baseline and the systems compared with it, because they are fitted in the same way, and
     divided by the number of seeds. The two variances are added, with Welch's degrees of freedom.
 
-    In simulations (``scripts/simulate_comparison.py``) the rate of false positives stays at 5 %,
+    In simulations (docs/comparing.md) the rate of false positives stays at 5 %,
     and from 20 pairs up the intervals have about their nominal coverage. Percentiles of the same
     bootstrap samples have too many false positives: with few pairs they are too narrow, and a
     correction for many systems depends on the outermost of them. For single fits there is no

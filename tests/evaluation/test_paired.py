@@ -1,8 +1,5 @@
 """Paired comparisons: compared with a slow reference; pairs, seeds, ties, undefined metrics."""
 
-import json
-import subprocess
-import sys
 from itertools import combinations
 from math import isnan, nan
 from pathlib import Path
@@ -472,16 +469,6 @@ def test_minimum_difference_is_detected_with_80_percent_power():
         truth, rel=0.05
     )
     assert 0.7 <= np.mean([result["spearman"].p <= 0.05 for result in results]) <= 0.9
-
-
-def test_simulation_script_runs():
-    script = [sys.executable, ROOT / "scripts" / "simulate_comparison.py"]
-    small = ["--trials", "3", "--pairs", "20", "--resamples", "20", "--percentiles", "--json"]
-    small += ["--truth", "50_000"]
-    process = subprocess.run([*script, *small], capture_output=True, text=True, check=True)
-    result = json.loads(process.stdout.splitlines()[-1])
-    assert len(result["results"]) == 4
-    assert result["true_difference"]["spearman"] == pytest.approx(0.043, abs=0.01)
 
 
 # -- seeds, single systems, and several baselines ----------------------------------------------

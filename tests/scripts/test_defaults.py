@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.paths import ROOT
 
-from llmcond import evaluate, extract, fit_head, load_encoder
+from llmcond import evaluate, extract, fit_head
 from llmcond.encoders import EncoderOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,6 @@ ARGUMENTS_AND_OUTPUT = {
         "--rows 32 --epochs 1 --rounds 1 --pairs 64 --steps 1 --sentences 2 --conditions 2",
         "| hypernet-full-mse |",
     ),
-    "bench_int8": ("--rows 20 --layers 1 --rounds 1", "| threads |"),
     "bench_kgc": (
         "--model {tiny} --queries 4 --encode 8 --single 2 --rounds 1",
         "| hypernet, its matrices",
@@ -68,17 +67,10 @@ ARGUMENTS_AND_OUTPUT = {
     "bench_scale": ("--model {tiny} --sizes 8 --rounds 1", "8 inputs: "),
     "bench_store": ("{tmp}/store --rows 8 --part 3", "8 vectors of 384, 3 a commit: "),
     "bench_train": ("--batch-size 2 --steps 1 --rounds 1", "| llmcond |"),
-    "compare_kinds": (
-        "{run}/predictions.csv {run}/predictions.csv --data {run}/../rows.csv --split test "
-        "--fit hypernet@separate",
-        "| number | ",
-    ),
     "demo": ("--data {rows} --run {tmp}/run", '"spearman_zero_shot"'),
     "golden": ("record {tmp}/golden --only prompts models", "models: exit 0"),
     "make_tickets": ("{tmp}/tickets.csv", "tickets.csv: 360 tickets"),
     "make_weights": ("--out {tmp}", "SHA-256"),
-    "make_wide_minilm": ("{tmp}/wide --copies 1", " weights -> "),
-    "simulate_comparison": ("--trials 2 --resamples 9 --truth 99 --pairs 30", "accuracy"),
 }
 #: The additional library that a script's peer needs.
 PEER_LIBRARIES = {"bench_cross": "datasets", "bench_serve": "sentence_transformers"}
@@ -184,11 +176,6 @@ def threads_for_processes(monkeypatch, tiny):
     monkeypatch.setattr(import_module("bench_first"), "COMMAND", ["-c", "import json"])
     for name, size in (("WIDE", 64), ("NARROW", 8), ("DIM", 64)):
         monkeypatch.setattr(import_module("bench_fit"), name, size)
-    monkeypatch.setattr(
-        import_module("bench_int8"),
-        "load_encoder",
-        lambda _, **options: load_encoder(tiny, **options),
-    )
     for name in ("bench_encoders", "bench_extract", "bench_fit", "bench_ray", "bench_scale"):
         monkeypatch.setattr(
             import_module(name), "run_in_process", lambda function, *args: function(*args)
@@ -213,8 +200,6 @@ def test_script_runs(
 ):
     if name in PEER_LIBRARIES:
         pytest.importorskip(PEER_LIBRARIES[name])
-    if name == "bench_int8" and not import_module(name).native_bfloat16():
-        pytest.skip("this CPU multiplies no bfloat16")
     sizes, expected = ARGUMENTS_AND_OUTPUT[name]
     rows = write_rows(small_rows[:24])
     arguments = sizes.format(
@@ -244,14 +229,6 @@ def test_missing_arguments_or_data_are_reported(
         code = error.code
     assert code == 2
     assert expected in capsys.readouterr().err
-
-
-def test_make_wide_minilm_requires_folder(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    monkeypatch.setattr("sys.argv", ["make_wide_minilm"])
-    with pytest.raises(SystemExit):
-        import_module("make_wide_minilm").main()
-    assert "required: FOLDER" in capsys.readouterr().err
 
 
 def test_measurement_runs_in_new_process(monkeypatch):
